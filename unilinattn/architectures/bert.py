@@ -1,0 +1,46 @@
+"""BERT's attention block: residual and LayerNorm stand inside the module, after the output projection."""
+
+from unilinattn.architectures.attention import (
+    add_values,
+    attention_weights,
+    only_attention,
+    probe,
+    value_source,
+)
+from unilinattn.architectures.call import Call
+from unilinattn.errors import UncoveredError
+from unilinattn.flow import Flow
+from unilinattn.mixers import Dense
+from unilinattn.registry import register_architecture
+
+HOSTS = tuple(
+    f"transformers.models.{folder}.modeling_{folder}.{prefix}Attention"
+    for folder, prefix in (
+        ("bert", "Bert"),
+        ("roberta", "Roberta"),
+        ("xlm_roberta", "XLMRoberta"),
+        ("camembert", "Camembert"),
+        ("electra", "Electra"),
+        ("ernie", "Ernie"),
+    )
+)
+
+
+@register_architecture(*HOSTS, name="bert", kind="softmax attention (post-norm)")
+def bert(call: Call) -> Flow:
+    """BERT's layout: attention, output projection, residual and LayerNorm in one module."""
+    if call.host.is_cross_attention:
+        raise UncoveredError(
+            f"{call.name}: cross-attention whose residual and LayerNorm stand inside the module is not covered; "
+            "trace the encoder alone."
+        )
+    host, seen = call.host, only_attention(call)
+    weights, repeats = attention_weights(call, seen)
+    _, source = value_source(call, seen)
+    value, _ = probe(call, seen, source)
+    flow = Flow(call.input)
+    add_values(flow, call, seen, value, repeats)
+    flow.core(Dense(weights))
+    flow.matrix(call.weight(host.output.dense.weight), call.cast(host.output.dense.bias), role="output")
+    norm = host.output.LayerNorm
+    return flow.residual(call.input).layer_norm(call.weight(norm.weight), call.cast(norm.bias), norm.eps)

@@ -1,0 +1,112 @@
+"""`Call`: one call of a host's token-mixing module, as an adapter sees it."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from unilinattn.errors import UncoveredError
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an architecture's `capture` saw inside a layer: in which module, with which arguments, and what."""
+
+    module: nn.Module
+    arguments: Mapping[str, Any]
+    record: Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a host's module was called with, in the dtype that the operator computes in.
+
+    Attributes:
+        module: the host's module, as it is.
+        name: its path in the model.
+        arguments: what its `forward` was given, by parameter name.
+        input: its first tensor, (batch, length, channel).
+        output: what it returned, None where it is not known yet.
+        seen: what the architecture's `capture` saw during this call.
+    """
+
+    module: nn.Module
+    name: str
+    arguments: Mapping[str, Any]
+    input: Float[Tensor, "batch length channel"]
+    output: Float[Tensor, "batch query out"] | None = None
+    seen: tuple[Seen, ...] = ()
+
+    @property
+    def host(self) -> "Host":
+        """The module, whose missing attributes raise an error that names the package's version."""
+        return Host(self.module, self.name)
+
+    def cast(self, tensor: Tensor | None) -> Tensor | None:
+        """Bring a parameter or an argument to the operator's dtype and device; None stays None."""
+        return None if tensor is None else self.weight(tensor)
+
+    def weight(self, tensor: Tensor) -> Tensor:
+        """Bring a parameter that the host always has to the operator's dtype and device.
+
+        It stays in the graph only where gradients are on.
+        """
+        moved = tensor.to(device=self.input.device, dtype=self.input.dtype)
+        return moved if torch.is_grad_enabled() else moved.detach()
+
+    def padding_scale(self, mask: Tensor | None) -> Float[Tensor, "batch length 1"] | None:
+        """Return the factors that the host's own `apply_mask_to_padding_states` puts on padding, None for no mask."""
+        if mask is None:
+            return None
+        apply = host_function(self.module, "apply_mask_to_padding_states")
+        return apply(torch.ones_like(self.input[..., :1]), mask.to(self.input.device))
+
+
+class Host:
+    """A view of a module that explains which attribute is missing, and in which version."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        """Look at a module of that path."""
+        self._module, self._name = module, name
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Return the module's attribute; raise `UncoveredError` if this version of the host has none."""
+        try:
+            return getattr(self._module, attribute)
+        except AttributeError:
+            raise UncoveredError(
+                f"{self._name} ({type(self._module).__name__}) has no attribute {attribute!r} in "
+                f"{package_version(self._module)}: the host was changed there. Use a version that the "
+                "coverage table lists, or register an adapter for this one."
+            ) from None
+
+
+def package_version(module: nn.Module) -> str:
+    """Return "package version" of the package that a module's class comes from."""
+    package = type(module).__module__.split(".")[0]
+    return f"{package} {getattr(sys.modules.get(package), '__version__', 'of unknown version')}"
+
+
+def host_function(module: nn.Module, name: str) -> Any:
+    """Return a function that stands in the file of a module's class or of one of its ancestors.
+
+    Raises `UncoveredError` if none has it.
+    """
+    for ancestor in type(module).__mro__:
+        found = getattr(sys.modules.get(ancestor.__module__), name, None)
+        if found is not None:
+            return found
+    raise UncoveredError(
+        f"no function {name!r} stands beside {type(module).__qualname__} in {package_version(module)}."
+    )
+
+
+def projection_leak(module: nn.Module) -> str | None:
+    """Tell how padding leaks where a convolution reads what a biased projection makes of masked tokens."""
+    if getattr(module, "in_proj").bias is None:  # noqa: B009  a Module's attributes have no type
+        return None
+    return "its input projection has a bias, which the convolution reads at padded positions"

@@ -1,0 +1,123 @@
+"""`Flow`: write an adapter as a forward pass, get the chain of frozen stages."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from unilinattn.errors import UncoveredError, nearest
+from unilinattn.mixers import CoreMixer, Toeplitz
+from unilinattn.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, Unmapped, run
+
+_SLOPES = {
+    "silu": lambda p: torch.sigmoid(p),
+    "swish": lambda p: torch.sigmoid(p),
+    "relu": lambda p: (p > 0).to(p.dtype),
+    "gelu": lambda p: 0.5 * (1 + torch.erf(p * 2**-0.5)),
+    "gelu_new": lambda p: 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (p + 0.044715 * p**3))),
+    "gelu_pytorch_tanh": lambda p: 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (p + 0.044715 * p**3))),
+    "linear": lambda p: torch.ones_like(p),
+}
+"""Frozen slopes (f(p) - f(0)) / p in closed form: no division by p. All of these have f(0) = 0."""
+
+
+class Flow:
+    """A layer's forward pass on the observed input, recorded stage by stage.
+
+    Each method appends one stage, frozen on the current `value`. The value is computed only when something asks
+    for it. Nothing is detached: built with gradients on, the same pass is differentiable, and exactly the host's.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        """Start from what enters the layer: (batch, length, channel)."""
+        self.start = x
+        self._value = x
+        self._stages: list[Stage] = []
+        self._pending: list[Stage] = []
+        self.before_output: Tensor | None = None
+        """The input of the output projection, kept where gradients are on: what attribution differentiates by."""
+
+    @property
+    def chain(self) -> Chain:
+        """The stages so far."""
+        return tuple(self._stages)
+
+    @property
+    def value(self) -> Tensor:
+        """What the stages so far make of the observed input, biases included: (batch, length, channel)."""
+        self._value = run(self._pending, self._value)
+        self._pending = []
+        return self._value
+
+    def stage(self, stage: Stage) -> "Flow":
+        """Append any stage."""
+        self._stages.append(stage)
+        self._pending.append(stage)
+        return self
+
+    def matrix(self, weight: Tensor, bias: Tensor | None = None, *, role: str) -> "Flow":
+        """Multiply each token by a weight (out, in)."""
+        if role == "output" and self.before_output is None:
+            self.mark_output()
+        return self.stage(Matrix(role, weight, bias))
+
+    def mark_output(self) -> None:
+        """Note that what follows is the output projection, so that gradients can be taken before it."""
+        if torch.is_grad_enabled():
+            self.before_output = self.value
+
+    def scale(self, scale: Tensor | None, bias: Tensor | None = None, *, role: str) -> "Flow":
+        """Multiply by frozen factors (batch|1, length|1, group); None, as hosts give for no mask, changes nothing."""
+        return self if scale is None else self.stage(Scale(role, scale, bias))
+
+    def conv(self, weight: Tensor, bias: Tensor | None = None) -> "Flow":
+        """Convolve each channel causally; weight (channel, 1, tap) as in torch, the last tap on the current token."""
+        batch, length = self._value.shape[:2]
+        kernel = weight.squeeze(1).flip(-1)
+        return self.stage(Mix("conv", Toeplitz(kernel, batch=batch, length=length), bias))
+
+    def activation(self, name: str) -> "Flow":
+        """Scale by the activation's slope on the current value: s = (f(p) - f(0)) / p."""
+        if name not in _SLOPES:
+            raise UncoveredError(f"no frozen slope is known for the activation {name!r}" + nearest(name, _SLOPES))
+        return self.stage(Scale("act", _SLOPES[name](self.value)))
+
+    def core(self, mixer: CoreMixer, *, skip: Tensor | None = None) -> "Flow":
+        """Mix tokens by a core mixer, with a skip D of one factor a head or channel beside it."""
+        mix = Mix("core", mixer)
+        if skip is None:
+            return self.stage(mix)
+        return self.stage(Branch("core", ((mix,), (Scale("skip", skip[None, None]),))))
+
+    def gate(self, factor: Tensor) -> "Flow":
+        """Multiply by a frozen gate (batch, length, channel)."""
+        return self.scale(factor, role="gate")
+
+    def rms_norm(self, weight: Tensor | None, eps: float, *, groups: int = 1) -> "Flow":
+        """Divide by the frozen root mean square over each group of channels, then multiply by the weight."""
+        square = self.value.unflatten(2, (groups, -1)).pow(2).mean(-1)
+        self.scale(torch.rsqrt(square + eps), role="norm")
+        return self.scale(None if weight is None else weight[None, None], role="norm")
+
+    def layer_norm(self, weight: Tensor | None, bias: Tensor | None, eps: float, *, groups: int = 1) -> "Flow":
+        """Centre each group of channels, divide by its frozen deviation, multiply by the weight, add the bias."""
+        self.stage(Center("norm", groups))
+        variance = self.value.unflatten(2, (groups, -1)).pow(2).mean(-1)
+        self.scale(torch.rsqrt(variance + eps), role="norm")
+        return self.scale(None if weight is None else weight[None, None], bias, role="norm")
+
+    def residual(self, x: Tensor, start: int = 0) -> "Flow":
+        """Add the observed input x to everything since stage `start`: the residual becomes a branch."""
+        value = self.value + x
+        inner = tuple(self._stages[start:])
+        self._stages[start:] = [Branch("output", (inner, ()))]
+        self._value = value
+        return self
+
+    def unmapped(self, role: str, reason: str, width: int) -> "Flow":
+        """Append a part that cannot be expressed; only a use of it raises the reason."""
+        return self.stage(Unmapped(role, reason, width))
+
+
+def silu(gate: Tensor) -> Tensor:
+    """SiLU of a gate's pre-activation, the whole of it frozen."""
+    return functional.silu(gate)

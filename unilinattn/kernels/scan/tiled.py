@@ -1,0 +1,86 @@
+"""Chunked torch forms of the decayed memory: linear in length, differentiable, a chunk of memory at a time.
+
+All exponents are sums of log-decays, hence never positive: nothing overflows, and what underflows is negligible.
+Masks are applied to the exponents, before the exponential, so that gradients stay finite.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens a chunk: the quadratic part within a chunk and the state between chunks then cost about the same."""
+
+
+def recur(
+    state: Float[Tensor, "batch head state channel"],
+    decay: Float[Tensor, "batch length head state"],
+    increment: Float[Tensor, "batch length head state channel"],
+) -> Float[Tensor, "batch length head state channel"]:
+    """Return every state of S_t = decay_t S_{t-1} + increment_t after a given first one.
+
+    The time axis is unbound once, so that the backward pass costs one stack and not one zero-filled copy a token.
+    """
+    states = []
+    for a, b in zip(decay.unsqueeze(-1).unbind(1), increment.unbind(1), strict=True):
+        state = torch.addcmul(b, a, state)
+        states.append(state)
+    return torch.stack(states, dim=1)
+
+
+def decay_within(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch head query key"]:
+    """Return tril exp(G_i - G_j) of one chunk, G the running sum of its log-decays."""
+    total = log_decay.cumsum(1).transpose(1, 2)
+    exponent = total.unsqueeze(-1) - total.unsqueeze(-2)
+    length = exponent.shape[-1]
+    future = torch.ones(length, length, dtype=torch.bool, device=exponent.device).triu(1)
+    return exponent.masked_fill(future, -torch.inf).exp()
+
+
+def spread(per_group: Tensor, heads: int, dim: int) -> Tensor:
+    """Repeat each group's factor for its consecutive heads (repeat_interleave, never repeat)."""
+    groups = per_group.shape[dim]
+    return per_group if groups == heads else per_group.repeat_interleave(heads // groups, dim=dim)
+
+
+def scalar_scan(
+    query: Float[Tensor, "batch length group state"],
+    key: Float[Tensor, "batch length group state"],
+    log_decay: Float[Tensor, "batch length head"],
+    value: Float[Tensor, "batch length head channel"],
+) -> Float[Tensor, "batch length head channel"]:
+    """Apply tril (q_i . k_j) exp(G_i - G_j) to values, chunk by chunk (state-space duality's block form)."""
+    heads = log_decay.shape[-1]
+    state = value.new_zeros(value.shape[0], heads, query.shape[-1], value.shape[-1])
+    outputs = []
+    for q, k, g, v in zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, value)), strict=True):
+        total = g.cumsum(1)
+        scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * decay_within(g)
+        q, k = spread(q, heads, 2), spread(k, heads, 2)
+        read = torch.einsum("bihn,bhnp->bihp", q * total.exp().unsqueeze(-1), state)
+        outputs.append(torch.einsum("bhij,bjhp->bihp", scores, v) + read)
+        write = k * (total[:, -1:] - total).exp().unsqueeze(-1)
+        state = total[:, -1].exp()[..., None, None] * state + torch.einsum("bjhn,bjhp->bhnp", write, v)
+    return torch.cat(outputs, dim=1)
+
+
+def scalar_scan_adjoint(
+    query: Float[Tensor, "batch length group state"],
+    key: Float[Tensor, "batch length group state"],
+    log_decay: Float[Tensor, "batch length head"],
+    grad: Float[Tensor, "batch length head channel"],
+) -> Float[Tensor, "batch length head channel"]:
+    """Apply the transpose of `scalar_scan`'s matrix: the same chunks, from the last to the first."""
+    heads = log_decay.shape[-1]
+    state = grad.new_zeros(grad.shape[0], heads, query.shape[-1], grad.shape[-1])
+    outputs = []
+    chunks = list(zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, grad)), strict=True))
+    for q, k, g, y in reversed(chunks):
+        total = g.cumsum(1)
+        scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * decay_within(g)
+        q, k = spread(q, heads, 2), spread(k, heads, 2)
+        write = k * (total[:, -1:] - total).exp().unsqueeze(-1)
+        outputs.append(torch.einsum("bhij,bihp->bjhp", scores, y) + torch.einsum("bjhn,bhnp->bjhp", write, state))
+        read = q * total.exp().unsqueeze(-1)
+        state = total[:, -1].exp()[..., None, None] * state + torch.einsum("bihn,bihp->bhnp", read, y)
+    return torch.cat(outputs[::-1], dim=1)

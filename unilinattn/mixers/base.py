@@ -1,0 +1,80 @@
+"""What every token-mixing structure offers, whatever its algebra."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.errors import FactorError
+
+ALL = slice(None)
+
+
+class CoreMixer(ABC):
+    """An (L_query x L_key) matrix for each head, held by its factors and never as the matrix.
+
+    A subclass gives `apply`, `adjoint`, `tile`, `diagonal` and its shape; rows and the whole matrix follow.
+    Values carry `channel` columns a head: a head's matrix acts on each of them alike.
+    """
+
+    structure: ClassVar[str]
+    """The algebraic structure's name, as the coverage table prints it."""
+    causal: ClassVar[bool]
+    """Whether the matrix is lower triangular for every input."""
+    data_controlled: ClassVar[bool]
+    """Whether the matrix depends on the input at all (HMA ACL Theorem 1)."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, queries, keys)."""
+
+    @abstractmethod
+    def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
+        """Mix values along the key axis: y_i = sum_j alpha_ij v_j for each head."""
+
+    @abstractmethod
+    def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
+        """Apply each head's transposed matrix: z_j = sum_i alpha_ij g_i."""
+
+    @abstractmethod
+    def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
+        """Materialize the block of the matrix that three slices name."""
+
+    @abstractmethod
+    def diagonal(self) -> Float[Tensor, "batch head length"]:
+        """Return alpha_ii in linear time."""
+
+    @property
+    def heads(self) -> int:
+        """Number of heads, each with its own matrix."""
+        return self.shape[1]
+
+    def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
+        """Return selected rows (each sequence its own) by one adjoint pass over one-hot vectors: linear time."""
+        batch, heads, queries, _ = self.shape
+        probe = self._like((batch, queries, 1, index.shape[1]))
+        probe.scatter_(1, index[:, None, None, :], 1.0)
+        columns = self.adjoint(probe.expand(-1, -1, heads, -1))
+        return columns.permute(0, 2, 3, 1)
+
+    def materialize(self) -> Float[Tensor, "batch head query key"]:
+        """Return the whole matrix of every head; memory grows with batch x heads x queries x keys."""
+        return self.tile()
+
+    @abstractmethod
+    def _like(self, shape: tuple[int, ...]) -> Tensor:
+        """Return zeros of a shape in the factors' dtype and on their device."""
+
+
+def check_factors(**factors: Tensor | None) -> None:
+    """Refuse factors with NaN or infinity, by name; a log-decay may be -inf nowhere either: it would hide a reset."""
+    for name, factor in factors.items():
+        if factor is not None and not torch.isfinite(factor).all():
+            bad = int((~torch.isfinite(factor)).sum())
+            raise FactorError(
+                f"factor {name!r} of shape {tuple(factor.shape)} holds {bad} NaN or infinite numbers; "
+                "finite numbers are needed. Check the model's weights and its inputs for NaN."
+            )

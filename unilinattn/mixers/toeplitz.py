@@ -1,0 +1,93 @@
+"""Toeplitz: alpha_ij = K[i - j], the same for every input: convolutions short and long."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+
+DIRECT_TAPS = 32
+"""Up to so many taps are summed shift by shift (bit for bit causal); a longer kernel goes through the FFT."""
+
+
+class Toeplitz(CoreMixer):
+    """A fixed causal convolution: S4, S4D, DSS and every short convolution (HMA ACL Theorem 1, Eq. 4).
+
+    `apply` and `adjoint` take O(L taps) time up to 32 taps and O(L log L) above; `rows` gathers in O(L).
+    Through the FFT a future token moves the past by rounding only, not bit for bit by nothing.
+
+    Args:
+        kernel: (head, tap), tap t the weight of the token t steps back; fewer taps than tokens make a band.
+        batch, length: what the matrix is repeated for.
+    """
+
+    structure = "Toeplitz"
+    causal = True
+    data_controlled = False
+
+    def __init__(self, kernel: Float[Tensor, "head tap"], *, batch: int, length: int) -> None:
+        """Hold the kernel, cut to the length; raise `FactorError` if it holds NaN or infinity."""
+        check_factors(kernel=kernel)
+        self._kernel = kernel[:, :length]
+        self._batch, self._length = batch, length
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, length, length)."""
+        return self._batch, self._kernel.shape[0], self._length, self._length
+
+    @property
+    def taps(self) -> Float[Tensor, "head tap"]:
+        """The kernel: tap t weighs the token t steps back."""
+        return self._kernel
+
+    def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
+        """Convolve along time."""
+        if self._kernel.shape[1] > DIRECT_TAPS:
+            return self._by_fft(value, conjugate=False)
+        output = torch.zeros_like(value)
+        for lag, tap in enumerate(self._kernel.unbind(1)):
+            shifted = torch.nn.functional.pad(value[:, : self._length - lag], (0, 0, 0, 0, lag, 0))
+            output = output + tap[:, None] * shifted
+        return output
+
+    def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
+        """Correlate along time."""
+        if self._kernel.shape[1] > DIRECT_TAPS:
+            return self._by_fft(grad, conjugate=True)
+        output = torch.zeros_like(grad)
+        for lag, tap in enumerate(self._kernel.unbind(1)):
+            shifted = torch.nn.functional.pad(grad[:, lag:], (0, 0, 0, 0, 0, lag))
+            output = output + tap[:, None] * shifted
+        return output
+
+    def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
+        """Look up K[i - j] for selected rows."""
+        return self._lookup(index, ALL, ALL)
+
+    def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
+        """Look up K[i - j]."""
+        position = torch.arange(self._length, device=self._kernel.device)[rows]
+        return self._lookup(position[None], cols, heads).expand(self._batch, -1, -1, -1)
+
+    def _lookup(
+        self, index: Int[Tensor, "batch row"], cols: slice, heads: slice
+    ) -> Float[Tensor, "batch head row col"]:
+        lag = index[:, :, None] - torch.arange(self._length, device=self._kernel.device)[cols]
+        taps = self._kernel.shape[1]
+        inside = (lag >= 0) & (lag < taps)
+        return (self._kernel[heads][:, lag.clamp(0, taps - 1)] * inside).transpose(0, 1)
+
+    def diagonal(self) -> Float[Tensor, "batch head length"]:
+        """Return K[0] for every token."""
+        return self._kernel[None, :, :1].expand(self._batch, -1, self._length)
+
+    def _by_fft(self, value: Tensor, *, conjugate: bool) -> Tensor:
+        size = self._length + self._kernel.shape[1]
+        spectrum = torch.fft.rfft(self._kernel, n=size).T
+        spectrum = spectrum.conj() if conjugate else spectrum
+        product = torch.fft.rfft(value, n=size, dim=1) * spectrum[None, :, :, None]
+        return torch.fft.irfft(product, n=size, dim=1)[:, : self._length]
+
+    def _like(self, shape: tuple[int, ...]) -> Tensor:
+        return self._kernel.new_zeros(shape)

@@ -1,0 +1,320 @@
+"""`MixerOperator`: one layer of a model as a frozen linear map between tokens, kept as a chain of stages."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
+from unilinattn.mixers import Toeplitz
+from unilinattn.scopes import SCOPES, scoped
+from unilinattn.stages import Branch, Chain, Mix, Stage, channel_groups, run, run_adjoint, walk
+
+REDUCTIONS = {
+    "mean": lambda m: m.mean(1),
+    "max": lambda m: m.amax(1),
+    "min": lambda m: m.amin(1),
+    "abs-mean": lambda m: m.abs().mean(1),
+    "product": lambda m: m.prod(1),
+}
+"""Ways to put the heads of one row into one number (HMA ACL Tables 5 and 9)."""
+
+Heads = Literal["mean", "max", "min", "abs-mean", "product"] | int | slice | Sequence[int] | None
+Rows = int | Sequence[int] | Int[Tensor, "..."]
+
+TAP_FUNCTIONS = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "identity": lambda p: p,
+    "taylor1": lambda p: p / 2,
+    "taylor2": lambda p: p / 2 + p * p / 4,
+}
+"""LaTIM's additive stand-ins for SiLU, applied to each convolution tap (LaTIM Eq. 19, section 3.3, Appendix C)."""
+
+ROW_BUDGET = 1 << 25
+"""Elements that one pass over selected rows holds at once."""
+
+
+class MixerOperator:
+    """A layer frozen on one input: y_i = sum_j T_ij x_j + b_i, exact there, linear everywhere.
+
+    The map is held as chains of structured stages, one chain an input port, and never as a matrix. `apply`,
+    `adjoint` and `rows` take time linear in length for every structure that has a linear-time pass.
+
+    Args:
+        chains: the stages from each port to the output; the ports' outputs are summed.
+        inputs: what the host gave each port: (batch, key, channel).
+        output: what the host returned: (batch, query, channel).
+        mask: real positions of the output (batch, query), None where all are real.
+        name: the layer's path, for messages.
+    """
+
+    def __init__(
+        self,
+        chains: Mapping[str, Chain],
+        *,
+        inputs: Mapping[str, Float[Tensor, "batch key in"]],
+        output: Float[Tensor, "batch query out"],
+        mask: Bool[Tensor, "batch query"] | None = None,
+        name: str = "operator",
+    ) -> None:
+        """Hold the chains with what the host put in and got out."""
+        self.chains = dict(chains)
+        self.inputs = dict(inputs)
+        self.output = output
+        self.mask = mask
+        self.name = name
+
+    def __repr__(self) -> str:
+        """Show each port's stages by role."""
+        ports = "; ".join(f"{port}: {' -> '.join(s.role for s in chain)}" for port, chain in self.chains.items())
+        return f"MixerOperator({self.name}, {tuple(self.output.shape)}, {ports})"
+
+    @property
+    def ports(self) -> tuple[str, ...]:
+        """Names of the tensors that the layer reads."""
+        return tuple(self.chains)
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the layer adds its own input to its output, as BERT's attention does."""
+        stages = (stage for chain in self.chains.values() for stage in walk(chain))
+        return any(isinstance(stage, Branch) and () in stage.chains for stage in stages)
+
+    @property
+    def bias(self) -> Float[Tensor, "batch query out"]:
+        """b_i: what the layer returns for a zero input, a function of parameters and frozen scales alone."""
+        zeros = {port: torch.zeros_like(x) for port, x in self.inputs.items()}
+        return self._run(zeros, bias=True)
+
+    def apply(
+        self,
+        x: Float[Tensor, "batch key in"] | Mapping[str, Float[Tensor, "batch key in"]],
+        *,
+        bias: bool = True,
+    ) -> Float[Tensor, "batch query out"]:
+        """Map an input to the layer's output; several ports take a mapping from port to tensor.
+
+        Raises `InputError` if a shape differs from what the operator was frozen on.
+        """
+        given = dict(x) if isinstance(x, Mapping) else {self.ports[0]: x}
+        if given.keys() != self.inputs.keys():
+            raise InputError(f"{self.name} reads the ports {list(self.inputs)}, got {list(given)}; give each one once.")
+        for port, tensor in given.items():
+            self._check(f"port {port!r}", tensor, self.inputs[port])
+        return self._run(given, bias=bias)
+
+    def adjoint(self, g: Float[Tensor, "batch query out"], *, port: str | None = None) -> Float[Tensor, "batch key in"]:
+        """Apply the transpose of the linear part: from the output's side to one port's input side."""
+        self._check("the output side", g, self.output)
+        return run_adjoint(self._chain(port), g.to(self._dtype))
+
+    def num_heads(self, scope: str = "core", *, port: str | None = None) -> int:
+        """Return the length of the head axis in a scope: heads for `core`, channels for `unified`."""
+        _, groups, repeat = self._scoped(scope, port)
+        return groups * repeat
+
+    def rows(
+        self, index: Rows, *, scope: str = "core", heads: Heads = "mean", port: str | None = None
+    ) -> Float[Tensor, "..."]:
+        """Return rows of the scope's matrix in time linear in length.
+
+        `index` is a position, a list of positions, or (batch, row) positions of each sequence; padded positions
+        count. Returns (batch, [head,] key) for one position, else (batch, [head,] row, key).
+        """
+        chosen, single = self._positions(index)
+        chain, groups, repeat = self._scoped(scope, port)
+        step = self._rows_at_once(groups)
+        parts = [_reduce(self._probe(chain, groups, part), heads, repeat) for part in chosen.split(step, dim=1)]
+        rows = torch.cat(parts, dim=-2)
+        return rows.squeeze(-2) if single else rows
+
+    def matrix(self, scope: str = "core", heads: Heads = "mean", *, port: str | None = None) -> Float[Tensor, "..."]:
+        """Materialize the scope's matrix: (batch, query, key), or (batch, head, query, key) with `heads=None`.
+
+        An index, a slice or a list selects heads; "max", "min", "abs-mean" and "product" reduce over them.
+        Raises `OptionError` for an unknown scope or for `layer`, whose entries are matrices: use `contributions`.
+        """
+        return self.rows(range(self.output.shape[1]), scope=scope, heads=heads, port=port)
+
+    def contributions(self, index: Rows, *, port: str | None = None, activation: str = "exact") -> Float[Tensor, "..."]:
+        """Return T_ij x_j, what each token adds to the outputs at selected positions (LaTIM Eq. 22-25).
+
+        With `bias` they sum to y_i when `activation` is "exact"; "silu", "relu", "identity", "taylor1" and
+        "taylor2" instead split the convolution's activation over its taps, as the paper does (LaTIM Eq. 19-21).
+        Returns (batch, key, out) for one position, else (batch, row, key, out).
+        """
+        chosen, single = self._positions(index)
+        chain, x = self._chain(port), self.inputs[port or self.ports[0]]
+        if activation == "exact":
+            shares = _contributions(chain, chosen, x, self)
+        else:
+            shares = self._tapwise(chain, chosen, x, activation)
+        shares = shares.transpose(2, 3)
+        return shares.squeeze(1) if single else shares
+
+    def activation_bias(self, activation: str, *, port: str | None = None) -> Float[Tensor, "batch query out"]:
+        """Return the bias that goes with `contributions(activation=...)`: sum_p M_ip f(b_c) and what comes later."""
+        if activation == "exact":
+            return self.bias
+        before, conv, rest = _split_taps(self._chain(port), self.name)
+        x = self.inputs[port or self.ports[0]]
+        level = conv.apply(run(before, torch.zeros_like(x), bias=True))
+        return run(rest, _tap_function(activation)(level))
+
+    def reconstruction_error(self) -> float:
+        """Return ||op(x) - y|| / ||y|| against what the host computed: the worst sequence, over real tokens."""
+        difference, reference = self._run(self.inputs, bias=True) - self.output, self.output
+        if self.mask is not None:
+            keep = self.mask[..., None]
+            difference, reference = difference * keep, reference * keep
+        norms = difference.flatten(1).norm(dim=1), reference.flatten(1).norm(dim=1)
+        return float((norms[0] / norms[1].clamp_min(torch.finfo(reference.dtype).tiny)).max())
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.output.dtype
+
+    def _chain(self, port: str | None) -> Chain:
+        if port is not None and port not in self.chains:
+            raise OptionError(f"{self.name} has no port {port!r}" + nearest(port, self.chains))
+        return self.chains[port or self.ports[0]]
+
+    def _run(self, inputs: Mapping[str, Tensor], *, bias: bool) -> Tensor:
+        return sum(
+            (run(chain, inputs[port].to(self._dtype), bias=bias) for port, chain in self.chains.items()),
+            start=torch.zeros((), dtype=self._dtype, device=self.output.device),
+        )
+
+    def _scoped(self, scope: str, port: str | None) -> tuple[Chain, int, int]:
+        """Return the scope's stages, the channels that tell them apart, and how many output channels share one."""
+        if scope not in SCOPES:
+            raise OptionError(f"unknown scope {scope!r}" + nearest(scope, SCOPES))
+        if scope == "layer":
+            raise OptionError(
+                "scope 'layer' has a matrix for every pair of tokens, not a number; "
+                "call `contributions(i)` for the vectors T_ij x_j, or the methods 'latim' and 'alti' for their norms."
+            )
+        chain, channels = scoped(self._chain(port), scope, self.inputs[port or self.ports[0]].shape[2])
+        groups = channel_groups(chain)
+        if groups is None:
+            raise UncoveredError(f"{self.name}: a stage inside scope {scope!r} mixes channels; use `contributions`.")
+        return chain, groups, channels // groups if scope == "unified" else 1
+
+    def _probe(self, chain: Chain, groups: int, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
+        """Return rows at selected positions for every group of channels, by one adjoint pass over one-hot vectors."""
+        if len(chain) == 1 and isinstance(chain[0], Mix):
+            return chain[0].mixer.rows(index)
+        batch, queries = self.output.shape[:2]
+        probe = self.output.new_zeros(batch, queries, 1, index.shape[1])
+        probe.scatter_(1, index[:, None, None, :], 1.0)
+        return run_adjoint(chain, probe.expand(-1, -1, groups, -1)).permute(0, 2, 3, 1)
+
+    def _rows_at_once(self, groups: int) -> int:
+        batch, queries = self.output.shape[:2]
+        return max(1, ROW_BUDGET // max(1, batch * queries * groups))
+
+    def _positions(self, index: Rows) -> tuple[Int[Tensor, "batch row"], bool]:
+        batch, length = self.output.shape[:2]
+        chosen = torch.as_tensor(list(index) if isinstance(index, range) else index, device=self.output.device)
+        if chosen.is_floating_point() or chosen.dtype == torch.bool or chosen.ndim > 2:
+            raise InputError(
+                f"positions are integers or (batch, row) integers, got {chosen.dtype} of {tuple(chosen.shape)}."
+            )
+        if chosen.numel() and not (-length <= int(chosen.min()) and int(chosen.max()) < length):
+            raise InputError(f"position {chosen.tolist()} is out of range: {self.name} has {length} output positions.")
+        chosen = chosen % length
+        single = chosen.ndim == 0
+        if chosen.ndim == 2 and chosen.shape[0] != batch:
+            raise InputError(
+                f"(batch, row) positions need one row a sequence: got {chosen.shape[0]}, batch is {batch}."
+            )
+        return (chosen if chosen.ndim == 2 else chosen.reshape(1, -1)).expand(batch, -1), single
+
+    def _tapwise(self, chain: Chain, index: Tensor, x: Tensor, activation: str) -> Tensor:
+        function = _tap_function(activation)
+        before, conv, rest = _split_taps(chain, self.name)
+        u = run(before, x, bias=False)
+        total = None
+        for lag, tap in enumerate(conv.mixer.taps.unbind(1)):  # type: ignore[attr-defined]
+            landed = functional.pad(u[:, : u.shape[1] - lag], (0, 0, lag, 0)) * tap
+            part = _contributions(rest, index, function(landed), self)
+            # A share that landed `lag` steps later belongs to the token it came from.
+            part = functional.pad(part[..., lag:], (0, lag))
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _check(self, what: str, got: Tensor, expected: Tensor) -> None:
+        if got.shape != expected.shape:
+            raise InputError(
+                f"{self.name} was frozen on shape {tuple(expected.shape)} for {what}, got {tuple(got.shape)}; "
+                "an operator applies to that shape only. Trace again for other inputs."
+            )
+
+
+def _reduce(rows: Float[Tensor, "batch head row key"], heads: Heads, repeat: int) -> Tensor:
+    """Reduce or select the head axis, each of whose entries stands for `repeat` equal ones."""
+    if isinstance(heads, str):
+        if heads not in REDUCTIONS:
+            raise OptionError(f"unknown reduction over heads {heads!r}" + nearest(heads, REDUCTIONS))
+        reduced = REDUCTIONS[heads](rows)
+        return reduced**repeat if heads == "product" else reduced
+    rows = rows.repeat_interleave(repeat, dim=1) if repeat > 1 else rows
+    if heads is None:
+        return rows
+    if isinstance(heads, slice):
+        return rows[:, heads]
+    total = rows.shape[1]
+    wanted = [heads] if isinstance(heads, int) else list(heads)
+    if any(not -total <= head < total for head in wanted):
+        raise OptionError(f"heads {wanted} are out of range: this scope has {total} heads, 0 to {total - 1}.")
+    picked = rows[:, wanted]
+    return picked.squeeze(1) if isinstance(heads, int) else picked
+
+
+def _contributions(chain: Sequence[Stage], index: Tensor, x: Tensor, op: MixerOperator) -> Tensor:
+    """Return what each token's x_j adds at selected rows, (batch, row, out, key): the chain split at its mixers."""
+    mixing = [k for k, stage in enumerate(chain) if stage.mixes]
+    if not mixing:
+        columns = run(chain, x, bias=False)
+        picked = columns.gather(1, index[..., None].expand(-1, -1, columns.shape[2]))
+        here = functional.one_hot(index, x.shape[1]).to(x.dtype)
+        return torch.einsum("brc,brk->brck", picked, here)
+    first, last = mixing[0], mixing[-1]
+    u = run(chain[:first], x, bias=False)
+    middle = chain[first : last + 1]
+    groups = channel_groups(middle)
+    lead = middle[0]
+    if groups is not None:
+        rows = op._probe(tuple(middle), groups, index)
+        shares = rows.permute(0, 2, 1, 3).unsqueeze(3) * u.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)[:, None]
+        shares = shares.flatten(2, 3)
+    elif len(middle) == 1 and isinstance(lead, Branch):
+        parts = [_contributions(inner, index, u, op) for inner in lead.chains]
+        shares = torch.stack(parts).sum(0)
+    else:
+        raise UncoveredError(
+            f"{op.name}: contributions through two token mixers with a matrix between are not covered."
+        )
+    for stage in chain[last + 1 :]:
+        shares = stage.at(index).apply(shares, bias=False)
+    return shares
+
+
+def _split_taps(chain: Chain, name: str) -> tuple[Chain, Mix, Chain]:
+    """Cut a chain at a short convolution that an activation follows: before, the convolution, after the activation."""
+    for k, (conv, act) in enumerate(pairwise(chain)):
+        if isinstance(conv, Mix) and isinstance(conv.mixer, Toeplitz) and conv.role == "conv" and act.role == "act":
+            return chain[:k], conv, chain[k + 2 :]
+    raise UncoveredError(f"{name} has no convolution followed by an activation to split; use activation='exact'.")
+
+
+def _tap_function(activation: str):  # type: ignore[no-untyped-def]
+    if activation not in TAP_FUNCTIONS:
+        raise OptionError(f"unknown activation {activation!r}" + nearest(activation, ["exact", *TAP_FUNCTIONS]))
+    return TAP_FUNCTIONS[activation]

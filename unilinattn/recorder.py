@@ -1,0 +1,291 @@
+"""Runs a host model once and notes which token-mixing modules ran, with what; leaves nothing behind on the model."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from unilinattn.architectures.call import Seen
+from unilinattn.errors import InputError, ModelStateError, UnknownArchitectureError, nearest
+from unilinattn.registry import Architecture, architecture_of, architectures
+
+_MIXER_NAME = re.compile(
+    r"(attention|attn|mixer|mamba|ssm|ssd|retention|deltanet|deltarule|rwkv|lstm|gru|rnn|hyena|recurrentblock)\d*$",
+    re.IGNORECASE,
+)
+"""Class names that promise token mixing: used only to refuse a model whose mixers no adapter knows."""
+
+
+@dataclass(eq=False)
+class Frame:
+    """One call of one module: what went in, what came out, and the calls inside it."""
+
+    module: nn.Module
+    name: str
+    arguments: dict[str, Any]
+    parent: "Frame | None"
+    architecture: Architecture | None = None
+    seen: list[Seen] = field(default_factory=list)
+    children: list["Frame"] = field(default_factory=list)
+    output: Tensor | None = None
+    holds_layer: bool = False
+    residual: Tensor | None = None
+
+    @property
+    def input(self) -> Tensor | None:
+        """The first floating-point tensor among the arguments."""
+        return first_tensor(self.arguments.values())
+
+    @property
+    def outermost(self) -> "Frame":
+        """This frame, or the outermost one around it that a registered architecture covers as a whole."""
+        found, frame = self, self.parent
+        while frame is not None:
+            found = frame if frame.architecture is not None else found
+            frame = frame.parent
+        return found
+
+
+class Recorder:
+    """Notes every call of every module while it is attached, and which of them are token-mixing layers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Prepare for one model."""
+        self.model = model
+        self.layers: list[Frame] = []
+        self.strangers: list[Frame] = []
+        self._stack: list[Frame] = []
+        self._unplaced: list[Frame] = []
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Watch the model's modules; every hook is gone afterwards, whatever happens."""
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                enter = module.register_forward_pre_hook(self._enter(name), with_kwargs=True, prepend=True)
+                stack.callback(enter.remove)
+                leave = module.register_forward_hook(self._leave)
+                stack.callback(leave.remove)
+            for architecture in architectures().values():
+                if architecture.capture is not None:
+                    stack.enter_context(architecture.capture(self.model, self._marker(architecture)))
+            yield
+
+    def on_layer(self, frame: Frame, output: Any) -> Any:
+        """Take the output of a layer that just ran; return what the host shall go on with, None for the same."""
+        return None
+
+    def check(self) -> None:
+        """Raise `UnknownArchitectureError` if no layer was met, or if a module that looks like one is unknown."""
+        unknown = [frame for frame in self.strangers if not frame.holds_layer]
+        if not unknown and self.layers:
+            return
+        hosts = [host for a in architectures().values() for host in a.hosts]
+        if unknown:
+            cls = type(unknown[0].module)
+            what = f"{unknown[0].name} is a {cls.__module__}.{cls.__qualname__}, which looks like a token mixer"
+            close = nearest(cls.__qualname__, [host.rsplit(".", 1)[-1] for host in hosts])
+        else:
+            what = f"{type(self.model).__name__} ran no module that is a registered token mixer"
+            close = nearest(type(self.model).__name__, architectures())
+        raise UnknownArchitectureError(
+            f"{what}; no adapter is registered for it{close} To add one, decorate a function that builds a "
+            "`Flow` with `unilinattn.register_architecture('package.module.Class', name=..., kind=...)`."
+        )
+
+    def _marker(self, architecture: Architecture) -> Callable[[nn.Module, Any], None]:
+        def mark(module: nn.Module, record: Any) -> None:
+            frame = next((f for f in reversed(self._stack) if f.module is module), None)
+            if frame is None:
+                return
+            frame.architecture = frame.architecture or architecture
+            frame.outermost.seen.append(Seen(module, frame.arguments, record))
+
+        return mark
+
+    def _enter(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            parent = self._stack[-1] if self._stack else None
+            frame = Frame(module, name, bound_arguments(module, args, kwargs), parent, architecture_of(type(module)))
+            if parent is not None:
+                parent.children.append(frame)
+            self._stack.append(frame)
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        frame = self._stack.pop()
+        frame.output = first_tensor(output if isinstance(output, (tuple, list)) else _values(output), axes=2)
+        if frame.parent is not None and (frame.holds_layer or frame.architecture is not None):
+            frame.parent.holds_layer = True
+        is_layer = frame.architecture is not None and frame.outermost is frame
+        if frame.outermost is frame and not is_layer and frame.output is not None and _looks_like_mixer(module):
+            self.strangers.append(frame)
+        self._place(frame)
+        if not is_layer:
+            return None
+        self.layers.append(frame)
+        self._unplaced.append(frame)
+        return self.on_layer(frame, output)
+
+    def _place(self, block: Frame) -> None:
+        """Find the residual stream around the layers inside a block that ends, then let go of what the block held.
+
+        A stream is found where a module that ran later was seen to receive it with the layer's output added
+        (and, in parallel blocks, one more output); nothing is assumed from names.
+        """
+        if block.architecture is None and block.children:
+            self._unplaced = [layer for layer in self._unplaced if not _place_within(layer, block)]
+        for child in block.children:
+            child.children.clear()
+            if child.architecture is None:
+                child.arguments, child.output = {}, None
+
+
+def _place_within(layer: Frame, block: Frame) -> bool:
+    stream, added = block.input, layer.output
+    if stream is None or added is None or stream.shape != added.shape:
+        return False
+    entered = [first_tensor(child.arguments.values(), axes=2) for child in block.children]
+    seen = [t for t in (*entered, block.output) if t is not None and t.numel() == added.numel()]
+    seen = [t.reshape(added.shape) for t in seen if t.device == added.device]
+    left = [c.output for c in block.children if c is not layer and c.output is not None]
+    beside = [t.reshape(added.shape) for t in left if t.numel() == added.numel()]
+    for other in (None, *beside):
+        total = added if other is None else added + other
+        if any(_is_sum(t, stream, total) for t in seen):
+            layer.residual = stream
+            return True
+    return False
+
+
+def _is_sum(total: Tensor, stream: Tensor, added: Tensor) -> bool:
+    """Whether total = stream + added up to rounding, measured on what was added, not on the larger stream."""
+    # Some hosts keep the residual in float32 even where all else is float64.
+    epsilon = max(torch.finfo(t.dtype).eps for t in (total, stream, added, torch.empty(0)))
+    miss = (total.double() - stream.double() - added.double()).norm()
+    return bool(miss <= 32 * epsilon * stream.double().norm() and miss <= 0.1 * added.double().norm())
+
+
+def _looks_like_mixer(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv1d):
+        return module.kernel_size[0] > 1
+    return _MIXER_NAME.search(type(module).__name__) is not None
+
+
+class RefuseDropout(TorchFunctionMode):
+    """Raises `ModelStateError` at the first dropout that would act: a layer frozen under noise explains nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """Let everything through but a dropout with p > 0 in training mode."""
+        kwargs = kwargs or {}
+        if "dropout" in getattr(func, "__name__", ""):
+            probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+            if training and probability > 0:
+                raise ModelStateError(
+                    f"the model is in train mode and dropout with p = {probability} is active, so its layers are "
+                    "random; call model.eval() before tracing (or set its dropout to 0)."
+                )
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put buffers back as they were, and raise `ModelStateError` if a run changed a parameter."""
+    buffers = [(buffer, _version(buffer), buffer.detach().clone()) for buffer in model.buffers()]
+    parameters = [(name, p, _version(p)) for name, p in model.named_parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, copy in buffers:
+                if _version(buffer) != version:
+                    buffer.copy_(copy)
+    changed = [name for name, p, version in parameters if _version(p) != version]
+    if changed:
+        raise ModelStateError(
+            f"running the model changed its own parameters {changed[:3]}; it cannot be traced as it is."
+        )
+
+
+def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Turn a tensor of ids or pixels, or a mapping of keyword arguments, into what the host's forward takes.
+
+    Fills `use_cache=False` where the host has it, and `position_ids` from a left-padded mask where the host takes
+    them and does not derive them itself. Raises `InputError` for anything else.
+    """
+    if isinstance(inputs, Mapping):
+        given = dict(inputs)
+    elif isinstance(inputs, Tensor):
+        given = {getattr(model, "main_input_name", None) or _first_parameter(model): inputs}
+    else:
+        raise InputError(
+            f"inputs are a {type(inputs).__name__}; give a tensor of token ids or pixels, or a mapping of the "
+            "model's keyword arguments (as a tokenizer returns it)."
+        )
+    _check_ids(model, given)
+    parameters = inspect.signature(model.forward).parameters
+    if "use_cache" in parameters:
+        given.setdefault("use_cache", False)
+    mask = given.get("attention_mask")
+    derives = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
+    takes_positions = "position_ids" in parameters and not derives
+    if takes_positions and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all()):
+        given.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp_min(0))
+    return given
+
+
+def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:
+    """Return the first floating-point tensor of so many axes at least: batch, length and channel, unless told."""
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= axes:
+            return value
+    return None
+
+
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Name the arguments of a call by the parameters of the module's `forward`."""
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    arguments = dict(list(bound.arguments.items())[1:])
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(parameter.name, {}))
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            arguments.update({str(k): v for k, v in enumerate(arguments.pop(parameter.name, ()))})
+    return arguments
+
+
+def _check_ids(model: nn.Module, given: dict[str, Any]) -> None:
+    ids = given.get("input_ids")
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        what = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(f"input_ids are {what}; integer token ids of shape (batch, length) are needed.")
+    if ids.shape[0] == 0 or ids.shape[1] == 0:
+        raise InputError(f"input_ids have shape {tuple(ids.shape)}; at least one sequence of one token is needed.")
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    size = getattr(embedding, "num_embeddings", None)
+    if size is not None and (int(ids.min()) < 0 or int(ids.max()) >= size):
+        raise InputError(
+            f"input_ids reach from {int(ids.min())} to {int(ids.max())}; the model knows ids 0 to {size - 1}."
+        )
+
+
+def _first_parameter(model: nn.Module) -> str:
+    return next(iter(inspect.signature(model.forward).parameters))
+
+
+def _values(output: Any) -> list[Any]:
+    return list(output.values()) if isinstance(output, Mapping) else [output]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

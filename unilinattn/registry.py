@@ -1,0 +1,129 @@
+"""Architectures and methods by name: what is registered here or by another package through entry points."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from unilinattn.errors import OptionError, nearest
+
+ENTRY_POINT_GROUPS = ("unilinattn.architectures", "unilinattn.methods")
+"""Each entry point names a module that registers when it is imported."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An adapter: how a host's token-mixing module becomes an operator.
+
+    `hosts` are qualified class names; `build(call)` returns a `Flow`, or a mapping from port to `Flow`.
+    `capture(model, mark)` is for hosts that are known by what they call and not by their class: a context manager
+    around the run, which calls `mark(module, record)` for each token-mixing module that it meets.
+    `leak(module)` tells how left padding reaches real tokens in a host that does not mask it, or None.
+    """
+
+    name: str
+    kind: str
+    hosts: tuple[str, ...]
+    summary: str
+    build: Callable[[Any], Any]
+    capture: Callable[[Any, Callable[[Any, Any], None]], AbstractContextManager[None]] | None = None
+    leak: Callable[[Any], str | None] | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to turn operators into scores: `function(trace, *, target, **options)` returns an `Attribution`."""
+
+    name: str
+    summary: str
+    function: Callable[..., Any]
+
+
+_architectures: dict[str, Architecture] = {}
+_hosts: dict[str, Architecture] = {}
+_methods: dict[str, Method] = {}
+
+
+def register_architecture(
+    *hosts: str,
+    name: str,
+    kind: str,
+    capture: Callable[..., AbstractContextManager[None]] | None = None,
+    leak: Callable[[Any], str | None] | None = None,
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Register an adapter for host classes named as strings, "package.module.Class"; subclasses match by their MRO.
+
+    `kind` says what mixes the tokens ("Mamba-1 (S6)"). The adapter's docstring opens with its one-line summary.
+    Raises `OptionError` if a name or a host class is taken.
+    """
+
+    def decorate(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        taken = [host for host in hosts if host in _hosts]
+        if name in _architectures or taken:
+            raise OptionError(
+                f"architecture {name!r} or its hosts {taken} are registered already; choose another name."
+            )
+        architecture = Architecture(name, kind, hosts, _first_line(build), build, capture, leak)
+        _architectures[name] = architecture
+        _hosts.update(dict.fromkeys(hosts, architecture))
+        return build
+
+    return decorate
+
+
+def register_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a method under a name; its docstring opens with its one-line summary.
+
+    Raises `OptionError` if the name is taken.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if name in _methods:
+            raise OptionError(f"method {name!r} is registered already; choose another name.")
+        _methods[name] = Method(name, _first_line(function), function)
+        return function
+
+    return decorate
+
+
+def architectures() -> dict[str, Architecture]:
+    """Return every registered architecture by name."""
+    _load_entry_points()
+    return dict(sorted(_architectures.items()))
+
+
+def methods() -> dict[str, Method]:
+    """Return every registered method by name."""
+    _load_entry_points()
+    return dict(sorted(_methods.items()))
+
+
+def architecture_of(cls: type) -> Architecture | None:
+    """Return the architecture registered for a host class or its nearest ancestor, None if there is none."""
+    _load_entry_points()
+    for ancestor in cls.__mro__:
+        found = _hosts.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
+        if found is not None:
+            return found
+    return None
+
+
+def method(name: str) -> Method:
+    """Return a registered method; raise `OptionError` with the nearest name if there is none."""
+    known = methods()
+    if name not in known:
+        raise OptionError(f"unknown method {name!r}" + nearest(name, known))
+    return known[name]
+
+
+def _first_line(function: Callable[..., Any]) -> str:
+    return (function.__doc__ or "").strip().split("\n", 1)[0]
+
+
+@cache
+def _load_entry_points() -> None:
+    for group in ENTRY_POINT_GROUPS:
+        for point in entry_points(group=group):
+            point.load()

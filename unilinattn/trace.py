@@ -1,0 +1,371 @@
+"""`trace`: run a host model once, get every token-mixing layer as an exact operator."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from unilinattn.architectures.call import Call
+from unilinattn.errors import FactorError, InputError, ModelStateError, UncoveredError
+from unilinattn.flow import Flow
+from unilinattn.operator import MixerOperator
+from unilinattn.recorder import (
+    Frame,
+    Recorder,
+    RefuseDropout,
+    bound_arguments,
+    first_tensor,
+    host_arguments,
+    preserved,
+)
+from unilinattn.registry import Architecture, architecture_of
+
+Target = int | Sequence[int] | Int[Tensor, " batch"]
+"""A position, or one a sequence; negative counts from the end of the real tokens."""
+
+Logit = int | tuple[int, int] | Callable[[Any], Tensor] | None
+"""A token or class id, a pair (their difference), a scalar function of the model's output, None for its prediction."""
+
+
+class Layer:
+    """One call of one token-mixing module: what went in, what came out, and the operator between.
+
+    Attributes:
+        name: the module's path, with "#2" for a second call of a shared module.
+        kind: what mixes the tokens.
+        architecture: name of the adapter.
+        input, output: the module's own argument and result, in the dtype that the operator computes in.
+        mask: real positions of the output, None where all are real.
+    """
+
+    def __init__(self, frame: Frame, name: str, dtype: torch.dtype, mask: Bool[Tensor, "batch query"] | None) -> None:
+        """Freeze what a recorded call holds."""
+        assert frame.architecture is not None and frame.output is not None
+        source = frame.input
+        if source is None:
+            raise UncoveredError(
+                f"{name} was called without a (batch, length, channel) tensor; it cannot be an operator."
+            )
+        self._architecture: Architecture = frame.architecture
+        self._module = frame.module
+        self._versions = _weight_versions(frame.module)
+        self._arguments, self._seen = dict(frame.arguments), tuple(frame.seen)
+        self.name, self.kind, self.architecture = name, frame.architecture.kind, frame.architecture.name
+        device = next(frame.module.parameters(), frame.output).device
+        self.input: Float[Tensor, "batch key in"] = source.detach().to(device, dtype, copy=True)
+        self.output: Float[Tensor, "batch query out"] = frame.output.detach().to(device, dtype, copy=True)
+        self._residual = None if frame.residual is None else frame.residual.detach().to(device, dtype)
+        self.mask = None if mask is None else mask.to(device)
+
+    def __repr__(self) -> str:
+        """Show the path, the kind and the shapes."""
+        return f"Layer({self.name}, {self.kind}, {tuple(self.input.shape)} -> {tuple(self.output.shape)})"
+
+    @cached_property
+    def operator(self) -> MixerOperator:
+        """The layer as a frozen linear map, built when first asked for.
+
+        Raises `ModelStateError` if a weight changed since the trace, `UncoveredError` for a configuration that the
+        adapter does not cover, `FactorError` for NaN or infinity in a factor.
+        """
+        with torch.no_grad():
+            flows = self._flows(self.input)
+        inputs = {port: flow.start for port, flow in flows.items()}
+        return MixerOperator(
+            {port: flow.chain for port, flow in flows.items()},
+            inputs=inputs,
+            output=self.output,
+            mask=self.mask,
+            name=self.name,
+        )
+
+    @property
+    def residual(self) -> Float[Tensor, "batch query out"] | None:
+        """What the host adds to the output outside the module: zeros where the module contains its own residual.
+
+        None where no stream was seen to be added to the output as it is (a norm or a factor stands between).
+        """
+        if self._residual is None and self.operator.has_residual:
+            return torch.zeros_like(self.output)
+        return self._residual
+
+    def before_output(self, grad: Float[Tensor, "batch query out"]) -> Float[Tensor, "batch query inner"]:
+        """Carry d target / d output back to the input of the output projection (y' of HMA ACL Eq. 24).
+
+        The derivative is the layer's own, through whatever stands after the projection, not the frozen one.
+        """
+        with torch.enable_grad():
+            flows = self._flows(self.input.detach().requires_grad_())
+            inner = [flow.before_output for flow in flows.values() if flow.before_output is not None]
+            if not inner:
+                return grad
+            total = torch.stack([flow.value for flow in flows.values()]).sum(0)
+            (result,) = torch.autograd.grad(total, inner[:1], grad.to(total))
+        return result
+
+    def _flows(self, x: Tensor) -> dict[str, Flow]:
+        if _weight_versions(self._module) != self._versions:
+            raise ModelStateError(
+                f"the weights of {self.name} changed since the trace, so its operator would not be the layer that ran; "
+                "trace the model again."
+            )
+        call = Call(self._module, self.name, self._arguments, x, self.output, self._seen)
+        return build_flows(self._architecture, call)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Layers that are added to a stream together: x <- x + sum_l Op_l(x)."""
+
+    layers: tuple[Layer, ...]
+    stream: str = "x"
+
+
+class Trace:
+    """A host model's run: its token-mixing layers in order of execution, and its output.
+
+    Attributes:
+        layers: every call of a token-mixing module.
+        steps: the same layers, those that are added together in one step.
+        output: what the model returned.
+        mask: real tokens (batch, length), None where all are real.
+        model: the model's class name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        given: Mapping[str, Any],
+        recorder: Recorder,
+        output: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Freeze the layers of a recorded run."""
+        self._model, self._given = model, given
+        self.model = type(model).__name__
+        self.output = output
+        mask, inner_mask = _mask(given, "attention_mask"), _mask(given, "decoder_attention_mask")
+        layers, streams = [], []
+        seen: dict[str, int] = {}
+        for frame in recorder.layers:
+            seen[frame.name] = seen.get(frame.name, 0) + 1
+            name = frame.name or type(frame.module).__name__
+            name = name if seen[frame.name] == 1 else f"{name}#{seen[frame.name]}"
+            encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _in_encoder(frame.name)
+            decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not encoder
+            own = inner_mask if decodes else mask
+            assert frame.output is not None
+            computed = torch.promote_types(dtype or frame.output.dtype, torch.float32)
+            fits = own is not None and own.shape == frame.output.shape[:2]
+            layers.append(Layer(frame, name, computed, own if fits else None))
+            streams.append("encoder" if encoder else "x")
+        self.layers: tuple[Layer, ...] = tuple(layers)
+        self.steps = tuple(Step((layer,), stream) for layer, stream in zip(layers, streams, strict=True))
+        self.mask = mask
+
+    def __repr__(self) -> str:
+        """List the layers, one a line."""
+        return "\n".join([f"Trace of {self.model}: {len(self.layers)} layers", *(f"  {x!r}" for x in self.layers)])
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of this library, of torch and of the host's package."""
+        package = type(self._model).__module__.split(".")[0]
+        found = {"unilinattn": version("unilinattn"), "torch": torch.__version__}
+        host = getattr(sys.modules.get(package), "__version__", None)
+        return found if host is None else {**found, package: str(host)}
+
+    def positions(self, target: Target) -> Int[Tensor, " batch"]:
+        """Turn a target into one position a sequence, counted over real tokens.
+
+        Raises `InputError` if a sequence has no such real token.
+        """
+        batch, length = self.layers[-1].output.shape[:2]
+        wanted = torch.as_tensor(target)
+        if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
+            raise InputError(f"target {target!r} is no position; give an int, or a list with one int a sequence.")
+        if wanted.ndim == 1 and wanted.numel() != batch:
+            raise InputError(
+                f"target names {wanted.numel()} positions for {batch} sequences; give one each, or one int."
+            )
+        mask = self.layers[-1].mask
+        real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu()
+        places = []
+        for b, t in enumerate(wanted.expand(batch).tolist()):
+            own = real[b].nonzero().squeeze(1)
+            if not -len(own) <= t < len(own):
+                raise InputError(f"target {t} is out of range: sequence {b} has {len(own)} real positions.")
+            places.append(int(own[t]))
+        return torch.tensor(places)
+
+    def gradient(self, target: Target = -1, logit: Logit = None) -> tuple[Float[Tensor, "batch query out"], ...]:
+        """Return d target / d layer output of the real model, one tensor a layer: the only door to gradients.
+
+        The target is a logit at a position (`logit` None: the model's own prediction there), a class logit where the
+        model returns one vector a sequence, a difference of two, or any scalar function of the model's output.
+        Runs the model once more, with gradients, and leaves it as found.
+        """
+        recorder = _GradientRecorder(self._model)
+        with torch.enable_grad(), _running(self._model, recorder):
+            output = self._model(**self._given)
+        outputs = recorder.outputs
+        chosen = self._scalar(output, target, logit)
+        grads = torch.autograd.grad(chosen.sum(), outputs, allow_unused=True)
+        return tuple(
+            torch.zeros_like(layer.output) if g is None else g.to(layer.output)
+            for layer, g in zip(self.layers, grads, strict=True)
+        )
+
+    def _scalar(self, output: Any, target: Target, logit: Logit) -> Tensor:
+        if callable(logit):
+            return logit(output)
+        logits = getattr(output, "logits", None)
+        if logits is None:
+            raise InputError(
+                f"{self.model} returns no logits; give `logit` as a function of its output, such as "
+                "lambda out: out.last_hidden_state[:, -1].sum()."
+            )
+        if logits.ndim == 3:
+            positions = self.positions(target).to(logits.device)
+            logits = logits[torch.arange(logits.shape[0], device=logits.device), positions]
+        wanted = [logit] if isinstance(logit, int) else list(logit or ())
+        if any(not 0 <= w < logits.shape[-1] for w in wanted):
+            raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
+        if not wanted:
+            return logits.gather(-1, logits.detach().argmax(-1, keepdim=True)).squeeze(-1)
+        return logits[:, wanted[0]] - (logits[:, wanted[1]] if len(wanted) == 2 else 0)
+
+
+class _GradientRecorder(Recorder):
+    """Makes every layer's output require a gradient, so that the model's frozen parameters do not matter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.outputs: list[Tensor] = []
+
+    def on_layer(self, frame: Frame, output: Any) -> Any:
+        assert frame.output is not None
+        leaf = frame.output if frame.output.requires_grad else frame.output.detach().requires_grad_()
+        self.outputs.append(leaf)
+        return _with_tensor(output, frame.output, leaf)
+
+
+def trace(model: nn.Module, inputs: Any, *, dtype: torch.dtype | None = None) -> Trace:
+    """Run a model once and return its token-mixing layers, each with an exact operator built when asked for.
+
+    `inputs` is a tensor of ids or pixels, or a mapping of the host's keyword arguments. The operators compute in
+    float32 at least, in float64 where the model does or where `dtype` asks for it. The model is left exactly as
+    found: hooks, buffers, parameters, training flags and attention implementation, also after an exception.
+
+    Raises `UnknownArchitectureError` for a model without a token mixer or with one that no adapter knows,
+    `ModelStateError` for active dropout, `InputError` for inputs that do not fit.
+    """
+    given = host_arguments(model, inputs)
+    recorder = Recorder(model)
+    with torch.no_grad(), _running(model, recorder):
+        output = model(**given)
+    recorder.check()
+    _warn_of_leaks(given, recorder)
+    return Trace(model, given, recorder, output, dtype)
+
+
+@contextmanager
+def through_operators(model: nn.Module) -> Iterator[None]:
+    """Let every registered mixer of a model run through its operator: the same function, differentiable in linear time.
+
+    Useful to train, or to take gradients of, hosts whose own scan is a slow loop over tokens. Each module's forward
+    is put back afterwards, whatever happens.
+    """
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            architecture = architecture_of(type(module))
+            if architecture is None:
+                continue
+            own = module.__dict__.get("forward")
+
+            def forward(
+                *args: Any, _m: nn.Module = module, _n: str = name, _a: Architecture = architecture, **kw: Any
+            ) -> Any:
+                arguments = bound_arguments(_m, args, kw)
+                x = first_tensor(arguments.values())
+                assert x is not None
+                flows = build_flows(_a, Call(_m, _n, arguments, x.to(torch.promote_types(x.dtype, torch.float32))))
+                return torch.stack([flow.value for flow in flows.values()]).sum(0).to(x.dtype)
+
+            module.forward = forward
+            stack.callback(_restore_forward, module, own)
+        yield
+
+
+def build_flows(architecture: Architecture, call: Call) -> dict[str, Flow]:
+    """Let an adapter build its flows, one a port, and put the layer's name into what it raises about factors."""
+    try:
+        built = architecture.build(call)
+    except FactorError as error:
+        raise FactorError(f"{call.name}: {error}") from None
+    return {"x": built} if isinstance(built, Flow) else dict(built)
+
+
+@contextmanager
+def _running(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(preserved(model))
+        if any(module.training for module in model.modules()):
+            stack.enter_context(RefuseDropout())
+        stack.enter_context(recorder.attached())
+        yield
+
+
+def _restore_forward(module: nn.Module, own: Any) -> None:
+    if own is None:
+        del module.__dict__["forward"]
+    else:
+        module.forward = own
+
+
+def _weight_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name: (id(t), -1 if t.is_inference() else t._version) for name, t in tensors}
+
+
+def _warn_of_leaks(given: Mapping[str, Any], recorder: Recorder) -> None:
+    mask = _mask(given, "attention_mask")
+    if mask is None or bool(mask[:, 0].all()):
+        return
+    for frame in recorder.layers:
+        leak = frame.architecture and frame.architecture.leak and frame.architecture.leak(frame.module)
+        if leak:
+            warnings.warn(
+                f"left padding reaches real tokens in this model: {leak}. "
+                "Its operators reproduce that; pad on the right.",
+                stacklevel=3,
+            )
+            return
+
+
+def _mask(given: Mapping[str, Any], name: str) -> Bool[Tensor, "batch length"] | None:
+    mask = given.get(name)
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
+
+
+def _in_encoder(name: str) -> bool:
+    return "encoder" in name.split(".")
+
+
+def _with_tensor(output: Any, old: Tensor, new: Tensor) -> Any:
+    if output is old:
+        return new
+    if isinstance(output, (tuple, list)):
+        return type(output)(new if item is old else item for item in output)
+    for key, value in output.items():
+        if value is old:
+            output[key] = new
+    return output
