@@ -30,6 +30,7 @@ LAYERS = (
     ("evaluation", "viz"),
     (SURFACE,),
     ("cli", "testing"),
+    ("__main__",),
 )
 """The rooms of the package from the ground up: a module imports from its own row and the rows before it."""
 
@@ -89,9 +90,7 @@ def imported(node: ast.AST, package: list[str], lazy: bool = False) -> Iterator[
                 for alias in names:
                     submodule = row(alias.name) is not None or (PACKAGE / f"{alias.name}.py").exists()
                     yield child.lineno, f"unilinattn.{alias.name}" if submodule else base, lazy
-            case ast.Call(
-                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__")
-            ):
+            case ast.Call(func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__")):
                 for argument in child.args[:1]:
                     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                         yield child.lineno, argument.value, lazy
@@ -219,9 +218,7 @@ class _Private:
 def run_python(code: str) -> str:
     """The output of a fresh interpreter, without this run's import hook."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,8 +1,17 @@
-"""unilinattn: the attention matrix hidden in linear RNNs and Transformers, extracted exactly and explained."""
+"""unilinattn: the attention matrix hidden in linear RNNs and Transformers, extracted exactly and explained.
 
-from unilinattn import architectures as _adapters  # noqa: F401  importing them registers them
+`trace` runs a model once and hands over its token-mixing layers, each an exact `MixerOperator`; `explain` and
+`compare` turn them into scores. `architectures` and `methods` tell what is registered.
+"""
+
+# The modules `architectures`, `methods` and `trace` share their names with functions of the public surface: they
+# are imported first, which registers what they define, so that the functions keep the names.
+from unilinattn import architectures as _architectures  # noqa: F401
+from unilinattn import methods as _methods  # noqa: F401
+from unilinattn.attribution import Attribution, Comparison
 from unilinattn.errors import UnilinattnError
 from unilinattn.flow import Flow
+from unilinattn.methods.run import compare, explain
 from unilinattn.operator import MixerOperator
 from unilinattn.registry import architectures, methods, register_architecture, register_method
 from unilinattn.trace import Trace, through_operators, trace
@@ -10,11 +19,15 @@ from unilinattn.trace import Trace, through_operators, trace
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attribution",
+    "Comparison",
     "Flow",
     "MixerOperator",
     "Trace",
     "UnilinattnError",
     "architectures",
+    "compare",
+    "explain",
     "methods",
     "register_architecture",
     "register_method",

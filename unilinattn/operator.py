@@ -129,7 +129,10 @@ class MixerOperator:
         chosen, single = self._positions(index)
         chain, groups, repeat = self._scoped(scope, port)
         step = self._rows_at_once(groups)
-        parts = [_reduce(self._probe(chain, groups, part), heads, repeat) for part in chosen.split(step, dim=1)]
+        parts = [
+            _reduce(_rows_of(chain, groups, part, self.output).permute(0, 2, 3, 1), heads, repeat)
+            for part in chosen.split(step, dim=1)
+        ]
         rows = torch.cat(parts, dim=-2)
         return rows.squeeze(-2) if single else rows
 
@@ -140,6 +143,17 @@ class MixerOperator:
         Raises `OptionError` for an unknown scope or for `layer`, whose entries are matrices: use `contributions`.
         """
         return self.rows(range(self.output.shape[1]), scope=scope, heads=heads, port=port)
+
+    def left_multiply(
+        self, rows: Float[Tensor, "batch row query"], *, scope: str = "core", port: str | None = None
+    ) -> Float[Tensor, "batch row key"]:
+        """Return rows @ mean_h alpha by one adjoint pass, without the matrix: time linear in length for each row.
+
+        What rollout asks of a layer: r <- r (I + mean_h alpha) (HMA ACL Eq. 21-22).
+        """
+        chain, groups, _ = self._scoped(scope, port)
+        columns = rows.to(self._dtype).transpose(1, 2).unsqueeze(2).expand(-1, -1, groups, -1)
+        return run_adjoint(chain, columns).mean(2).transpose(1, 2)
 
     def contributions(self, index: Rows, *, port: str | None = None, activation: str = "exact") -> Float[Tensor, "..."]:
         """Return T_ij x_j, what each token adds to the outputs at selected positions (LaTIM Eq. 22-25).
@@ -205,15 +219,6 @@ class MixerOperator:
             raise UncoveredError(f"{self.name}: a stage inside scope {scope!r} mixes channels; use `contributions`.")
         return chain, groups, channels // groups if scope == "unified" else 1
 
-    def _probe(self, chain: Chain, groups: int, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
-        """Return rows at selected positions for every group of channels, by one adjoint pass over one-hot vectors."""
-        if len(chain) == 1 and isinstance(chain[0], Mix):
-            return chain[0].mixer.rows(index)
-        batch, queries = self.output.shape[:2]
-        probe = self.output.new_zeros(batch, queries, 1, index.shape[1])
-        probe.scatter_(1, index[:, None, None, :], 1.0)
-        return run_adjoint(chain, probe.expand(-1, -1, groups, -1)).permute(0, 2, 3, 1)
-
     def _rows_at_once(self, groups: int) -> int:
         batch, queries = self.output.shape[:2]
         return max(1, ROW_BUDGET // max(1, batch * queries * groups))
@@ -257,6 +262,41 @@ class MixerOperator:
             )
 
 
+def _rows_of(
+    chain: Sequence[Stage], groups: int, index: Int[Tensor, "batch row"], like: Float[Tensor, "batch length _"]
+) -> Float[Tensor, "batch key group row"]:
+    """Return rows of a per-channel chain's matrix at selected positions.
+
+    The last mixer gives its own rows; what stands after it scales them, what stands before carries them back.
+    `like` has the length, dtype and device of the chain's output.
+    """
+    mixing = [k for k, stage in enumerate(chain) if stage.mixes]
+    last = mixing[-1] if mixing else -1
+    weight = like.new_ones(*index.shape, groups)
+    for stage in chain[last + 1 :]:
+        weight = stage.at(index).apply(weight, bias=False)
+    weight = weight.transpose(1, 2).unsqueeze(1)
+    if not mixing:
+        own = like.new_zeros(*like.shape[:2], 1, index.shape[1])
+        return own.scatter_(1, index[:, None, None, :], 1.0) * weight
+    stage = chain[last]
+    if isinstance(stage, Branch):
+        columns = torch.stack([_rows_of(inner, groups, index, like) for inner in stage.chains]).sum(0)
+    else:
+        assert isinstance(stage, Mix)
+        block = _as_slice(index)
+        rows = stage.mixer.rows(index) if block is None else stage.mixer.tile(rows=block)
+        columns = rows.repeat_interleave(groups // rows.shape[1], dim=1).permute(0, 3, 1, 2)
+    return run_adjoint(chain[:last], columns * weight)
+
+
+def _as_slice(index: Int[Tensor, "batch row"]) -> slice | None:
+    """Return the rows as a slice if they are consecutive and the same in every sequence: a block costs less."""
+    first, count = int(index[0, 0]), index.shape[1]
+    wanted = torch.arange(first, first + count, device=index.device)
+    return slice(first, first + count) if count > 1 and bool((index == wanted).all()) else None
+
+
 def _reduce(rows: Float[Tensor, "batch head row key"], heads: Heads, repeat: int) -> Tensor:
     """Reduce or select the head axis, each of whose entries stands for `repeat` equal ones."""
     if isinstance(heads, str):
@@ -291,9 +331,8 @@ def _contributions(chain: Sequence[Stage], index: Tensor, x: Tensor, op: MixerOp
     groups = channel_groups(middle)
     lead = middle[0]
     if groups is not None:
-        rows = op._probe(tuple(middle), groups, index)
-        shares = rows.permute(0, 2, 1, 3).unsqueeze(3) * u.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)[:, None]
-        shares = shares.flatten(2, 3)
+        rows = _rows_of(middle, groups, index, op.output).permute(0, 3, 2, 1)
+        shares = (rows.unsqueeze(3) * u.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)[:, None]).flatten(2, 3)
     elif len(middle) == 1 and isinstance(lead, Branch):
         parts = [_contributions(inner, index, u, op) for inner in lead.chains]
         shares = torch.stack(parts).sum(0)

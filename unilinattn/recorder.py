@@ -16,7 +16,7 @@ from unilinattn.errors import InputError, ModelStateError, UnknownArchitectureEr
 from unilinattn.registry import Architecture, architecture_of, architectures
 
 _MIXER_NAME = re.compile(
-    r"(attention|attn|mixer|mamba|ssm|ssd|retention|deltanet|deltarule|rwkv|lstm|gru|rnn|hyena|recurrentblock)\d*$",
+    r"(attention|attn|mixer|mamba|ssm|ssd|retention|deltanet|deltarule|rwkv|lstm|gru|rnn|hyena|recurrentblock|conv)\d*$",
     re.IGNORECASE,
 )
 """Class names that promise token mixing: used only to refuse a model whose mixers no adapter knows."""

@@ -21,6 +21,7 @@ class Architecture:
     `capture(model, mark)` is for hosts that are known by what they call and not by their class: a context manager
     around the run, which calls `mark(module, record)` for each token-mixing module that it meets.
     `leak(module)` tells how left padding reaches real tokens in a host that does not mask it, or None.
+    `observes` tells that `build` needs what a `capture` saw, so it cannot stand in for the host's own forward.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Architecture:
     build: Callable[[Any], Any]
     capture: Callable[[Any, Callable[[Any, Any], None]], AbstractContextManager[None]] | None = None
     leak: Callable[[Any], str | None] | None = None
+    observes: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def register_architecture(
     kind: str,
     capture: Callable[..., AbstractContextManager[None]] | None = None,
     leak: Callable[[Any], str | None] | None = None,
+    observes: bool = False,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register an adapter for host classes named as strings, "package.module.Class"; subclasses match by their MRO.
 
@@ -65,7 +68,7 @@ def register_architecture(
             raise OptionError(
                 f"architecture {name!r} or its hosts {taken} are registered already; choose another name."
             )
-        architecture = Architecture(name, kind, hosts, _first_line(build), build, capture, leak)
+        architecture = Architecture(name, kind, hosts, _first_line(build), build, capture, leak, observes)
         _architectures[name] = architecture
         _hosts.update(dict.fromkeys(hosts, architecture))
         return build

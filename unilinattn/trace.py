@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,14 +102,21 @@ class Layer:
 
         The derivative is the layer's own, through whatever stands after the projection, not the frozen one.
         """
+        return self.pullback()(grad)
+
+    def pullback(self) -> Callable[[Float[Tensor, "batch query out"]], Float[Tensor, "batch query inner"]]:
+        """Return `before_output` as a function that can be called for many gradients at the price of one set-up."""
         with torch.enable_grad():
             flows = self._flows(self.input.detach().requires_grad_())
             inner = [flow.before_output for flow in flows.values() if flow.before_output is not None]
+            total = torch.stack([flow.value for flow in flows.values()]).sum(0)
+
+        def pull(grad: Tensor) -> Tensor:
             if not inner:
                 return grad
-            total = torch.stack([flow.value for flow in flows.values()]).sum(0)
-            (result,) = torch.autograd.grad(total, inner[:1], grad.to(total))
-        return result
+            return torch.autograd.grad(total, inner[:1], grad.to(total), retain_graph=True)[0]
+
+        return pull
 
     def _flows(self, x: Tensor) -> dict[str, Flow]:
         if _weight_versions(self._module) != self._versions:
@@ -211,18 +218,26 @@ class Trace:
 
         The target is a logit at a position (`logit` None: the model's own prediction there), a class logit where the
         model returns one vector a sequence, a difference of two, or any scalar function of the model's output.
-        Runs the model once more, with gradients, and leaves it as found.
+        Runs the model once more, with gradients, and leaves it as found. Registered mixers run through their live
+        operators there: the same function, whose backward pass is linear in length where a host's loop is not.
         """
+        return next(self.gradients([target], logit))
+
+    def gradients(
+        self, targets: Iterable[Target], logit: Logit = None
+    ) -> Iterator[tuple[Float[Tensor, "batch query out"], ...]]:
+        """Yield `gradient` for one target after the other, the model run forward only once."""
         recorder = _GradientRecorder(self._model)
-        with torch.enable_grad(), _running(self._model, recorder):
+        with torch.enable_grad(), through_operators(self._model), _running(self._model, recorder):
             output = self._model(**self._given)
-        outputs = recorder.outputs
-        chosen = self._scalar(output, target, logit)
-        grads = torch.autograd.grad(chosen.sum(), outputs, allow_unused=True)
-        return tuple(
-            torch.zeros_like(layer.output) if g is None else g.to(layer.output)
-            for layer, g in zip(self.layers, grads, strict=True)
-        )
+        for target in targets:
+            with torch.enable_grad():
+                chosen = self._scalar(output, target, logit).sum()
+            grads = torch.autograd.grad(chosen, recorder.outputs, allow_unused=True, retain_graph=True)
+            yield tuple(
+                torch.zeros_like(layer.output) if g is None else g.to(layer.output)
+                for layer, g in zip(self.layers, grads, strict=True)
+            )
 
     def _scalar(self, output: Any, target: Target, logit: Logit) -> Tensor:
         if callable(logit):
@@ -282,12 +297,12 @@ def through_operators(model: nn.Module) -> Iterator[None]:
     """Let every registered mixer of a model run through its operator: the same function, differentiable in linear time.
 
     Useful to train, or to take gradients of, hosts whose own scan is a slow loop over tokens. Each module's forward
-    is put back afterwards, whatever happens.
+    is put back afterwards, whatever happens. Adapters that need to have observed the host's own run are left out.
     """
     with ExitStack() as stack:
         for name, module in model.named_modules():
             architecture = architecture_of(type(module))
-            if architecture is None:
+            if architecture is None or architecture.observes:
                 continue
             own = module.__dict__.get("forward")
 

@@ -59,7 +59,7 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
         yield
 
 
-@register_architecture(name="attention", kind="softmax attention", capture=capture)
+@register_architecture(name="attention", kind="softmax attention", capture=capture, observes=True)
 def attention(call: Call) -> Flow | dict[str, Flow]:
     """Any attention that goes through transformers' interface: weights recomputed, projections probed and verified.
 

@@ -26,7 +26,7 @@ HOSTS = tuple(
 )
 
 
-@register_architecture(*HOSTS, name="bert", kind="softmax attention (post-norm)")
+@register_architecture(*HOSTS, name="bert", kind="softmax attention (post-norm)", observes=True)
 def bert(call: Call) -> Flow:
     """BERT's layout: attention, output projection, residual and LayerNorm in one module."""
     if call.host.is_cross_attention:

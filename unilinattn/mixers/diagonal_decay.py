@@ -1,14 +1,14 @@
 """Diagonal decay: alpha_ij = sum_n q_in exp(G_in - G_jn) k_jn for j <= i, one decay a state coordinate."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.scan.tiled import CHUNK, recur
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 
-PAIR_BUDGET = 1 << 24
-"""Elements of the (row, col, head, state) product that `tile` holds at once."""
+PAIR_BUDGET = 1 << 22
+"""Elements of the (row, key, head, state) product that `tile` and `rows` hold at once."""
 
 
 class DiagonalDecay(CoreMixer):
@@ -86,29 +86,52 @@ class DiagonalDecay(CoreMixer):
             state, later = states[:, -1], first
         return torch.cat(outputs[::-1], dim=1)
 
+    def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
+        """Fill selected rows from the closed form: O(L H N) for each."""
+        return torch.cat([self._pairs(index, part) for part in self._parts(index.shape[1])], dim=1)
+
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
-        """Fill a block pair by pair, O(rows x cols x heads x state), a bounded number of heads at a time."""
+        """Fill a block row by row, O(rows x cols x heads x state): R_i = exp(g_i) R_{i-1}, products of at most 1."""
+        first, last, step = rows.indices(self.shape[2])
+        filled = torch.cat([self._descend(first, last, part) for part in self._parts(1, heads)], dim=1)
+        return filled[:, :, ::step, cols]
+
+    def _pairs(self, index: Int[Tensor, "batch row"], heads: slice) -> Float[Tensor, "batch head row key"]:
+        query, key, decay = self.factors(heads=heads)
+        future = torch.arange(self.shape[2], device=index.device) > index[:, :, None]
+        # A float32 sum over thousands of tokens loses the digits that its difference is made of.
+        running = decay.double().cumsum(1)
+        exponent = (_at(running, index).unsqueeze(2) - running[:, None]).to(query.dtype)
+        decayed = exponent.masked_fill(future[..., None, None], -torch.inf).exp() * key[:, None]
+        return (_at(query, index).unsqueeze(2) * decayed).sum(-1).permute(0, 3, 1, 2)
+
+    def _descend(self, first: int, last: int, heads: slice) -> Float[Tensor, "batch head row key"]:
+        query, key, decay = self.factors(heads=heads)
+        batch, length, count, state = decay.shape
+        factor, key = decay.exp(), key.expand(-1, -1, count, -1)
+        query = query.expand(-1, -1, count, -1)
+        memory = key.new_zeros(batch, count, state, 0)
+        rows = [key.new_zeros(batch, count, 0, length)]
+        for i in range(last):
+            memory = torch.cat([memory * factor[:, i, ..., None], key[:, i, ..., None]], dim=-1)
+            if i >= first:
+                row = (query[:, i].unsqueeze(-2) @ memory).squeeze(-2)
+                rows.append(torch.nn.functional.pad(row, (0, length - i - 1)).unsqueeze(2))
+        return torch.cat(rows, dim=2)
+
+    def _parts(self, rows: int, heads: slice = ALL) -> list[slice]:
+        """Split heads so that (row, key, head, state) products stay within the budget."""
         batch, total, length, _ = self.shape
-        row, col = (torch.arange(length, device=self._query.device)[s] for s in (rows, cols))
-        future = col[None, :] > row[:, None]
-        selected = range(total)[heads]
-        step = max(1, PAIR_BUDGET // max(1, batch * len(row) * len(col) * self._query.shape[-1]))
-        blocks = [self._query.new_zeros(batch, 0, len(row), len(col))]
-        for start in range(selected.start, selected.stop, step):
-            part = slice(start, min(start + step, selected.stop))
-            query, key, decay = self.factors(heads=part)
-            # A float32 sum over thousands of tokens loses the digits that its difference is made of.
-            running = decay.double().cumsum(1)
-            exponent = running[:, row, None] - running[:, None, col]
-            exponent = exponent.masked_fill(future[None, :, :, None, None], -torch.inf).to(query.dtype)
-            pairs = query[:, row, None] * exponent.exp() * key[:, None, col]
-            blocks.append(pairs.sum(-1).permute(0, 3, 1, 2))
-        return torch.cat(blocks, dim=1)
+        chosen = range(total)[heads]
+        step = max(1, PAIR_BUDGET // max(1, batch * rows * length * self._query.shape[-1]))
+        # One empty part for no heads at all, so that there is a block to return.
+        parts = [chosen[start : start + step] for start in range(0, max(1, len(chosen)), step)]
+        return [slice(part.start, part.stop, part.step) for part in parts]
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return q_i . k_i: no decay stands between a token and itself."""
         query, key, _ = self.factors()
-        return (query * key).sum(-1).transpose(1, 2)
+        return (query * key).sum(-1).transpose(1, 2).expand(-1, self.heads, -1)
 
     def _chunks(self) -> list[slice]:
         length = self.shape[2]
@@ -116,3 +139,8 @@ class DiagonalDecay(CoreMixer):
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)
+
+
+def _at(factor: Tensor, index: Int[Tensor, "batch row"]) -> Tensor:
+    """Gather the tokens of a factor (batch, token, head, state)."""
+    return factor.gather(1, index[:, :, None, None].expand(-1, -1, *factor.shape[2:]))

@@ -13,7 +13,7 @@ CHUNK = 64
 
 
 def recur(
-    state: Float[Tensor, "batch head state channel"],
+    state: Float[Tensor, "#batch #head #state #channel"],
     decay: Float[Tensor, "batch length head state"],
     increment: Float[Tensor, "batch length head state channel"],
 ) -> Float[Tensor, "batch length head state channel"]:
@@ -30,8 +30,8 @@ def recur(
 
 def decay_within(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch head query key"]:
     """Return tril exp(G_i - G_j) of one chunk, G the running sum of its log-decays."""
-    total = log_decay.cumsum(1).transpose(1, 2)
-    exponent = total.unsqueeze(-1) - total.unsqueeze(-2)
+    total = _running(log_decay).transpose(1, 2)
+    exponent = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(log_decay.dtype)
     length = exponent.shape[-1]
     future = torch.ones(length, length, dtype=torch.bool, device=exponent.device).triu(1)
     return exponent.masked_fill(future, -torch.inf).exp()
@@ -54,13 +54,13 @@ def scalar_scan(
     state = value.new_zeros(value.shape[0], heads, query.shape[-1], value.shape[-1])
     outputs = []
     for q, k, g, v in zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, value)), strict=True):
-        total = g.cumsum(1)
+        begun, ahead = _from_start(g), _to_end(g)
         scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * decay_within(g)
         q, k = spread(q, heads, 2), spread(k, heads, 2)
-        read = torch.einsum("bihn,bhnp->bihp", q * total.exp().unsqueeze(-1), state)
+        read = torch.einsum("bihn,bhnp->bihp", q * begun.unsqueeze(-1), state)
         outputs.append(torch.einsum("bhij,bjhp->bihp", scores, v) + read)
-        write = k * (total[:, -1:] - total).exp().unsqueeze(-1)
-        state = total[:, -1].exp()[..., None, None] * state + torch.einsum("bjhn,bjhp->bhnp", write, v)
+        write = k * ahead.unsqueeze(-1)
+        state = begun[:, -1, :, None, None] * state + torch.einsum("bjhn,bjhp->bhnp", write, v)
     return torch.cat(outputs, dim=1)
 
 
@@ -76,11 +76,27 @@ def scalar_scan_adjoint(
     outputs = []
     chunks = list(zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, grad)), strict=True))
     for q, k, g, y in reversed(chunks):
-        total = g.cumsum(1)
+        begun, ahead = _from_start(g), _to_end(g)
         scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * decay_within(g)
         q, k = spread(q, heads, 2), spread(k, heads, 2)
-        write = k * (total[:, -1:] - total).exp().unsqueeze(-1)
+        write = k * ahead.unsqueeze(-1)
         outputs.append(torch.einsum("bhij,bihp->bjhp", scores, y) + torch.einsum("bjhn,bhnp->bjhp", write, state))
-        read = q * total.exp().unsqueeze(-1)
-        state = total[:, -1].exp()[..., None, None] * state + torch.einsum("bihn,bihp->bhnp", read, y)
+        read = q * begun.unsqueeze(-1)
+        state = begun[:, -1, :, None, None] * state + torch.einsum("bihn,bihp->bhnp", read, y)
     return torch.cat(outputs[::-1], dim=1)
+
+
+def _from_start(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch length head"]:
+    """Return what is left at each token of the state before the chunk: exp(G_i)."""
+    return log_decay.cumsum(1).exp()
+
+
+def _to_end(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch length head"]:
+    """Return what is left at the chunk's end of each token's own write: exp(G_last - G_j)."""
+    total = _running(log_decay)
+    return (total[:, -1:] - total).to(log_decay.dtype).exp()
+
+
+def _running(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch length head"]:
+    # In float32 one strong decay leaves no digits for the differences of the sums after it.
+    return log_decay.double().cumsum(1)

@@ -1,0 +1,204 @@
+"""The ranking metrics against their definitions, written out pair by pair and order by order."""
+
+from itertools import pairwise, permutations
+
+import hypothesis.strategies as st
+import jaxtyping
+import pytest
+import torch
+from hypothesis import given, settings
+
+from unilinattn.errors import InputError
+from unilinattn.evaluation.metrics import RowScores, alignment_error_rate, row_scores
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user runs it: this test run's check of every signature would speak before our own errors."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def loop_auc(scores: list[float], relevant: list[bool]) -> float:
+    pairs = [
+        (1.0 if good > bad else 0.5 if good == bad else 0.0)
+        for good, hit in zip(scores, relevant, strict=True)
+        for bad, other in zip(scores, relevant, strict=True)
+        if hit and not other
+    ]
+    return sum(pairs) / len(pairs)
+
+
+def loop_average_precision(scores: list[float], relevant: list[bool]) -> float:
+    """The sum over thresholds of precision times the step in recall."""
+    total, recall_before, area = sum(relevant), 0.0, 0.0
+    for threshold in sorted(set(scores), reverse=True):
+        kept = [hit for score, hit in zip(scores, relevant, strict=True) if score >= threshold]
+        recall = sum(kept) / total
+        area += (recall - recall_before) * sum(kept) / len(kept)
+        recall_before = recall
+    return area
+
+
+def loop_recall_at_k(scores: list[float], relevant: list[bool]) -> float:
+    """The mean of the plain recall over every order in which tied keys can stand."""
+    k, recalls = sum(relevant), []
+    for order in permutations(range(len(scores))):
+        if all(scores[a] >= scores[b] for a, b in pairwise(order)):
+            recalls.append(sum(relevant[place] for place in order[:k]) / k)
+    return sum(recalls) / len(recalls)
+
+
+def loop_row_scores(scores: torch.Tensor, relevant: torch.Tensor, valid: torch.Tensor) -> RowScores:
+    found, dropped = [], 0
+    flat = (t.reshape(-1, scores.shape[-1]).tolist() for t in (scores, relevant, valid))
+    for row, hits, allowed in zip(*flat, strict=True):
+        kept = [place for place, ok in enumerate(allowed) if ok]
+        ranked, wanted = [row[place] for place in kept], [hits[place] for place in kept]
+        if not any(wanted) or all(wanted):
+            dropped += 1
+            continue
+        found.append([f(ranked, wanted) for f in (loop_auc, loop_average_precision, loop_recall_at_k)])
+    means = [sum(column) / len(found) for column in zip(*found, strict=True)]
+    return RowScores(*means, rows=len(found), dropped=dropped)
+
+
+@st.composite
+def rankings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, queries, keys = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(2, 5))
+    count = batch * queries * keys
+    levels = st.sampled_from([-torch.inf, -1.5, 0.0, 0.25, 0.5, 3.0])
+    scores = torch.tensor(draw(st.lists(levels, min_size=count, max_size=count)), dtype=torch.float64)
+    flags = st.lists(st.booleans(), min_size=count, max_size=count)
+    relevant, valid = torch.tensor(draw(flags)), torch.tensor(draw(flags))
+    relevant[:2], valid[:2] = torch.tensor([True, False]), True
+    shape = (batch, queries, keys)
+    return scores.view(shape), relevant.view(shape), valid.view(shape)
+
+
+@settings(max_examples=150)
+@given(rankings())
+def test_metrics_equal_their_definitions(case: tuple[torch.Tensor, ...]) -> None:
+    found, known = row_scores(*case), loop_row_scores(*case)
+    assert (found.rows, found.dropped) == (known.rows, known.dropped)
+    for name in ("auc", "ap", "recall_at_k"):
+        assert getattr(found, name) == pytest.approx(getattr(known, name), abs=1e-12), name
+
+
+@settings(max_examples=50)
+@given(rankings(), st.sampled_from(["affine", "cube", "arctan", "float32"]))
+def test_monotone_transforms_change_nothing(case: tuple[torch.Tensor, ...], transform: str) -> None:
+    scores, relevant, valid = case
+    changed = {
+        "affine": lambda x: 7 * x + 2,
+        "cube": lambda x: x**3,
+        "arctan": torch.atan,
+        "float32": lambda x: x.float(),
+    }[transform](scores)
+    assert row_scores(changed, relevant, valid) == row_scores(scores, relevant, valid)
+
+
+@settings(max_examples=50)
+@given(rankings(), st.randoms(use_true_random=False))
+def test_the_order_of_keys_changes_nothing(case: tuple[torch.Tensor, ...], random) -> None:
+    order = list(range(case[0].shape[-1]))
+    random.shuffle(order)
+    shuffled, known = row_scores(*(t[..., order] for t in case)), row_scores(*case)
+    for name in ("auc", "ap", "recall_at_k", "rows", "dropped"):
+        assert getattr(shuffled, name) == pytest.approx(getattr(known, name), abs=1e-12)
+
+
+def test_constant_scores_know_nothing() -> None:
+    relevant = torch.zeros(4, 10, dtype=torch.bool)
+    relevant[:, :3] = True
+    found = row_scores(torch.full((4, 10), 0.7), relevant)
+    assert (found.auc, found.rows, found.dropped) == (0.5, 4, 0)
+    assert (found.ap, found.recall_at_k) == (pytest.approx(0.3), pytest.approx(0.3))
+
+
+def test_perfect_and_reversed_scores() -> None:
+    relevant = torch.eye(6, dtype=torch.bool)
+    assert row_scores(relevant.float(), relevant) == RowScores(1.0, 1.0, 1.0, 6, 0)
+    worst = row_scores(-relevant.float(), relevant)
+    assert (worst.auc, worst.recall_at_k) == (0.0, 0.0)
+    assert worst.ap == pytest.approx(1 / 6)
+
+
+def test_keys_that_are_not_valid_are_no_candidates() -> None:
+    length = 5
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    relevant = torch.zeros(length, length, dtype=torch.bool)
+    relevant[:, 0] = True
+    scores = relevant.float().expand(2, -1, -1).clone()
+    scores[:, ~causal] = torch.nan
+    # Row 0 has no irrelevant candidate under causality, in each of the two sequences.
+    assert row_scores(scores, relevant, causal) == RowScores(1.0, 1.0, 1.0, 8, 2)
+    above = causal.new_zeros(length, length)
+    above[1, 4] = above[4, 4] = True
+    assert row_scores(relevant.float(), above, causal).rows == 1
+
+
+def test_a_row_with_no_relevant_key_is_dropped_and_counted() -> None:
+    relevant = torch.tensor([[True, False], [False, False]])
+    assert row_scores(torch.tensor([[1.0, 0.0], [5.0, 0.0]]), relevant) == RowScores(1.0, 1.0, 1.0, 1, 1)
+
+
+def loop_error_rate(scores: torch.Tensor, sure: torch.Tensor, possible: torch.Tensor, valid: torch.Tensor) -> float:
+    hits_sure = hits_possible = links = 0.0
+    for row, s, p, ok in zip(*(t.flatten(0, -2).tolist() for t in (scores, sure, possible, valid)), strict=True):
+        kept = [place for place, allowed in enumerate(ok) if allowed]
+        best = [place for place in kept if row[place] == max(row[k] for k in kept)]
+        for place in best:
+            links += 1 / len(best)
+            hits_sure += s[place] / len(best)
+            hits_possible += (p[place] or s[place]) / len(best)
+    return 1 - (hits_sure + hits_possible) / (links + int((sure & valid).sum()))
+
+
+@settings(max_examples=80)
+@given(rankings(), st.randoms(use_true_random=False))
+def test_alignment_error_rate_equals_its_definition(case: tuple[torch.Tensor, ...], random) -> None:
+    scores, sure, valid = case
+    possible = torch.tensor([random.random() < 0.3 for _ in range(sure.numel())]).view(sure.shape)
+    known = loop_error_rate(scores, sure, possible, valid)
+    assert alignment_error_rate(scores, sure, possible, valid) == pytest.approx(known, abs=1e-12)
+
+
+def test_alignment_error_rate_of_known_links() -> None:
+    scores = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1]])
+    sure = torch.eye(3, dtype=torch.bool)
+    assert alignment_error_rate(sure.float(), sure) == 0.0
+    assert alignment_error_rate(scores, sure) == pytest.approx(1 - 4 / 6)
+    possible = torch.zeros(3, 3, dtype=torch.bool)
+    possible[2, 0] = True
+    assert alignment_error_rate(scores, sure, possible) == pytest.approx(1 - 5 / 6)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("scores", "relevant", "valid", "words"),
+    [
+        (torch.ones(3), torch.ones(3, dtype=torch.bool), None, "query, key"),
+        (torch.ones(2, 0), torch.ones(2, 0, dtype=torch.bool), None, "query, key"),
+        (torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool), None, "int64"),
+        ([[1.0, 2.0]], torch.ones(1, 2, dtype=torch.bool), None, "list"),
+        (torch.ones(2, 3), torch.ones(2, 3), None, "relevant must be a boolean"),
+        (torch.ones(2, 3), [[True]], None, "relevant must be a boolean"),
+        (torch.ones(2, 3), torch.ones(2, 4, dtype=torch.bool), None, "relevant of shape"),
+        (torch.ones(2, 3), torch.eye(2, 3).bool(), torch.ones(5, 3, dtype=torch.bool), "valid of shape"),
+        (torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool), None, "nothing to rank"),
+        (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), None, "nothing to rank"),
+        (torch.tensor([[1.0, torch.nan]]), torch.tensor([[True, False]]), None, "NaN"),
+    ],
+)
+def test_bad_input_is_refused(scores, relevant, valid, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        row_scores(scores, relevant, valid)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_error_rate_needs_links() -> None:
+    none = torch.zeros(2, 3, dtype=torch.bool)
+    with pytest.raises(InputError, match="neither"):
+        alignment_error_rate(torch.ones(2, 3), none, valid=none)
+    with pytest.raises(InputError, match="possible"):
+        alignment_error_rate(torch.ones(2, 3), none, torch.ones(2, 3))

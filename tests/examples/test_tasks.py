@@ -1,0 +1,148 @@
+"""The tasks' answers and relevant keys, against their definitions written out token by token."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unilinattn.errors import InputError, OptionError
+from unilinattn.examples import TASKS
+from unilinattn.examples.tasks import (
+    HELD_OUT_SEED,
+    NO_ANSWER,
+    SELECTION_SEED,
+    TRAINING_SEEDS,
+    Copying,
+    Induction,
+    Task,
+    TaskBatch,
+)
+
+Answers = dict[int, tuple[int, set[int]]]
+"""Query position -> its answer and the keys that are relevant for it."""
+
+
+def copying_answers(tokens: list[int]) -> Answers:
+    n = len(tokens) // 2
+    assert len(tokens) == 2 * n + 1
+    found = {}
+    for query, following in enumerate(tokens[1:]):
+        copied = query - n
+        if copied >= 0:
+            keys = {copied - 1, copied, copied + 1} & set(range(n))
+            found[query] = (following, keys)
+            assert following == tokens[copied], "the second half does not repeat the first"
+    return found
+
+
+def induction_answers(tokens: list[int]) -> Answers:
+    found = {}
+    for query, token in enumerate(tokens):
+        for earlier in reversed(range(query)):
+            if tokens[earlier] == token:
+                found[query] = (tokens[earlier + 1], {earlier + 1})
+                break
+    return found
+
+
+def faults(task: Task, batch: TaskBatch) -> list[str]:
+    """What of a batch contradicts the definition of its task."""
+    define = copying_answers if isinstance(task, Copying) else induction_answers
+    found = []
+    for b, tokens in enumerate(batch.input_ids.tolist()):
+        answers = define(tokens)
+        for query in range(len(tokens)):
+            label, keys = answers.get(query, (NO_ANSWER, set()))
+            if batch.labels[b, query] != label:
+                found.append(f"label of {b}, {query}")
+            if set(batch.relevant[b, query].nonzero().flatten().tolist()) != keys:
+                found.append(f"relevant keys of {b}, {query}")
+    return found
+
+
+copyings = st.builds(Copying, source_length=st.integers(1, 9), source_vocabulary=st.integers(2, 9))
+inductions = st.builds(Induction, length=st.integers(2, 20), vocabulary=st.integers(2, 9))
+
+
+@given(task=copyings | inductions, count=st.integers(1, 4), seed=st.integers(0, 10**6))
+def test_answers_follow_the_definition(task: Task, count: int, seed: int) -> None:
+    batch = task.sample(count, seed)
+    assert batch.input_ids.shape == (count, task.length)
+    assert batch.input_ids.min() >= 0
+    assert batch.input_ids.max() < task.vocabulary
+    assert faults(task, batch) == []
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_the_shipped_sizes_follow_the_definition(task: Task) -> None:
+    assert faults(task, task.sample(16, HELD_OUT_SEED)) == []
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_wrong_answer_is_noticed(task: Task) -> None:
+    batch = task.sample(4, 0)
+    shifted = replace(batch, labels=batch.labels.roll(1, dims=1))
+    assert any("label" in fault for fault in faults(task, shifted))
+    for relevant in (batch.relevant.roll(1, dims=2), batch.relevant.roll(1, dims=1), batch.relevant.mT):
+        assert any("relevant" in fault for fault in faults(task, replace(batch, relevant=relevant)))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_keys_are_known_exactly_where_there_is_an_answer_and_never_in_the_future(task: Task) -> None:
+    batch = task.sample(32, 1)
+    assert torch.equal(batch.relevant.any(dim=-1), batch.labels != NO_ANSWER)
+    assert not batch.relevant.triu(1).any()
+
+
+def test_the_sizes_that_the_tasks_promise() -> None:
+    copying, induction = TASKS["copying"], TASKS["induction"]
+    assert isinstance(copying, Copying)
+    assert (copying.source_length, copying.source_vocabulary) == (16, 32)
+    assert (copying.vocabulary, copying.length, copying.separator) == (33, 33, 32)
+    assert (induction.vocabulary, induction.length) == (16, 48)
+
+
+def test_every_source_token_is_drawn_and_the_separator_stands_once() -> None:
+    task = Copying()
+    ids = task.sample(200, 3).input_ids
+    assert set(ids[:, : task.source_length].flatten().tolist()) == set(range(task.source_vocabulary))
+    assert ((ids == task.separator).sum(dim=1) == 1).all()
+
+
+def test_the_last_token_of_an_induction_sequence_always_has_an_answer() -> None:
+    batch = Induction(vocabulary=1000, length=4).sample(50, 0)
+    assert (batch.labels[:, -1] != NO_ANSWER).all()
+    assert (batch.labels[:, :-1] == NO_ANSWER).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_seed_gives_the_same_sequences_and_another_gives_others(task: Task) -> None:
+    state = torch.get_rng_state()
+    first, again = task.sample(8, 5), task.sample(8, 5)
+    assert torch.equal(first.input_ids, again.input_ids)
+    assert torch.equal(first.labels, again.labels)
+    assert not torch.equal(first.input_ids, task.sample(8, 6).input_ids)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_training_selection_and_held_out_sequences_are_different_ones(task: Task) -> None:
+    assert SELECTION_SEED != HELD_OUT_SEED
+    assert SELECTION_SEED not in TRAINING_SEEDS
+    assert HELD_OUT_SEED not in TRAINING_SEEDS
+    drawn = [
+        {tuple(tokens) for tokens in task.sample(256, seed).input_ids.tolist()}
+        for seed in (TRAINING_SEEDS[0], TRAINING_SEEDS[1], SELECTION_SEED, HELD_OUT_SEED)
+    ]
+    assert len(set.union(*drawn)) == 4 * 256
+
+
+def test_sizes_that_make_no_task_are_refused() -> None:
+    with pytest.raises(InputError, match="count is 0"):
+        Copying().sample(0, 0)
+    with pytest.raises(OptionError, match="source_length is 0"):
+        Copying(source_length=0)
+    with pytest.raises(OptionError, match="length is 1"):
+        Induction(length=1)

@@ -1,0 +1,139 @@
+"""LaTIM's norms against the vectors written out from the papers."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.methods.hosts import BATCH, CASES, LENGTH, Reference, close, real_map, real_tokens, references, traced
+from unilinattn.errors import UncoveredError
+from unilinattn.methods import latim
+
+ORDERS = [1, 2.0, 3.5, float("inf")]
+
+
+def norms(shares: Tensor, p: float, padding: str) -> Tensor:
+    """C_ij = (sum_d |T_ijd|^p)^(1/p), the largest |T_ijd| for infinity (LaTIM Eq. 5)."""
+    size = shares.abs()
+    found = size.max(-1).values if p == float("inf") else size.pow(p).sum(-1).pow(1 / p)
+    return found * real_map(padding)
+
+
+def stacked(name: str, padding: str, p: float = 2.0, part: str = "shares") -> Tensor:
+    return torch.stack([norms(getattr(r, part), p, padding) for r in references(name, padding)])
+
+
+def with_own(reference: Reference, vector: Tensor, part: str = "shares") -> Tensor:
+    shares = getattr(reference, part).clone()
+    for i in range(LENGTH):
+        shares[:, i, i] += vector[:, i]
+    return shares
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_scores_are_norms_of_the_contributions(name: str, padding: str, p: float) -> None:
+    result = latim(traced(name, padding), p=p)
+    assert result.dims == ("layer", "batch", "query", "key")
+    assert close(result.scores, stacked(name, padding, p))
+    assert result.scope == "layer"
+
+
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_the_exact_decomposition_leaves_nothing_out(name: str, padding: str) -> None:
+    result = latim(traced(name, padding))
+    assert result.extras["decomposition_error"].shape == (2,)
+    assert result.completeness_gap == result.extras["decomposition_error"].max()
+    assert result.completeness_gap <= 1e-10
+    assert max(result.reconstruction_error.values()) <= 1e-10
+    bias = torch.stack([r.bias.norm(dim=-1) for r in references(name, padding)]) * real_tokens(padding)
+    assert (result.extras["bias"] - bias).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_the_paper_s_split_of_silu(name: str, padding: str) -> None:
+    result = latim(traced(name, padding), activation="silu")
+    assert close(result.scores, stacked(name, padding, part="split_shares"))
+    assert not close(result.scores, stacked(name, padding))
+    real = real_tokens(padding)[..., None]
+    for k, r in enumerate(references(name, padding)):
+        assert r.split_shares is not None and r.split_bias is not None
+        assert close(result.extras["bias"][k], r.split_bias.norm(dim=-1) * real_tokens(padding))
+        missed = (r.split_shares.sum(2) + r.split_bias - r.output) * real
+        ratio = max(float(missed[b].norm() / (r.output[b] * real[b]).norm()) for b in range(BATCH))
+        assert ratio > 1e-3
+        assert float(result.extras["decomposition_error"][k]) == pytest.approx(ratio, rel=1e-10)
+    assert result.completeness_gap == pytest.approx(float(result.extras["decomposition_error"].max()))
+
+
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_the_bias_can_go_to_the_query_and_the_residual_be_counted(name: str, padding: str) -> None:
+    found = traced(name, padding)
+    for options, own in (
+        ({"bias": "query"}, lambda r: r.bias),
+        ({"residual": True}, lambda r: r.residual),
+        ({"bias": "query", "residual": True}, lambda r: r.bias + r.residual),
+    ):
+        result = latim(found, p=1, **options)
+        expected = [norms(with_own(r, own(r)), 1, padding) for r in references(name, padding)]
+        assert close(result.scores, torch.stack(expected))
+        assert ("bias" in result.extras) == ("bias" not in options)
+        assert result.completeness_gap is not None and result.completeness_gap <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "llama"])
+def test_perturbed_contributions_are_told_apart(name: str) -> None:
+    scores = latim(traced(name)).scores
+    assert close(scores, stacked(name, "none"))
+    assert not close(scores, stacked(name, "none", p=1))
+    assert not close(scores, stacked(name, "none").transpose(2, 3))
+    attention = torch.stack([r.alpha.abs().mean(1) for r in references(name)])
+    assert not close(scores, attention)
+    with_residual = torch.stack([norms(with_own(r, r.residual), 2, "none") for r in references(name)])
+    assert not close(scores, with_residual)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": "query", "p": 1}, {"normalize": "min-max"}, {"normalize": "rows", "residual": True}]
+)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_a_target_is_that_row(padding: str, options: dict[str, Any]) -> None:
+    found = traced("mamba2", padding)
+    whole, lone = latim(found, **options), latim(found, target=[-1, 2], **options)
+    places = found.positions([-1, 2])
+    assert lone.dims == ("layer", "batch", "key")
+    assert close(lone.scores, whole.scores[:, torch.arange(BATCH), places])
+    if "bias" in whole.extras:
+        assert close(lone.extras["bias"], whole.extras["bias"][:, torch.arange(BATCH), places])
+
+
+def test_the_mean_over_layers_averages_the_extras_that_follow_it() -> None:
+    whole, mean = latim(traced("mamba")), latim(traced("mamba"), layers="mean")
+    assert mean.dims == ("batch", "query", "key")
+    assert close(mean.scores, whole.scores.mean(0))
+    assert close(mean.extras["bias"], whole.extras["bias"].mean(0))
+    assert mean.extras["decomposition_error"].shape == (2,)
+
+
+def test_rows_in_blocks_are_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = traced("mamba2", "left")
+    whole = latim(found, bias="query", residual=True)
+    sizes: list[int] = []
+    op = found.layers[0].operator
+    plain = op.contributions
+    monkeypatch.setattr(
+        op, "contributions", lambda rows, **more: sizes.append(rows.shape[1]) or plain(rows, **more), raising=False
+    )
+    monkeypatch.setattr(importlib.import_module("unilinattn.methods.latim"), "SHARE_BUDGET", BATCH * LENGTH * 8 * 4)
+    blocks = latim(found, bias="query", residual=True)
+    assert sizes == [4, 2]
+    assert close(blocks.scores, whole.scores)
+    assert blocks.extras["decomposition_error"].max() <= 1e-10
+
+
+def test_a_layer_without_an_activation_to_split_says_so() -> None:
+    with pytest.raises(UncoveredError, match="no convolution followed by an activation"):
+        latim(traced("gpt2"), activation="silu")

@@ -1,0 +1,124 @@
+"""Options: their defaults, their errors, and that a result can be made again from what it stores."""
+
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.methods.hosts import traced
+from unilinattn.attribution import Attribution
+from unilinattn.errors import OptionError
+from unilinattn.methods import alti, attribution, explain, latim, raw, rollout
+from unilinattn.methods.options import (
+    Activation,
+    AltiOptions,
+    AttributionOptions,
+    LatimOptions,
+    MapOptions,
+    RawOptions,
+    RolloutOptions,
+)
+from unilinattn.operator import REDUCTIONS, TAP_FUNCTIONS
+from unilinattn.registry import methods
+from unilinattn.scopes import SCOPES
+from unilinattn.testing.promote import promoted
+
+METHODS = {
+    "raw": (raw, RawOptions),
+    "rollout": (rollout, RolloutOptions),
+    "attribution": (attribution, AttributionOptions),
+    "latim": (latim, LatimOptions),
+    "alti": (alti, AltiOptions),
+}
+
+
+def test_every_method_is_registered_with_a_line() -> None:
+    found = methods()
+    assert set(METHODS) <= set(found)
+    assert all(found[name].function is function and found[name].summary for name, (function, _) in METHODS.items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_defaults_are_stored_in_the_result(name: str) -> None:
+    function, model = METHODS[name]
+    result = function(traced("mamba2"), target=-1)
+    assert dict(result.options) == {**model().model_dump(), "target": -1}
+    assert all(field.description for field in model.model_fields.values())
+
+
+CHANGED: list[tuple[str, dict[str, Any]]] = [
+    ("raw", dict(scope="unified", heads=[0, 1], sign="abs", discard=0.2, normalize="min-max", layers=[-1])),
+    ("raw", dict(heads=1, layers=["backbone.layers.0.mixer"])),
+    ("rollout", dict(scope="mixer", heads="max", sign="clamp", normalize="rows", start_layer=1)),
+    ("attribution", dict(logit=(3, 1), sign="keep", discard=0.5)),
+    ("latim", dict(p=float("inf"), activation="silu", bias="query", residual=True, normalize="rows", layers="mean")),
+    ("alti", dict(activation="relu", rollout=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CHANGED)
+def test_a_result_can_be_made_again_from_what_it_stores(name: str, options: dict[str, Any], tmp_path: Any) -> None:
+    found = traced("mamba2")
+    with promoted():
+        result = explain(found, method=name, target=[-1, 1], **options)
+        assert {key: result.options[key] for key in options} == {
+            key: list(value) if isinstance(value, tuple) else value for key, value in options.items()
+        }
+        stored = Attribution.load(result.save(tmp_path / "result.safetensors"))
+        again = explain(found, method=stored.method, **stored.options)
+    assert torch.equal(again.scores, result.scores)
+    assert again.options == stored.options == result.options
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("raw", {"heds": "mean"}, r"raw takes no option 'heds'; did you mean 'heads'\? Accepted: discard, heads"),
+    ("raw", {"start_layer": 1}, r"raw takes no option 'start_layer'"),
+    ("rollout", {"layers": "mean"}, r"rollout takes no option 'layers'"),
+    ("latim", {"scope": "core"}, r"latim takes no option 'scope'"),
+    ("alti", {"p": 2}, r"alti takes no option 'p'"),
+    (
+        "raw",
+        {"scope": "cores"},
+        r"raw does not accept scope='cores'; did you mean 'core'\? Accepted: core, mixer, unif",
+    ),
+    ("raw", {"scope": "layer"}, r"scope='layer'.*'layer' has vectors for entries: see 'latim', 'alti'"),
+    ("raw", {"heads": "median"}, r"heads='median'; did you mean 'mean'\? Accepted: abs-mean, max, mean, min, product"),
+    ("raw", {"heads": []}, r"raw does not accept heads=\[\]"),
+    ("raw", {"heads": 99}, r"out of range: this scope has 4 heads"),
+    ("raw", {"heads": True}, r"raw does not accept heads=True"),
+    ("raw", {"sign": "clip"}, r"sign='clip'.* Accepted: abs, clamp, keep"),
+    ("raw", {"discard": 1.0}, r"discard=1.0: Input should be less than 1"),
+    ("raw", {"discard": "0.5"}, r"discard='0.5': Input should be a valid number"),
+    ("raw", {"normalize": "row"}, r"normalize='row'; did you mean 'rows'\?"),
+    ("raw", {"layers": "mea"}, r"layers='mea'; did you mean 'mean'\?"),
+    ("raw", {"layers": [7]}, r"raw: layer 7 is out of range; Mamba2ForCausalLM has layers 0 to 1"),
+    ("raw", {"layers": ["backbone.layers.0.mixr"]}, r"no layer .*did you mean 'backbone.layers.0.mixer'"),
+    ("raw", {"layers": [0, -2]}, r"names a layer twice"),
+    ("rollout", {"start_layer": 2}, r"start_layer=2 leaves no layer; Mamba2ForCausalLM has layers 0 to 1"),
+    ("rollout", {"start_layer": -1}, r"start_layer=-1: Input should be greater than or equal to 0"),
+    ("attribution", {"logit": "cat"}, r"attribution does not accept logit='cat'.*a token or class id"),
+    ("latim", {"p": 0.5}, r"p=0.5: Input should be greater than or equal to 1.*order of the norm"),
+    ("latim", {"p": float("nan")}, r"latim does not accept p=nan"),
+    ("latim", {"activation": "slu"}, r"activation='slu'; did you mean 'silu'\?"),
+    ("latim", {"bias": "row"}, r"bias='row'.* Accepted: column, query"),
+    ("latim", {"residual": 1}, r"latim does not accept residual=1"),
+    ("alti", {"rollout": True, "layers": "mean"}, r"alti: rollout=True composes the layers"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), BAD)
+def test_bad_options_say_what_is_accepted(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        METHODS[name][0](traced("mamba2"), **options)
+
+
+def test_the_accepted_names_are_those_of_the_operators() -> None:
+    scope = get_args(MapOptions.model_fields["scope"].annotation)
+    assert set(scope) == set(SCOPES) - {"layer"}
+    assert set(get_args(get_args(MapOptions.model_fields["heads"].annotation)[0])) == set(REDUCTIONS)
+    assert set(get_args(Activation)) == {"exact", *TAP_FUNCTIONS}
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        RawOptions().scope = "mixer"

@@ -1,0 +1,65 @@
+"""Raw attention: the maps as their papers define them, layer by layer."""
+
+import pytest
+import torch
+
+from tests.methods.hosts import CASES, close, real_map, references, traced
+from unilinattn.methods import raw
+
+
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_raw_is_the_mean_over_heads_of_each_layer(name: str, padding: str) -> None:
+    trace = traced(name, padding)
+    result = raw(trace)
+    expected = torch.stack([r.alpha.mean(1) * real_map(padding) for r in references(name, padding)])
+    assert result.dims == ("layer", "batch", "query", "key")
+    assert close(result.scores, expected)
+    assert not close(result.scores, expected.flip(0))
+    assert result.layers == tuple(layer.name for layer in trace.layers)
+
+
+@pytest.mark.parametrize("scope", ["core", "mixer", "unified"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d", "llama"])
+def test_the_scope_is_the_operator_s_and_recorded(name: str, scope: str) -> None:
+    result = raw(traced(name), scope=scope)
+    expected = [layer.operator.matrix(scope) for layer in traced(name).layers]
+    assert close(result.scores, torch.stack(expected))
+    assert result.scope == result.options["scope"] == scope
+
+
+def test_the_mean_over_layers_has_no_layer_axis() -> None:
+    result = raw(traced("mamba2"), layers="mean")
+    assert result.dims == ("batch", "query", "key")
+    assert close(result.scores, raw(traced("mamba2")).scores.mean(0))
+    assert len(result.layers) == 2
+
+
+@pytest.mark.parametrize("layers", [[1], [-1], ["backbone.layers.1.mixer"]])
+def test_layers_are_chosen_by_index_or_name(layers: list) -> None:
+    result = raw(traced("mamba2"), layers=layers)
+    assert close(result.scores, raw(traced("mamba2")).scores[1:])
+    assert result.layers == ("backbone.layers.1.mixer",)
+    assert len(result.kinds) == len(result.reconstruction_error) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"normalize": "min-max"}, {"discard": 0.5}, {"sign": "clamp", "normalize": "rows"}]
+)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_a_target_is_that_row(padding: str, options: dict) -> None:
+    trace = traced("mamba2", padding)
+    whole, last = raw(trace, **options), raw(trace, target=-1, **options)
+    assert last.dims == ("layer", "batch", "key")
+    places = trace.positions(-1)
+    expected = torch.stack([whole.scores[:, b, place] for b, place in enumerate(places)], dim=1)
+    assert close(last.scores, expected)
+    mean = raw(trace, target=[1, 0], layers="mean", **options)
+    assert mean.dims == ("batch", "key")
+
+
+@pytest.mark.parametrize("sign", ["keep", "clamp", "abs"])
+def test_signs_are_treated_after_the_reduction(sign: str) -> None:
+    found = raw(traced("mamba2"), sign=sign).scores
+    kept = raw(traced("mamba2")).scores
+    assert (kept < 0).any()
+    assert torch.equal(found, {"keep": kept, "clamp": kept.clamp_min(0), "abs": kept.abs()}[sign])

@@ -1,0 +1,121 @@
+"""Rollout against the product of the maps, written out."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.methods.hosts import BATCH, CASES, LENGTH, close, real_map, real_tokens, references, traced
+from unilinattn.methods import explain, rollout
+from unilinattn.mixers import DiagonalDecay, ScalarDecay
+from unilinattn.mixers.base import CoreMixer
+from unilinattn.trace import Step
+
+
+def product(alphas: list[Tensor], padding: str) -> Tensor:
+    """rho = A_n ... A_1, A_l = I + mean_h alpha_l, entry by entry (HMA ACL Eq. 21-22)."""
+    rho = torch.eye(LENGTH, dtype=torch.float64).repeat(BATCH, 1, 1)
+    for alpha in alphas:
+        a = alpha.mean(1) * real_map(padding)
+        later = rho.clone()
+        for b in range(BATCH):
+            for i in range(LENGTH):
+                for k in range(LENGTH):
+                    later[b, i] += a[b, i, k] * rho[b, k]
+        rho = later
+    return rho * real_map(padding)
+
+
+def alphas(name: str, padding: str) -> list[Tensor]:
+    return [reference.alpha for reference in references(name, padding)]
+
+
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_rollout_is_the_product_of_the_maps(name: str, padding: str) -> None:
+    result = rollout(traced(name, padding))
+    assert result.dims == ("batch", "query", "key")
+    assert close(result.scores, product(alphas(name, padding), padding))
+
+
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_perturbed_products_are_told_apart(name: str, padding: str) -> None:
+    found = rollout(traced(name, padding)).scores
+    first, second = alphas(name, padding)
+    eye, real = torch.eye(LENGTH, dtype=torch.float64), real_map(padding)
+    without_delta = (second.mean(1) * real) @ (first.mean(1) * real)
+    added_up = (eye + first.mean(1) + second.mean(1)) * real
+    assert not close(found, without_delta)
+    assert not close(found, added_up)
+    # The maps of a fixed convolution commute.
+    assert name == "s4d" or not close(found, product([second, first], padding))
+    assert not close(found, product([first * 2, second], padding))
+    assert not close(found, product([first.transpose(2, 3), second.transpose(2, 3)], padding))
+
+
+@pytest.mark.parametrize("options", [{}, {"sign": "abs"}, {"normalize": "rows"}, {"heads": "max"}])
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_a_target_is_that_row_of_the_product(name: str, padding: str, options: dict) -> None:
+    trace = traced(name, padding)
+    whole = rollout(trace, **options).scores
+    for target in (0, -1, [3, -2]):
+        result = rollout(trace, target=target, **options)
+        assert result.dims == ("batch", "key")
+        for b in range(BATCH):
+            own = real_tokens(padding)[b].nonzero().flatten()
+            place = own[target if isinstance(target, int) else target[b]]
+            assert close(result.scores[b], whole[b, place])
+
+
+def test_the_row_of_a_target_needs_no_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a map was built")
+
+    found = {name: (traced(name), rollout(traced(name), target=-1).scores) for name in ("mamba", "mamba2")}
+    for cls in (CoreMixer, DiagonalDecay, ScalarDecay):
+        for operation in ("rows", "tile", "materialize"):
+            monkeypatch.setattr(cls, operation, refused)
+    for trace, expected in found.values():
+        assert torch.equal(rollout(trace, target=-1).scores, expected)
+        with pytest.raises(AssertionError, match="a map was built"):
+            rollout(trace, target=-1, sign="clamp")
+
+
+def test_a_causal_model_has_no_future() -> None:
+    scores = rollout(traced("mamba")).scores
+    assert torch.equal(scores, scores.tril())
+    assert (scores.diagonal(dim1=1, dim2=2) != 0).all()
+
+
+def test_layers_before_the_start_count_as_the_identity() -> None:
+    result = rollout(traced("mamba2"), start_layer=1)
+    assert close(result.scores, product(alphas("mamba2", "none")[1:], "none"))
+    assert result.layers == (traced("mamba2").layers[1].name,)
+    assert set(result.reconstruction_error) == set(result.layers)
+
+
+def test_layers_of_one_step_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = traced("mamba2", "left")
+    monkeypatch.setattr(trace, "steps", (Step(trace.layers),))
+    first, second = alphas("mamba2", "left")
+    expected = product([first + second], "left")
+    assert close(rollout(trace).scores, expected)
+    assert close(rollout(trace, target=1).scores[0], expected[0, 1])
+
+
+def test_the_target_column_is_never_discarded() -> None:
+    trace = traced("gpt2")
+    shown = rollout(trace, target=2, discard=0.8).scores
+    lone = rollout(trace, target=2).scores
+    assert (shown[:, 2] > 1).all()
+    assert not close(shown, lone)
+    # A row of the whole product protects its own token instead, and under a causal mask that is the same.
+    assert close(shown, rollout(trace, discard=0.8).scores[:, 2])
+
+
+def test_a_padded_sequence_scores_as_it_does_alone() -> None:
+    for padding in ("left", "right"):
+        real = real_tokens(padding)[1]
+        padded = rollout(traced("mamba", padding)).scores[1][real][:, real]
+        model = traced("mamba", padding)._model
+        ids = traced("mamba", padding)._given["input_ids"][1:, real]
+        alone = explain(model, ids, method="rollout").scores[0]
+        assert torch.allclose(padded, alone, rtol=1e-5, atol=1e-6)

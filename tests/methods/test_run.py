@@ -1,0 +1,113 @@
+"""`explain` and `compare`: models, traces, labels and options in, results out."""
+
+import pytest
+import torch
+
+from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
+from unilinattn.errors import InputError, OptionError
+from unilinattn.methods import compare, explain, latim, rollout
+from unilinattn.trace import trace
+
+
+def test_a_model_and_its_trace_are_explained_alike() -> None:
+    model = HOSTS["mamba2"].model()
+    direct = explain(model, inputs("left"), method="latim", p=1, target=-1)
+    through = explain(trace(model, inputs("left")), method="latim", p=1, target=-1)
+    assert torch.equal(direct.scores, through.scores)
+    assert direct.options == through.options
+
+
+def test_the_result_is_labelled() -> None:
+    found = traced("mamba2", "right")
+    result = explain(found)
+    assert result.method == "rollout"
+    assert result.model == "Mamba2ForCausalLM"
+    assert result.layers == ("backbone.layers.0.mixer", "backbone.layers.1.mixer")
+    assert result.kinds == tuple(layer.kind for layer in found.layers)
+    assert set(result.reconstruction_error) == set(result.layers)
+    assert 0 < max(result.reconstruction_error.values()) < 1e-10
+    assert {"unilinattn", "torch", "transformers"} <= set(result.versions)
+    assert torch.equal(result.mask, real_tokens("right"))
+    assert result.tokens is None
+    assert explain(traced("mamba2")).mask is None
+
+
+def test_tokens_label_one_sequence_or_several() -> None:
+    texts = list("abcdef")
+    both = explain(traced("mamba2"), tokens=[texts, texts[::-1]])
+    assert both.tokens == (tuple(texts), tuple(texts[::-1]))
+    one = explain(HOSTS["mamba2"].model(), inputs()["input_ids"][:1], tokens=texts, grid=(2, 3))
+    assert one.tokens == (tuple(texts),)
+    assert one.grid == (2, 3)
+    with pytest.raises(InputError, match="2 lists of 6 texts"):
+        explain(traced("mamba2"), tokens=texts)
+
+
+def test_unknown_methods_and_missing_inputs_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"unknown method 'rolout'; did you mean 'rollout'\?"):
+        explain(traced("mamba2"), method="rolout")
+    with pytest.raises(InputError, match="Mamba2ForCausalLM needs inputs"):
+        explain(HOSTS["mamba2"].model())
+    with pytest.raises(InputError, match="a trace holds its inputs"):
+        explain(traced("mamba2"), inputs())
+
+
+def test_an_unknown_method_is_refused_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HOSTS["mamba2"].model()
+    monkeypatch.setattr(model, "forward", lambda *_, **__: pytest.fail("the model ran"))
+    with pytest.raises(OptionError, match="unknown method"):
+        explain(model, inputs(), method="rolout")
+    with pytest.raises(OptionError, match="unknown method"):
+        compare({"m": model}, inputs(), methods=["rollout", "latm"])
+
+
+def test_a_comparison_holds_every_model_and_method() -> None:
+    models = {"mamba2": HOSTS["mamba2"].model(), "llama": HOSTS["llama"].model(), "traced": traced("s4d")}
+    found = compare(models, inputs(), methods=["rollout", "latim"], target=-1)
+    assert list(found) == list(models)
+    assert found.methods == ("rollout", "latim")
+    for name, result in ((name, found[name]["rollout"]) for name in models):
+        assert result.sizes == {"batch": BATCH, "key": LENGTH}, name
+    assert torch.equal(found["traced"]["latim"].scores, latim(traced("s4d"), target=-1).scores)
+    alone = rollout(trace(models["mamba2"], inputs()), target=-1)
+    assert torch.equal(found["mamba2"]["rollout"].scores, alone.scores)
+
+
+def test_each_model_of_a_comparison_runs_once() -> None:
+    model = HOSTS["llama"].model()
+    runs: list[int] = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    compare({"llama": model}, inputs(), methods=["raw", "rollout", "latim", "alti"])
+    assert len(runs) == 1
+
+
+def test_options_go_to_all_methods_or_to_one_by_its_name() -> None:
+    found = compare({"s4d": traced("s4d")}, methods=["raw", "latim"], discard=0.5, latim={"p": 1}, raw={"heads": 0})
+    assert found["s4d"]["latim"].options["p"] == 1
+    assert found["s4d"]["raw"].options["heads"] == 0
+    assert all(found["s4d"][name].options["discard"] == 0.5 for name in ("raw", "latim"))
+    override = compare({"s4d": traced("s4d")}, methods=["raw", "latim"], discard=0.5, latim={"discard": 0.0})
+    assert override["s4d"]["latim"].options["discard"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"p": 1}, "rollout takes no option 'p'"),
+        ({"latim": {"scope": "core"}}, "latim takes no option 'scope'"),
+        ({"latim": 1}, "latim=1: options under a method's name are a mapping"),
+        ({"alti": {"rollout": True}}, "for one of the methods that are compared: rollout, latim"),
+    ],
+)
+def test_an_option_that_does_not_fit_names_the_method(options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        compare({"s4d": traced("s4d")}, methods=["rollout", "latim"], **options)
+
+
+def test_an_empty_comparison_is_refused() -> None:
+    with pytest.raises(InputError, match="at least one"):
+        compare({}, inputs())
+    with pytest.raises(OptionError, match="give a list of method names"):
+        compare({"s4d": traced("s4d")}, methods=[])
+    with pytest.raises(OptionError, match="give a list of method names"):
+        compare({"s4d": traced("s4d")}, methods="rollout")

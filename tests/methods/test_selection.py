@@ -1,0 +1,93 @@
+"""Layers that do not go together: encoders, decoders and cross-attention, refused by name."""
+
+from functools import cache
+
+import pytest
+import torch
+import transformers
+
+from tests.methods.hosts import VOCABULARY, traced
+from unilinattn.errors import InputError, UncoveredError
+from unilinattn.methods import alti, attribution, latim, raw, rollout
+from unilinattn.testing.hosts import randomize
+from unilinattn.trace import Trace, trace
+
+SELF = "encoder.block.0.layer.0.SelfAttention"
+DECODER = "decoder.block.0.layer.0.SelfAttention"
+CROSS = "decoder.block.0.layer.1.EncDecAttention"
+
+
+@cache
+def translated(decoded: int) -> Trace:
+    """Trace an encoder-decoder on five tokens, the last of the second sequence padding, and `decoded` answered ones."""
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    model = randomize(transformers.T5ForConditionalGeneration(config).eval())
+    ids = torch.randint(VOCABULARY, (2, 5))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    return trace(model, {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :decoded]})
+
+
+@pytest.mark.parametrize("method", [rollout, attribution])
+@pytest.mark.parametrize("decoded", [3, 5])
+def test_composing_methods_refuse_two_streams(method, decoded: int) -> None:
+    with pytest.raises(UncoveredError, match=rf"{DECODER} \(stream 'x'.*{SELF} \(stream 'encoder'"):
+        method(translated(decoded))
+    with pytest.raises(UncoveredError, match=rf"{CROSS} \(stream 'x' reading 'encoder'"):
+        method(translated(decoded), start_layer=1)
+
+
+@pytest.mark.parametrize("method", [raw, latim, alti])
+@pytest.mark.parametrize("decoded", [3, 5])
+def test_layer_wise_methods_refuse_to_stack_them(method, decoded: int) -> None:
+    # With as many tokens on both sides the shapes are equal, and yet the keys are other tokens.
+    with pytest.raises(UncoveredError, match=rf"{SELF} .* and of {DECODER} .*pass layers="):
+        method(translated(decoded))
+
+
+@pytest.mark.parametrize("method", [raw, latim])
+def test_layers_of_one_kind_are_explained_alone(method) -> None:
+    found = translated(3)
+    assert method(found, layers=[SELF]).sizes == {"layer": 1, "batch": 2, "query": 5, "key": 5}
+    cross = method(found, layers=[CROSS])
+    assert cross.sizes == {"layer": 1, "batch": 2, "query": 3, "key": 5}
+    assert (cross.scores[:, 1, :, 4] == 0).all()
+    assert (cross.scores[:, 1, :, :4] != 0).all()
+    assert cross.mask.tolist() == [[True] * 5, [True] * 4 + [False]]
+    assert method(found, layers=[DECODER], target=-1).sizes == {"layer": 1, "batch": 2, "key": 3}
+    assert method(found, layers=[CROSS], target=-1).sizes == {"layer": 1, "batch": 2, "key": 5}
+
+
+def test_the_exact_vectors_of_cross_attention_sum_to_its_output() -> None:
+    assert latim(translated(3), layers=[CROSS]).completeness_gap <= 1e-5
+
+
+def test_a_target_counts_the_last_layer_s_tokens() -> None:
+    with pytest.raises(UncoveredError, match=rf"a target counts the tokens of {CROSS}, and {SELF} has"):
+        raw(translated(3), layers=[SELF], target=-1)
+
+
+def test_the_residual_stream_is_no_share_of_another_stream_s_key() -> None:
+    for call in (
+        lambda: alti(translated(3), layers=[CROSS]),
+        lambda: latim(translated(3), layers=[CROSS], residual=True),
+        lambda: latim(translated(3), layers=[CROSS], bias="query"),
+    ):
+        with pytest.raises(UncoveredError, match=CROSS):
+            call()
+
+
+@pytest.mark.parametrize("method", [raw, rollout, attribution, latim, alti])
+@pytest.mark.parametrize("target", [6, -7, [0, 6], [0, 0, 0], True])
+def test_a_target_out_of_range_is_refused(method, target) -> None:
+    with pytest.raises(InputError, match="target"):
+        method(traced("mamba2"), target=target)
+
+
+def test_a_target_in_the_padding_is_out_of_range() -> None:
+    for padding in ("left", "right"):
+        rollout(traced("mamba2", padding), target=[5, 3])
+        with pytest.raises(InputError, match="sequence 1 has 4 real positions"):
+            rollout(traced("mamba2", padding), target=4)

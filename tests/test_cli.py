@@ -1,0 +1,219 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from unilinattn import cli
+from unilinattn.attribution import Attribution
+
+WORDS = ["[UNK]", "<s>", "the", "cat", "sat", "on", "a", "mat"]
+TEXT = "the cat sat on a mat"
+
+
+def save_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", bos_token="<s>").save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mamba in float32 and a Llama in bfloat16, each with a tokenizer, and a Mamba without."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    small = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 2}
+    mamba = MambaForCausalLM(MambaConfig(**small, state_size=4))
+    llama = LlamaForCausalLM(LlamaConfig(**small, num_attention_heads=2, intermediate_size=32)).to(torch.bfloat16)
+    for name, model in {"mamba": mamba, "llama": llama, "silent": mamba}.items():
+        model.save_pretrained(folder / name)
+        if name != "silent":
+            save_tokenizer(folder / name)
+    return folder
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must fail: exit code 2, nothing on stdout, one message on stderr, which is returned."""
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("unilinattn ") and err.count("\n") == 1
+    assert "Traceback" not in err
+    return err
+
+
+def test_compare_writes_a_report_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report"
+    verbosity, threads = logging.get_verbosity(), torch.get_num_threads()
+    arguments = ["--task", "induction", "--models", "transformer,s4d", "--methods", "raw", "rollout", "--out", str(out)]
+    assert cli.main(["compare", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert "softmax attention" in printed.out and "S4D (fixed mixer)" in printed.out and str(out) in printed.out
+    assert printed.err == ""
+    assert (logging.get_verbosity(), torch.get_num_threads()) == (verbosity, threads)
+    found = json.loads((out / "compare.json").read_text())
+    assert list(found["models"]) == ["induction/transformer", "induction/s4d"]
+    assert list(found["scores"]["induction/s4d"]) == ["raw", "rollout"]
+    assert found["models"]["induction/transformer"]["accuracy"] >= 0.9
+    assert found["seeds"]["selection"] != found["seeds"]["held_out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report"]
+
+
+@pytest.mark.slow
+def test_compare_needs_no_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compare"]) == 0
+    found = json.loads(Path("unilinattn-report/compare.json").read_text())
+    assert len(found["models"]) == 8
+    assert all(list(scores) == list(cli.METHODS) for scores in found["scores"].values())
+    for model in found["models"].values():
+        assert model["reconstruction_error"] <= 1e-5
+        if model["model"] != "s4d":
+            assert model["accuracy"] >= {"copying": 0.99, "induction": 0.9}[model["task"]]
+    # HMA ACL Theorem 1: a fixed mixer cannot find an answer whose place depends on the tokens.
+    assert found["models"]["induction/s4d"]["accuracy"] < 0.9
+
+
+def test_compare_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "did you mean 'copying'" in fails(capsys, "compare", "--task", "copyng")
+    assert "did you mean 'mamba2'" in fails(capsys, "compare", "--models", "mamba22")
+    assert "did you mean 'rollout'" in fails(capsys, "compare", "--methods", "raw", "rolout")
+    assert "notes.txt" in fails(capsys, "compare", "--out", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "mixer"),
+    [("mamba", "latim", "Mamba-1 (S6)"), ("llama", "rollout", "softmax attention")],
+)
+def test_explain_prints_tokens_and_layers(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str], model: str, method: str, mixer: str
+) -> None:
+    assert cli.main(["explain", str(checkpoints / model), "--text", TEXT, "--method", method]) == 0
+    out, err = capsys.readouterr()
+    assert out.count(mixer) == 2 and "position 5 'mat'" in out
+    lines = out.splitlines()[-6:]
+    assert [line.split()[:2] for line in lines] == [[str(i), word] for i, word in enumerate(TEXT.split())]
+    assert max(line.count("#") for line in lines) == cli.BAR
+    assert err == ""
+
+
+def test_the_printed_scores_are_those_of_the_saved_result(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "result.safetensors"
+    arguments = ["explain", str(checkpoints / "mamba"), "--text", TEXT, "--method", "latim", "--target", "3"]
+    assert cli.main([*arguments, "--option", "p=1", "--layer", "1", "--out", str(out)]) == 0
+    result = Attribution.load(out)
+    assert result.options["p"] == 1 and result.options["target"] == 3
+    assert result.tokens == (tuple(TEXT.split()),)
+    printed = [float(line.split()[2]) for line in capsys.readouterr().out.splitlines() if line.split()[1:2] == ["sat"]]
+    assert printed == pytest.approx([float(result.scores[1, 0, 2])], rel=1e-3)
+    assert result.scores[:, 0, 4:].abs().max() == 0
+
+
+@pytest.mark.parametrize(("ending", "start"), [("html", b"<!doctype html>"), ("png", b"\x89PNG")])
+def test_explain_saves_pictures(checkpoints: Path, tmp_path: Path, ending: str, start: bytes) -> None:
+    out = tmp_path / f"result.{ending}"
+    assert cli.main(["explain", str(checkpoints / "llama"), "--text", TEXT, "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(start)
+
+
+def test_the_logit_is_a_token_an_id_or_two(checkpoints: Path, tmp_path: Path) -> None:
+    out = tmp_path / "result.safetensors"
+    arguments = ["explain", str(checkpoints / "llama"), "--text", TEXT, "--method", "attribution", "--out", str(out)]
+    for given, stored in ((["mat"], 7), (["7"], 7), (["mat", "cat"], [7, 3])):
+        assert cli.main([*arguments, "--scope", "mixer", "--logit", *given]) == 0
+        result = Attribution.load(out)
+        assert result.options["logit"] == stored and result.scope == "mixer"
+
+
+def test_the_dtype_is_the_stored_one_unless_named(checkpoints: Path) -> None:
+    host, _ = cli.load_checkpoint(checkpoints / "llama")
+    assert host.dtype is torch.bfloat16
+    assert cli.load_checkpoint(checkpoints / "llama", "float64")[0].dtype is torch.float64
+
+
+def test_explain_refuses_paths_without_a_whole_checkpoint(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path) -> str:
+        return fails(capsys, "explain", path, "--text", TEXT)
+
+    assert "is no folder" in refused(tmp_path / "nowhere")
+    assert "holds no config.json" in refused(tmp_path)
+    assert "no tokenizer" in refused(checkpoints / "silent")
+    config = (checkpoints / "llama" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    assert "cannot be loaded" in refused(tmp_path)
+    weights = (checkpoints / "llama" / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:500])
+    assert "cannot be loaded" in refused(tmp_path)
+
+
+def test_explain_refuses_a_checkpoint_that_lacks_weights(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((checkpoints / "llama" / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    if "layer_types" in config:
+        config["layer_types"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((checkpoints / "llama" / "model.safetensors").read_bytes())
+    save_tokenizer(tmp_path)
+    assert "lacks 9 weights of LlamaForCausalLM" in fails(capsys, "explain", tmp_path, "--text", TEXT)
+
+
+def test_explain_refuses_bad_options(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*arguments: object) -> str:
+        return fails(capsys, "explain", checkpoints / "mamba", "--text", TEXT, *arguments)
+
+    assert "did you mean 'rollout'" in refused("--method", "rolout")
+    assert "did you mean 'unified'" in refused("--scope", "unifid")
+    assert "did you mean 'discard'" in refused("--option", "discrad=0.1")
+    assert "is no NAME=VALUE" in refused("--option", "discard")
+    assert "no option 'logit'" in refused("--logit", "mat")
+    assert "did you mean 'mat'? Give" in refused("--method", "attribution", "--logit", "matt")
+    assert "one token, or two" in refused("--method", "attribution", "--logit", "mat", "cat", "on")
+    assert "target 6 is out of range" in refused("--target", "6")
+    assert "target -7 is out of range" in refused("--target", "-7")
+    assert "did you mean 'float32'" in refused("--dtype", "float3")
+    assert "out of range" in refused("--method", "raw", "--layer", "2")
+    assert "leave --layer out" in refused("--layer", "1")
+    assert ".safetensors" in refused("--out", tmp_path / "result.txt")
+    assert "no folder" in refused("--out", tmp_path / "nowhere" / "result.html")
+    assert "at least one" in fails(capsys, "explain", checkpoints / "mamba", "--text", "")
+
+
+def test_list_names_every_architecture_and_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    for text in ("Mamba-1 (S6)", "transformers.models.mamba2.modeling_mamba2.Mamba2Mixer", "rollout", "latim"):
+        assert text in out
+
+
+def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "architectures", interrupted)
+    assert cli.main(["list"]) == 130
+    assert capsys.readouterr().err == "unilinattn list: interrupted\n"
+
+
+def test_the_module_runs_as_a_program() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "unilinattn", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+
+    assert run("--version").stdout == "unilinattn 0.1.0\n"
+    failed = run("compare", "--task", "copyng")
+    assert failed.returncode == 2 and "did you mean" in failed.stderr and "Traceback" not in failed.stderr
+    assert run().returncode == 2

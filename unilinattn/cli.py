@@ -1,0 +1,330 @@
+"""The command line: `unilinattn compare`, `unilinattn explain` and `unilinattn list`."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from unilinattn import __version__
+from unilinattn.attribution import Attribution, import_extra
+from unilinattn.errors import CheckpointError, OptionError, ResultFileError, UncoveredError, UnilinattnError, nearest
+from unilinattn.evaluation import report
+from unilinattn.evaluation.side_by_side import Counts, measure, quiet_hosts, select
+from unilinattn.methods.run import explain
+from unilinattn.registry import architectures, methods
+from unilinattn.registry import method as registered
+from unilinattn.trace import Layer, Trace, trace
+
+METHODS = ("raw", "rollout", "attribution", "latim", "alti")
+"""What `compare` runs unless told."""
+
+OUT = Path("unilinattn-report")
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BAR = 40
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for an error that is explained on stderr, 130 if interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except UnilinattnError as error:
+        print(f"unilinattn {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"unilinattn {options.command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Measure the trained models side by side, print the table and write the report."""
+    for module, extra in (("transformers", "hf"), ("matplotlib.figure", "plot")):
+        import_extra(module, extra)
+    wanted = [registered(name) for name in _names(options.methods) or METHODS]
+    pairs = select(options.task, _names(options.models))
+    counts = Counts()
+    start = time.perf_counter()
+    with report.staged(options.out) as folder, _one_thread():
+        measured = []
+        with tqdm(pairs, disable=None, leave=False, unit="model") as progress:
+            for task, model in progress:
+                progress.set_description(f"{task}/{model}")
+                measured.append(measure(task, model, wanted, counts))
+        report.write(folder, measured, report.numbers(measured, counts, [method.name for method in wanted]))
+    print(report.text_table(measured))
+    print(
+        f"\nAUC, AP and R@K (recall at K) over {counts.scored} held-out sequences of each task, candidates the keys up "
+        "to the query; accuracy\n"
+        f"over {counts.accuracy}. worst error: ||op(x) - y|| / ||y|| of the worst layer, in float32. layer: the one "
+        f"with the best AP on {counts.selection} other\nsequences, counted from 0; all: the method composes them."
+    )
+    print(f"\nReport: {options.out / report.PAGE}, {report.PICTURE}, {report.NUMBERS}", end=" ")
+    print(f"({time.perf_counter() - start:.0f} s)")
+
+
+def explain_checkpoint(options: argparse.Namespace) -> None:
+    """Explain a local checkpoint on a text: print the scores of its tokens for the target, and save them if asked."""
+    registered(options.method)
+    _check_out(options.out)
+    with quiet_hosts():
+        host, tokenizer = load_checkpoint(options.path, options.dtype)
+        ids = tokenizer(options.text, return_tensors="pt")["input_ids"].long()
+        observed = trace(host, {"input_ids": ids})
+        texts = [_text(tokenizer, token) for token in ids[0].tolist()]
+        chosen = _method_options(options, tokenizer)
+        result = explain(observed, method=options.method, target=options.target, tokens=texts, **chosen)
+    place = int(observed.positions(options.target)[0])
+    column, scores = _shown_scores(result, options.layer)
+    scope = f", scope {result.scope}" if result.scope else ""
+    print(f"{observed.model} from {options.path}, {len(observed.layers)} layers")
+    print(_layer_lines(observed))
+    print(f"\n{result.method}{scope}: scores for position {place} {texts[place]!r}, {column}")
+    if (following := _prediction(observed, place, tokenizer)) is not None:
+        print(f"the model predicts {following!r} after it")
+    print(_bars(texts, scores))
+    if options.out is not None:
+        _save(result, options.out)
+        print(f"\nSaved to {options.out}")
+
+
+def list_registered(options: argparse.Namespace) -> None:
+    """Print the registered architectures and methods."""
+    print("Architectures")
+    for architecture in architectures().values():
+        print(f"  {architecture.name}: {architecture.kind}\n      {architecture.summary}")
+        for host in architecture.hosts or ("any, known by what it calls",):
+            print(f"      host  {host}")
+    print("\nMethods")
+    found = methods()
+    width = max(map(len, found), default=0)
+    for method in found.values():
+        print(f"  {method.name.ljust(width)}  {method.summary}")
+
+
+def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer from a local folder that `save_pretrained` wrote.
+
+    The dtype is the stored one unless named. Nothing is downloaded and no code from the folder is run.
+    Raises `CheckpointError` if there is no checkpoint, it cannot be loaded or lacks weights, or has no tokenizer.
+    """
+    transformers = import_extra("transformers", "hf")
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
+    if not (path / "config.json").is_file():
+        what = "is no folder" if not path.is_dir() else "holds no config.json"
+        raise CheckpointError(
+            f"{path} {what}; give a local folder with a checkpoint (config.json, weights and tokenizer, as "
+            "`save_pretrained` writes them). Nothing is downloaded."
+        )
+    settings = {"local_files_only": True, "trust_remote_code": False}
+    kind = "auto" if dtype is None else DTYPES[dtype]
+    # What transformers, tokenizers and safetensors raise for a damaged folder has no common class.
+    try:
+        host, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=kind, output_loading_info=True, **settings
+        )
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
+    if absent := sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"])):
+        raise CheckpointError(
+            f"{path} lacks {len(absent)} weights of {type(host).__name__} ({', '.join(absent[:3])}); they would be "
+            "random numbers, and so would what explains them."
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **settings)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} has no tokenizer that can be loaded ({_first_line(error)}); save one there with "
+            "`tokenizer.save_pretrained`."
+        ) from error
+    # Without files, some tokenizers come up empty instead of failing.
+    files = ("tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values())
+    if not any((path / file).is_file() for file in files):
+        raise CheckpointError(f"{path} has no tokenizer; save one there with `tokenizer.save_pretrained`.")
+    return host.eval(), tokenizer
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="unilinattn",
+        description="The attention matrix hidden in linear RNNs and Transformers, exact and explained.",
+    )
+    parser.add_argument("--version", action="version", version=f"unilinattn {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    side = commands.add_parser("compare", help="the trained models side by side: a table and a report")
+    side.add_argument("--task", default="all", help="copying, induction or all (default: all)")
+    side.add_argument("--models", nargs="+", metavar="MODEL", help="names of trained models (default: all)")
+    side.add_argument("--methods", nargs="+", metavar="METHOD", help=f"methods (default: {' '.join(METHODS)})")
+    side.add_argument("--out", type=Path, default=OUT, help=f"folder of the report (default: {OUT})")
+    side.set_defaults(run=compare)
+
+    one = commands.add_parser("explain", help="explain a local checkpoint on a text")
+    one.add_argument("path", type=Path, metavar="PATH", help="folder with a causal language model and its tokenizer")
+    one.add_argument("--text", required=True, help="the input")
+    one.add_argument("--method", default="rollout", help="name of a method (default: rollout); see `unilinattn list`")
+    one.add_argument("--target", type=int, default=-1, help="position to explain, negative from the end (default: -1)")
+    one.add_argument(
+        "--logit",
+        nargs="+",
+        metavar="TOKEN",
+        help="token (id or text) whose logit is explained, or two: their difference",
+    )
+    one.add_argument("--scope", help="core, mixer or unified: which stages count as the attention matrix")
+    one.add_argument(
+        "--option", nargs="+", default=[], metavar="NAME=VALUE", help="further options of the method, such as p=1"
+    )
+    one.add_argument("--layer", default="mean", help="layer to print, an index or a name (default: their mean)")
+    one.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: as stored)")
+    one.add_argument("--out", type=Path, help="file for the result: .html, .png or .safetensors")
+    one.set_defaults(run=explain_checkpoint)
+
+    every = commands.add_parser("list", help="the registered architectures and methods")
+    every.set_defaults(run=list_registered)
+    return parser
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute in one thread: tensors this small only wait for a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _names(given: Sequence[str] | None) -> list[str]:
+    """Return names that were given with spaces or commas between, each once."""
+    return list(dict.fromkeys(name for part in given or () for name in part.split(",") if name))
+
+
+def _method_options(options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in options.option:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise OptionError(f"--option {pair!r} is no NAME=VALUE, such as p=1.")
+        found[name] = _value(value)
+    if options.scope is not None:
+        found["scope"] = options.scope
+    if options.logit is not None:
+        ids = [_token_id(tokenizer, token) for token in options.logit]
+        if len(ids) > 2:
+            raise OptionError(f"--logit takes one token, or two for their difference; got {len(ids)}.")
+        found["logit"] = ids[0] if len(ids) == 1 else tuple(ids)
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _token_id(tokenizer: Any, token: str) -> int:
+    if token.isdecimal():
+        return int(token)
+    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+    if token in vocabulary:
+        return vocabulary[token]
+    ids: list[int] = tokenizer.encode(token, add_special_tokens=False)
+    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+        raise OptionError(f"--logit {token!r} is not one token of this tokenizer{_nearest_token(token, vocabulary)}")
+    return ids[0]
+
+
+def _nearest_token(token: str, vocabulary: Mapping[str, int]) -> str:
+    # The whole vocabulary would drown the message.
+    hint = nearest(token, vocabulary).partition(" Accepted:")[0]
+    return f"{hint} Give a token as the vocabulary spells it, or its id."
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    text: str = tokenizer.decode([token])
+    # Part of a character decodes to a replacement mark: the vocabulary's own spelling says more.
+    return tokenizer.convert_ids_to_tokens(token) if "\N{REPLACEMENT CHARACTER}" in text or not text else text
+
+
+def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:
+    """Return what the printed column is and its score a key."""
+    if "layer" not in result.dims:
+        if layer != "mean":
+            raise OptionError(f"{result.method} has no layers to choose from here; leave --layer out.")
+        return "all layers", result.scores.flatten()
+    if layer == "mean":
+        count = len(result.layers)
+        column = f"mean over {count} layers (--layer shows one)" if count > 1 else result.layers[0]
+        return column, result.scores.mean(0).flatten()
+    one = result.select(layer=int(layer) if layer.lstrip("-").isdecimal() else layer)
+    return one.layers[0], one.scores.flatten()
+
+
+def _layer_lines(observed: Trace) -> str:
+    names = [layer.name for layer in observed.layers]
+    kinds = [layer.kind for layer in observed.layers]
+    wide, kind_wide = max(map(len, names)), max(map(len, kinds))
+    lines = [f"  {'layer'.ljust(wide + 4)}  {'mixer'.ljust(kind_wide)}  reconstruction error"]
+    for index, layer in enumerate(observed.layers):
+        error = _error_text(layer)
+        lines.append(f"  {index:>2}  {layer.name.ljust(wide)}  {layer.kind.ljust(kind_wide)}  {error}")
+    return "\n".join(lines)
+
+
+def _error_text(layer: Layer) -> str:
+    try:
+        return report.error_text(layer.operator.reconstruction_error())
+    except UncoveredError:
+        return "not covered: its core alone is"
+
+
+def _prediction(observed: Trace, place: int, tokenizer: Any) -> str | None:
+    logits = getattr(observed.output, "logits", None)
+    return None if logits is None else _text(tokenizer, int(logits[0, place].argmax()))
+
+
+def _bars(texts: Sequence[str], scores: Tensor) -> str:
+    shown = [text if text.isprintable() and text == text.strip() else repr(text) for text in texts]
+    wide = max(map(len, shown))
+    largest = float(scores.abs().max()) or 1.0
+    lines = []
+    for place, (text, score) in enumerate(zip(shown, scores.tolist(), strict=True)):
+        bar = ("#" if score >= 0 else "-") * round(BAR * abs(score) / largest)
+        lines.append(f"  {place:>4}  {text.ljust(wide)}  {score:>10.4g}  {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def _check_out(out: Path | None) -> None:
+    if out is None:
+        return
+    if out.suffix not in (".html", ".png", ".safetensors"):
+        raise OptionError(f"--out {out} has the ending {out.suffix!r}; accepted: .html, .png, .safetensors.")
+    if not out.parent.is_dir():
+        raise ResultFileError(f"Cannot save to {out}: there is no folder {out.parent}; create it first.")
+
+
+def _save(result: Attribution, out: Path) -> None:
+    try:
+        if out.suffix == ".html":
+            result.to_html(out)
+        elif out.suffix == ".png":
+            result.plot().savefig(out)
+        else:
+            result.save(out)
+    except OSError as error:
+        raise ResultFileError(f"Cannot save to {out}: {error.strerror or error}.") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(": ") or type(error).__name__

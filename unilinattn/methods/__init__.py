@@ -1,0 +1,10 @@
+"""Methods: functions from a trace to scores, registered by name, one file each; `explain` and `compare` run them."""
+
+from unilinattn.methods.alti import alti
+from unilinattn.methods.attribution import attribution
+from unilinattn.methods.latim import latim
+from unilinattn.methods.raw import raw
+from unilinattn.methods.rollout import rollout
+from unilinattn.methods.run import compare, explain
+
+__all__ = ["alti", "attribution", "compare", "explain", "latim", "raw", "rollout"]

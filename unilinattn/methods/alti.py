@@ -1,0 +1,65 @@
+"""`alti`: how much closer each token's share brings a row to its output, the residual stream included."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.attribution import Attribution
+from unilinattn.methods.latim import add_to_own, residual_of, row_blocks
+from unilinattn.methods.maps import added, picked, unit_rows
+from unilinattn.methods.options import AltiOptions
+from unilinattn.methods.results import labelled, stacked
+from unilinattn.methods.selection import composable_steps, only_port, query_rows, real_pairs, stackable_layers
+from unilinattn.registry import register_method
+from unilinattn.trace import Layer, Target, Trace
+
+
+@register_method("alti")
+def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
+    """ALTI: C_ij proportional to [||y_i||_1 - ||y_i - T_i(x_j)||_1]^+, rows that sum to 1 (LaTIM Eq. 6).
+
+    y_i is the residual stream plus the layer's output, biases included; T_ii includes the stream. A row in which
+    everything is clipped is one-hot on its own token. Scores: (layer, batch, query, key), without `query` for a
+    target. With rollout=True the steps are composed, P_n ... P_1, without a further identity, and the layer axis
+    goes; layers that run in parallel then share a row: y_i is the stream plus all their outputs.
+
+    Options: `AltiOptions`. Raises `OptionError` for options that do not exist, `UncoveredError` for a layer whose
+    residual stream is not known, and where layers cannot be stacked or composed.
+    """
+    chosen = AltiOptions.of("alti", options)
+    layers = stackable_layers(trace, "alti", chosen.layers)
+    if not chosen.rollout:
+        maps = [mixing(trace, (layer,), query_rows(trace, layer, target), chosen.activation) for layer in layers]
+        return stacked(trace, "alti", layers, maps, options=chosen, target=target, scope="layer")
+    rows = query_rows(trace, layers[0], target)
+    rho = unit_rows(rows, layers[0])
+    steps = composable_steps(trace, "alti", layers)
+    for together in steps if target is None else reversed(steps):
+        share = mixing(trace, together, query_rows(trace, together[0]), chosen.activation).to(rho)
+        rho = share @ rho if target is None else rho @ share
+    rho = rho.masked_fill(~real_pairs(trace, layers[0], rows), 0)
+    rho = rho if target is None else rho.squeeze(1)
+    return labelled(trace, "alti", layers, rho, options=chosen, target=target, scope="layer")
+
+
+def mixing(
+    trace: Trace, together: Sequence[Layer], rows: Int[Tensor, "batch row"], activation: str
+) -> Float[Tensor, "batch row key"]:
+    """Return P of one step at selected rows: what each real token is to stream plus layers; rows sum to 1."""
+    first = together[0]
+    stream = residual_of(first, "alti")
+    output = added([stream, *(layer.output for layer in together)])
+    gains = []
+    for block in row_blocks(together, rows):
+        shares = added(only_port(layer).contributions(block, activation=activation) for layer in together)
+        add_to_own(shares, block, picked(stream, block))
+        y = picked(output, block)
+        gains.append(y.abs().sum(-1, keepdim=True) - (y.unsqueeze(2) - shares).abs().sum(-1))
+    real = real_pairs(trace, first, rows)
+    gain = torch.cat(gains, dim=1).clamp_min(0).masked_fill(~real, 0)
+    total = gain.sum(-1, keepdim=True)
+    share = torch.where(total > 0, gain / total.masked_fill(total == 0, 1), unit_rows(rows, first))
+    return share.masked_fill(~real, 0)

@@ -1,0 +1,112 @@
+"""`attribution`: attention maps weighed by the gradient of a class or token, composed like a rollout."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.attribution import Attribution
+from unilinattn.methods.maps import added, attention_rows, carried, layer_map, unit_rows
+from unilinattn.methods.options import AttributionOptions
+from unilinattn.methods.results import labelled
+from unilinattn.methods.selection import composable_steps, layers_from, query_rows, real_pairs
+from unilinattn.registry import register_method
+from unilinattn.trace import Layer, Logit, Target, Trace
+
+Weights = dict[str, Float[Tensor, "batch query"]]
+Steps = Sequence[tuple[Layer, ...]]
+
+
+@register_method("attribution")
+def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
+    """Mamba-Attribution: rho = B_n ... B_1 with B_ij = delta_ij + (g_i abar_ij)^+ (HMA ACL Eq. 24).
+
+    abar is the mean map; g_i the mean over channels of d logit / d y'_i, y' the input of the output projection: the
+    model's own gradient, not the frozen one. The logit is the model's prediction at the target, or what the option
+    `logit` says. Without a target each row i takes the gradient of the logit at position i, which runs the model
+    forward and backward once a token; a model with one vector of logits a sequence, or a function as `logit`, has
+    one gradient for all rows. Scores: (batch, query, key), without `query` for a target.
+
+    Options: `AttributionOptions`. Raises `OptionError` for options that do not exist, `InputError` for a model
+    without logits, `UncoveredError` where layers are on different streams.
+    """
+    chosen = AttributionOptions.of("attribution", options)
+    layers = layers_from(trace, "attribution", chosen.start_layer)
+    steps = composable_steps(trace, "attribution", layers)
+    rows = query_rows(trace, layers[0], target)
+    if target is not None:
+        rho = _row(trace, steps, chosen, rows, next(gradient_weights(trace, layers, [target], chosen.logit)), {})
+    elif _one_gradient(trace, chosen.logit):
+        weights = next(gradient_weights(trace, layers, [-1], chosen.logit))
+        rho = unit_rows(rows, layers[0])
+        for together in steps:
+            beta = added(layer_map(trace, layer, chosen, weight=weights[layer.name]) for layer in together)
+            rho = rho + beta.to(rho) @ rho
+    else:
+        rho = _row_by_row(trace, steps, chosen, layers)
+    rho = rho.masked_fill(~real_pairs(trace, layers[0], rows), 0)
+    rho = rho if target is None else rho.squeeze(1)
+    return labelled(trace, "attribution", layers, rho, options=chosen, target=target, scope=chosen.scope)
+
+
+def gradient_weights(
+    trace: Trace, layers: Sequence[Layer], targets: Sequence[Target], logit: Logit
+) -> Iterator[Weights]:
+    """Yield g_i of each layer for each target: the mean over channels of the gradient before the output projection."""
+    place = {layer.name: at for at, layer in enumerate(trace.layers)}
+    pulls = {layer.name: layer.pullback() for layer in layers}
+    for found in trace.gradients(targets, logit):
+        yield {name: pull(found[place[name]]).mean(-1) for name, pull in pulls.items()}
+
+
+def _one_gradient(trace: Trace, logit: Logit) -> bool:
+    """Whether the logit is the same for every query: a function of the whole output, or of one vector a sequence."""
+    logits = getattr(trace.output, "logits", None)
+    return callable(logit) or (logits is not None and logits.ndim == 2)
+
+
+def _row(
+    trace: Trace,
+    steps: Steps,
+    options: AttributionOptions,
+    target: Int[Tensor, "batch 1"],
+    weights: Weights,
+    attention: dict[str, Float[Tensor, "batch query key"]],
+) -> Float[Tensor, "batch 1 key"]:
+    rho = unit_rows(target, steps[0][0])
+    for together in reversed(steps):
+        below = added(
+            carried(
+                rho,
+                trace,
+                layer,
+                options,
+                target=target,
+                weight=weights[layer.name],
+                attention=attention.get(layer.name),
+            )
+            for layer in together
+        )
+        rho = rho + below.to(rho)
+    return rho
+
+
+def _row_by_row(
+    trace: Trace, steps: Steps, options: AttributionOptions, layers: Sequence[Layer]
+) -> Float[Tensor, "batch query key"]:
+    attention = {}
+    if not options.is_linear:
+        attention = {layer.name: attention_rows(layer, options, query_rows(trace, layer)) for layer in layers}
+    first = layers[0]
+    rho = torch.zeros_like(unit_rows(query_rows(trace, first), first))
+    batch, length = rho.shape[:2]
+    counts = torch.full((batch,), length) if first.mask is None else first.mask.sum(1).cpu()
+    # A shorter sequence repeats its last row while the longer ones go on.
+    targets = [torch.clamp(counts - 1, max=nth) for nth in range(int(counts.max()))]
+    for own, weights in zip(targets, gradient_weights(trace, layers, targets, options.logit), strict=True):
+        target = query_rows(trace, first, own)
+        row = _row(trace, steps, options, target, weights, attention)
+        rho.scatter_(1, target.unsqueeze(-1).expand(-1, -1, length), row)
+    return rho

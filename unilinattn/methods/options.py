@@ -1,0 +1,181 @@
+"""Options of the methods: each with a name, a default and one line; checked, and stored in every result."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, get_args
+
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+from unilinattn.errors import OptionError, nearest
+from unilinattn.trace import Target
+
+Activation = Literal["exact", "silu", "relu", "identity", "taylor1", "taylor2"]
+Discard = Annotated[
+    float,
+    Field(
+        ge=0,
+        lt=1,
+        description="fraction of each row's lowest scores set to zero, counted over the sequence's real keys; the "
+        "target's column is never dropped, nor without a target each row's own token (HMA ACL Table 5)",
+    ),
+]
+Normalize = Annotated[
+    Literal["none", "rows", "min-max"],
+    Field(
+        description="'rows' divides each row by the sum of its absolute values, because a signed row may sum to zero "
+        "or less; 'min-max' brings the absolute values of each sequence's map to 0..1 (HMA ACL 4.1)"
+    ),
+]
+
+
+class Options(BaseModel):
+    """What every method's options share: frozen, nothing unknown, nothing converted silently."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def of(cls, method: str, given: Mapping[str, Any]) -> Self:
+        """Check the options of a method.
+
+        Raises `OptionError` naming the method, what came, what is accepted and the nearest of it.
+        """
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            raise OptionError(_message(cls, method, given, error)) from None
+
+    def stored(self, target: Target | None) -> dict[str, Any]:
+        """Return the options and the target as plain values, for the result."""
+        plain = torch.as_tensor(target).tolist() if target is not None else None
+        return {**self.model_dump(), "target": plain}
+
+
+class MapOptions(Options):
+    """Which L x L map a layer is reduced to, and what is done to it; in this order."""
+
+    scope: Literal["core", "mixer", "unified"] = Field(
+        "core",
+        description="which stages count as the attention matrix; 'layer' has vectors for entries: see 'latim', 'alti'",
+    )
+    heads: (
+        Literal["mean", "max", "min", "abs-mean", "product"] | int | Annotated[Sequence[int], Field(min_length=1)]
+    ) = Field(
+        "mean",
+        description="reduction over heads (channels in 'unified'), one head, or a list of heads to average "
+        "(HMA ACL Tables 5 and 9)",
+    )
+    sign: Literal["keep", "clamp", "abs"] = Field(
+        "keep", description="negative scores kept, set to zero, or made positive (HMA ACL Table 6)"
+    )
+    discard: Discard = 0.0
+    normalize: Normalize = "none"
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the map is the plain mean over heads, which a row can be pulled through in linear time."""
+        plain = self.sign == "keep" and self.discard == 0 and self.normalize == "none"
+        return self.heads == "mean" and plain
+
+
+class Layerwise(Options):
+    """Options of methods that keep a layer axis."""
+
+    layers: Literal["all", "mean"] | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
+        "all", description="every layer, the mean over all of them, or a list of indices or names"
+    )
+
+
+class Composed(Options):
+    """Options of methods that compose layers."""
+
+    start_layer: int = Field(0, ge=0, description="layers before this one count as the identity")
+
+
+class RawOptions(MapOptions, Layerwise):
+    """Options of `raw`."""
+
+
+class RolloutOptions(MapOptions, Composed):
+    """Options of `rollout`."""
+
+
+class AttributionOptions(MapOptions, Composed):
+    """Options of `attribution`."""
+
+    sign: Literal["keep", "clamp", "abs"] = Field(
+        "clamp", description="negative products of gradient and map kept, set to zero, or made positive"
+    )
+    logit: int | tuple[int, int] | Callable[[Any], Any] | None = Field(
+        None,
+        description="a token or class id, a pair of them for the difference, a scalar function of the model's output, "
+        "or None for the model's own prediction",
+    )
+
+    @field_validator("logit", mode="before")
+    @classmethod
+    def _pair(cls, logit: Any) -> Any:
+        # A saved result gives a pair back as a list.
+        return tuple(logit) if isinstance(logit, list) else logit
+
+    @field_serializer("logit")
+    def _named(self, logit: Any) -> Any:
+        return getattr(logit, "__qualname__", repr(logit)) if callable(logit) else logit
+
+
+class LatimOptions(Layerwise):
+    """Options of `latim`."""
+
+    p: float = Field(2.0, ge=1, description="order of the norm, at least 1; float('inf') for the maximum")
+    activation: Activation = Field(
+        "exact",
+        description="'exact' freezes the activation's slope; the others are LaTIM's f, applied to each tap of the "
+        "convolution (LaTIM Eq. 19)",
+    )
+    bias: Literal["column", "query"] = Field(
+        "column", description="the bias's norm apart, in extras['bias'], or its vector added to the query's own token"
+    )
+    residual: bool = Field(False, description="whether what the host adds outside the module counts to T_ii")
+    discard: Discard = 0.0
+    normalize: Normalize = "none"
+
+
+class AltiOptions(Layerwise):
+    """Options of `alti`."""
+
+    activation: Activation = Field(
+        "exact", description="'exact' freezes the activation's slope; the others are LaTIM's f (LaTIM Eq. 19)"
+    )
+    rollout: bool = Field(False, description="compose the layers, P_n ... P_1, in place of the layer axis")
+
+    @model_validator(mode="after")
+    def _not_both(self) -> Self:
+        if self.rollout and self.layers == "mean":
+            raise ValueError("rollout=True composes the layers, so layers='mean' has nothing left to average")
+        return self
+
+
+def _message(model: type[Options], method: str, given: Mapping[str, Any], error: ValidationError) -> str:
+    finding = error.errors()[0]
+    name = str(finding["loc"][0]) if finding["loc"] else ""
+    if finding["type"] == "extra_forbidden":
+        return f"{method} takes no option {name!r}" + nearest(name, model.model_fields)
+    reason = finding["msg"].removeprefix("Value error, ")
+    if name not in model.model_fields:
+        return f"{method}: {reason}."
+    field, value = model.model_fields[name], given[name]
+    choices = _choices(field.annotation)
+    tail = nearest(value, choices) if isinstance(value, str) and choices else f": {reason}."
+    return f"{method} does not accept {name}={value!r}{tail} {name}: {field.description}."
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the strings that a type accepts by name, those inside unions too."""
+    return [choice for part in get_args(annotation) for choice in ([part] if isinstance(part, str) else _choices(part))]

@@ -1,0 +1,40 @@
+"""`rollout`: the product of the layers' attention maps, each with the residual stream beside it."""
+
+from typing import Any
+
+from unilinattn.attribution import Attribution
+from unilinattn.methods.maps import added, carried, layer_map, unit_rows
+from unilinattn.methods.options import RolloutOptions
+from unilinattn.methods.results import labelled
+from unilinattn.methods.selection import composable_steps, layers_from, query_rows, real_pairs
+from unilinattn.registry import register_method
+from unilinattn.trace import Target, Trace
+
+
+@register_method("rollout")
+def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
+    """Attention rollout: rho = A_n ... A_1 with A_l = I + mean_h alpha_l (HMA ACL Eq. 21-22).
+
+    A step of parallel layers adds up their maps: I + sum_l mean_h alpha_l. Scores: (batch, query, key), without
+    `query` for a target; then the row alone goes through the layers, in linear time and without any map while the
+    options leave the mean over heads as it is. Options: `RolloutOptions`. Raises `OptionError` for options that do
+    not exist, `UncoveredError` where layers are on different streams.
+
+    Also Abnar and Zuidema (2020), who average with the identity and renormalise rows: see `normalize`.
+    """
+    chosen = RolloutOptions.of("rollout", options)
+    layers = layers_from(trace, "rollout", chosen.start_layer)
+    steps = composable_steps(trace, "rollout", layers)
+    rows = query_rows(trace, layers[0], target)
+    rho = unit_rows(rows, layers[0])
+    if target is None:
+        for together in steps:
+            alpha = added(layer_map(trace, layer, chosen) for layer in together)
+            rho = rho + alpha.to(rho) @ rho
+    else:
+        for together in reversed(steps):
+            below = added(carried(rho, trace, layer, chosen, target=rows) for layer in together)
+            rho = rho + below.to(rho)
+    rho = rho.masked_fill(~real_pairs(trace, layers[0], rows), 0)
+    rho = rho if target is None else rho.squeeze(1)
+    return labelled(trace, "rollout", layers, rho, options=chosen, target=target, scope=chosen.scope)

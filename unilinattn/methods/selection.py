@@ -1,0 +1,138 @@
+"""Which layers, rows and tokens a method looks at, and whether their scores go together."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from unilinattn.errors import OptionError, UncoveredError, nearest
+from unilinattn.operator import MixerOperator
+from unilinattn.trace import Layer, Target, Trace
+
+
+def stackable_layers(trace: Trace, method: str, layers: str | Sequence[int | str]) -> tuple[Layer, ...]:
+    """Return the layers that the option `layers` of a layer-wise method names, in the order of the list.
+
+    Raises `OptionError` for an unknown layer, `UncoveredError` if the scores of these layers cannot be stacked.
+    """
+    if isinstance(layers, str):
+        chosen = trace.layers
+    else:
+        chosen = tuple(_named(trace, method, wanted) for wanted in layers)
+        if len(set(map(id, chosen))) < len(chosen):
+            raise OptionError(f"{method}: layers={list(layers)} names a layer twice; name each one once.")
+    first = _axes(trace, chosen[0])
+    for layer in chosen[1:]:
+        if (axes := _axes(trace, layer)) != first:
+            raise UncoveredError(
+                f"{method}: the scores of {chosen[0].name} ({_described(first)}) and of {layer.name} "
+                f"({_described(axes)}) have different axes and cannot be stacked; pass layers=[...] with layers of "
+                "one kind."
+            )
+    return chosen
+
+
+def layers_from(trace: Trace, method: str, start_layer: int) -> tuple[Layer, ...]:
+    """Return the layers from `start_layer` on; raise `OptionError` if there are none."""
+    count = len(trace.layers)
+    if start_layer >= count:
+        raise OptionError(
+            f"{method}: start_layer={start_layer} leaves no layer; {trace.model} has layers 0 to {count - 1}."
+        )
+    return trace.layers[start_layer:]
+
+
+def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
+    """Return these layers in order of execution, those that are added to the stream together in one step.
+
+    Raises `UncoveredError` unless each of them maps one and the same stream of tokens to itself.
+    """
+    first = _axes(trace, layers[0])
+    for layer in layers:
+        (_, port, queries, keys) = axes = _axes(trace, layer)
+        if port != "x" or queries != keys or axes != first:
+            raise UncoveredError(
+                f"{method} multiplies the maps of layers on one stream; {layer.name} ({_described(axes)}) does not go "
+                f"with {layers[0].name} ({_described(first)}). Trace the encoder or the decoder alone, or use a "
+                "layer-wise method ('raw', 'latim') with layers=[...]."
+            )
+    kept = set(map(id, layers))
+    steps = (tuple(layer for layer in step.layers if id(layer) in kept) for step in trace.steps)
+    return [together for together in steps if together]
+
+
+def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[Tensor, "batch row"]:
+    """Return the query positions to compute: every one, or the target's in each sequence.
+
+    Raises `InputError` for a target out of range, `UncoveredError` where the target, which counts the last
+    layer's tokens, does not count this layer's.
+    """
+    batch, length = layer.output.shape[:2]
+    if target is None:
+        return torch.arange(length, device=layer.output.device).expand(batch, -1)
+    last = trace.layers[-1]
+    if (_stream(trace, layer), length) != (_stream(trace, last), last.output.shape[1]):
+        raise UncoveredError(
+            f"a target counts the tokens of {last.name}, and {layer.name} has its queries on another stream; pass "
+            "target=None and read off the row."
+        )
+    return trace.positions(target).to(layer.output.device)[:, None]
+
+
+def key_mask(trace: Trace, layer: Layer) -> Bool[Tensor, "batch key"] | None:
+    """Return the real keys of a layer, None where all are real."""
+    op = only_port(layer)
+    mask = layer.mask if op.ports == ("x",) else trace.mask
+    fits = mask is not None and mask.shape == op.inputs[op.ports[0]].shape[:2]
+    return mask.to(layer.output.device) if mask is not None and fits else None
+
+
+def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bool[Tensor, "batch row key"]:
+    """Return which pairs of a selected query and a key are both real tokens."""
+    op = only_port(layer)
+    keys, queries = key_mask(trace, layer), layer.mask
+    if keys is None:
+        keys = torch.ones(op.inputs[op.ports[0]].shape[:2], dtype=torch.bool, device=rows.device)
+    real = torch.ones_like(rows, dtype=torch.bool) if queries is None else queries.gather(1, rows)
+    return real[:, :, None] & keys[:, None, :]
+
+
+def only_port(layer: Layer) -> MixerOperator:
+    """Return a layer's operator; raise `UncoveredError` if it reads several tensors, since one map is then a part."""
+    op = layer.operator
+    if len(op.ports) > 1:
+        raise UncoveredError(
+            f"{layer.name} reads several tensors ({', '.join(op.ports)}), so one map does not describe it; leave it "
+            "out with layers=[...], or use its operator's `matrix(port=...)` and `contributions(port=...)`."
+        )
+    return op
+
+
+def _named(trace: Trace, method: str, wanted: int | str) -> Layer:
+    if isinstance(wanted, str):
+        names = {layer.name: layer for layer in trace.layers}
+        if wanted not in names:
+            raise OptionError(f"{method}: no layer {wanted!r}" + nearest(wanted, names))
+        return names[wanted]
+    count = len(trace.layers)
+    if not -count <= wanted < count:
+        raise OptionError(f"{method}: layer {wanted} is out of range; {trace.model} has layers 0 to {count - 1}.")
+    return trace.layers[wanted]
+
+
+def _stream(trace: Trace, layer: Layer) -> str:
+    return next(step.stream for step in trace.steps if any(layer is other for other in step.layers))
+
+
+def _axes(trace: Trace, layer: Layer) -> tuple[str, str, int, int]:
+    """Return what a layer's query and key axes are: the stream, the port of the keys, and their lengths."""
+    op = only_port(layer)
+    port = op.ports[0]
+    return _stream(trace, layer), port, layer.output.shape[1], op.inputs[port].shape[1]
+
+
+def _described(axes: tuple[str, str, int, int]) -> str:
+    stream, port, queries, keys = axes
+    source = "" if port == "x" else f" reading {port!r}"
+    return f"stream {stream!r}{source}, {queries} x {keys}"

@@ -1,0 +1,80 @@
+"""The file of a saved result: one safetensors file with its labels as JSON in the header."""
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from unilinattn.errors import ResultFileError
+from unilinattn.labels import Header, describe
+
+FORMAT = "unilinattn.attribution"
+FORMAT_VERSION = "1"
+
+
+def write(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor]) -> Path:
+    """Write header and tensors so that the file appears whole or not at all, and return its path.
+
+    Errors: `ResultFileError` if the folder does not exist.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise ResultFileError(f"Cannot save to {target}: there is no folder {target.parent}; create it first.")
+    # Views of one storage are refused by safetensors, so every tensor gets its own.
+    own = {name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    metadata = {"format": FORMAT, "format_version": FORMAT_VERSION, "header": header.model_dump_json()}
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        save_file(own, temporary, metadata)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
+    """Read what `write` wrote; the tensors are on the CPU.
+
+    Errors: `ResultFileError` if there is no such file, or it is truncated, not ours, or of another version.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise ResultFileError(f"There is no result file at {source}.")
+    try:
+        with safe_open(source, framework="pt") as file:
+            header = _read_header(source, file.metadata() or {})
+            # Copied, because the tensors would otherwise be views of the mapped file.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ResultFileError(
+            f"{source} is not a whole safetensors file (truncated, damaged or of another kind): {error}"
+        ) from error
+    if "scores" not in tensors:
+        raise ResultFileError(f"{source} holds no tensor 'scores', so it is no whole result; compute it again.")
+    return header, tensors
+
+
+def _read_header(source: Path, metadata: Mapping[str, str]) -> Header:
+    if metadata.get("format") != FORMAT:
+        raise ResultFileError(
+            f"{source} is a safetensors file, but no saved result: its header does not say format {FORMAT!r}."
+        )
+    if (version := metadata.get("format_version")) != FORMAT_VERSION:
+        raise ResultFileError(
+            f"{source} has result format version {version}; this release reads version {FORMAT_VERSION}. "
+            "Load it with the release that wrote it, or compute it again."
+        )
+    if "header" not in metadata:
+        raise ResultFileError(f"{source} lacks the entry 'header' with its labels; compute it again.")
+    try:
+        return Header.model_validate_json(metadata["header"])
+    except ValidationError as error:
+        raise ResultFileError(f"The labels in {source} cannot be read: {describe(error)}") from error
