@@ -23,7 +23,7 @@ LAYERS = (
     ("attribution", "errors", "labels", "registry", "resultfile"),
     ("kernels",),
     ("mixers",),
-    ("flow", "operator", "scopes", "stages"),
+    ("contributions", "flow", "operator", "scopes", "stages"),
     ("architectures", "models"),
     ("examples", "recorder", "trace"),
     ("methods",),

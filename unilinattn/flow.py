@@ -27,19 +27,25 @@ class Flow:
     for it. Nothing is detached: built with gradients on, the same pass is differentiable, and exactly the host's.
     """
 
-    def __init__(self, x: Tensor) -> None:
-        """Start from what enters the layer: (batch, length, channel)."""
-        self.start = x
+    def __init__(self, x: Tensor, *, port: str = "x") -> None:
+        """Start from what enters the layer at a port: (batch, length, channel)."""
+        self.port = port
+        self.inputs: dict[str, Tensor] = {port: x}
         self._value = x
-        self._stages: list[Stage] = []
+        self._stages: dict[str, list[Stage]] = {port: []}
         self._pending: list[Stage] = []
         self.before_output: Tensor | None = None
         """The input of the output projection, kept where gradients are on: what attribution differentiates by."""
 
     @property
+    def chains(self) -> dict[str, Chain]:
+        """The stages so far, from each port."""
+        return {port: tuple(stages) for port, stages in self._stages.items()}
+
+    @property
     def chain(self) -> Chain:
-        """The stages so far."""
-        return tuple(self._stages)
+        """The stages so far from the port that the flow started at."""
+        return tuple(self._stages[self.port])
 
     @property
     def value(self) -> Tensor:
@@ -49,10 +55,38 @@ class Flow:
         return self._value
 
     def stage(self, stage: Stage) -> "Flow":
-        """Append any stage."""
-        self._stages.append(stage)
+        """Append any stage; where ports were merged it stands on each of their chains, its bias on one."""
+        for port, stages in self._stages.items():
+            stages.append(stage if port == self.port else stage.unbiased())
         self._pending.append(stage)
         return self
+
+    def fork(self) -> "Flow":
+        """Start a flow of its own from the current value: one chain of a branch."""
+        return Flow(self.value)
+
+    def join(self, *forks: "Flow", role: str) -> "Flow":
+        """Append the sum of forks as a branch; a fork without stages is the identity."""
+        branch = Branch(role, tuple(fork.chain for fork in forks))
+        value = torch.stack([fork.value for fork in forks]).sum(0)
+        self.stage(branch)
+        self._value, self._pending = value, []
+        return self
+
+    def merge(self, other: "Flow") -> "Flow":
+        """Add what another port's flow carries; the stages from here on are shared by both ports."""
+        value = self.value + other.value
+        self.inputs |= other.inputs
+        self._stages |= {port: list(chain) for port, chain in other.chains.items()}
+        self._value = value
+        return self
+
+    def shift(self, mix: Tensor) -> "Flow":
+        """Add `mix` (batch|1, length|1, channel) times the previous token minus the current one: RWKV's token shift."""
+        batch, length = self._value.shape[:2]
+        last = torch.tensor([[0.0, 1.0]], dtype=mix.dtype, device=mix.device)
+        previous = self.fork().stage(Mix("shift", Toeplitz(last, batch=batch, length=length)))
+        return self.join(self.fork().scale(1 - mix, role="shift"), previous.scale(mix, role="shift"), role="shift")
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None, *, role: str) -> "Flow":
         """Multiply each token by a weight (out, in)."""
@@ -105,11 +139,10 @@ class Flow:
         self.scale(torch.rsqrt(variance + eps), role="norm")
         return self.scale(None if weight is None else weight[None, None], bias, role="norm")
 
-    def residual(self, x: Tensor, start: int = 0) -> "Flow":
-        """Add the observed input x to everything since stage `start`: the residual becomes a branch."""
+    def residual(self, x: Tensor) -> "Flow":
+        """Add the layer's own observed input to everything so far: the residual becomes a branch."""
         value = self.value + x
-        inner = tuple(self._stages[start:])
-        self._stages[start:] = [Branch("output", (inner, ()))]
+        self._stages[self.port] = [Branch("output", (self.chain, ()))]
         self._value = value
         return self
 

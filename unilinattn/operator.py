@@ -1,18 +1,16 @@
 """`MixerOperator`: one layer of a model as a frozen linear map between tokens, kept as a chain of stages."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional
 
+from unilinattn.contributions import contributions, rows_of, split_taps, tap_function, tapwise
 from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
-from unilinattn.mixers import Toeplitz
 from unilinattn.scopes import SCOPES, scoped
-from unilinattn.stages import Branch, Chain, Mix, Stage, channel_groups, run, run_adjoint, walk
+from unilinattn.stages import Branch, Chain, channel_groups, run, run_adjoint, walk
 
 REDUCTIONS = {
     "mean": lambda m: m.mean(1),
@@ -25,15 +23,6 @@ REDUCTIONS = {
 
 Heads = Literal["mean", "max", "min", "abs-mean", "product"] | int | slice | Sequence[int] | None
 Rows = int | Sequence[int] | Int[Tensor, "..."]
-
-TAP_FUNCTIONS = {
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "identity": lambda p: p,
-    "taylor1": lambda p: p / 2,
-    "taylor2": lambda p: p / 2 + p * p / 4,
-}
-"""LaTIM's additive stand-ins for SiLU, applied to each convolution tap (LaTIM Eq. 19, section 3.3, Appendix C)."""
 
 ROW_BUDGET = 1 << 25
 """Elements that one pass over selected rows holds at once."""
@@ -130,7 +119,7 @@ class MixerOperator:
         chain, groups, repeat = self._scoped(scope, port)
         step = self._rows_at_once(groups)
         parts = [
-            _reduce(_rows_of(chain, groups, part, self.output).permute(0, 2, 3, 1), heads, repeat)
+            _reduce(rows_of(chain, groups, part, self.output).permute(0, 2, 3, 1), heads, repeat)
             for part in chosen.split(step, dim=1)
         ]
         rows = torch.cat(parts, dim=-2)
@@ -165,9 +154,9 @@ class MixerOperator:
         chosen, single = self._positions(index)
         chain, x = self._chain(port), self.inputs[port or self.ports[0]]
         if activation == "exact":
-            shares = _contributions(chain, chosen, x, self)
+            shares = contributions(chain, chosen, x, self.output, self.name)
         else:
-            shares = self._tapwise(chain, chosen, x, activation)
+            shares = tapwise(chain, chosen, x, self.output, self.name, tap_function(activation))
         shares = shares.transpose(2, 3)
         return shares.squeeze(1) if single else shares
 
@@ -175,10 +164,10 @@ class MixerOperator:
         """Return the bias that goes with `contributions(activation=...)`: sum_p M_ip f(b_c) and what comes later."""
         if activation == "exact":
             return self.bias
-        before, conv, rest = _split_taps(self._chain(port), self.name)
+        before, conv, rest = split_taps(self._chain(port), self.name)
         x = self.inputs[port or self.ports[0]]
         level = conv.apply(run(before, torch.zeros_like(x), bias=True))
-        return run(rest, _tap_function(activation)(level))
+        return run(rest, tap_function(activation)(level))
 
     def reconstruction_error(self) -> float:
         """Return ||op(x) - y|| / ||y|| against what the host computed: the worst sequence, over real tokens."""
@@ -240,61 +229,12 @@ class MixerOperator:
             )
         return (chosen if chosen.ndim == 2 else chosen.reshape(1, -1)).expand(batch, -1), single
 
-    def _tapwise(self, chain: Chain, index: Tensor, x: Tensor, activation: str) -> Tensor:
-        function = _tap_function(activation)
-        before, conv, rest = _split_taps(chain, self.name)
-        u = run(before, x, bias=False)
-        total = None
-        for lag, tap in enumerate(conv.mixer.taps.unbind(1)):  # type: ignore[attr-defined]
-            landed = functional.pad(u[:, : u.shape[1] - lag], (0, 0, lag, 0)) * tap
-            part = _contributions(rest, index, function(landed), self)
-            # A share that landed `lag` steps later belongs to the token it came from.
-            part = functional.pad(part[..., lag:], (0, lag))
-            total = part if total is None else total + part
-        assert total is not None
-        return total
-
     def _check(self, what: str, got: Tensor, expected: Tensor) -> None:
         if got.shape != expected.shape:
             raise InputError(
                 f"{self.name} was frozen on shape {tuple(expected.shape)} for {what}, got {tuple(got.shape)}; "
                 "an operator applies to that shape only. Trace again for other inputs."
             )
-
-
-def _rows_of(
-    chain: Sequence[Stage], groups: int, index: Int[Tensor, "batch row"], like: Float[Tensor, "batch length _"]
-) -> Float[Tensor, "batch key group row"]:
-    """Return rows of a per-channel chain's matrix at selected positions.
-
-    The last mixer gives its own rows; what stands after it scales them, what stands before carries them back.
-    `like` has the length, dtype and device of the chain's output.
-    """
-    mixing = [k for k, stage in enumerate(chain) if stage.mixes]
-    last = mixing[-1] if mixing else -1
-    weight = like.new_ones(*index.shape, groups)
-    for stage in chain[last + 1 :]:
-        weight = stage.at(index).apply(weight, bias=False)
-    weight = weight.transpose(1, 2).unsqueeze(1)
-    if not mixing:
-        own = like.new_zeros(*like.shape[:2], 1, index.shape[1])
-        return own.scatter_(1, index[:, None, None, :], 1.0) * weight
-    stage = chain[last]
-    if isinstance(stage, Branch):
-        columns = torch.stack([_rows_of(inner, groups, index, like) for inner in stage.chains]).sum(0)
-    else:
-        assert isinstance(stage, Mix)
-        block = _as_slice(index)
-        rows = stage.mixer.rows(index) if block is None else stage.mixer.tile(rows=block)
-        columns = rows.repeat_interleave(groups // rows.shape[1], dim=1).permute(0, 3, 1, 2)
-    return run_adjoint(chain[:last], columns * weight)
-
-
-def _as_slice(index: Int[Tensor, "batch row"]) -> slice | None:
-    """Return the rows as a slice if they are consecutive and the same in every sequence: a block costs less."""
-    first, count = int(index[0, 0]), index.shape[1]
-    wanted = torch.arange(first, first + count, device=index.device)
-    return slice(first, first + count) if count > 1 and bool((index == wanted).all()) else None
 
 
 def _reduce(rows: Float[Tensor, "batch head row key"], heads: Heads, repeat: int) -> Tensor:
@@ -315,45 +255,3 @@ def _reduce(rows: Float[Tensor, "batch head row key"], heads: Heads, repeat: int
         raise OptionError(f"heads {wanted} are out of range: this scope has {total} heads, 0 to {total - 1}.")
     picked = rows[:, wanted]
     return picked.squeeze(1) if isinstance(heads, int) else picked
-
-
-def _contributions(chain: Sequence[Stage], index: Tensor, x: Tensor, op: MixerOperator) -> Tensor:
-    """Return what each token's x_j adds at selected rows, (batch, row, out, key): the chain split at its mixers."""
-    mixing = [k for k, stage in enumerate(chain) if stage.mixes]
-    if not mixing:
-        columns = run(chain, x, bias=False)
-        picked = columns.gather(1, index[..., None].expand(-1, -1, columns.shape[2]))
-        here = functional.one_hot(index, x.shape[1]).to(x.dtype)
-        return torch.einsum("brc,brk->brck", picked, here)
-    first, last = mixing[0], mixing[-1]
-    u = run(chain[:first], x, bias=False)
-    middle = chain[first : last + 1]
-    groups = channel_groups(middle)
-    lead = middle[0]
-    if groups is not None:
-        rows = _rows_of(middle, groups, index, op.output).permute(0, 3, 2, 1)
-        shares = (rows.unsqueeze(3) * u.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)[:, None]).flatten(2, 3)
-    elif len(middle) == 1 and isinstance(lead, Branch):
-        parts = [_contributions(inner, index, u, op) for inner in lead.chains]
-        shares = torch.stack(parts).sum(0)
-    else:
-        raise UncoveredError(
-            f"{op.name}: contributions through two token mixers with a matrix between are not covered."
-        )
-    for stage in chain[last + 1 :]:
-        shares = stage.at(index).apply(shares, bias=False)
-    return shares
-
-
-def _split_taps(chain: Chain, name: str) -> tuple[Chain, Mix, Chain]:
-    """Cut a chain at a short convolution that an activation follows: before, the convolution, after the activation."""
-    for k, (conv, act) in enumerate(pairwise(chain)):
-        if isinstance(conv, Mix) and isinstance(conv.mixer, Toeplitz) and conv.role == "conv" and act.role == "act":
-            return chain[:k], conv, chain[k + 2 :]
-    raise UncoveredError(f"{name} has no convolution followed by an activation to split; use activation='exact'.")
-
-
-def _tap_function(activation: str):  # type: ignore[no-untyped-def]
-    if activation not in TAP_FUNCTIONS:
-        raise OptionError(f"unknown activation {activation!r}" + nearest(activation, ["exact", *TAP_FUNCTIONS]))
-    return TAP_FUNCTIONS[activation]

@@ -17,7 +17,7 @@ ENTRY_POINT_GROUPS = ("unilinattn.architectures", "unilinattn.methods")
 class Architecture:
     """An adapter: how a host's token-mixing module becomes an operator.
 
-    `hosts` are qualified class names; `build(call)` returns a `Flow`, or a mapping from port to `Flow`.
+    `hosts` are qualified class names; `build(call)` returns a `Flow`.
     `capture(model, mark)` is for hosts that are known by what they call and not by their class: a context manager
     around the run, which calls `mark(module, record)` for each token-mixing module that it meets.
     `leak(module)` tells how left padding reaches real tokens in a host that does not mask it, or None.

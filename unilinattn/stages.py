@@ -43,6 +43,10 @@ class Stage(ABC):
     def adjoint(self, g: Tensor) -> Tensor:
         """Apply the transpose of the linear part."""
 
+    def unbiased(self) -> "Stage":
+        """Return the stage without its bias."""
+        return replace(self, bias=None) if getattr(self, "bias", None) is not None else self  # type: ignore[call-arg]
+
     def at(self, index: Int[Tensor, "batch row"]) -> "Stage":
         """Return a token-wise stage restricted to selected tokens, each sequence its own."""
         return self

@@ -77,11 +77,10 @@ class Layer:
         adapter does not cover, `FactorError` for NaN or infinity in a factor.
         """
         with torch.no_grad():
-            flows = self._flows(self.input)
-        inputs = {port: flow.start for port, flow in flows.items()}
+            flow = self._flow(self.input)
         return MixerOperator(
-            {port: flow.chain for port, flow in flows.items()},
-            inputs=inputs,
+            flow.chains,
+            inputs=flow.inputs,
             output=self.output,
             mask=self.mask,
             name=self.name,
@@ -107,25 +106,24 @@ class Layer:
     def pullback(self) -> Callable[[Float[Tensor, "batch query out"]], Float[Tensor, "batch query inner"]]:
         """Return `before_output` as a function that can be called for many gradients at the price of one set-up."""
         with torch.enable_grad():
-            flows = self._flows(self.input.detach().requires_grad_())
-            inner = [flow.before_output for flow in flows.values() if flow.before_output is not None]
-            total = torch.stack([flow.value for flow in flows.values()]).sum(0)
+            flow = self._flow(self.input.detach().requires_grad_())
+            inner, total = flow.before_output, flow.value
 
         def pull(grad: Tensor) -> Tensor:
-            if not inner:
+            if inner is None:
                 return grad
-            return torch.autograd.grad(total, inner[:1], grad.to(total), retain_graph=True)[0]
+            return torch.autograd.grad(total, inner, grad.to(total), retain_graph=True)[0]
 
         return pull
 
-    def _flows(self, x: Tensor) -> dict[str, Flow]:
+    def _flow(self, x: Tensor) -> Flow:
         if _weight_versions(self._module) != self._versions:
             raise ModelStateError(
                 f"the weights of {self.name} changed since the trace, so its operator would not be the layer that ran; "
                 "trace the model again."
             )
         call = Call(self._module, self.name, self._arguments, x, self.output, self._seen)
-        return build_flows(self._architecture, call)
+        return build_flow(self._architecture, call)
 
 
 @dataclass(frozen=True)
@@ -312,21 +310,21 @@ def through_operators(model: nn.Module) -> Iterator[None]:
                 arguments = bound_arguments(_m, args, kw)
                 x = first_tensor(arguments.values())
                 assert x is not None
-                flows = build_flows(_a, Call(_m, _n, arguments, x.to(torch.promote_types(x.dtype, torch.float32))))
-                return torch.stack([flow.value for flow in flows.values()]).sum(0).to(x.dtype)
+                call = Call(_m, _n, arguments, x.to(torch.promote_types(x.dtype, torch.float32)))
+                return build_flow(_a, call).value.to(x.dtype)
 
             module.forward = forward
             stack.callback(_restore_forward, module, own)
         yield
 
 
-def build_flows(architecture: Architecture, call: Call) -> dict[str, Flow]:
-    """Let an adapter build its flows, one a port, and put the layer's name into what it raises about factors."""
+def build_flow(architecture: Architecture, call: Call) -> Flow:
+    """Let an adapter build its flow, and put the layer's name into what it raises about factors."""
     try:
-        built = architecture.build(call)
+        flow: Flow = architecture.build(call)
     except FactorError as error:
         raise FactorError(f"{call.name}: {error}") from None
-    return {"x": built} if isinstance(built, Flow) else dict(built)
+    return flow
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
 
 
 @register_architecture(name="attention", kind="softmax attention", capture=capture, observes=True)
-def attention(call: Call) -> Flow | dict[str, Flow]:
+def attention(call: Call) -> Flow:
     """Any attention that goes through transformers' interface: weights recomputed, projections probed and verified.
 
     HMA ACL Eq. 1. The weights are what the host's own eager function makes of its queries, keys and mask (windows,
@@ -72,7 +72,7 @@ def attention(call: Call) -> Flow | dict[str, Flow]:
     weights, repeats = attention_weights(call, seen)
     port, source = value_source(call, seen)
     value, output = probe(call, seen, source)
-    flow = Flow(source)
+    flow = Flow(source, port=port)
     add_values(flow, call, seen, value, repeats)
     flow.core(Dense(weights))
     heads, head_dim = weights.shape[1], seen.record.value.shape[-1]
@@ -82,9 +82,9 @@ def attention(call: Call) -> Flow | dict[str, Flow]:
             missed = relative_error(functional.linear(context, *output), call.output)
         if missed > tolerance(seen.record.value.dtype):
             reason = _not_affine(call, "from its attention's result to its output", missed, "an output gate")
-            return {port: flow.unmapped("output", reason, call.output.shape[-1])}
+            return flow.unmapped("output", reason, call.output.shape[-1])
     assert output[0].shape[1] == heads * head_dim
-    return {port: flow.matrix(*output, role="output")}
+    return flow.matrix(*output, role="output")
 
 
 def only_attention(call: Call) -> Seen:
@@ -136,7 +136,7 @@ def add_values(flow: Flow, call: Call, seen: Seen, value: tuple[Tensor, Tensor],
     """Append the way into the values, each value head repeated for its queries, if it is affine as observed."""
     weight, bias = value
     observed = call.weight(seen.record.value).transpose(1, 2).flatten(2)
-    missed = relative_error(functional.linear(flow.start.detach(), weight, bias), observed)
+    missed = relative_error(functional.linear(flow.value.detach(), weight, bias), observed)
     head_dim = seen.record.value.shape[-1]
     weight = weight.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
     bias = bias.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)

@@ -37,13 +37,18 @@ class Toeplitz(CoreMixer):
         return self._batch, self._kernel.shape[0], self._length, self._length
 
     @property
+    def is_short(self) -> bool:
+        """Whether the kernel is so short that its taps are worth taking one by one."""
+        return self._kernel.shape[1] <= DIRECT_TAPS
+
+    @property
     def taps(self) -> Float[Tensor, "head tap"]:
         """The kernel: tap t weighs the token t steps back."""
         return self._kernel
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Convolve along time."""
-        if self._kernel.shape[1] > DIRECT_TAPS:
+        if not self.is_short:
             return self._by_fft(value, conjugate=False)
         output = torch.zeros_like(value)
         for lag, tap in enumerate(self._kernel.unbind(1)):
@@ -53,7 +58,7 @@ class Toeplitz(CoreMixer):
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Correlate along time."""
-        if self._kernel.shape[1] > DIRECT_TAPS:
+        if not self.is_short:
             return self._by_fft(grad, conjugate=True)
         output = torch.zeros_like(grad)
         for lag, tap in enumerate(self._kernel.unbind(1)):
