@@ -25,7 +25,7 @@ LAYERS = (
     ("mixers",),
     ("contributions", "flow", "operator", "scopes", "stages"),
     ("architectures", "models"),
-    ("examples", "recorder", "trace"),
+    ("examples", "frames", "recorder", "trace"),
     ("methods",),
     ("evaluation", "viz"),
     (SURFACE,),

@@ -4,7 +4,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from unilinattn.architectures.call import Seen
 from unilinattn.errors import InputError, ModelStateError, UnknownArchitectureError, nearest
+from unilinattn.frames import Frame, first_tensor, place_in_stream
 from unilinattn.registry import Architecture, architecture_of, architectures
 
 _MIXER_NAME = re.compile(
@@ -20,36 +20,6 @@ _MIXER_NAME = re.compile(
     re.IGNORECASE,
 )
 """Class names that promise token mixing: used only to refuse a model whose mixers no adapter knows."""
-
-
-@dataclass(eq=False)
-class Frame:
-    """One call of one module: what went in, what came out, and the calls inside it."""
-
-    module: nn.Module
-    name: str
-    arguments: dict[str, Any]
-    parent: "Frame | None"
-    architecture: Architecture | None = None
-    seen: list[Seen] = field(default_factory=list)
-    children: list["Frame"] = field(default_factory=list)
-    output: Tensor | None = None
-    holds_layer: bool = False
-    residual: Tensor | None = None
-
-    @property
-    def input(self) -> Tensor | None:
-        """The first floating-point tensor among the arguments."""
-        return first_tensor(self.arguments.values())
-
-    @property
-    def outermost(self) -> "Frame":
-        """This frame, or the outermost one around it that a registered architecture covers as a whole."""
-        found, frame = self, self.parent
-        while frame is not None:
-            found = frame if frame.architecture is not None else found
-            frame = frame.parent
-        return found
 
 
 class Recorder:
@@ -77,8 +47,8 @@ class Recorder:
                     stack.enter_context(architecture.capture(self.model, self._marker(architecture)))
             yield
 
-    def on_layer(self, frame: Frame, output: Any) -> Any:
-        """Take the output of a layer that just ran; return what the host shall go on with, None for the same."""
+    def on_layer(self, output: Any, result: Tensor) -> Any:
+        """Take the output of a layer that just ran, and the tensor in it; return what the host goes on with."""
         return None
 
     def check(self) -> None:
@@ -130,47 +100,22 @@ class Recorder:
         self._place(frame)
         if not is_layer:
             return None
+        # A host may go on to write into what it passed around.
+        frame.entered = None if frame.input is None else frame.input.detach().clone()
+        result = frame.output
+        frame.output = None if result is None else result.detach().clone()
         self.layers.append(frame)
         self._unplaced.append(frame)
-        return self.on_layer(frame, output)
+        return None if result is None else self.on_layer(output, result)
 
     def _place(self, block: Frame) -> None:
-        """Find the residual stream around the layers inside a block that ends, then let go of what the block held.
-
-        A stream is found where a module that ran later was seen to receive it with the layer's output added
-        (and, in parallel blocks, one more output); nothing is assumed from names.
-        """
+        """Find the residual stream around the layers inside a block that ends, then let go of what the block held."""
         if block.architecture is None and block.children:
-            self._unplaced = [layer for layer in self._unplaced if not _place_within(layer, block)]
+            self._unplaced = [layer for layer in self._unplaced if not place_in_stream(layer, block)]
         for child in block.children:
             child.children.clear()
             if child.architecture is None:
                 child.arguments, child.output = {}, None
-
-
-def _place_within(layer: Frame, block: Frame) -> bool:
-    stream, added = block.input, layer.output
-    if stream is None or added is None or stream.shape != added.shape:
-        return False
-    entered = [first_tensor(child.arguments.values(), axes=2) for child in block.children]
-    seen = [t for t in (*entered, block.output) if t is not None and t.numel() == added.numel()]
-    seen = [t.reshape(added.shape) for t in seen if t.device == added.device]
-    left = [c.output for c in block.children if c is not layer and c.output is not None]
-    beside = [t.reshape(added.shape) for t in left if t.numel() == added.numel()]
-    for other in (None, *beside):
-        total = added if other is None else added + other
-        if any(_is_sum(t, stream, total) for t in seen):
-            layer.residual = stream
-            return True
-    return False
-
-
-def _is_sum(total: Tensor, stream: Tensor, added: Tensor) -> bool:
-    """Whether total = stream + added up to rounding, measured on what was added, not on the larger stream."""
-    # Some hosts keep the residual in float32 even where all else is float64.
-    epsilon = max(torch.finfo(t.dtype).eps for t in (total, stream, added, torch.empty(0)))
-    miss = (total.double() - stream.double() - added.double()).norm()
-    return bool(miss <= 32 * epsilon * stream.double().norm() and miss <= 0.1 * added.double().norm())
 
 
 def _looks_like_mixer(module: nn.Module) -> bool:
@@ -198,12 +143,19 @@ class RefuseDropout(TorchFunctionMode):
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Put buffers back as they were, and raise `ModelStateError` if a run changed a parameter."""
+    """Put a model's buffers and its modules' plain attributes (states, flags) back as they were.
+
+    Raises `ModelStateError` if the run changed a parameter.
+    """
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     buffers = [(buffer, _version(buffer), buffer.detach().clone()) for buffer in model.buffers()]
     parameters = [(name, p, _version(p)) for name, p in model.named_parameters()]
     try:
         yield
     finally:
+        for module, before in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(before)
         with torch.no_grad():
             for buffer, version, copy in buffers:
                 if _version(buffer) != version:
@@ -240,14 +192,6 @@ def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
     if takes_positions and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all()):
         given.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp_min(0))
     return given
-
-
-def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:
-    """Return the first floating-point tensor of so many axes at least: batch, length and channel, unless told."""
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= axes:
-            return value
-    return None
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -16,16 +16,9 @@ from torch import Tensor, nn
 from unilinattn.architectures.call import Call
 from unilinattn.errors import FactorError, InputError, ModelStateError, UncoveredError
 from unilinattn.flow import Flow
+from unilinattn.frames import Frame, first_tensor
 from unilinattn.operator import MixerOperator
-from unilinattn.recorder import (
-    Frame,
-    Recorder,
-    RefuseDropout,
-    bound_arguments,
-    first_tensor,
-    host_arguments,
-    preserved,
-)
+from unilinattn.recorder import Recorder, RefuseDropout, bound_arguments, host_arguments, preserved
 from unilinattn.registry import Architecture, architecture_of
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
@@ -43,13 +36,14 @@ class Layer:
         kind: what mixes the tokens.
         architecture: name of the adapter.
         input, output: the module's own argument and result, in the dtype that the operator computes in.
+        multiplier: the factor that the host puts on the output when it adds it to the stream.
         mask: real positions of the output, None where all are real.
     """
 
     def __init__(self, frame: Frame, name: str, dtype: torch.dtype, mask: Bool[Tensor, "batch query"] | None) -> None:
         """Freeze what a recorded call holds."""
         assert frame.architecture is not None and frame.output is not None
-        source = frame.input
+        source = frame.entered
         if source is None:
             raise UncoveredError(
                 f"{name} was called without a (batch, length, channel) tensor; it cannot be an operator."
@@ -62,7 +56,8 @@ class Layer:
         device = next(frame.module.parameters(), frame.output).device
         self.input: Float[Tensor, "batch key in"] = source.detach().to(device, dtype, copy=True)
         self.output: Float[Tensor, "batch query out"] = frame.output.detach().to(device, dtype, copy=True)
-        self._residual = None if frame.residual is None else frame.residual.detach().to(device, dtype)
+        self._stream = None if frame.place is None else frame.place.stream.detach().to(device, dtype, copy=True)
+        self.multiplier = 1.0 if frame.place is None else frame.place.multiplier
         self.mask = None if mask is None else mask.to(device)
 
     def __repr__(self) -> str:
@@ -88,13 +83,13 @@ class Layer:
 
     @property
     def residual(self) -> Float[Tensor, "batch query out"] | None:
-        """What the host adds to the output outside the module: zeros where the module contains its own residual.
+        """The stream that the host adds `multiplier` times the output to: zeros where the module has its own residual.
 
-        None where no stream was seen to be added to the output as it is (a norm or a factor stands between).
+        None where no such stream was seen (a norm stands between, say).
         """
-        if self._residual is None and self.operator.has_residual:
+        if self._stream is None and self.operator.has_residual:
             return torch.zeros_like(self.output)
-        return self._residual
+        return self._stream
 
     def before_output(self, grad: Float[Tensor, "batch query out"]) -> Float[Tensor, "batch query inner"]:
         """Carry d target / d output back to the input of the output projection (y' of HMA ACL Eq. 24).
@@ -173,7 +168,7 @@ class Trace:
             layers.append(Layer(frame, name, computed, own if fits else None))
             streams.append("encoder" if encoder else "x")
         self.layers: tuple[Layer, ...] = tuple(layers)
-        self.steps = tuple(Step((layer,), stream) for layer, stream in zip(layers, streams, strict=True))
+        self.steps = _steps(recorder.layers, layers, streams)
         self.mask = mask
 
     def __repr__(self) -> str:
@@ -264,11 +259,10 @@ class _GradientRecorder(Recorder):
         super().__init__(model)
         self.outputs: list[Tensor] = []
 
-    def on_layer(self, frame: Frame, output: Any) -> Any:
-        assert frame.output is not None
-        leaf = frame.output if frame.output.requires_grad else frame.output.detach().requires_grad_()
+    def on_layer(self, output: Any, result: Tensor) -> Any:
+        leaf = result if result.requires_grad else result.detach().requires_grad_()
         self.outputs.append(leaf)
-        return _with_tensor(output, frame.output, leaf)
+        return _with_tensor(output, result, leaf)
 
 
 def trace(model: nn.Module, inputs: Any, *, dtype: torch.dtype | None = None) -> Trace:
@@ -367,6 +361,20 @@ def _warn_of_leaks(given: Mapping[str, Any], recorder: Recorder) -> None:
 def _mask(given: Mapping[str, Any], name: str) -> Bool[Tensor, "batch length"] | None:
     mask = given.get(name)
     return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
+
+
+def _steps(frames: Sequence[Frame], layers: Sequence[Layer], streams: Sequence[str]) -> tuple[Step, ...]:
+    """Group layers that only the sum of both explains: they are added to the stream together."""
+    steps: list[Step] = []
+    for at, (frame, layer, stream) in enumerate(zip(frames, layers, streams, strict=True)):
+        before = frames[at - 1] if at else None
+        together = frame.place is not None and before is not None and frame.place.beside is before
+        mutual = before is not None and before.place is not None and before.place.beside is frame
+        if together and mutual:
+            steps[-1] = Step((*steps[-1].layers, layer), stream)
+        else:
+            steps.append(Step((layer,), stream))
+    return tuple(steps)
 
 
 def _in_encoder(name: str) -> bool:

@@ -18,7 +18,8 @@ from unilinattn.methods.options import (
     RawOptions,
     RolloutOptions,
 )
-from unilinattn.operator import REDUCTIONS, TAP_FUNCTIONS
+from unilinattn.contributions import TAP_FUNCTIONS
+from unilinattn.operator import REDUCTIONS
 from unilinattn.registry import methods
 from unilinattn.scopes import SCOPES
 from unilinattn.testing.promote import promoted

@@ -51,10 +51,12 @@ def mixing(
     """Return P of one step at selected rows: what each real token is to stream plus layers; rows sum to 1."""
     first = together[0]
     stream = residual_of(first, "alti")
-    output = added([stream, *(layer.output for layer in together)])
+    output = added([stream, *(layer.multiplier * layer.output for layer in together)])
     gains = []
     for block in row_blocks(together, rows):
-        shares = added(only_port(layer).contributions(block, activation=activation) for layer in together)
+        shares = added(
+            layer.multiplier * only_port(layer).contributions(block, activation=activation) for layer in together
+        )
         add_to_own(shares, block, picked(stream, block))
         y = picked(output, block)
         gains.append(y.abs().sum(-1, keepdim=True) - (y.unsqueeze(2) - shares).abs().sum(-1))

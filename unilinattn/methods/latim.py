@@ -110,6 +110,7 @@ def _layer(
         shares = op.contributions(block, activation=options.activation)
         sums.append(shares.sum(2))
         if options.residual:
+            shares = layer.multiplier * shares
             add_to_own(shares, block, picked(residual_of(layer, "latim"), block))
         if options.bias == "query":
             add_to_own(shares, block, picked(bias, block))

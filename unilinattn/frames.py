@@ -1,0 +1,124 @@
+"""`Frame`: one call of one module of a host; and where a layer's output joins the residual stream."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unilinattn.architectures.call import Seen
+from unilinattn.registry import Architecture
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a host adds a layer's output to a stream: stream + multiplier * output, seen to hold up to rounding.
+
+    `beside` is the other layer of a block that only the sum of both explains.
+    """
+
+    stream: Tensor
+    multiplier: float
+    beside: "Frame | None" = None
+
+
+@dataclass(eq=False)
+class Frame:
+    """One call of one module: what went in, what came out, and the calls inside it."""
+
+    module: nn.Module
+    name: str
+    arguments: dict[str, Any]
+    parent: "Frame | None"
+    architecture: Architecture | None = None
+    seen: list[Seen] = field(default_factory=list)
+    children: list["Frame"] = field(default_factory=list)
+    output: Tensor | None = None
+    holds_layer: bool = False
+    entered: Tensor | None = None
+    place: "Place | None" = None
+
+    @property
+    def input(self) -> Tensor | None:
+        """The first floating-point tensor among the arguments."""
+        return first_tensor(self.arguments.values())
+
+    @property
+    def outermost(self) -> "Frame":
+        """This frame, or the outermost one around it that a registered architecture covers as a whole."""
+        found, frame = self, self.parent
+        while frame is not None:
+            found = frame if frame.architecture is not None else found
+            frame = frame.parent
+        return found
+
+
+def place_in_stream(layer: Frame, block: Frame) -> bool:
+    """Note where a layer's output joins the stream that enters a block, if some module was seen to receive the sum.
+
+    The sum may hold factors and one more output of the block (a parallel MLP or mixer, an earlier layer). Nothing
+    is assumed from names.
+    """
+    added = layer.output
+    streams = [
+        t for t in (block.input, layer.entered) if t is not None and added is not None and t.shape == added.shape
+    ]
+    if added is None or not streams:
+        return False
+    after = [child for child in block.children[_index(layer, block) + 1 :]]
+    received = [first_tensor(child.arguments.values(), axes=2) for child in after]
+    seen = [t for t in (*received, block.output) if t is not None]
+    seen = [t.reshape(added.shape) for t in seen if t.numel() == added.numel() and t.device == added.device]
+    others: list[Frame | None] = [
+        child
+        for child in block.children
+        if child is not layer and child.output is not None and child.output.numel() == added.numel()
+    ]
+    for other in [None, *others]:
+        for stream in streams:
+            parts = [stream, added]
+            if other is not None and other.output is not None:
+                parts.append(other.output.reshape(added.shape))
+            factors = next((f for total in seen if (f := _factors(total, parts)) is not None), None)
+            if factors is None:
+                continue
+            whole = factors[0] * stream
+            is_layer = other is not None and other.architecture is not None
+            if is_layer and other is not None and other.place is not None and other.place.beside is None:
+                # The other layer was added before this one: what it left behind is part of the stream.
+                whole, other = whole + factors[2] * parts[2], None
+            layer.place = Place(whole, factors[1], other if is_layer else None)
+            return True
+    return False
+
+
+def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:
+    """Return the first floating-point tensor of so many axes at least: batch, length and channel, unless told."""
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= axes:
+            return value
+    return None
+
+
+def _index(layer: Frame, block: Frame) -> int:
+    """Return which child of a block holds a layer."""
+    frame = layer
+    while frame.parent is not block and frame.parent is not None:
+        frame = frame.parent
+    return next((at for at, child in enumerate(block.children) if child is frame), -1)
+
+
+def _factors(total: Tensor, parts: list[Tensor]) -> list[float] | None:
+    """Return the factors with which parts add up to a total up to rounding, None if they do not."""
+    basis = torch.stack([part.detach().double().flatten() for part in parts], dim=1)
+    wanted = total.detach().double().flatten()
+    solution = torch.linalg.lstsq(basis.T @ basis, basis.T @ wanted).solution
+    # Some hosts keep the residual in float32 even where all else is float64.
+    epsilon = max(torch.finfo(total.dtype).eps, torch.finfo(torch.float32).eps)
+    sizes = basis.norm(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
+    # What rounding every number of the total does to a factor: a factor that is one within that is one.
+    slack = 8 * epsilon * wanted.norm() / sizes / wanted.numel() ** 0.5
+    solution = torch.where((solution - 1).abs() <= slack, torch.ones_like(solution), solution)
+    miss = (wanted - basis @ solution).norm()
+    fits = miss <= 2 * epsilon * wanted.norm() and bool((miss <= 0.5 * solution.abs() * sizes).all())
+    return solution.tolist() if fits and bool((solution.abs() > 10 * slack).all()) else None
