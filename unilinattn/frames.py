@@ -59,13 +59,15 @@ def place_in_stream(layer: Frame, block: Frame) -> bool:
     The sum may hold factors and one more output of the block (a parallel MLP or mixer, an earlier layer). Nothing
     is assumed from names.
     """
-    added = layer.output
+    added, inside = layer.output, _index(layer, block)
+    if inside is None:
+        return False
     streams = [
         t for t in (block.input, layer.entered) if t is not None and added is not None and t.shape == added.shape
     ]
     if added is None or not streams:
         return False
-    after = [child for child in block.children[_index(layer, block) + 1 :]]
+    after = block.children[inside + 1 :]
     received = [first_tensor(child.arguments.values(), axes=2) for child in after]
     seen = [t for t in (*received, block.output) if t is not None]
     seen = [t.reshape(added.shape) for t in seen if t.numel() == added.numel() and t.device == added.device]
@@ -100,12 +102,12 @@ def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:
     return None
 
 
-def _index(layer: Frame, block: Frame) -> int:
-    """Return which child of a block holds a layer."""
+def _index(layer: Frame, block: Frame) -> int | None:
+    """Return which child of a block holds a layer, None if none does."""
     frame = layer
-    while frame.parent is not block and frame.parent is not None:
+    while frame.parent is not None and frame.parent is not block:
         frame = frame.parent
-    return next((at for at, child in enumerate(block.children) if child is frame), -1)
+    return next((at for at, child in enumerate(block.children) if child is frame), None)
 
 
 def _factors(total: Tensor, parts: list[Tensor]) -> list[float] | None:

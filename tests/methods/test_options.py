@@ -7,6 +7,7 @@ import torch
 
 from tests.methods.hosts import traced
 from unilinattn.attribution import Attribution
+from unilinattn.contributions import TAP_FUNCTIONS
 from unilinattn.errors import OptionError
 from unilinattn.methods import alti, attribution, explain, latim, raw, rollout
 from unilinattn.methods.options import (
@@ -18,7 +19,6 @@ from unilinattn.methods.options import (
     RawOptions,
     RolloutOptions,
 )
-from unilinattn.contributions import TAP_FUNCTIONS
 from unilinattn.operator import REDUCTIONS
 from unilinattn.registry import methods
 from unilinattn.scopes import SCOPES
