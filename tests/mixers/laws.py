@@ -1,0 +1,141 @@
+"""What every structure must obey, checked on a case: how its factors are drawn, built and defined."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unilinattn.mixers.base import CoreMixer
+
+LENGTHS = (1, 3, 63, 64, 65, 130)
+"""Around the length of a chunk and of a block in it."""
+
+PRECISION = {torch.float64: 1e-13, torch.float32: 1e-6}
+"""Largest relative error against the definition."""
+
+Factors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A structure with the definition it is tested against: factors by name, all drawn in float64."""
+
+    draw: Callable[[int], Factors]
+    build: Callable[[Factors], CoreMixer]
+    define: Callable[[Factors, Tensor], Tensor]
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Relative error, 0 where both are zero, infinite where a number is not finite."""
+    if not torch.isfinite(got).all():
+        return float("inf")
+    difference = float((got.double() - expected.double()).norm())
+    return difference and difference / float(expected.double().norm())
+
+
+def values(mixer: CoreMixer, channels: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
+    batch, heads, _, keys = mixer.shape
+    return torch.randn(batch, keys, heads, channels, dtype=torch.float64).to(dtype)
+
+
+def cast(factors: Factors, dtype: torch.dtype) -> Factors:
+    return {name: factor.to(dtype) for name, factor in factors.items()}
+
+
+def check_definition(case: Case, factors: Factors, dtype: torch.dtype) -> None:
+    """`apply` is the token-by-token recurrence, in float64, of the very factors that the mixer was given."""
+    factors = cast(factors, dtype)
+    mixer = case.build(factors)
+    value = values(mixer, dtype=dtype)
+    got = mixer.apply(value)
+    assert got.dtype == dtype
+    worst = error(got, case.define(factors, value))
+    assert worst <= PRECISION[dtype], f"apply is not the recurrence: {worst:.1e}"
+
+
+def check_forms(mixer: CoreMixer, tolerance: float = 1e-12) -> None:
+    """Every operation is one matrix's: apply, adjoint, rows, tile, diagonal, materialize."""
+    batch, heads, queries, keys = mixer.shape
+    matrix = mixer.materialize()
+    assert matrix.shape == mixer.shape
+    assert mixer.heads == heads
+    value = values(mixer)
+    grad = torch.randn(batch, queries, heads, 3, dtype=torch.float64)
+    applied, passed = mixer.apply(value), mixer.adjoint(grad)
+    assert error(applied, torch.einsum("bhij,bjhp->bihp", matrix, value)) <= tolerance, "apply is not the matrix"
+    assert error(passed, torch.einsum("bhij,bihp->bjhp", matrix, grad)) <= tolerance, "adjoint is not its transpose"
+    index = torch.randint(queries, (batch, 4))
+    picked = matrix.gather(2, index[:, None, :, None].expand(-1, heads, -1, keys))
+    assert error(mixer.rows(index), picked) <= tolerance, "rows are not the matrix's"
+    assert error(mixer.diagonal(), matrix.diagonal(dim1=-2, dim2=-1)) <= tolerance, "the diagonal is not the matrix's"
+    third = max(1, queries // 3)
+    parts = [slice(None), slice(third, 2 * third), slice(0, 1), slice(queries - 1, None), slice(1, None, 5)]
+    for rows in parts:
+        for cols in parts:
+            for chosen in (slice(None), slice(heads - 1, heads)):
+                block, expected = mixer.tile(rows, cols, chosen), matrix[:, chosen, rows, cols]
+                assert block.shape == expected.shape
+                # What an erasing memory cancelled to below the rounding of its terms has no digits to compare.
+                negligible = float((block - expected).norm()) <= 1e-16 * float(matrix.norm())
+                assert negligible or error(block, expected) <= tolerance, f"tile {rows}, {cols} is not the matrix's"
+
+
+def check_gradients(case: Case, factors: Factors) -> None:
+    """Gradients by every factor and the values are the recurrence's."""
+
+    def gradients(run: Callable[[Factors, Tensor], Tensor]) -> dict[str, Tensor]:
+        leaves = {name: factor.clone().requires_grad_() for name, factor in factors.items()}
+        x = value.clone().requires_grad_()
+        (run(leaves, x) * weight).sum().backward()
+        return {name: leaf.grad for name, leaf in {**leaves, "value": x}.items()}
+
+    value = values(case.build(factors))
+    weight = torch.randn_like(case.define(factors, value))
+    got, expected = gradients(lambda f, v: case.build(f).apply(v)), gradients(case.define)
+    for name, gradient in expected.items():
+        assert error(got[name], gradient) <= 1e-10, f"the gradient by {name} is not the recurrence's"
+
+
+def check_finite_gradients(case: Case, factors: Factors) -> None:
+    """In float32 no operation has a gradient that is not finite."""
+    for operation in ("apply", "adjoint", "materialize", "diagonal"):
+        leaves = {name: factor.float().requires_grad_() for name, factor in factors.items()}
+        mixer = case.build(leaves)
+        given = (values(mixer, dtype=torch.float32),) if operation in ("apply", "adjoint") else ()
+        getattr(mixer, operation)(*given).sum().backward()
+        for name, leaf in leaves.items():
+            gradient = torch.zeros(1) if leaf.grad is None else leaf.grad
+            assert torch.isfinite(gradient).all(), f"{operation} has no finite gradient by {name}"
+
+
+def check_causal(case: Case, length: int) -> None:
+    """Neither values nor factors of later tokens move an earlier output by one bit."""
+    factors, other = case.draw(length), case.draw(length)
+    cut = length // 2
+    mixed = {
+        name: torch.cat([factor[:, :cut], other[name][:, cut:]], dim=1) if factor.ndim > 2 else factor
+        for name, factor in factors.items()
+    }
+    mixer, altered = case.build(factors), case.build(mixed)
+    value = values(mixer)
+    future = torch.cat([value[:, :cut], torch.randn_like(value[:, cut:])], dim=1)
+    assert torch.equal(mixer.apply(value)[:, :cut], altered.apply(future)[:, :cut])
+    assert mixer.materialize().triu(1).count_nonzero() == 0
+
+
+def check_linear(mixer: CoreMixer, monkeypatch) -> None:
+    """`apply`, `adjoint` and `rows` never fill a block of the matrix."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a block of the matrix was filled")
+
+    batch, _, queries, _ = mixer.shape
+    index = torch.zeros(batch, 1, dtype=torch.long) + queries - 1
+    for kind in type(mixer).__mro__:
+        for name in ("tile", "materialize"):
+            if name in vars(kind):
+                monkeypatch.setattr(kind, name, refuse)
+    mixer.apply(values(mixer))
+    mixer.adjoint(values(mixer))
+    mixer.rows(index)

@@ -1,0 +1,86 @@
+"""Resets: a decay of exactly zero where a segment begins."""
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from tests.mixers import laws
+from unilinattn.kernels.scan import naive
+from unilinattn.mixers import DiagonalDecay
+from unilinattn.testing import check_mixer
+
+BATCH, HEADS, STATE = 2, 3, 4
+
+
+def draw(length: int) -> laws.Factors:
+    query, key, decay = torch.randn(3, BATCH, length, HEADS, STATE, dtype=torch.float64)
+    return {"query": query, "key": key, "log_decay": logsigmoid(decay)}
+
+
+def resets(length: int) -> torch.Tensor:
+    """Some at random, two in a row, one on the first token and one where a chunk begins."""
+    reset = torch.rand(BATCH, length) < 0.1
+    reset[:, 0] = True
+    reset[0, length // 2 : length // 2 + 2] = True
+    reset[1, 64:65] = True
+    return reset
+
+
+def case(reset: torch.Tensor) -> laws.Case:
+    def define(factors: laws.Factors, value: torch.Tensor) -> torch.Tensor:
+        gone = factors["log_decay"].double().masked_fill(reset[..., None, None], -torch.inf)
+        return naive.decay_scan(factors["query"], factors["key"], gone, value)
+
+    return laws.Case(draw, lambda factors: DiagonalDecay(**factors, reset=reset), define)
+
+
+@pytest.mark.parametrize("length", laws.LENGTHS)
+def test_a_reset_is_a_decay_of_zero(length: int) -> None:
+    reset = resets(length)
+    ruled, factors = case(reset), draw(length)
+    for dtype in laws.PRECISION:
+        laws.check_definition(ruled, factors, dtype)
+    laws.check_forms(ruled.build(factors))
+    check_mixer(ruled.build(factors))
+    laws.check_finite_gradients(ruled, factors)
+    laws.check_gradients(ruled, factors)
+    index = torch.tensor([[0, length - 1]]).expand(BATCH, -1)
+    leaves = {name: factor.requires_grad_() for name, factor in draw(length).items()}
+    ruled.build(leaves).rows(index).sum().backward()
+    assert all(torch.isfinite(leaf.grad).all() for leaf in leaves.values() if leaf.grad is not None)
+
+
+def test_nothing_crosses_a_reset() -> None:
+    reset = resets(130)
+    mixer = case(reset).build(draw(130))
+    segment = reset.cumsum(1)
+    apart = (segment.unsqueeze(2) != segment.unsqueeze(1)).unsqueeze(1).expand(-1, HEADS, -1, -1)
+    every = torch.arange(130).expand(BATCH, -1)
+    for matrix in (mixer.materialize(), mixer.rows(every)):
+        assert matrix[apart].count_nonzero() == 0
+        assert matrix[~apart & torch.ones(130, 130).tril().bool()].count_nonzero() > 0
+
+
+def test_packed_sequences_are_the_single_ones() -> None:
+    factors = draw(130)
+    reset = torch.zeros(BATCH, 130, dtype=torch.bool)
+    reset[:, [0, 50, 51]] = True
+    packed = DiagonalDecay(**factors, reset=reset).materialize()
+    for start, stop in ((0, 50), (50, 51), (51, 130)):
+        single = DiagonalDecay(**{name: factor[:, start:stop] for name, factor in factors.items()})
+        assert laws.error(packed[..., start:stop, start:stop], single.materialize()) <= 1e-13
+
+
+def test_a_reset_is_exact_where_no_finite_decay_is() -> None:
+    factors = {"query": torch.ones(1, 2, 1, 1), "key": torch.tensor([1e30, 1.0]).reshape(1, 2, 1, 1)}
+    strong = DiagonalDecay(**factors, log_decay=torch.full((1, 2, 1, 1), -60.0))
+    exact = DiagonalDecay(**factors, log_decay=torch.zeros(1, 2, 1, 1), reset=torch.tensor([[False, True]]))
+    assert strong.materialize()[0, 0, 1, 0] > 0
+    assert exact.materialize()[0, 0, 1].tolist() == [0.0, 1.0]
+
+
+def test_a_reset_that_is_forgotten_is_rejected() -> None:
+    ruled = case(resets(65))
+    loose = laws.Case(ruled.draw, lambda factors: DiagonalDecay(**factors), ruled.define)
+    with pytest.raises(AssertionError, match="apply is not the recurrence"):
+        laws.check_definition(loose, ruled.draw(65), torch.float64)

@@ -1,0 +1,70 @@
+"""Decayed products of rows and columns within one chunk, and the decays between its tokens and its two ends.
+
+Every exponent is a sum of the log-decays that stand between two tokens, never a difference of two longer sums: no
+digit cancels, however strong a decay before them was, and a log-decay of -inf (a reset) is as good as any other.
+Masks are applied to the exponents, before the exponential, so that gradients stay finite.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+LEAF = 16
+"""Tokens of a diagonal block that is filled elementwise; larger ones are halved into matrix products."""
+
+
+def to_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
+    """Return the log-decay from before the chunk to each token, its own step included."""
+    return log_decay.cumsum(1)
+
+
+def before_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
+    """Return the log-decay from before the chunk to just before each token's own step."""
+    return functional.pad(log_decay[:, :-1].cumsum(1), (0, 0, 0, 0, 1, 0))
+
+
+def from_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
+    """Return the log-decay from after each token to the chunk's end."""
+    return functional.pad(log_decay[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 0, 0, 1))
+
+
+def between(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length length head state"]:
+    """Return at (i, j) the sum of log-decays of the steps j + 1 to i, -inf for j > i."""
+    length = log_decay.shape[1]
+    ones = torch.ones(length, length, dtype=torch.bool, device=log_decay.device)
+    spread = log_decay.unsqueeze(2).expand(-1, -1, length, -1, -1)
+    total = spread.masked_fill(ones.triu()[..., None, None], 0).cumsum(1)
+    return total.masked_fill(ones.triu(1)[..., None, None], -torch.inf)
+
+
+def pairs(
+    left: Float[Tensor, "batch length head state"],
+    right: Float[Tensor, "batch length head state"],
+    log_decay: Float[Tensor, "batch length head staten"],
+) -> Float[Tensor, "batch head length length"]:
+    """Return tril sum_n left_in exp(G_in - G_jn) right_jn, log_decay with one number a head or one a coordinate."""
+    if log_decay.shape[-1] == 1:
+        return torch.einsum("bihn,bjhn->bhij", left, right) * between(log_decay).exp().squeeze(-1).permute(0, 3, 1, 2)
+    length = left.shape[1]
+    if length <= LEAF:
+        products = left.unsqueeze(2) * between(log_decay).exp() * right.unsqueeze(1)
+        return products.sum(-1).permute(0, 3, 1, 2)
+    if length % 2:
+        padded = (functional.pad(t, (0, 0, 0, 0, 0, 1)) for t in (left, right, log_decay))
+        return pairs(*padded)[..., :length, :length]
+    (x0, x1), (y0, y1), (g0, g1) = (t.chunk(2, dim=1) for t in (left, right, log_decay))
+    # Both exponents end at the cut between the halves, so both factors are at most the vectors themselves.
+    corner = torch.einsum("bihn,bjhn->bhij", x1 * to_token(g1).exp(), y0 * from_token(g0).exp())
+    first, second = pairs(torch.cat([x0, x1]), torch.cat([y0, y1]), torch.cat([g0, g1])).chunk(2)
+    upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
+    return torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2)
+
+
+def exclusive_pairs(
+    left: Float[Tensor, "batch length head state"],
+    right: Float[Tensor, "batch length head state"],
+    log_decay: Float[Tensor, "batch length head staten"],
+) -> Float[Tensor, "batch head length length"]:
+    """Return stril sum_n left_in exp(G_{i-1,n} - G_jn) right_jn: a row reads the state before its own step."""
+    return functional.pad(pairs(left[:, 1:], right[:, :-1], log_decay[:, :-1]), (0, 1, 1, 0))
