@@ -1,0 +1,123 @@
+"""DSS against the definition in its paper, its recurrence, its state dicts and its precision."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.models import checks
+from tests.models.checks import distance, pairs, unroll
+from unilinattn.errors import OptionError
+from unilinattn.models.dss import DSS
+
+
+def outside(layer: DSS, convolved: Tensor, u: Tensor) -> Tensor:
+    """The skip, the activation and the projection around a convolution's output, in float64."""
+    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    y = functional.gelu(convolved + state["D"] * u.double())
+    return y @ state["output_linear.weight"].T + state["output_linear.bias"][:, 0]
+
+
+def parts(layer: DSS) -> tuple[Tensor, Tensor, Tensor]:
+    """Lambda, dt Lambda and W, in float64."""
+    state = {name.removeprefix("kernel."): tensor.double() for name, tensor in layer.state_dict().items()}
+    poles = (
+        pairs(state["Lambda"])
+        if "Lambda" in state
+        else torch.complex(-state["Lambda_log_neg_re"].exp(), state["Lambda_im"])
+    )
+    dt = state["log_dt"].exp()
+    return poles, torch.complex(dt[:, :1] * poles.real, dt[:, 1:] * poles.imag), pairs(state["W"])[0]
+
+
+def recurrence(layer: DSS, u: Tensor) -> Tensor:
+    """Proposition 1's state space models, token by token: x_k = exp(dt Lambda) x_{k-1} + u_k, y_k = Re w x_k."""
+    poles, step, weights = parts(layer)
+    if layer.kernel.version == "exp":
+        weights = weights * (step.exp() - 1) / poles
+    else:
+        weights = weights / poles / torch.exp(step[..., None] * torch.arange(u.shape[1])).sum(-1)
+    states = unroll(step.exp(), u.double()[..., None] + 0j)
+    return outside(layer, (states * weights).sum(-1).real, u)
+
+
+@pytest.mark.parametrize("version", ["softmax", "exp"])
+@pytest.mark.parametrize("length", [1, 2, 37, 100])
+def test_the_layer_is_the_recurrence(version: str, length: int) -> None:
+    layer = DSS(d_model=6, d_state=8, version=version, epsilon=0.0).double()
+    u = torch.randn(2, length, 6, dtype=torch.float64)
+    assert distance(layer(u), recurrence(layer, u)) < 1e-10
+
+
+@pytest.mark.parametrize("version", ["softmax", "exp"])
+def test_the_bound_on_reciprocals_hardly_shows(version: str) -> None:
+    layer = DSS(d_model=6, d_state=8, version=version).double()
+    u = torch.randn(2, 37, 6, dtype=torch.float64)
+    assert distance(layer(u), recurrence(layer, u)) < 1e-3
+
+
+def test_a_pole_that_grows_is_a_softmax_too() -> None:
+    layer = DSS(d_model=5, d_state=6, epsilon=0.0).double()
+    with torch.no_grad():
+        layer.kernel.Lambda[::2, 0] = 3.0
+    poles, step, weights = parts(layer)
+    length = 50
+    exponent = step[..., None] * torch.arange(length)
+    rows = exponent.exp() / exponent.exp().sum(-1, keepdim=True)
+    expected = ((weights / poles)[..., None] * rows).sum(1).real
+    torch.testing.assert_close(layer.kernel(length), expected, rtol=1e-9, atol=1e-11)
+    assert layer.float().kernel(20_000).isfinite().all()
+
+
+def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+    layer = DSS(d_model=4, d_state=6, epsilon=0.0).double()
+    u = torch.randn(2, 20, 4, dtype=torch.float64)
+    truth = recurrence(layer, u)
+    for name in ("kernel.Lambda", "kernel.log_dt", "kernel.W", "D"):
+        with torch.no_grad():
+            parameter = layer.get_parameter(name)
+            original = parameter.clone()
+            parameter.mul_(1.01)
+            assert distance(layer(u), truth) > 1e-6, name
+            parameter.copy_(original)
+
+
+def test_float32_agrees_with_float64() -> None:
+    for version in ("softmax", "exp"):
+        layer = DSS(d_model=8, d_state=32, version=version)
+        u = torch.randn(2, 64, 8)
+        found = layer(u).double()
+        assert distance(found, layer.double()(u.double())) < 1e-5
+
+
+COMMON = {"D": (1, 6), "output_linear.weight": (6, 6), "output_linear.bias": (6, 1)}
+KERNEL = {"kernel.log_dt": (6, 2), "kernel.W": (1, 6, 8, 2)}
+
+
+def test_state_dicts_of_the_authors_layout_load() -> None:
+    checks.check_state_dict_loads(DSS(6, 8), {**COMMON, **KERNEL, "kernel.Lambda": (8, 2)})
+    exponential = {"kernel.Lambda_log_neg_re": (8,), "kernel.Lambda_im": (8,)}
+    checks.check_state_dict_loads(DSS(6, 8, version="exp"), {**COMMON, **KERNEL, **exponential})
+
+
+def test_it_starts_with_hippos_skew_part() -> None:
+    for version in ("softmax", "exp"):
+        poles = DSS(4, 8, version=version).kernel.poles()
+        torch.testing.assert_close(poles.real, torch.full((8,), -0.5))
+        assert (poles.imag > 0).all()
+        assert (poles.imag.diff() < 0).all()
+
+
+@pytest.mark.parametrize("version", ["softmax", "exp"])
+def test_what_every_mixer_is_asked(version: str) -> None:
+    checks.check_no_token_sees_a_later_one(DSS(6, 8, version).double(), 6)
+    checks.check_gradients_reach_every_parameter(DSS(6, 8, version), 6)
+    checks.check_half_precision(DSS(6, 8, version), 6)
+    checks.check_training_drops_the_loss(partial(DSS, 16, 8, version), 16)
+
+
+def test_an_unknown_version_is_refused() -> None:
+    with pytest.raises(OptionError, match="did you mean 'softmax'"):
+        DSS(4, 8, version="soft-max")

@@ -1,0 +1,83 @@
+"""GSS against the recurrence of its paper, its state dicts and its precision."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.models import checks
+from tests.models.checks import distance, unroll
+from unilinattn.models.gss import GSS
+
+
+def recurrence(layer: GSS, x: Tensor) -> Tensor:
+    """The layer, token by token in float64: poles held at unit step by zero-order hold."""
+    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    x = x.double()
+    wide = functional.gelu(x @ state["to_u.0.weight"].T)
+    narrow = functional.gelu(x @ state["to_v.0.weight"].T)
+    u = functional.layer_norm(narrow, narrow.shape[-1:], state["dss.norm.weight"], state["dss.norm.bias"])
+    poles = torch.complex(-state["dss.Lambda_real"].exp(), state["dss.Lambda_imag"].exp())
+    c = torch.complex(state["dss.C_real"], state["dss.C_imag"])
+    states = unroll(poles.exp(), u[..., None] * (poles.exp() - 1) / poles)
+    y = (c * states).sum(-1).real + state["dss.param_D"] * u
+    return ((y @ state["to_gate.weight"].T) * wide) @ state["to_out.weight"].T + state["to_out.bias"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 37, 130])
+def test_the_layer_is_the_recurrence(length: int) -> None:
+    layer = GSS(d_model=8, d_state=6, d_ssm=5).double()
+    x = torch.randn(3, length, 8, dtype=torch.float64)
+    assert distance(layer(x), recurrence(layer, x)) < 1e-11
+
+
+def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+    layer = GSS(d_model=8, d_state=6, d_ssm=5).double()
+    x = torch.randn(2, 20, 8, dtype=torch.float64)
+    truth = recurrence(layer, x)
+    for name in ("Lambda_real", "Lambda_imag", "C_real", "C_imag", "param_D", "norm.weight"):
+        with torch.no_grad():
+            parameter = layer.get_parameter(f"dss.{name}")
+            original = parameter.clone()
+            parameter.mul_(1.01)
+            assert distance(layer(x), truth) > 1e-6, name
+            parameter.copy_(original)
+
+
+def test_float32_agrees_with_float64() -> None:
+    layer = GSS(16, 32)
+    x = torch.randn(2, 64, 16)
+    assert distance(layer(x).double(), recurrence(layer, x)) < 1e-5
+
+
+def test_the_papers_widths_are_the_default() -> None:
+    layer = GSS(d_model=16, d_state=4)
+    assert layer.to_u[0].out_features == 64
+    assert layer.to_v[0].out_features == 4
+
+
+def test_a_state_dict_of_the_public_layout_loads() -> None:
+    layout = {
+        "to_u.0.weight": (32, 8),
+        "to_v.0.weight": (5, 8),
+        "dss.norm.weight": (5,),
+        "dss.norm.bias": (5,),
+        "dss.Lambda_real": (6,),
+        "dss.Lambda_imag": (6,),
+        "dss.C_real": (5, 6),
+        "dss.C_imag": (5, 6),
+        "dss.param_D": (5,),
+        "to_gate.weight": (32, 5),
+        "to_out.weight": (8, 32),
+        "to_out.bias": (8,),
+    }
+    checks.check_state_dict_loads(GSS(8, 6, d_ssm=5), layout)
+
+
+def test_what_every_mixer_is_asked() -> None:
+    checks.check_no_token_sees_a_later_one(GSS(8, 6, d_ssm=4).double(), 8)
+    checks.check_gradients_reach_every_parameter(GSS(8, 6, d_ssm=4), 8)
+    checks.check_half_precision(GSS(8, 6, d_ssm=4), 8)
+    checks.check_training_drops_the_loss(partial(GSS, 16, 8), 16)

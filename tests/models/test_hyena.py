@@ -1,0 +1,247 @@
+"""Hyena of several orders against the sums of its paper, its state dicts, HyenaDNA's layout and its precision."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import checks
+from tests.models.checks import distance
+from unilinattn.errors import InputError, OptionError
+from unilinattn.models.hyena import Hyena, MultiHyena
+from unilinattn.models.hyenadna import HyenaDNAForCausalLM
+
+
+def filter_values(state: dict[str, Tensor], length: int, shift: float) -> Tensor:
+    """FFN(features) times the window, (length, channels), a linear map and a sine at a time."""
+    values = state["filter_fn.pos_emb.z"][0, :length]
+    position = 0
+    while f"filter_fn.implicit_filter.{position}.bias" in state:
+        name = f"filter_fn.implicit_filter.{position}"
+        values = values @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+        values = torch.sin(state[f"filter_fn.implicit_filter.{position + 1}.freq"] * values)
+        position += 2
+    values = values @ state[f"filter_fn.implicit_filter.{position}.weight"].T
+    window = torch.exp(-state["filter_fn.pos_emb.t"][0, :length] * state["filter_fn.modulation.deltas"][0].abs())
+    return values * (window + shift)
+
+
+def short_convolution(state: dict[str, Tensor], u: Tensor) -> Tensor:
+    """A tap at a time: out_i = bias + sum_k w_k in_{i - (width - 1) + k}."""
+    weight = state["short_filter.weight"][:, 0]
+    width = weight.shape[-1]
+    padded = torch.cat([u.new_zeros(len(u), width - 1, u.shape[-1]), u], dim=1)
+    return state["short_filter.bias"] + sum(weight[:, k] * padded[:, k : k + u.shape[1]] for k in range(width))
+
+
+def long_convolution(u: Tensor, taps: Tensor) -> Tensor:
+    """y_i = sum_{j <= i} taps_{i-j} u_j, time on axis 1 of u and 0 of the taps."""
+    outputs = [sum(taps[i - j] * u[:, j] for j in range(i + 1)) for i in range(u.shape[1])]
+    return torch.stack(outputs, dim=1)
+
+
+def definition(layer: Hyena, x: Tensor) -> Tensor:
+    """Definition 3.1 in float64, with the skip that the authors' code adds to every convolution."""
+    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    order, width = layer.order, layer.d_model
+    projected = short_convolution(state, x.double() @ state["in_proj.weight"].T + state["in_proj.bias"])
+    gates, value = projected[..., : order * width].split(width, dim=-1), projected[..., order * width :]
+    values = filter_values(state, x.shape[1], layer.filter_fn.shift)
+    for n in range(order - 1):
+        channels = torch.arange(width) * (order - 1) + n
+        gated = gates[order - 1 - n] * value
+        value = long_convolution(gated, values[:, channels]) + state["filter_fn.bias"][channels] * gated
+    return (gates[0] * value) @ state["out_proj.weight"].T + state["out_proj.bias"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 23])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"order": 3},
+        {"order": 4, "short_filter_order": 5},
+        {"emb_dim": 5, "w": 10.0, "shift": 0.05},
+        {"num_inner_mlps": 0},
+    ],
+    ids=str,
+)
+def test_the_layer_is_its_definition(length: int, options: dict[str, float]) -> None:
+    layer = Hyena(d_model=5, l_max=30, filter_order=8, **options).double()
+    x = torch.randn(2, length, 5, dtype=torch.float64)
+    assert distance(layer(x), definition(layer, x)) < 1e-11
+
+
+def test_a_layer_that_is_not_its_definition_is_noticed() -> None:
+    layer = Hyena(d_model=4, l_max=20, order=3, filter_order=8).double()
+    x = torch.randn(2, 20, 4, dtype=torch.float64)
+    truth = definition(layer, x)
+    for name, tensor in layer.state_dict().items():
+        if name.endswith("freq") and ".1." not in name:
+            continue
+        original = tensor.clone()
+        tensor.mul_(1.01)
+        assert distance(layer(x), truth) > 1e-8, name
+        tensor.copy_(original)
+
+
+def test_positions_are_time_and_waves() -> None:
+    features = Hyena(4, l_max=10, emb_dim=5).double().filter_fn.pos_emb
+    time = torch.arange(10).double()
+    torch.testing.assert_close(features.t[0, :, 0], time / 9, rtol=1e-6, atol=1e-6)
+    for column, frequency in ((1, 1e-4), (2, 1.0)):
+        angle = frequency * 2 * math.pi * time / 10
+        torch.testing.assert_close(features.z[0, :, column], angle.cos(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(features.z[0, :, column + 2], -angle.sin(), rtol=1e-5, atol=1e-5)
+
+
+def test_without_modulation_there_is_no_window() -> None:
+    plain = Hyena(4, l_max=20, modulate=False, filter_order=8).double()
+    windowed = Hyena(4, l_max=20, filter_order=8).double()
+    windowed.load_state_dict(plain.state_dict())
+    window = torch.exp(-windowed.filter_fn.pos_emb.t[0] * windowed.filter_fn.modulation.deltas[0].abs()).mT
+    torch.testing.assert_close(windowed.filters(20)[0], plain.filters(20)[0] * window)
+
+
+def test_float32_agrees_with_float64() -> None:
+    layer = Hyena(16, l_max=64)
+    x = torch.randn(2, 64, 16)
+    assert distance(layer(x).double(), definition(layer, x)) < 1e-5
+
+
+def mixer_layout(prefix: str, width: int, l_max: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of an order-2 operator in a published HyenaDNA checkpoint."""
+    filters = "filter_fn.implicit_filter"
+    names: dict[str, tuple[int, ...]] = {
+        "in_proj.weight": (3 * width, width),
+        "in_proj.bias": (3 * width,),
+        "out_proj.weight": (width, width),
+        "out_proj.bias": (width,),
+        "short_filter.weight": (3 * width, 1, 3),
+        "short_filter.bias": (3 * width,),
+        "filter_fn.bias": (width,),
+        "filter_fn.pos_emb.z": (1, l_max, 5),
+        "filter_fn.pos_emb.t": (1, l_max, 1),
+        f"{filters}.0.weight": (hidden, 5),
+        f"{filters}.0.bias": (hidden,),
+        f"{filters}.1.freq": (1, hidden),
+        f"{filters}.2.weight": (hidden, hidden),
+        f"{filters}.2.bias": (hidden,),
+        f"{filters}.3.freq": (1, hidden),
+        f"{filters}.4.weight": (hidden, hidden),
+        f"{filters}.4.bias": (hidden,),
+        f"{filters}.5.freq": (1, hidden),
+        f"{filters}.6.weight": (width, hidden),
+        "filter_fn.modulation.deltas": (1, 1, width),
+    }
+    return {prefix + name: shape for name, shape in names.items()}
+
+
+def test_a_state_dict_of_the_published_layout_loads() -> None:
+    checks.check_state_dict_loads(Hyena(8, 20, emb_dim=5), mixer_layout("", 8, 20, 64))
+
+
+def hyenadna_layout() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the smallest published HyenaDNA checkpoint."""
+    width, inner = 128, 512
+    layout: dict[str, tuple[int, ...]] = {
+        "backbone.embeddings.word_embeddings.weight": (16, width),
+        "backbone.ln_f.weight": (width,),
+        "backbone.ln_f.bias": (width,),
+        "lm_head.weight": (16, width),
+    }
+    for layer in range(2):
+        prefix = f"backbone.layers.{layer}."
+        layout |= mixer_layout(f"{prefix}mixer.", width, 1026, 64)
+        layout |= {f"{prefix}{norm}.{kind}": (width,) for norm in ("norm1", "norm2") for kind in ("weight", "bias")}
+        layout |= {
+            f"{prefix}mlp.fc1.weight": (inner, width),
+            f"{prefix}mlp.fc1.bias": (inner,),
+            f"{prefix}mlp.fc2.weight": (width, inner),
+            f"{prefix}mlp.fc2.bias": (width,),
+        }
+    return layout
+
+
+def test_the_smallest_published_hyenadna_loads_and_is_causal() -> None:
+    model = HyenaDNAForCausalLM()
+    checks.check_state_dict_loads(model, hyenadna_layout())
+    model = HyenaDNAForCausalLM().double()
+    assert model.lm_head.weight is model.backbone.embeddings["word_embeddings"].weight
+    ids = torch.randint(7, 11, (1, 20))
+    changed = ids.clone()
+    changed[:, 12:] = 6
+    difference = (model(ids).logits - model(changed).logits).abs()
+    assert difference[:, :12].max() < 1e-11
+    assert difference[:, 12:].max() > 1e-3
+
+
+def test_hyenadna_trains() -> None:
+    model = HyenaDNAForCausalLM(d_model=16, n_layer=2, d_inner=32, l_max=20)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(30):
+        ids = torch.randint(7, 11, (8, 2)).repeat(1, 6)
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def outer_products(layer: MultiHyena, x: Tensor) -> Tensor:
+    """Multi-head Hyena as the attention that it is: alpha_ij = h_{i-j} q_i . k_j, with the skip on the diagonal."""
+    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    projected = short_convolution(state, x.double() @ state["in_proj.weight"].T + state["in_proj.bias"])
+    q, k, v = (part.unflatten(-1, (layer.num_heads, -1)) for part in projected.chunk(3, dim=-1))
+    length = x.shape[1]
+    taps = filter_values(state, length, layer.filter_fn.shift)
+    lag = torch.arange(length)[:, None] - torch.arange(length)
+    toeplitz = torch.where((lag >= 0)[..., None], taps[lag.clamp(min=0)], 0.0)
+    toeplitz = toeplitz + (lag == 0)[..., None] * state["filter_fn.bias"]
+    read = torch.einsum("ijh,bihn,bjhn,bjhp->bihp", toeplitz, q, k, v)
+    return read.flatten(2) @ state["out_proj.weight"].T + state["out_proj.bias"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 23])
+@pytest.mark.parametrize("num_heads", [1, 2, 6])
+def test_several_heads_are_toeplitz_times_low_rank(length: int, num_heads: int) -> None:
+    layer = MultiHyena(d_model=6, l_max=30, num_heads=num_heads, filter_order=8, shift=0.05).double()
+    x = torch.randn(2, length, 6, dtype=torch.float64)
+    assert distance(layer(x), outer_products(layer, x)) < 1e-11
+
+
+def test_as_many_heads_as_channels_are_hyena_of_order_two() -> None:
+    single, several = Hyena(6, 30).double(), MultiHyena(6, 30, num_heads=6).double()
+    several.load_state_dict(single.state_dict(), strict=True)
+    x = torch.randn(2, 25, 6, dtype=torch.float64)
+    assert distance(several(x), single(x)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [partial(Hyena, 8, 40), partial(Hyena, 8, 40, order=3), partial(MultiHyena, 8, 40, 2)],
+    ids=["order 2", "order 3", "heads"],
+)
+def test_what_every_mixer_is_asked(mixer: partial[nn.Module]) -> None:
+    checks.check_no_token_sees_a_later_one(mixer().double(), 8)
+    checks.check_gradients_reach_every_parameter(mixer(), 8)
+    checks.check_half_precision(mixer(), 8)
+    checks.check_training_drops_the_loss(mixer, 8)
+
+
+def test_a_sequence_longer_than_the_filter_is_refused() -> None:
+    with pytest.raises(InputError, match="21 tokens; this filter has l_max=20"):
+        Hyena(4, l_max=20)(torch.randn(1, 21, 4))
+
+
+def test_sizes_that_cannot_be_built_are_refused() -> None:
+    with pytest.raises(OptionError, match="order is 1"):
+        Hyena(4, 20, order=1)
+    with pytest.raises(OptionError, match="emb_dim is 4"):
+        Hyena(4, 20, emb_dim=4)
+    with pytest.raises(OptionError, match="num_heads is 3"):
+        MultiHyena(4, 20, num_heads=3)

@@ -1,0 +1,130 @@
+"""S5 against the recurrence of its paper, its HiPPO start, its state dicts and its precision."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.models import checks
+from tests.models.checks import distance, pairs, unroll
+from unilinattn.errors import OptionError
+from unilinattn.models.hippo import hippo_matrix
+from unilinattn.models.s5 import S5
+
+
+def recurrence(layer: S5, u: Tensor) -> Tensor:
+    """The layer, token by token in float64, from the continuous system of the paper (Eq. 1, Section 3.1)."""
+    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    real = state["seq.Lambda_re"].clamp(max=-1e-4) if layer.seq.clip_eigs else state["seq.Lambda_re"]
+    poles = torch.complex(real, state["seq.Lambda_im"])
+    dt = state["seq.log_step"][:, 0].exp()
+    if layer.seq.discretization == "zoh":
+        decay = torch.exp(poles * dt)
+        gain = (decay - 1) / poles
+    else:
+        decay = (1 + dt / 2 * poles) / (1 - dt / 2 * poles)
+        gain = dt / (1 - dt / 2 * poles)
+    drive = u.to(torch.complex128) @ (gain[:, None] * pairs(state["seq.B"])).T
+    read = (unroll(decay, drive) @ pairs(state["seq.C"]).T).real
+    y = (2 * read if layer.seq.conj_sym else read) + state["seq.D"] * u.double()
+    y = functional.gelu(y, approximate="tanh")
+    return y * torch.sigmoid(y @ state["out2.weight"].T + state["out2.bias"])
+
+
+@pytest.mark.parametrize("length", [1, 2, 37, 130])
+@pytest.mark.parametrize("conj_sym", [True, False])
+@pytest.mark.parametrize("discretization", ["zoh", "bilinear"])
+def test_the_layer_is_the_recurrence(length: int, conj_sym: bool, discretization: str) -> None:
+    layer = S5(6, 8, blocks=2, conj_sym=conj_sym, discretization=discretization).double()
+    u = torch.randn(3, length, 6, dtype=torch.float64)
+    assert distance(layer(u), recurrence(layer, u)) < 1e-11
+
+
+def test_poles_are_clipped_only_when_asked() -> None:
+    u = torch.randn(1, 20, 4, dtype=torch.float64)
+    for clip in (True, False):
+        layer = S5(4, 4, clip_eigs=clip).double()
+        with torch.no_grad():
+            layer.seq.Lambda_re.fill_(0.2)
+        assert distance(layer(u), recurrence(layer, u)) < 1e-11
+        assert (layer.seq.modes().decay.abs() < 1).all() == clip
+
+
+def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+    layer = S5(4, 8).double()
+    u = torch.randn(2, 20, 4, dtype=torch.float64)
+    truth = recurrence(layer, u)
+    for name in ("Lambda_re", "Lambda_im", "B", "C", "D", "log_step"):
+        with torch.no_grad():
+            parameter = layer.get_parameter(f"seq.{name}")
+            original = parameter.clone()
+            parameter.mul_(1.01)
+            assert distance(layer(u), truth) > 1e-6, name
+            parameter.copy_(original)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_it_starts_with_hippos_normal_part_in_blocks(blocks: int) -> None:
+    layer = S5(d_model=3, d_state=16, blocks=blocks, conj_sym=False)
+    size = 16 // blocks
+    root = torch.sqrt(torch.arange(size, dtype=torch.float64) + 0.5)
+    normal = hippo_matrix(size) + torch.outer(root, root)
+    expected = torch.linalg.eigvals(normal).imag.sort().values
+    found = layer.seq.Lambda_im.detach().double().unflatten(0, (blocks, size))
+    torch.testing.assert_close(found, expected.expand(blocks, -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.seq.Lambda_re.detach(), torch.full((16,), -0.5))
+
+
+def test_half_of_each_pair_gives_what_all_modes_give() -> None:
+    half, full = S5(5, 8).double(), S5(5, 8, conj_sym=False).double()
+    state = half.state_dict()
+    mirrored = dict(state)
+    for name, axis in (("Lambda_re", 0), ("Lambda_im", 0), ("log_step", 0), ("B", 0), ("C", 1)):
+        own = state[f"seq.{name}"]
+        other = own.clone()
+        if name in ("B", "C"):
+            other[..., 1] *= -1
+        if name == "Lambda_im":
+            other *= -1
+        mirrored[f"seq.{name}"] = torch.cat([own, other], dim=axis)
+    full.load_state_dict(mirrored)
+    u = torch.randn(2, 15, 5, dtype=torch.float64)
+    assert distance(full(u), half(u)) < 1e-12
+
+
+def test_float32_agrees_with_float64() -> None:
+    layer = S5(8, 32)
+    u = torch.randn(2, 64, 8)
+    assert distance(layer(u).double(), recurrence(layer, u)) < 1e-5
+
+
+def test_a_state_dict_of_the_authors_layout_loads() -> None:
+    layout = {
+        "seq.Lambda_re": (4,),
+        "seq.Lambda_im": (4,),
+        "seq.B": (4, 6, 2),
+        "seq.C": (6, 4, 2),
+        "seq.D": (6,),
+        "seq.log_step": (4, 1),
+        "out2.weight": (6, 6),
+        "out2.bias": (6,),
+    }
+    checks.check_state_dict_loads(S5(6, 8), layout)
+
+
+def test_what_every_mixer_is_asked() -> None:
+    checks.check_no_token_sees_a_later_one(S5(6, 8).double(), 6)
+    checks.check_gradients_reach_every_parameter(S5(6, 8), 6)
+    checks.check_half_precision(S5(6, 8), 6)
+    checks.check_training_drops_the_loss(partial(S5, 16, 8), 16)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"d_state": 6, "blocks": 2}, "d_state is 6"), ({"blocks": 0}, "blocks is 0"), ({"discretization": "zho"}, "zoh")],
+)
+def test_options_that_cannot_be_built_are_refused(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        S5(**{"d_model": 6, "d_state": 8, **wrong})
