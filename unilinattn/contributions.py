@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,7 +27,7 @@ Band = Mapping[int, Tensor]
 
 def rows_of(
     chain: Sequence[Stage], groups: int, index: Int[Tensor, "batch row"], like: Float[Tensor, "batch length _"]
-) -> Float[Tensor, "batch key group row"]:
+) -> Inexact[Tensor, "batch key group row"]:
     """Return rows of a per-channel chain's matrix at selected positions.
 
     The last mixer gives its own rows; what stands after it scales them, what stands before carries them back.
@@ -50,7 +50,8 @@ def rows_of(
         block = _as_slice(index)
         rows = stage.mixer.rows(index) if block is None else stage.mixer.tile(rows=block)
         columns = rows.repeat_interleave(groups // rows.shape[1], dim=1).permute(0, 3, 1, 2)
-    return run_adjoint(chain[:last], columns * weight)
+    # An adjoint conjugates complex stages, a row of their product does not.
+    return run_adjoint(chain[:last], (columns * weight).conj()).conj()
 
 
 def _as_slice(index: Int[Tensor, "batch row"]) -> slice | None:

@@ -119,7 +119,8 @@ class MixerOperator:
         chain, groups, repeat = self._scoped(scope, port)
         step = self._rows_at_once(groups)
         parts = [
-            _reduce(rows_of(chain, groups, part, self.output).permute(0, 2, 3, 1), heads, repeat)
+            # Of a complex mode the real part is reported: what it passes from real input to real output.
+            _reduce(rows_of(chain, groups, part, self.output).real.permute(0, 2, 3, 1), heads, repeat)
             for part in chosen.split(step, dim=1)
         ]
         rows = torch.cat(parts, dim=-2)
@@ -142,7 +143,7 @@ class MixerOperator:
         """
         chain, groups, _ = self._scoped(scope, port)
         columns = rows.to(self._dtype).transpose(1, 2).unsqueeze(2).expand(-1, -1, groups, -1)
-        return run_adjoint(chain, columns).mean(2).transpose(1, 2)
+        return run_adjoint(chain, columns).real.mean(2).transpose(1, 2)
 
     def contributions(self, index: Rows, *, port: str | None = None, activation: str = "exact") -> Float[Tensor, "..."]:
         """Return T_ij x_j, what each token adds to the outputs at selected positions (LaTIM Eq. 22-25).

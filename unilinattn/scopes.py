@@ -26,9 +26,12 @@ def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
     lead = chain[first]
     if first == last and isinstance(lead, Branch):
         carrying = [inner for inner in lead.chains if _has_core(inner)]
-        if len(carrying) == 1 and any(isinstance(stage, (Matrix, Unmapped)) for stage in walk(carrying[0])):
+        if any(isinstance(stage, (Matrix, Unmapped)) for inner in carrying for stage in walk(inner)):
             # The projections stand inside this branch, so what stands around it (a residual) is outside the scope.
-            return scoped(carrying[0], scope, channels)
+            cuts = [scoped(inner, scope, channels) for inner in carrying]
+            if len(cuts) == 1:
+                return cuts[0]
+            return (Branch(lead.role, tuple(cut for cut, _ in cuts)),), cuts[0][1]
     if scope == "unified":
         return tuple(
             stage for stage in _between_matrices(chain, first, last) if not isinstance(stage, Center)

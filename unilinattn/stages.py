@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
@@ -54,9 +54,9 @@ class Stage(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Matrix(Stage):
-    """A weight matrix on every token: weight (out, in), bias (out)."""
+    """A weight matrix on every token: weight (out, in), bias (out); a complex weight reads complex channels."""
 
-    weight: Float[Tensor, "out in"]
+    weight: Inexact[Tensor, "out in"]
     bias: Float[Tensor, " out"] | None = None
 
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
@@ -65,8 +65,34 @@ class Matrix(Stage):
         return product if self.bias is None or not bias else product + _columns(self.bias, x.ndim - 3)
 
     def adjoint(self, g: Tensor) -> Tensor:
-        """Multiply each token's vector by the transposed weight."""
-        return _on_channels(self.weight.T, g)
+        """Multiply each token's vector by the transposed weight, conjugated where it is complex."""
+        return _on_channels(self.weight.mH, g)
+
+
+@dataclass(frozen=True, eq=False)
+class ToComplex(Stage):
+    """Read real channels as complex ones; with `ToReal` it frames a chain over complex modes (S5)."""
+
+    def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        """Set the imaginary part to zero."""
+        return x.to(x.dtype.to_complex())
+
+    def adjoint(self, g: Tensor) -> Tensor:
+        """Take the real part: the transpose under the real inner product."""
+        return g.real
+
+
+@dataclass(frozen=True, eq=False)
+class ToReal(Stage):
+    """Take the real part of complex channels: real-linear, its transpose under the real inner product."""
+
+    def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        """Take the real part."""
+        return x.real
+
+    def adjoint(self, g: Tensor) -> Tensor:
+        """Set the imaginary part to zero."""
+        return g.to(g.dtype.to_complex())
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +191,10 @@ class Branch(Stage):
         for chain in self.chains[1:]:
             total = total + run(chain, x, bias=bias)
         return total
+
+    def at(self, index: Int[Tensor, "batch row"]) -> "Branch":
+        """Restrict every stage of every chain."""
+        return replace(self, chains=tuple(tuple(stage.at(index) for stage in chain) for chain in self.chains))
 
     def adjoint(self, g: Tensor) -> Tensor:
         """Add up what the chains' adjoints return."""

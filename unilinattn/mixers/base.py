@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
 from unilinattn.errors import FactorError
@@ -60,7 +60,7 @@ class CoreMixer(ABC):
         columns = self.adjoint(probe.expand(-1, -1, heads, -1))
         return columns.permute(0, 2, 3, 1)
 
-    def materialize(self) -> Float[Tensor, "batch head query key"]:
+    def materialize(self) -> Inexact[Tensor, "batch head query key"]:
         """Return the whole matrix of every head; memory grows with batch x heads x queries x keys."""
         return self.tile()
 

@@ -1,7 +1,7 @@
 """Toeplitz: alpha_ij = K[i - j], the same for every input: convolutions short and long."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Inexact, Int
 from torch import Tensor
 
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
@@ -12,6 +12,9 @@ DIRECT_TAPS = 32
 
 class Toeplitz(CoreMixer):
     """A fixed causal convolution: S4, S4D, DSS and every short convolution (HMA ACL Theorem 1, Eq. 4).
+
+    A complex kernel (S5: tap t of a mode is its decay to the power of t) mixes complex values; `adjoint` is then
+    the transpose under the real inner product Re(x* y), which conjugates the taps.
 
     `apply` and `adjoint` take O(L taps) time up to 32 taps and O(L log L) above; `rows` gathers in O(L).
     Through the FFT a future token moves the past by rounding only, not bit for bit by nothing.
@@ -25,7 +28,7 @@ class Toeplitz(CoreMixer):
     causal = True
     data_controlled = False
 
-    def __init__(self, kernel: Float[Tensor, "head tap"], *, batch: int, length: int) -> None:
+    def __init__(self, kernel: Inexact[Tensor, "head tap"], *, batch: int, length: int) -> None:
         """Hold the kernel, cut to the length; raise `FactorError` if it holds NaN or infinity."""
         check_factors(kernel=kernel)
         self._kernel = kernel[:, :length]
@@ -42,11 +45,11 @@ class Toeplitz(CoreMixer):
         return self._kernel.shape[1] <= DIRECT_TAPS
 
     @property
-    def taps(self) -> Float[Tensor, "head tap"]:
+    def taps(self) -> Inexact[Tensor, "head tap"]:
         """The kernel: tap t weighs the token t steps back."""
         return self._kernel
 
-    def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
+    def apply(self, value: Inexact[Tensor, "batch key head channel"]) -> Inexact[Tensor, "batch query head channel"]:
         """Convolve along time."""
         if not self.is_short:
             return self._by_fft(value, conjugate=False)
@@ -56,39 +59,44 @@ class Toeplitz(CoreMixer):
             output = output + tap[:, None] * shifted
         return output
 
-    def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
+    def adjoint(self, grad: Inexact[Tensor, "batch query head channel"]) -> Inexact[Tensor, "batch key head channel"]:
         """Correlate along time."""
         if not self.is_short:
             return self._by_fft(grad, conjugate=True)
         output = torch.zeros_like(grad)
-        for lag, tap in enumerate(self._kernel.unbind(1)):
+        for lag, tap in enumerate(self._kernel.conj().unbind(1)):
             shifted = torch.nn.functional.pad(grad[:, lag:], (0, 0, 0, 0, 0, lag))
             output = output + tap[:, None] * shifted
         return output
 
-    def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
+    def rows(self, index: Int[Tensor, "batch row"]) -> Inexact[Tensor, "batch head row key"]:
         """Look up K[i - j] for selected rows."""
         return self._lookup(index, ALL, ALL)
 
-    def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
+    def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Inexact[Tensor, "batch head row col"]:
         """Look up K[i - j]."""
         position = torch.arange(self._length, device=self._kernel.device)[rows]
         return self._lookup(position[None], cols, heads).expand(self._batch, -1, -1, -1)
 
     def _lookup(
         self, index: Int[Tensor, "batch row"], cols: slice, heads: slice
-    ) -> Float[Tensor, "batch head row col"]:
+    ) -> Inexact[Tensor, "batch head row col"]:
         lag = index[:, :, None] - torch.arange(self._length, device=self._kernel.device)[cols]
         taps = self._kernel.shape[1]
         inside = (lag >= 0) & (lag < taps)
         return (self._kernel[heads][:, lag.clamp(0, taps - 1)] * inside).transpose(0, 1)
 
-    def diagonal(self) -> Float[Tensor, "batch head length"]:
+    def diagonal(self) -> Inexact[Tensor, "batch head length"]:
         """Return K[0] for every token."""
         return self._kernel[None, :, :1].expand(self._batch, -1, self._length)
 
     def _by_fft(self, value: Tensor, *, conjugate: bool) -> Tensor:
         size = self._length + self._kernel.shape[1]
+        if self._kernel.is_complex():
+            spectrum = torch.fft.fft(self._kernel, n=size).T
+            spectrum = spectrum.conj() if conjugate else spectrum
+            product = torch.fft.fft(value, n=size, dim=1) * spectrum[None, :, :, None]
+            return torch.fft.ifft(product, n=size, dim=1)[:, : self._length]
         spectrum = torch.fft.rfft(self._kernel, n=size).T
         spectrum = spectrum.conj() if conjugate else spectrum
         product = torch.fft.rfft(value, n=size, dim=1) * spectrum[None, :, :, None]
