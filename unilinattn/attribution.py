@@ -54,7 +54,8 @@ class Attribution:
     `scores` has the axes that `dims` names, out of layer, batch, query, key in this order; without a layer
     axis `layers` names the layers that were composed, without a batch axis the result is one sequence.
     `tokens` and `mask` (True at real tokens) follow the key axis, padding included. `grid` is the (rows,
-    columns) of an image's patches. `kinds` names each layer's kind of mixer. `reconstruction_error` maps a
+    columns) of an image's patches. `kinds` names each layer's kind of mixer, `left_out` the opaque layers that no
+    adapter knows. `reconstruction_error` maps a
     layer's name to ||op(x) - y|| / ||y|| against what the host computed. `completeness_gap` is the method's
     own. `extras` holds further tensors such as the bias's share; they follow the axes of `dims` without key.
 
@@ -71,6 +72,7 @@ class Attribution:
     mask: Bool[Tensor, "batch length"] | None = None
     layers: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     model: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     reconstruction_error: Mapping[str, float] = field(default_factory=dict)
@@ -116,6 +118,8 @@ class Attribution:
         lines.append(f"  scores: {axes} ({str(self.scores.dtype).removeprefix('torch.')})")
         if self.layers:
             lines.append(f"  layers: {len(self.layers)} ({count_kinds(self.kinds) or 'kinds not recorded'})")
+        if self.left_out:
+            lines.append(f"  LEFT OUT, no adapter knows them: {', '.join(self.left_out)}")
         if self.options:
             lines.append("  options: " + ", ".join(f"{name}={value!r}" for name, value in self.options.items()))
         if (worst := self.worst_error) is not None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unilinattn.architectures.call import Seen
+from unilinattn.architectures.call import Call, Seen
+from unilinattn.errors import UncoveredError
 from unilinattn.registry import Architecture
 
 
@@ -20,6 +21,18 @@ class Place:
     stream: Tensor
     multiplier: float
     beside: "Frame | None" = None
+
+
+def _no_operator(call: Call) -> Any:
+    """A mixer that no adapter knows, kept by its place alone."""
+    raise UncoveredError(
+        f"{call.name} ({type(call.module).__qualname__}) is opaque: no adapter knows it, so it has no operator. "
+        "Register one with `unilinattn.register_architecture`."
+    )
+
+
+OPAQUE = Architecture("opaque", "opaque", (), "", _no_operator)
+"""What `trace(..., strict=False)` takes an unknown mixer for."""
 
 
 @dataclass(eq=False)
@@ -62,9 +75,9 @@ def place_in_stream(layer: Frame, block: Frame) -> bool:
     added, inside = layer.output, _index(layer, block)
     if inside is None:
         return False
-    streams = [
-        t for t in (block.input, layer.entered) if t is not None and added is not None and t.shape == added.shape
-    ]
+    # A block may norm or embed its input before it becomes the stream.
+    entering = (block.input, layer.entered, *(child.output for child in block.children[:inside]))
+    streams = [t for t in entering if t is not None and added is not None and t.shape == added.shape]
     if added is None or not streams:
         return False
     after = block.children[inside + 1 :]

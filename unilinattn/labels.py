@@ -27,6 +27,7 @@ class Header(BaseModel):
     grid: tuple[int, int] | None
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
     model: str
     versions: dict[str, str]
     reconstruction_error: dict[str, float]

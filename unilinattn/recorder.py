@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from unilinattn.architectures.call import Seen
 from unilinattn.errors import InputError, ModelStateError, UnknownArchitectureError, nearest
-from unilinattn.frames import Frame, first_tensor, place_in_stream
+from unilinattn.frames import OPAQUE, Frame, first_tensor, place_in_stream
 from unilinattn.registry import Architecture, architecture_of, architectures
 
 _MIXER_NAME = re.compile(
@@ -25,9 +25,10 @@ _MIXER_NAME = re.compile(
 class Recorder:
     """Notes every call of every module while it is attached, and which of them are token-mixing layers."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Prepare for one model."""
+    def __init__(self, model: nn.Module, *, strict: bool = True) -> None:
+        """Prepare for one model; without `strict`, mixers that no adapter knows become opaque layers."""
         self.model = model
+        self.strict = strict
         self.layers: list[Frame] = []
         self.strangers: list[Frame] = []
         self._stack: list[Frame] = []
@@ -53,7 +54,10 @@ class Recorder:
 
     def check(self) -> None:
         """Raise `UnknownArchitectureError` if no layer was met, or if a module that looks like one is unknown."""
-        unknown = [frame for frame in self.strangers if not frame.holds_layer]
+        unknown = [frame for frame in self.strangers if not frame.holds_layer and self.strict]
+        # A convolution inside an unknown mixer is a part of it; a model's own name promises nothing.
+        whole = tuple(f"{frame.name}." for frame in unknown if frame.name)
+        unknown = [frame for frame in unknown if not frame.name.startswith(whole)]
         if not unknown and self.layers:
             return
         hosts = [host for a in architectures().values() for host in a.hosts]
@@ -85,6 +89,9 @@ class Recorder:
             frame = Frame(module, name, bound_arguments(module, args, kwargs), parent, architecture_of(type(module)))
             if parent is not None:
                 parent.children.append(frame)
+            if frame.architecture is not None and frame.input is not None:
+                # A host may write into its own argument.
+                frame.entered = frame.input.detach().clone()
             self._stack.append(frame)
 
         return hook
@@ -92,16 +99,20 @@ class Recorder:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         frame = self._stack.pop()
         frame.output = first_tensor(output if isinstance(output, (tuple, list)) else _values(output), axes=2)
-        if frame.parent is not None and (frame.holds_layer or frame.architecture is not None):
-            frame.parent.holds_layer = True
         is_layer = frame.architecture is not None and frame.outermost is frame
         if frame.outermost is frame and not is_layer and frame.output is not None and _looks_like_mixer(module):
-            self.strangers.append(frame)
+            if self.strict or frame.holds_layer or frame.input is None:
+                self.strangers.append(frame)
+            else:
+                frame.architecture, is_layer = OPAQUE, True
+        if frame.parent is not None and (frame.holds_layer or frame.architecture is not None):
+            frame.parent.holds_layer = True
         self._place(frame)
         if not is_layer:
             return None
         # A host may go on to write into what it passed around.
-        frame.entered = None if frame.input is None else frame.input.detach().clone()
+        if frame.entered is None and frame.input is not None:
+            frame.entered = frame.input.detach().clone()
         result = frame.output
         frame.output = None if result is None else result.detach().clone()
         self.layers.append(frame)
@@ -130,14 +141,17 @@ class RefuseDropout(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Let everything through but a dropout with p > 0 in training mode."""
         kwargs = kwargs or {}
-        if "dropout" in getattr(func, "__name__", ""):
+        name, probability, training = getattr(func, "__name__", ""), 0.0, True
+        if "dropout" in name:
             probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-            if training and probability > 0:
-                raise ModelStateError(
-                    f"the model is in train mode and dropout with p = {probability} is active, so its layers are "
-                    "random; call model.eval() before tracing (or set its dropout to 0)."
-                )
+        elif name == "scaled_dot_product_attention":
+            probability = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        if training and probability > 0:
+            raise ModelStateError(
+                f"the model is in train mode and dropout with p = {probability} is active, so its layers are "
+                "random; call model.eval() before tracing (or set its dropout to 0)."
+            )
         return func(*args, **kwargs)
 
 
@@ -148,6 +162,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     Raises `ModelStateError` if the run changed a parameter.
     """
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    held = [(module, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, _version(buffer), buffer.detach().clone()) for buffer in model.buffers()]
     parameters = [(name, p, _version(p)) for name, p in model.named_parameters()]
     try:
@@ -156,6 +171,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for module, before in attributes:
             module.__dict__.clear()
             module.__dict__.update(before)
+        for module, own in held:
+            module._buffers.clear()
+            module._buffers.update(own)
         with torch.no_grad():
             for buffer, version, copy in buffers:
                 if _version(buffer) != version:
@@ -184,7 +202,8 @@ def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
         )
     _check_ids(model, given)
     parameters = inspect.signature(model.forward).parameters
-    if "use_cache" in parameters:
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "use_cache" in parameters or ("past_key_values" in parameters and passes_on):
         given.setdefault("use_cache", False)
     mask = given.get("attention_mask")
     derives = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())

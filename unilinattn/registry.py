@@ -1,5 +1,6 @@
 """Architectures and methods by name: what is registered here or by another package through entry points."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from unilinattn.errors import OptionError, nearest
 
 ENTRY_POINT_GROUPS = ("unilinattn.architectures", "unilinattn.methods")
-"""Each entry point names a module that registers when it is imported."""
+"""Each entry point names a module that registers when it is imported; one that fails is left out with a warning."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Architecture:
     around the run, which calls `mark(module, record)` for each token-mixing module that it meets.
     `leak(module)` tells how left padding reaches real tokens in a host that does not mask it, or None.
     `observes` tells that `build` needs what a `capture` saw, so it cannot stand in for the host's own forward.
+    `extras` is how many values the host's forward returns after its output: None each where an operator stands in.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Architecture:
     capture: Callable[[Any, Callable[[Any, Any], None]], AbstractContextManager[None]] | None = None
     leak: Callable[[Any], str | None] | None = None
     observes: bool = False
+    extras: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ def register_architecture(
     capture: Callable[..., AbstractContextManager[None]] | None = None,
     leak: Callable[[Any], str | None] | None = None,
     observes: bool = False,
+    extras: int = 0,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register an adapter for host classes named as strings, "package.module.Class"; subclasses match by their MRO.
 
@@ -68,7 +72,7 @@ def register_architecture(
             raise OptionError(
                 f"architecture {name!r} or its hosts {taken} are registered already; choose another name."
             )
-        architecture = Architecture(name, kind, hosts, _first_line(build), build, capture, leak, observes)
+        architecture = Architecture(name, kind, hosts, _first_line(build), build, capture, leak, observes, extras)
         _architectures[name] = architecture
         _hosts.update(dict.fromkeys(hosts, architecture))
         return build
@@ -129,4 +133,13 @@ def _first_line(function: Callable[..., Any]) -> str:
 def _load_entry_points() -> None:
     for group in ENTRY_POINT_GROUPS:
         for point in entry_points(group=group):
-            point.load()
+            # Whatever another package raises while it is imported, this one goes on without it.
+            try:
+                point.load()
+            except Exception as error:
+                package = "an unnamed package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+                warnings.warn(
+                    f"{package} is left out: its entry point {point.name!r} = {point.value!r} of the group "
+                    f"{group!r} failed with {type(error).__name__}: {error}",
+                    stacklevel=3,
+                )

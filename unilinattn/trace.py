@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unilinattn.architectures.call import Call
 from unilinattn.errors import FactorError, InputError, ModelStateError, UncoveredError
 from unilinattn.flow import Flow
-from unilinattn.frames import Frame, first_tensor
+from unilinattn.frames import OPAQUE, Frame, first_tensor
 from unilinattn.operator import MixerOperator
 from unilinattn.recorder import Recorder, RefuseDropout, bound_arguments, host_arguments, preserved
 from unilinattn.registry import Architecture, architecture_of
@@ -82,12 +82,17 @@ class Layer:
         )
 
     @property
+    def opaque(self) -> bool:
+        """Whether no adapter knows the module, so that it has no operator (see `trace(strict=False)`)."""
+        return self._architecture is OPAQUE
+
+    @property
     def residual(self) -> Float[Tensor, "batch query out"] | None:
         """The stream that the host adds `multiplier` times the output to: zeros where the module has its own residual.
 
         None where no such stream was seen (a norm stands between, say).
         """
-        if self._stream is None and self.operator.has_residual:
+        if self._stream is None and not self.opaque and self.operator.has_residual:
             return torch.zeros_like(self.output)
         return self._stream
 
@@ -149,7 +154,7 @@ class Trace:
         dtype: torch.dtype | None,
     ) -> None:
         """Freeze the layers of a recorded run."""
-        self._model, self._given = model, given
+        self._model, self._given, self._strict = model, given, recorder.strict
         self.model = type(model).__name__
         self.output = output
         mask, inner_mask = _mask(given, "attention_mask"), _mask(given, "decoder_attention_mask")
@@ -220,7 +225,7 @@ class Trace:
         self, targets: Iterable[Target], logit: Logit = None
     ) -> Iterator[tuple[Float[Tensor, "batch query out"], ...]]:
         """Yield `gradient` for one target after the other, the model run forward only once."""
-        recorder = _GradientRecorder(self._model)
+        recorder = _GradientRecorder(self._model, strict=self._strict)
         with torch.enable_grad(), through_operators(self._model), _running(self._model, recorder):
             output = self._model(**self._given)
         for target in targets:
@@ -235,7 +240,8 @@ class Trace:
     def _scalar(self, output: Any, target: Target, logit: Logit) -> Tensor:
         if callable(logit):
             return logit(output)
-        logits = getattr(output, "logits", None)
+        # Vision models return their class logits as they are.
+        logits = output if isinstance(output, Tensor) and output.ndim == 2 else getattr(output, "logits", None)
         if logits is None:
             raise InputError(
                 f"{self.model} returns no logits; give `logit` as a function of its output, such as "
@@ -255,8 +261,8 @@ class Trace:
 class _GradientRecorder(Recorder):
     """Makes every layer's output require a gradient, so that the model's frozen parameters do not matter."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, *, strict: bool) -> None:
+        super().__init__(model, strict=strict)
         self.outputs: list[Tensor] = []
 
     def on_layer(self, output: Any, result: Tensor) -> Any:
@@ -265,18 +271,21 @@ class _GradientRecorder(Recorder):
         return _with_tensor(output, result, leaf)
 
 
-def trace(model: nn.Module, inputs: Any, *, dtype: torch.dtype | None = None) -> Trace:
+def trace(model: nn.Module, inputs: Any, *, dtype: torch.dtype | None = None, strict: bool = True) -> Trace:
     """Run a model once and return its token-mixing layers, each with an exact operator built when asked for.
 
     `inputs` is a tensor of ids or pixels, or a mapping of the host's keyword arguments. The operators compute in
     float32 at least, in float64 where the model does or where `dtype` asks for it. The model is left exactly as
     found: hooks, buffers, parameters, training flags and attention implementation, also after an exception.
 
+    With `strict=False` mixers that no adapter knows are kept as opaque layers, without an operator: methods leave
+    them out, and every result names them in `left_out`.
+
     Raises `UnknownArchitectureError` for a model without a token mixer or with one that no adapter knows,
     `ModelStateError` for active dropout, `InputError` for inputs that do not fit.
     """
     given = host_arguments(model, inputs)
-    recorder = Recorder(model)
+    recorder = Recorder(model, strict=strict)
     with torch.no_grad(), _running(model, recorder):
         output = model(**given)
     recorder.check()
@@ -305,7 +314,8 @@ def through_operators(model: nn.Module) -> Iterator[None]:
                 x = first_tensor(arguments.values())
                 assert x is not None
                 call = Call(_m, _n, arguments, x.to(torch.promote_types(x.dtype, torch.float32)))
-                return build_flow(_a, call).value.to(x.dtype)
+                output = build_flow(_a, call).value.to(x.dtype)
+                return (output, *[None] * _a.extras) if _a.extras else output
 
             module.forward = forward
             stack.callback(_restore_forward, module, own)

@@ -89,6 +89,7 @@ def labelled(
         mask=key_mask(trace, layers[0]),
         layers=tuple(layer.name for layer in layers),
         kinds=tuple(layer.kind for layer in layers),
+        left_out=tuple(layer.name for layer in trace.layers if layer.opaque),
         model=trace.model,
         versions=trace.versions,
         reconstruction_error=errors,

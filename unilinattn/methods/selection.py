@@ -17,7 +17,7 @@ def stackable_layers(trace: Trace, method: str, layers: str | Sequence[int | str
     Raises `OptionError` for an unknown layer, `UncoveredError` if the scores of these layers cannot be stacked.
     """
     if isinstance(layers, str):
-        chosen = trace.layers
+        chosen = _known(trace, method)
     else:
         chosen = tuple(_named(trace, method, wanted) for wanted in layers)
         if len(set(map(id, chosen))) < len(chosen):
@@ -35,12 +35,20 @@ def stackable_layers(trace: Trace, method: str, layers: str | Sequence[int | str
 
 def layers_from(trace: Trace, method: str, start_layer: int) -> tuple[Layer, ...]:
     """Return the layers from `start_layer` on; raise `OptionError` if there are none."""
-    count = len(trace.layers)
+    count, known = len(trace.layers), _known(trace, method)
     if start_layer >= count:
         raise OptionError(
             f"{method}: start_layer={start_layer} leaves no layer; {trace.model} has layers 0 to {count - 1}."
         )
-    return trace.layers[start_layer:]
+    return tuple(layer for layer in trace.layers[start_layer:] if layer in known)
+
+
+def _known(trace: Trace, method: str) -> tuple[Layer, ...]:
+    """Return the layers that an adapter knows; raise `UncoveredError` if none is left of a trace that kept others."""
+    known = tuple(layer for layer in trace.layers if not layer.opaque)
+    if not known:
+        raise UncoveredError(f"{method}: every layer of {trace.model} is opaque: no adapter knows any of them.")
+    return known
 
 
 def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:

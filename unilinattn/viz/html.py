@@ -199,6 +199,7 @@ def _facts(result: Attribution) -> dict[str, object]:
         "scope": result.scope,
         "options": _pairs(result.options),
         "scores": ", ".join(f"{name} {size}" for name, size in result.sizes.items()),
+        "left out (no adapter knows them)": ", ".join(result.left_out) or None,
         "worst reconstruction error": None if worst is None else f"{worst[1]:.1e} ({worst[0]})",
         "completeness gap": None if gap is None else f"{gap:.1e}",
         "versions": _pairs(result.versions),
