@@ -1,7 +1,7 @@
 """Diagonal decay: alpha_ij = sum_n q_in exp(G_in - G_jn) k_jn for j <= i, one decay a state coordinate."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.scan.tiled import CHUNK, recur
@@ -15,15 +15,16 @@ class DiagonalDecay(CoreMixer):
     """The selective state space's hidden attention: a state vector a head, each coordinate with its own decay.
 
     Serves S6 / Mamba-1 (heads = channels, query = C and key = B shared by all heads, key_scale = delta,
-    log_decay = delta with rate = A), GLA and HGRN2. HMA ACL Eq. 14-16.
+    log_decay = delta with rate = A), GLA, HGRN2 and, with one state, RG-LRU. HMA ACL Eq. 14-16.
 
     `apply`, `adjoint` and `rows` take O(L H N) time and hold the states of one chunk of tokens.
 
     Args:
-        query, key: (batch, length, head or 1, state).
+        query, key: (batch, length, group, state); heads a multiple of groups, consecutive heads share one.
         log_decay: (batch, length, head, state), or (batch, length, head, 1) with a `rate`; at most 0 after `rate`.
         key_scale: (batch, length, head), multiplies the key.
         rate: (head, state), multiplies `log_decay`.
+        reset: (batch, length), true where a segment begins: a decay of exactly zero, all before it is forgotten.
     """
 
     structure = "diagonal decay"
@@ -32,17 +33,18 @@ class DiagonalDecay(CoreMixer):
 
     def __init__(
         self,
-        query: Float[Tensor, "batch length headq state"],
-        key: Float[Tensor, "batch length headk state"],
+        query: Float[Tensor, "batch length groupq state"],
+        key: Float[Tensor, "batch length groupk state"],
         log_decay: Float[Tensor, "batch length head staten"],
         *,
         key_scale: Float[Tensor, "batch length head"] | None = None,
         rate: Float[Tensor, "head state"] | None = None,
+        reset: Bool[Tensor, "batch length"] | None = None,
     ) -> None:
         """Hold the factors; raise `FactorError` if one of them holds NaN or infinity."""
         check_factors(query=query, key=key, log_decay=log_decay, key_scale=key_scale, rate=rate)
         self._query, self._key, self._log_decay = query, key, log_decay
-        self._key_scale, self._rate = key_scale, rate
+        self._key_scale, self._rate, self._reset = key_scale, rate, reset
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -52,9 +54,8 @@ class DiagonalDecay(CoreMixer):
 
     def factors(self, tokens: slice = ALL, heads: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key, log-decay of some tokens and heads, broadcastable to (batch, token, head, state)."""
-        query = self._query if self._query.shape[2] == 1 else self._query[:, :, heads]
-        key = self._key if self._key.shape[2] == 1 else self._key[:, :, heads]
-        query, key, decay = query[:, tokens], key[:, tokens], self._log_decay[:, tokens, heads]
+        query, key = (_of_heads(factor[:, tokens], heads, self.heads) for factor in (self._query, self._key))
+        decay = self._log_decay[:, tokens, heads]
         if self._key_scale is not None:
             key = key * self._key_scale[:, tokens, heads, None]
         if self._rate is not None:
@@ -67,7 +68,7 @@ class DiagonalDecay(CoreMixer):
         outputs = []
         for tokens in self._chunks():
             query, key, decay = self.factors(tokens)
-            states = recur(state, decay.exp(), key.unsqueeze(-1) * value[:, tokens].unsqueeze(-2))
+            states = recur(state, self._kept(decay, tokens), key.unsqueeze(-1) * value[:, tokens].unsqueeze(-2))
             outputs.append((query.unsqueeze(-2) @ states).squeeze(-2))
             state = states[:, -1]
         return torch.cat(outputs, dim=1)
@@ -75,12 +76,13 @@ class DiagonalDecay(CoreMixer):
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the recurrence backward in time, reading with the keys what the queries wrote."""
         state = grad.new_zeros(1, 1, 1, 1)
-        later = self._log_decay.new_zeros(1, 1, 1, 1)
+        later = self._log_decay.new_ones(1, 1, 1, 1)
         outputs = []
         for tokens in reversed(self._chunks()):
             query, key, decay = self.factors(tokens)
-            first, rest = decay[:, :1], decay[:, 1:]
-            reverse = torch.cat([rest, later.expand_as(first)], dim=1).flip(1).exp()
+            kept = self._kept(decay, tokens)
+            first, rest = kept[:, :1], kept[:, 1:]
+            reverse = torch.cat([rest, later.expand_as(first)], dim=1).flip(1)
             states = recur(state, reverse, (query.unsqueeze(-1) * grad[:, tokens].unsqueeze(-2)).flip(1))
             outputs.append((key.unsqueeze(-2) @ states.flip(1)).squeeze(-2))
             state, later = states[:, -1], first
@@ -96,19 +98,27 @@ class DiagonalDecay(CoreMixer):
         filled = torch.cat([self._descend(first, last, part) for part in self._parts(1, heads)], dim=1)
         return filled[:, :, ::step, cols]
 
+    def _kept(self, log_decay: Tensor, tokens: slice = ALL) -> Float[Tensor, "batch token head state"]:
+        """Return what each step keeps of the state: exp(g), nothing where a segment begins."""
+        kept = log_decay.exp()
+        return kept if self._reset is None else kept.masked_fill(self._reset[:, tokens, None, None], 0)
+
     def _pairs(self, index: Int[Tensor, "batch row"], heads: slice) -> Float[Tensor, "batch head row key"]:
         query, key, decay = self.factors(heads=heads)
-        future = torch.arange(self.shape[2], device=index.device) > index[:, :, None]
+        hidden = torch.arange(self.shape[2], device=index.device) > index[:, :, None]
+        if self._reset is not None:
+            segment = self._reset.cumsum(1)
+            hidden = hidden | (segment.gather(1, index).unsqueeze(2) != segment.unsqueeze(1))
         # A float32 sum over thousands of tokens loses the digits that its difference is made of.
         running = decay.double().cumsum(1)
         exponent = (_at(running, index).unsqueeze(2) - running[:, None]).to(query.dtype)
-        decayed = exponent.masked_fill(future[..., None, None], -torch.inf).exp() * key[:, None]
+        decayed = exponent.masked_fill(hidden[..., None, None], -torch.inf).exp() * key[:, None]
         return (_at(query, index).unsqueeze(2) * decayed).sum(-1).permute(0, 3, 1, 2)
 
     def _descend(self, first: int, last: int, heads: slice) -> Float[Tensor, "batch head row key"]:
         query, key, decay = self.factors(heads=heads)
         batch, length, count, state = decay.shape
-        factor, key = decay.exp(), key.expand(-1, -1, count, -1)
+        factor, key = self._kept(decay), key.expand(-1, -1, count, -1)
         query = query.expand(-1, -1, count, -1)
         memory = key.new_zeros(batch, count, state, 0)
         rows = [key.new_zeros(batch, count, 0, length)]
@@ -139,6 +149,16 @@ class DiagonalDecay(CoreMixer):
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)
+
+
+def _of_heads(factor: Float[Tensor, "batch token group state"], heads: slice, total: int) -> Tensor:
+    """Pick a factor's heads, of which each group serves consecutive ones; one group is left to broadcast."""
+    groups = factor.shape[2]
+    if groups == 1:
+        return factor
+    if groups == total:
+        return factor[:, :, heads]
+    return factor[:, :, torch.arange(total, device=factor.device)[heads] // (total // groups)]
 
 
 def _at(factor: Tensor, index: Int[Tensor, "batch row"]) -> Tensor:

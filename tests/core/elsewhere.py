@@ -1,0 +1,114 @@
+"""Devices that are not there: tensors that say where they live, and refuse to meet one that lives elsewhere.
+
+The numbers lie in ordinary memory, so everything runs and everything can be read; an operation on tensors of two
+devices raises as a real one would. Copies between devices, and numbers without axes, pass as they do in torch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+HERE = torch.device("meta", 0)
+THERE = torch.device("meta", 1)
+MOVES = {"aten::_to_copy", "aten::copy_"}
+
+
+class Resident(Tensor):
+    """A tensor that lives on a device that is not there."""
+
+    own: Tensor
+
+    @staticmethod
+    def __new__(cls, own: Tensor, device: torch.device) -> "Resident":
+        self = Tensor._make_wrapper_subclass(
+            cls,
+            own.shape,
+            strides=own.stride(),
+            storage_offset=own.storage_offset(),
+            dtype=own.dtype,
+            device=device,
+            requires_grad=own.requires_grad,
+        )
+        self.own = own.detach()
+        return self
+
+    def __repr__(self) -> str:
+        return f"Resident({self.own}, device={self.device})"
+
+    def tolist(self) -> Any:
+        return self.own.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return run(func, args, kwargs or {})
+
+
+class _Factories(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return run(func, args, kwargs or {})
+
+
+class _Literals(TorchFunctionMode):
+    """torch leaves out the numbers of a list that goes to a device which it takes for one without memory."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        options = dict(kwargs or {})
+        if func not in (torch.tensor, torch.as_tensor) or torch.device(options.get("device") or "cpu").type != "meta":
+            return func(*args, **options)
+        device = options.pop("device")
+        return func(*args, **options).to(device)
+
+
+@contextmanager
+def devices() -> Iterator[None]:
+    """Let new tensors be put on the devices that are not there."""
+    with _Factories(), _Literals():
+        yield
+
+
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = func.name().split(".")[0]
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    places = {t.device for t in tensors if t.ndim or len(tensors) == 1}
+    if len(places) > 1 and name not in MOVES:
+        raise RuntimeError(
+            f"{name}: expected all tensors to be on the same device, but found {sorted(map(str, places))}"
+        )
+    target = kwargs.get("device")
+    if target is None and places:
+        target = next(iter(places))
+    if name == "aten::copy_":
+        target = args[0].device
+    plain = tree_map(lambda t: _plain(t) if isinstance(t, Resident) else t, args)
+    options = {k: _plain(v) if isinstance(v, Resident) else v for k, v in kwargs.items() if k != "device"}
+    if "device" in kwargs:
+        options["device"] = "cpu"
+    result = func(*plain, **options)
+    if target is None or torch.device(target).type != HERE.type:
+        return result
+    for given, own in zip(args, plain, strict=True):
+        if isinstance(given, Resident) and result is own:
+            return given
+    return tree_map(lambda t: Resident(t, torch.device(target)) if isinstance(t, Tensor) else t, result)
+
+
+def settle(module: nn.Module, device: torch.device) -> nn.Module:
+    """Put a module's parameters and buffers on a device that is not there."""
+    for inner in module.modules():
+        for name, parameter in list(inner._parameters.items()):
+            if parameter is not None:
+                inner._parameters[name] = nn.Parameter(Resident(_plain(parameter), device), requires_grad=False)
+        for name, buffer in list(inner._buffers.items()):
+            if buffer is not None:
+                inner._buffers[name] = Resident(_plain(buffer), device)
+    return module
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.own if isinstance(tensor, Resident) else tensor.detach()

@@ -1,0 +1,100 @@
+"""The scans against their definition: the recurrence, and the map that the papers unroll it to."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from unilinattn.kernels.scan.naive import decay_map, decay_scan
+from unilinattn.kernels.scan.tiled import CHUNK, decay_within, recur, scalar_scan, scalar_scan_adjoint, spread
+from unilinattn.testing import relative_error, tolerance
+
+LENGTHS = (1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 2)
+
+
+def factors(length: int, dtype: torch.dtype, groups: int = 2, heads: int = 4) -> dict[str, Tensor]:
+    return {
+        "query": torch.randn(2, length, groups, 3, dtype=dtype),
+        "key": torch.randn(2, length, groups, 3, dtype=dtype),
+        "log_decay": -torch.rand(2, length, heads, dtype=dtype),
+        "value": torch.randn(2, length, heads, 5, dtype=dtype),
+    }
+
+
+def by_definition(query: Tensor, key: Tensor, log_decay: Tensor, value: Tensor) -> Tensor:
+    each = log_decay.shape[2] // query.shape[2]
+    query, key = (t.repeat_interleave(each, dim=2) for t in (query, key))
+    return decay_scan(query, key, log_decay.unsqueeze(-1).expand_as(query), value)
+
+
+def test_the_recurrence_is_the_map() -> None:
+    query, key, value = (torch.randn(2, 7, 3, n, dtype=torch.float64) for n in (4, 4, 5))
+    log_decay = -torch.rand(2, 7, 3, 4, dtype=torch.float64)
+    mixed = torch.einsum("bhij,bjhp->bihp", decay_map(query, key, log_decay), value)
+    assert relative_error(decay_scan(query, key, log_decay, value), mixed) < 1e-14
+
+
+def test_the_map_is_inclusive() -> None:
+    # y_2 reads what token 1 wrote after one decay, its own write after none (HMA ACL Eq. 11).
+    one = torch.ones(1, 3, 1, 1, dtype=torch.float64)
+    log_decay = torch.tensor([-5.0, -1.0, -2.0], dtype=torch.float64).view(1, 3, 1, 1)
+    between = torch.tensor([[0.0, 0.0, 0.0], [-1.0, 0.0, 0.0], [-3.0, -2.0, 0.0]], dtype=torch.float64)
+    assert relative_error(decay_map(one, one, log_decay)[0, 0], between.exp().tril()) < 1e-15
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_chunked_scan_is_the_recurrence(length: int, dtype: torch.dtype) -> None:
+    given = factors(length, dtype)
+    assert relative_error(scalar_scan(**given), by_definition(**given)) < tolerance("law", dtype)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_chunked_scan_has_the_gradients_of_the_recurrence(length: int) -> None:
+    given = {name: t.requires_grad_() for name, t in factors(length, torch.float64).items()}
+    weights = torch.randn(2, length, 4, 5, dtype=torch.float64)
+    chunked = torch.autograd.grad((scalar_scan(**given) * weights).sum(), list(given.values()), allow_unused=True)
+    defined = torch.autograd.grad((by_definition(**given) * weights).sum(), list(given.values()), allow_unused=True)
+    for name, got, expected in zip(given, chunked, defined, strict=True):
+        nothing = torch.zeros_like(given[name])
+        error = relative_error(nothing if got is None else got, nothing if expected is None else expected)
+        assert error < 1e-12, name
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_adjoint_scan_is_the_transposed_map(length: int) -> None:
+    query, key, log_decay, grad = factors(length, torch.float64, groups=4).values()
+    alpha = decay_map(query, key, log_decay.unsqueeze(-1).expand_as(query))
+    expected = torch.einsum("bhij,bihp->bjhp", alpha, grad)
+    assert relative_error(scalar_scan_adjoint(query, key, log_decay, grad), expected) < 1e-12
+
+
+@pytest.mark.parametrize("strong", [-20.0, -100.0, -1e3, -1e4])
+@pytest.mark.parametrize("scan", [scalar_scan, scalar_scan_adjoint])
+def test_a_strong_decay_costs_the_tokens_after_it_no_digits(scan, strong: float) -> None:
+    given = factors(130, torch.float32)
+    weak = 0.05 * given["log_decay"]
+    given["log_decay"] = torch.where(torch.rand(weak.shape) < 0.15, torch.tensor(strong), weak)
+    wide = scan(*(t.double() for t in given.values()))
+    assert relative_error(scan(*given.values()), wide) < 2e-6
+
+
+def test_groups_serve_consecutive_heads() -> None:
+    assert spread(torch.tensor([[1.0, 2.0]]), 4, 1).tolist() == [[1, 1, 2, 2]]
+
+
+def test_states_continue_from_a_given_one() -> None:
+    state, decay = torch.randn(2, 3, 4, 5), torch.rand(2, 6, 3, 4)
+    increment = torch.randn(2, 6, 3, 4, 5)
+    expected, current = [], state
+    for t in range(6):
+        current = decay[:, t, ..., None] * current + increment[:, t]
+        expected.append(current)
+    assert relative_error(recur(state, decay, increment), torch.stack(expected, 1)) < 1e-6
+
+
+def test_decays_within_a_chunk_mask_before_the_exponential() -> None:
+    log_decay = torch.full((1, 5, 1), -200.0, requires_grad=True)
+    decays = decay_within(log_decay)
+    assert torch.equal(decays.detach()[0, 0], torch.eye(5))
+    (grad,) = torch.autograd.grad(decays.sum(), log_decay)
+    assert torch.isfinite(grad).all()

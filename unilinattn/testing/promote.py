@@ -1,0 +1,47 @@
+"""`promoted`: run a host in float64 throughout, the places included where it forces float32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, no_type_check
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_WIDER: dict[Any, Any] = {
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.FloatTensor: torch.DoubleTensor,
+    "torch.FloatTensor": "torch.DoubleTensor",
+    "torch.cuda.FloatTensor": "torch.cuda.DoubleTensor",
+}
+
+
+_NAMES = frozenset({torch.dtype, type(torch.FloatTensor), str})
+
+
+class _Promote(TorchFunctionMode):
+    # It runs at every operation of the host: a check of its own arguments would take longer than most of them.
+    @no_type_check
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        # Only names of types are looked up: a tensor would be compared elementwise.
+        wide = [_WIDER.get(value, value) if type(value) in _NAMES else value for value in args]
+        named = {k: _WIDER.get(v, v) if type(v) in _NAMES else v for k, v in (kwargs or {}).items()}
+        return (Tensor.double if func is Tensor.float else func)(*wide, **named)
+
+
+@contextmanager
+def promoted() -> Iterator[None]:
+    """Turn every float32 that a host forces while it runs into float64, for tests of exactness.
+
+    `Tensor.float`, any `torch.float32` argument (positional, `dtype=`, or as a type string) and the default dtype of
+    new tensors become float64; complex64 becomes complex128. Cast the model with `.double()` first. What a host
+    computed in float32 before, such as a rotary table, keeps those values.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Promote():
+            yield
+    finally:
+        torch.set_default_dtype(default)

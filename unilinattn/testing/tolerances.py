@@ -1,0 +1,59 @@
+"""One table of tolerances, dtype by comparison; nothing relaxes it, neither an argument nor the environment."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unilinattn.errors import OptionError, nearest
+
+Comparison = Literal["reconstruction", "unpromoted", "padding", "law"]
+
+TOLERANCES: Mapping[tuple[str, torch.dtype], float] = MappingProxyType(
+    {
+        ("reconstruction", torch.float64): 1e-10,
+        ("reconstruction", torch.float32): 1e-5,
+        ("reconstruction", torch.bfloat16): 2e-2,
+        ("reconstruction", torch.float16): 2e-2,
+        ("unpromoted", torch.float64): 2e-6,
+        ("padding", torch.float64): 1e-10,
+        ("padding", torch.float32): 1e-5,
+        ("law", torch.float64): 1e-12,
+        ("law", torch.float32): 1e-5,
+    }
+)
+"""Largest relative error (norm of the difference over norm of the reference, worst sequence) that passes.
+
+`reconstruction`: an operator against what the host computed; in float64 the host is promoted (see `promoted`).
+`unpromoted`: the same for a host that was only cast by `.double()`, and so keeps its forced float32 inside.
+`padding`: a padded batch against the single sequences. `law`: two ways to compute the same with one operator.
+"""
+
+
+def tolerance(comparison: Comparison, dtype: torch.dtype) -> float:
+    """Return the largest relative error that passes for a comparison in a dtype.
+
+    Raises `OptionError` for a pair that the table does not hold.
+    """
+    if (comparison, dtype) not in TOLERANCES:
+        accepted = [f"{name} in {kind}" for name, kind in TOLERANCES]
+        raise OptionError(
+            f"no tolerance stands for {comparison!r} in {dtype}" + nearest(f"{comparison} in {dtype}", accepted)
+        )
+    return TOLERANCES[comparison, dtype]
+
+
+def relative_error(got: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
+    """Return ||got - expected|| / ||expected||, the worst over the first axis; infinity where a number is not finite.
+
+    `scale` (one number a sequence) stands for ||expected|| where cancellation makes that meaningless.
+    """
+    got, expected = got.detach(), expected.detach()
+    difference = (got - expected).double().flatten(1).norm(dim=1)
+    reference = expected.double().flatten(1).norm(dim=1) if scale is None else scale.double()
+    ratio = torch.where(difference == 0, difference, difference / reference)
+    if not bool(torch.isfinite(got).all() and torch.isfinite(ratio).all()):
+        return float("inf")
+    return float(ratio.amax()) if ratio.numel() else 0.0
