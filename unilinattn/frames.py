@@ -127,7 +127,10 @@ def _factors(total: Tensor, parts: list[Tensor]) -> list[float] | None:
     """Return the factors with which parts add up to a total up to rounding, None if they do not."""
     basis = torch.stack([part.detach().double().flatten() for part in parts], dim=1)
     wanted = total.detach().double().flatten()
-    solution = torch.linalg.lstsq(basis.T @ basis, basis.T @ wanted).solution
+    gram, moments = basis.T @ basis, basis.T @ wanted
+    if not bool(torch.isfinite(gram).all() and torch.isfinite(moments).all()):
+        return None
+    solution = torch.linalg.lstsq(gram, moments).solution
     # Some hosts keep the residual in float32 even where all else is float64.
     epsilon = max(torch.finfo(total.dtype).eps, torch.finfo(torch.float32).eps)
     sizes = basis.norm(dim=0).clamp_min(torch.finfo(torch.float64).tiny)

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Recorder:
         """Watch the model's modules; every hook is gone afterwards, whatever happens."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                enter = module.register_forward_pre_hook(self._enter(name), with_kwargs=True, prepend=True)
+                enter = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
                 stack.callback(enter.remove)
                 leave = module.register_forward_hook(self._leave)
                 stack.callback(leave.remove)
@@ -83,18 +84,15 @@ class Recorder:
 
         return mark
 
-    def _enter(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            parent = self._stack[-1] if self._stack else None
-            frame = Frame(module, name, bound_arguments(module, args, kwargs), parent, architecture_of(type(module)))
-            if parent is not None:
-                parent.children.append(frame)
-            if frame.architecture is not None and frame.input is not None:
-                # A host may write into its own argument.
-                frame.entered = frame.input.detach().clone()
-            self._stack.append(frame)
-
-        return hook
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parent = self._stack[-1] if self._stack else None
+        frame = Frame(module, name, bound_arguments(module, args, kwargs), parent, architecture_of(type(module)))
+        if parent is not None:
+            parent.children.append(frame)
+        if frame.architecture is not None and frame.input is not None:
+            # A host may write into its own argument.
+            frame.entered = frame.input.detach().clone()
+        self._stack.append(frame)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         frame = self._stack.pop()
@@ -229,7 +227,8 @@ def _check_ids(model: nn.Module, given: dict[str, Any]) -> None:
     ids = given.get("input_ids")
     if ids is None:
         return
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+    integer = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not integer or ids.ndim != 2:
         what = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise InputError(f"input_ids are {what}; integer token ids of shape (batch, length) are needed.")
     if ids.shape[0] == 0 or ids.shape[1] == 0:

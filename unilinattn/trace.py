@@ -117,11 +117,7 @@ class Layer:
         return pull
 
     def _flow(self, x: Tensor) -> Flow:
-        if _weight_versions(self._module) != self._versions:
-            raise ModelStateError(
-                f"the weights of {self.name} changed since the trace, so its operator would not be the layer that ran; "
-                "trace the model again."
-            )
+        _require_same_weights(self._module, self._versions, self.name, "its operator would not be the layer that ran")
         call = Call(self._module, self.name, self._arguments, x, self.output, self._seen)
         return build_flow(self._architecture, call)
 
@@ -155,6 +151,7 @@ class Trace:
     ) -> None:
         """Freeze the layers of a recorded run."""
         self._model, self._given, self._strict = model, given, recorder.strict
+        self._versions = _weight_versions(model)
         self.model = type(model).__name__
         self.output = output
         mask, inner_mask = _mask(given, "attention_mask"), _mask(given, "decoder_attention_mask")
@@ -225,6 +222,7 @@ class Trace:
         self, targets: Iterable[Target], logit: Logit = None
     ) -> Iterator[tuple[Float[Tensor, "batch query out"], ...]]:
         """Yield `gradient` for one target after the other, the model run forward only once."""
+        _require_same_weights(self._model, self._versions, self.model, "this gradient would not be of what ran")
         recorder = _GradientRecorder(self._model, strict=self._strict)
         with torch.enable_grad(), through_operators(self._model), _running(self._model, recorder):
             output = self._model(**self._given)
@@ -268,7 +266,8 @@ class _GradientRecorder(Recorder):
     def on_layer(self, output: Any, result: Tensor) -> Any:
         leaf = result if result.requires_grad else result.detach().requires_grad_()
         self.outputs.append(leaf)
-        return _with_tensor(output, result, leaf)
+        # The host may write into what it gets, and nothing may write into a leaf.
+        return _with_tensor(output, result, leaf.clone())
 
 
 def trace(model: nn.Module, inputs: Any, *, dtype: torch.dtype | None = None, strict: bool = True) -> Trace:
@@ -348,9 +347,21 @@ def _restore_forward(module: nn.Module, own: Any) -> None:
         module.forward = own
 
 
-def _weight_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return {name: (id(t), -1 if t.is_inference() else t._version) for name, t in tensors}
+def _weight_versions(module: nn.Module) -> dict[str, tuple[object, ...]]:
+    """Return what changes with a parameter: the tensor itself, its storage, dtype and version."""
+    return {
+        name: (id(p), p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version)
+        for name, p in module.named_parameters()
+    }
+
+
+def _require_same_weights(module: nn.Module, before: dict[str, tuple[object, ...]], name: str, otherwise: str) -> None:
+    now = _weight_versions(module)
+    changed = [parameter for parameter in {**before, **now} if before.get(parameter) != now.get(parameter)]
+    if changed:
+        raise ModelStateError(
+            f"the weights of {name} changed since the trace ({changed[0]}), so {otherwise}; trace the model again."
+        )
 
 
 def _warn_of_leaks(given: Mapping[str, Any], recorder: Recorder) -> None:

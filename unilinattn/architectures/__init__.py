@@ -1,6 +1,53 @@
 """Adapters: one file a family, each from a host's module to the stages of its operator."""
 
-from unilinattn.architectures import attention, bert, mamba, mamba2, s4
+from unilinattn.architectures import (
+    attention,
+    bert,
+    delta_rule,
+    fla_attention,
+    fla_delta,
+    fla_linear,
+    fla_mamba,
+    fla_rwkv,
+    griffin,
+    gss,
+    hyena,
+    latent_attention,
+    lfm2,
+    mamba,
+    mamba2,
+    minimax,
+    rwkv4,
+    s4,
+    s5,
+    timm,
+    vim,
+    xlstm,
+)
 from unilinattn.architectures.call import Call
 
-__all__ = ["Call", "attention", "bert", "mamba", "mamba2", "s4"]
+__all__ = [
+    "Call",
+    "attention",
+    "bert",
+    "delta_rule",
+    "fla_attention",
+    "fla_delta",
+    "fla_linear",
+    "fla_mamba",
+    "fla_rwkv",
+    "griffin",
+    "gss",
+    "hyena",
+    "latent_attention",
+    "lfm2",
+    "mamba",
+    "mamba2",
+    "minimax",
+    "rwkv4",
+    "s4",
+    "s5",
+    "timm",
+    "vim",
+    "xlstm",
+]

@@ -1,13 +1,8 @@
 """BERT's attention block: residual and LayerNorm stand inside the module, after the output projection."""
 
-from unilinattn.architectures.attention import (
-    add_values,
-    attention_weights,
-    only_attention,
-    probe,
-    value_source,
-)
 from unilinattn.architectures.call import Call
+from unilinattn.architectures.interface import attention_weights, only_attention, value_source
+from unilinattn.architectures.probe import add_values, probe
 from unilinattn.errors import UncoveredError
 from unilinattn.flow import Flow
 from unilinattn.mixers import Dense

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from unilinattn.errors import UncoveredError
 
+MASKING = "apply_mask_to_padding_states"
+"""The function beside a host's class that sets padded tokens to zero."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -53,17 +56,33 @@ class Call:
     def weight(self, tensor: Tensor) -> Tensor:
         """Bring a parameter that the host always has to the operator's dtype and device.
 
-        It stays in the graph only where gradients are on.
+        A complex one goes to the complex dtype of that precision. It stays in the graph only where gradients are on;
+        elsewhere it is a copy, so that an operator stays what it is when the model's weights change.
         """
-        moved = tensor.to(device=self.input.device, dtype=self.input.dtype)
-        return moved if torch.is_grad_enabled() else moved.detach()
+        dtype = self.input.dtype.to_complex() if tensor.is_complex() else self.input.dtype
+        live = torch.is_grad_enabled()
+        moved = tensor.to(device=self.input.device, dtype=dtype, copy=not live)
+        return moved if live else moved.detach()
 
     def padding_scale(self, mask: Tensor | None) -> Float[Tensor, "batch length 1"] | None:
-        """Return the factors that the host's own `apply_mask_to_padding_states` puts on padding, None for no mask."""
+        """Return the factors that the host's own `apply_mask_to_padding_states` puts on padding, None for no mask.
+
+        A host without that function multiplies by the mask.
+        """
         if mask is None:
             return None
-        apply = host_function(self.module, "apply_mask_to_padding_states")
-        return apply(torch.ones_like(self.input[..., :1]), mask.to(self.input.device))
+        ones, mask = torch.ones_like(self.input[..., :1]), mask.to(self.input.device)
+        apply = _beside(self.module, MASKING)
+        return ones * mask[..., None] if apply is None else apply(ones, mask)
+
+    def refuse(self, *options: str) -> None:
+        """Raise `UncoveredError` if the host was called with one of these options, which its adapter does not cover."""
+        for option in options:
+            if self.arguments.get(option) is not None:
+                raise UncoveredError(
+                    f"{self.name} ({type(self.module).__name__}) was called with {option!r}, which its adapter does "
+                    "not cover; trace the model without it."
+                )
 
 
 class Host:
@@ -96,13 +115,20 @@ def host_function(module: nn.Module, name: str) -> Any:
 
     Raises `UncoveredError` if none has it.
     """
-    for ancestor in type(module).__mro__:
-        found = getattr(sys.modules.get(ancestor.__module__), name, None)
-        if found is not None:
-            return found
-    raise UncoveredError(
-        f"no function {name!r} stands beside {type(module).__qualname__} in {package_version(module)}."
-    )
+    found = _beside(module, name)
+    if found is None:
+        raise UncoveredError(
+            f"no function {name!r} stands beside {type(module).__qualname__} in {package_version(module)}."
+        )
+    return found
+
+
+def masks_by_function(module: nn.Module) -> bool:
+    """Tell whether a host masks padding by a function of its file, as Mamba's relatives do since transformers 5.17.
+
+    Their code was rewritten then: what they did before differs in more than that.
+    """
+    return _beside(module, MASKING) is not None
 
 
 def projection_leak(module: nn.Module) -> str | None:
@@ -110,3 +136,8 @@ def projection_leak(module: nn.Module) -> str | None:
     if getattr(module, "in_proj").bias is None:  # noqa: B009  a Module's attributes have no type
         return None
     return "its input projection has a bias, which the convolution reads at padded positions"
+
+
+def _beside(module: nn.Module, name: str) -> Any:
+    files = (sys.modules.get(ancestor.__module__) for ancestor in type(module).__mro__)
+    return next((getattr(file, name) for file in files if hasattr(file, name)), None)

@@ -1,6 +1,7 @@
-"""S4D: a fixed convolution from a diagonal state space, the same for every input."""
+"""S4, S4D and DSS: a fixed convolution from a state space, the same for every input."""
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.architectures.call import Call
@@ -16,15 +17,51 @@ def s4d(call: Call) -> Flow:
     HMA ACL Theorem 1 (i): the core does not depend on the input; only the GLU behind it does.
     """
     host = call.host
-    length = call.input.shape[1]
-    carry, gate = call.weight(host.output_linear[0].weight).squeeze(-1).chunk(2)
-    carry_bias, gate_bias = call.weight(host.output_linear[0].bias).chunk(2)
+    linear = host.output_linear[0]
+    flow = _convolved(call, host.kernel, host.D)
+    return _gated_output(flow, call.weight(linear.weight).squeeze(-1), call.weight(linear.bias))
 
-    flow = Flow(call.input)
-    flow.core(
-        Toeplitz(call.weight(host.kernel(length)), batch=call.input.shape[0], length=length),
-        skip=call.weight(host.D),
-    )
-    flow.activation("gelu")
+
+@register_architecture("unilinattn.models.s4_dplr.S4", name="s4", kind="S4 (fixed mixer)")
+def s4(call: Call) -> Flow:
+    """S4 of this package: the kernel of a diagonal plus low-rank state space; around it the same layer as S4D's.
+
+    HMA ACL Theorem 1 (i); Gu, Goel and Ré, "Efficiently Modeling Long Sequences with Structured State Spaces" (2022).
+    """
+    host = call.host
+    linear = host.output_linear[0]
+    flow = _convolved(call, host.layer.kernel, host.layer.D.squeeze(0))
+    return _gated_output(flow, call.weight(linear.weight), call.weight(linear.bias))
+
+
+def _kernel_of_padded_length(module: nn.Module) -> str | None:
+    if module.get_submodule("kernel").version != "softmax":
+        return None
+    return "its softmax kernel is normalised over the padded length, so that padding on either side changes it"
+
+
+@register_architecture("unilinattn.models.dss.DSS", name="dss", kind="DSS (fixed mixer)", leak=_kernel_of_padded_length)
+def dss(call: Call) -> Flow:
+    """DSS of this package, softmax and exponential form: a Toeplitz core with a skip, GELU, an output projection.
+
+    HMA ACL Theorem 1 (i); Gupta, Gu and Berant, "Diagonal State Spaces are as Effective as Structured State Spaces"
+    (2022). The softmax form's kernel depends on the sequence's length, and on nothing else of the input.
+    """
+    host = call.host
+    linear = host.output_linear
+    flow = _convolved(call, host.kernel, host.D.squeeze(0))
+    return flow.matrix(call.weight(linear.weight), call.weight(linear.bias).squeeze(-1), role="output")
+
+
+def _convolved(call: Call, kernel: nn.Module, skip: Tensor) -> Flow:
+    """Start a flow with the core, its skip and GELU."""
+    batch, length = call.input.shape[:2]
+    core = Toeplitz(call.weight(kernel(length)), batch=batch, length=length)
+    return Flow(call.input).core(core, skip=call.weight(skip)).activation("gelu")
+
+
+def _gated_output(flow: Flow, weight: Tensor, bias: Tensor) -> Flow:
+    """Append a GLU: one half of a projection carries, the sigmoid of the other half gates it."""
+    (carry, gate), (carry_bias, gate_bias) = weight.chunk(2), bias.chunk(2)
     factor = torch.sigmoid(functional.linear(flow.value, gate, gate_bias))
     return flow.matrix(carry, carry_bias, role="output").gate(factor)

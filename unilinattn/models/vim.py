@@ -129,27 +129,16 @@ class BiMamba(nn.Module):
 
 
 class VimBlock(nn.Module):
-    """One block: add the last mixer's output to the stream, normalise, mix.
-
-    The stream is kept in float32 at least. A block returns its mixer's output and the stream without it; whoever
-    comes next adds the two.
-    """
+    """One block: BiMamba on the normalised stream, added to it. The stream is kept in float32 at least."""
 
     def __init__(self, mixer: BiMamba, eps: float) -> None:
         super().__init__()
         self.mixer = mixer
         self.norm = RMSNorm(mixer.d_model, eps)
 
-    def forward(
-        self,
-        hidden_states: Float[Tensor, "batch length d_model"],
-        residual: Float[Tensor, "batch length d_model"] | None = None,
-    ) -> tuple[Float[Tensor, "batch length d_model"], Float[Tensor, "batch length d_model"]]:
-        """Return the mixer's output and the stream that it is to be added to."""
-        stream = hidden_states.to(working_dtype(hidden_states))
-        if residual is not None:
-            stream = residual + stream
-        return self.mixer(self.norm(stream).to(hidden_states.dtype)), stream
+    def forward(self, stream: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
+        """Return the stream with the mixer's output added."""
+        return stream + self.mixer(self.norm(stream).to(self.mixer.in_proj.weight.dtype))
 
 
 class PatchEmbed(nn.Module):
@@ -256,11 +245,11 @@ class VisionMamba(nn.Module):
         self, pixels: Float[Tensor, "batch channel height width"]
     ) -> Float[Tensor, "batch token embed_dim"]:
         """Return every token after the last norm."""
-        hidden_states, residual = self.tokens(pixels), None
+        tokens = self.tokens(pixels)
+        stream = tokens.to(working_dtype(tokens))
         for layer in self.layers:
-            hidden_states, residual = layer(hidden_states, residual)
-        stream = hidden_states if residual is None else residual + hidden_states
-        return self.norm_f(stream).to(hidden_states.dtype)
+            stream = layer(stream)
+        return self.norm_f(stream).to(tokens.dtype)
 
     def forward_head(
         self, features: Float[Tensor, "batch token embed_dim"], pre_logits: bool = False

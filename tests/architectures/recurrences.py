@@ -1,0 +1,118 @@
+"""Each architecture as its paper writes it, one token after the other: the oracle that knows no operator.
+
+Every function runs two streams through a layer. One decides: its values make the steps, keys, queries, gates,
+slopes and norms. The other is carried by what the first decided. Given the same stream twice, the result is the
+layer's own output; given a fresh one to carry, it is the layer frozen on the first.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unilinattn.trace import Layer
+
+
+def convolve(kernel: Tensor, bias: Tensor | None, past: list[Tensor]) -> Tensor:
+    """One step of a causal convolution, `past` from the first token to the current one; kernel (channel, tap)."""
+    total = torch.zeros_like(past[-1]) if bias is None else bias.expand_as(past[-1])
+    for lag in range(min(kernel.shape[1], len(past))):
+        total = total + kernel[:, -1 - lag] * past[-1 - lag]
+    return total
+
+
+def act(name: str, deciding: Tensor, carried: Tensor) -> Tensor:
+    """The activation's chord through zero, at what decides, times what is carried: x sigmoid(x), x Phi(x)."""
+    chord = {"silu": torch.sigmoid, "gelu": torch.special.ndtr}[name]
+    return chord(deciding) * carried
+
+
+def mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
+    """S6 between a short convolution and a gate (HMA ACL Eq. 3 and 6-9)."""
+    kernel, conv_bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
+    rate = -torch.exp(module.A_log)
+    state = torch.zeros(deciding.shape[0], *rate.shape, dtype=deciding.dtype)
+    decided, carries, outputs = [], [], []
+    for t in range(deciding.shape[1]):
+        real = mask[:, t, None].to(deciding.dtype)
+        own, gate = module.in_proj(deciding[:, t] * real).chunk(2, dim=-1)
+        decided.append(own)
+        carries.append(module.in_proj(carried[:, t] * real).chunk(2, dim=-1)[0])
+        convolved = convolve(kernel, conv_bias, decided)
+        u = act(module.activation, convolved, convolved) * real
+        v = act(module.activation, convolved, convolve(kernel, conv_bias, carries)) * real
+        step, key, query = module.x_proj(u).split(sizes, dim=-1)
+        delta = functional.softplus(module.dt_proj(step))
+        state = torch.exp(delta[..., None] * rate) * state + (delta * v)[..., None] * key[:, None, :]
+        read = (state * query[:, None, :]).sum(-1) + module.D * v
+        outputs.append(module.out_proj(read * functional.silu(gate)))
+    return torch.stack(outputs, dim=1)
+
+
+def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
+    """SSD with one decay a head, keys and queries shared by groups of heads, and a gated norm (LaTIM Eq. 13-14, 24)."""
+    kernel, conv_bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    inner, heads, groups, size = module.intermediate_size, module.num_heads, module.n_groups, module.ssm_state_size
+    low, high = module.time_step_limit
+    rate = -torch.exp(module.A_log)
+    state = torch.zeros(deciding.shape[0], heads, inner // heads, size, dtype=deciding.dtype)
+    # Consecutive heads share a group.
+    group = [head * groups // heads for head in range(heads)]
+    decided, carries, outputs = [], [], []
+    for t in range(deciding.shape[1]):
+        real = mask[:, t, None].to(deciding.dtype)
+        gate, own, step = module.in_proj(deciding[:, t] * real).split([inner, module.conv_dim, heads], dim=-1)
+        decided.append(own)
+        carries.append(module.in_proj(carried[:, t] * real).split([inner, module.conv_dim, heads], dim=-1)[1])
+        convolved = convolve(kernel, conv_bias, decided)
+        u = act(module.activation, convolved, convolved) * real
+        v = (act(module.activation, convolved, convolve(kernel, conv_bias, carries)) * real)[:, :inner]
+        key, query = (part.unflatten(-1, (groups, size))[:, group] for part in u[:, inner:].chunk(2, dim=-1))
+        delta = functional.softplus(step + module.dt_bias).clamp(low, high)
+        outputs.append((gate, key, query, delta, u[:, :inner], v))
+    mixed = {}
+    for name, of in (("deciding", 4), ("carried", 5)):
+        memory, reads = state, []
+        for gate, key, query, delta, *streams in outputs:
+            x = streams[of - 4].unflatten(-1, (heads, -1))
+            written = (delta[..., None] * x)[..., None] * key[:, :, None, :]
+            memory = torch.exp(delta * rate)[..., None, None] * memory + written
+            read = (memory * query[:, :, None, :]).sum(-1) + module.D[:, None] * x
+            reads.append(read.flatten(1) * functional.silu(gate))
+        mixed[name] = torch.stack(reads, dim=1)
+    square = mixed["deciding"].unflatten(-1, (groups, -1)).pow(2).mean(-1, keepdim=True)
+    scale = torch.rsqrt(square + module.norm.variance_epsilon)
+    normed = (mixed["carried"].unflatten(-1, (groups, -1)) * scale).flatten(-2)
+    return module.out_proj(module.norm.weight * normed)
+
+
+def s4d(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
+    """A diagonal state space with zero-order hold, stepped as a recurrence (HMA ACL Eq. 3-4), GELU, gated output."""
+    parts = module.kernel
+    dt = torch.exp(parts.log_dt)[:, None]
+    poles = torch.complex(-torch.exp(parts.log_A_real), parts.A_imag)
+    decay, write, read = torch.exp(dt * poles), (torch.exp(dt * poles) - 1) / poles, torch.view_as_complex(parts.C)
+    states = [torch.zeros(deciding.shape[0], *poles.shape, dtype=poles.dtype) for _ in range(2)]
+    weight, bias = module.output_linear[0].weight.squeeze(-1), module.output_linear[0].bias
+    outputs = []
+    for t in range(deciding.shape[1]):
+        reads = []
+        for k, stream in enumerate((deciding, carried)):
+            states[k] = decay * states[k] + write * stream[:, t, :, None]
+            # Poles come in conjugate pairs, of which one is kept.
+            reads.append(2 * (states[k] * read).sum(-1).real + module.D * stream[:, t])
+        decides = functional.linear(act("gelu", reads[0], reads[0]), weight, bias).chunk(2, dim=-1)[1]
+        carries = functional.linear(act("gelu", *reads), weight, bias).chunk(2, dim=-1)[0]
+        outputs.append(carries * torch.sigmoid(decides))
+    return torch.stack(outputs, dim=1)
+
+
+RECURRENCES = {"mamba": mamba, "mamba2": mamba2, "s4d": s4d}
+"""The recurrence of each adapter that has one."""
+
+
+def frozen(module: nn.Module, layer: Layer, carried: Tensor) -> Tensor:
+    """Run a layer's recurrence frozen on what it saw in a trace, in float64."""
+    mask = torch.ones(layer.input.shape[:2], dtype=torch.bool) if layer.mask is None else layer.mask
+    with torch.no_grad():
+        return RECURRENCES[layer.architecture](module, layer.input.double(), carried.double(), mask)

@@ -1,0 +1,201 @@
+"""Adapters that make the mistakes that adapters make: the kit must refuse each, naming the laws that it breaks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.architectures.recurrences import frozen
+from tests.laws.test_operator_controls import Transposed
+from unilinattn import registry
+from unilinattn.architectures.call import Call
+from unilinattn.errors import UncoveredError
+from unilinattn.flow import Flow
+from unilinattn.mixers import Dense, DiagonalDecay, ScalarDecay
+from unilinattn.stages import Branch, Chain, Mix, Scale, Stage, run
+from unilinattn.testing import LawViolation, check_architecture, examine
+from unilinattn.testing.checks import edited
+from unilinattn.testing.hosts import host
+
+Edit = Callable[[Call, Chain], Chain]
+
+CLASSES = {
+    "mamba": "transformers.models.mamba.modeling_mamba.MambaMixer",
+    "mamba2": "transformers.models.mamba2.modeling_mamba2.Mamba2Mixer",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Added(Stage):
+    """Adds one vector a token, whatever comes in: what a bias must not be."""
+
+    what: Tensor
+
+    def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        return x + self.what if bias else x
+
+    def adjoint(self, g: Tensor) -> Tensor:
+        return g
+
+
+def stagewise(edit: Callable[[Stage], Stage | None]) -> Edit:
+    return lambda call, chain: edited(chain, edit)
+
+
+def core(edit: Callable[[object], object]) -> Edit:
+    return stagewise(lambda s: replace(s, mixer=edit(s.mixer)) if isinstance(s, Mix) and s.role == "core" else s)
+
+
+def without_skip(stage: Stage) -> Stage:
+    return replace(stage, chains=stage.chains[:1]) if isinstance(stage, Branch) else stage
+
+
+def without_conv_bias(stage: Stage) -> Stage:
+    return replace(stage, bias=None) if stage.role == "conv" else stage
+
+
+def without_mask(stage: Stage) -> Stage | None:
+    return None if isinstance(stage, Scale) and stage.groups == 1 and stage.role in {"input", "act"} else stage
+
+
+def repeated(mixer: ScalarDecay) -> ScalarDecay:
+    """Groups laid out as heads by `repeat`: head 1 gets the key of group 1 instead of group 0's."""
+    times = mixer.heads // mixer._query.shape[2]
+    query, key = (t.repeat(1, 1, times, 1) for t in (mixer._query, mixer._key))
+    return ScalarDecay(query, key, mixer._log_decay, key_scale=mixer._key_scale)
+
+
+def without_delta(mixer: ScalarDecay | DiagonalDecay) -> ScalarDecay | DiagonalDecay:
+    """The step is in the decay, but not in the key that is written with it."""
+    if isinstance(mixer, ScalarDecay):
+        return ScalarDecay(mixer._query, mixer._key, mixer._log_decay)
+    return DiagonalDecay(mixer._query, mixer._key, mixer._log_decay, rate=mixer._rate)
+
+
+def without_last_delta(mixer: ScalarDecay) -> ScalarDecay:
+    """Only the last token's key is written without its step."""
+    last = torch.ones_like(mixer._key_scale[:, -1:])
+    scale = torch.cat([mixer._key_scale[:, :-1], last], dim=1)
+    return ScalarDecay(mixer._query, mixer._key, mixer._log_decay, key_scale=scale)
+
+
+def exclusive(mixer: ScalarDecay) -> Dense:
+    """Reads the state before the current step's decay: exp(G_{i-1} - G_j) for j < i."""
+    own = torch.exp(-mixer._log_decay).transpose(1, 2).unsqueeze(-1)
+    whole = mixer.materialize()
+    return Dense((whole * own).tril(-1) + whole.triu())
+
+
+def rest_of_the_record(call: Call, chain: Chain) -> Chain:
+    """A wrong operator and the recorded output: exact, and worthless."""
+    wrong = edited(chain, without_skip)
+    assert call.output is not None
+    return (*wrong, Added("output", call.output - run(wrong, call.input)))
+
+
+def rest_of_a_run(call: Call, chain: Chain) -> Chain:
+    """The same by running the host's module once more."""
+    wrong = edited(chain, without_skip)
+    output = call.module(call.input, attention_mask=call.arguments.get("attention_mask"))
+    return (*wrong, Added("output", output - run(wrong, call.input)))
+
+
+@pytest.fixture
+def break_adapter(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Edit], None]:
+    def install(name: str, edit: Edit) -> None:
+        sound = registry.architectures()[name]
+
+        def build(call: Call) -> Flow:
+            flow = Flow(call.input)
+            for stage in edit(call, sound.build(call).chain):
+                flow.stage(stage)
+            return flow
+
+        monkeypatch.setitem(registry._hosts, CLASSES[name], replace(sound, build=build))
+
+    return install
+
+
+BROKEN: dict[str, tuple[str, Edit, set[str]]] = {
+    "transposed": ("mamba2", core(Transposed), {"reconstruction", "causality", "recurrence"}),
+    "dropped skip": ("mamba", stagewise(without_skip), {"reconstruction", "recurrence"}),
+    "repeat for repeat_interleave": ("mamba2", core(repeated), {"reconstruction", "recurrence"}),
+    "missing conv bias": ("mamba", stagewise(without_conv_bias), {"reconstruction", "completeness"}),
+    "dropped delta": ("mamba", core(without_delta), {"reconstruction", "recurrence"}),
+    "dropped last delta": ("mamba2", core(without_last_delta), {"reconstruction", "recurrence"}),
+    "exclusive decay": ("mamba2", core(exclusive), {"reconstruction", "recurrence"}),
+    "unmasked padding": ("mamba2", stagewise(without_mask), {"reconstruction", "padding"}),
+    "bias y - T x from the record": ("mamba", rest_of_the_record, {"bias", "recurrence"}),
+    "bias y - T x from a run": ("mamba", rest_of_a_run, {"bias", "recurrence"}),
+}
+
+
+@pytest.mark.parametrize("mistake", BROKEN)
+def test_a_broken_adapter_is_refused_by_name(mistake: str, break_adapter: Callable[[str, Edit], None]) -> None:
+    name, edit, laws = BROKEN[mistake]
+    entry = host(name)
+    modules = dict(entry.model().double().named_modules())
+    recurrence = lambda layer, x: frozen(modules[layer.name], layer, x)  # noqa: E731
+    break_adapter(name, edit)
+    padding = "padding" in laws
+    failures = examine(entry.model(), entry.inputs(), recurrence=recurrence, padding=padding).failures
+    assert laws <= failures.keys()
+    if "bias" in laws:
+        assert not failures.keys() & {"reconstruction", "completeness"}
+    else:
+        assert "bias" not in failures
+
+
+def test_the_refusal_names_the_law_and_shows_the_table(
+    break_adapter: Callable[[str, Edit], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_adapter("mamba2", stagewise(without_mask))
+    entry = host("mamba2")
+    with pytest.raises(LawViolation, match="padded on the left, batch of 3: law 'reconstruction'") as caught:
+        check_architecture(entry.model(), entry.inputs())
+    assert caught.value.law == "reconstruction"
+    printed = capsys.readouterr().out
+    assert "Mamba2ForCausalLM: 2 layers, broken: reconstruction, padding" in printed
+    assert "backbone.layers.0.mixer  Mamba2Mixer as mamba2 (Mamba-2 (SSD))" in printed
+
+
+def test_a_leak_that_no_adapter_admits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = registry.architectures()["mamba"]
+    monkeypatch.setitem(registry._hosts, CLASSES["mamba"], replace(sound, leak=None))
+    entry = host("mamba, biases")
+    failures = examine(entry.model(), entry.inputs()).failures
+    assert failures.keys() == {"leak"}
+    assert "padded on the left: law 'leak'" in failures["leak"]
+
+
+def test_an_adapter_that_touches_the_model_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
+    def touch(call: Call, chain: Chain) -> Chain:
+        call.module.in_proj.weight.requires_grad_(not call.module.in_proj.weight.requires_grad)
+        return chain
+
+    break_adapter("mamba", touch)
+    entry = host("mamba")
+    failures = examine(entry.model(), entry.inputs(), padding=False).failures
+    assert "requires_grad of the model changed" in failures["untouched"]
+
+
+def test_a_factor_that_is_not_a_number_is_no_pass(break_adapter: Callable[[str, Edit], None]) -> None:
+    nothing = Scale("act", torch.full((1, 1, 1), torch.nan))
+    break_adapter("mamba", lambda call, chain: (nothing, *chain))
+    entry = host("mamba")
+    verdict = examine(entry.model(), entry.inputs(), padding=False)
+    assert "relative error inf" in verdict.failures["reconstruction"]
+
+
+def test_an_adapter_that_refuses_is_reported_for_its_layer(break_adapter: Callable[[str, Edit], None]) -> None:
+    def refuse(call: Call, chain: Chain) -> Chain:
+        raise UncoveredError(f"{call.name} has no such part")
+
+    break_adapter("mamba", refuse)
+    entry = host("mamba")
+    verdict = examine(entry.model(), entry.inputs(), padding=False)
+    assert [layer.failed["build"] for layer in verdict.layers] == [
+        f"backbone.layers.{k}.mixer has no such part" for k in range(2)
+    ]

@@ -1,0 +1,224 @@
+"""The delta-rule hybrids: every law on every host, layers in order, and the recurrence one token after the other."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.architectures.recurrences import act, convolve
+from unilinattn import trace
+from unilinattn.architectures import Call
+from unilinattn.architectures.delta_rule import kimi_delta
+from unilinattn.errors import UncoveredError
+from unilinattn.testing import Host, check_architecture, promoted, relative_error, tolerance
+from unilinattn.testing.hosts_delta import HOSTS
+from unilinattn.trace import through_operators
+
+every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+one_of_each = pytest.mark.parametrize(
+    "name",
+    ["qwen3 next", "qwen3.5", "olmo hybrid", "kimi linear", "bailing hybrid", "glm 5 next"],
+)
+
+KINDS = {
+    "qwen3_next": ("gated DeltaNet", "softmax attention"),
+    "qwen3_5": ("gated DeltaNet", "softmax attention"),
+    "olmo_hybrid": ("gated DeltaNet", "softmax attention"),
+    "kimi_delta": ("Kimi delta attention (KDA)", "multi-head latent attention (MLA)"),
+}
+"""Kinds of the linear and of the full layers of an adapter's hosts."""
+
+
+def named(name: str) -> Host:
+    return next(host for host in HOSTS if host.name == name)
+
+
+@every_host
+def test_every_law_holds_and_layers_stand_in_order(host: Host) -> None:
+    model = host.model()
+    # The recurrence below pads every host; against single sequences the short ones are enough.
+    padding = 1 < host.length < 20
+    verdict = check_architecture(model, host.inputs(), padding=padding)
+    linear, full = KINDS[host.architecture]
+    expected = [linear if kind == "linear_attention" else full for kind in model.config.layer_types]
+    assert [layer.kind for layer in verdict.layers] == expected
+    assert len(verdict.layers) == host.layers
+    assert verdict.masks == (host.masks if padding else None)
+    for layer in verdict.layers:
+        assert layer.errors["float32"] <= 1e-5
+        assert layer.errors["float64"] <= 2e-6
+        assert layer.errors["promoted"] <= 1e-10
+
+
+@every_host
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> None:
+    model, ids = host.model().double(), host.inputs()
+    inputs = {"input_ids": ids}
+    if side is not None:
+        mask = torch.ones_like(ids)
+        pads = ids.shape[1] // 3
+        mask[-1, slice(0, pads) if side == "left" else slice(ids.shape[1] - pads, None)] = 0
+        inputs["attention_mask"] = mask
+    modules = dict(model.named_modules())
+    with promoted(), torch.no_grad():
+        layers = [layer for layer in trace(model, inputs).layers if layer.architecture == host.architecture]
+        assert layers
+        for layer in layers:
+            op, limit = layer.operator, tolerance("reconstruction", torch.float64)
+            real = torch.ones(ids.shape, dtype=torch.bool) if layer.mask is None else layer.mask
+            # A single token takes no mask: the hosts pass none on.
+            shown = real if ids.shape[1] > 1 else torch.ones_like(real)
+            paper = delta_rule(modules[layer.name], layer.input, layer.input, shown) * real[..., None]
+            materialized = (op.contributions(range(ids.shape[1])).sum(2) + op.bias) * real[..., None]
+            assert relative_error(paper, layer.output * real[..., None]) <= limit
+            assert relative_error(materialized, layer.output * real[..., None]) <= limit
+            fresh = torch.randn(layer.input.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+            frozen = delta_rule(modules[layer.name], layer.input, fresh, shown)
+            assert relative_error(op.apply(fresh), frozen) <= limit
+
+
+@one_of_each
+def test_the_whole_model_has_the_host_s_gradient_through_its_operators(name: str) -> None:
+    host = named(name)
+    model = host.model().double()
+    embedded = model.get_input_embeddings()(host.inputs()).detach()
+
+    def gradient() -> Tensor:
+        x = embedded.clone().requires_grad_()
+        out = model(inputs_embeds=x, use_cache=False)
+        return torch.autograd.grad(out[0].pow(2).sum(), x)[0]
+
+    with promoted():
+        own = gradient()
+        with through_operators(model):
+            assert relative_error(gradient(), own) <= 1e-9
+
+
+@one_of_each
+def test_a_trace_runs_what_the_model_runs(name: str) -> None:
+    host = named(name)
+    model = host.model().double()
+    with torch.no_grad():
+        own = model(host.inputs())[0]
+    assert relative_error(trace(model, host.inputs()).output[0], own) <= tolerance("unpromoted", torch.float64)
+
+
+def test_a_cache_is_refused() -> None:
+    host = named("qwen3 next")
+    layers = trace(host.model(), {"input_ids": host.inputs(), "use_cache": True}).layers
+    with pytest.raises(UncoveredError, match="cache_params"):
+        layers[0].operator  # noqa: B018
+
+
+def test_an_unknown_output_gate_is_refused() -> None:
+    host = named("kimi linear")
+    model = host.model()
+    model.model.layers[0].self_attn.o_norm.activation = "tanh"
+    with pytest.raises(UncoveredError, match="'tanh' is not covered"):
+        trace(model, host.inputs()).layers[0].operator  # noqa: B018
+
+
+def test_a_renamed_attribute_is_named_with_the_version() -> None:
+    module = named("bailing hybrid").model().model.layers[0].self_attn
+    del module.forget_gate.dt_bias
+    with pytest.raises(UncoveredError, match="has no attribute 'dt_bias' in transformers"):
+        kimi_delta(Call(module, "layer", {}, torch.zeros(1, 3, 16)))
+
+
+def delta_rule(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
+    """Gated delta rule (Yang, Kautz and Hatamizadeh, 2025, Eq. 10) and KDA (Kimi Linear, 2025, Eq. 1), frozen.
+
+    One stream decides queries, keys, strengths, decays, slopes, norm and gate; the other is carried.
+    """
+    project = PROJECTIONS[type(module).__name__]
+    kernel = module.conv1d.weight.squeeze(1)
+    norm = module.norm if hasattr(module, "norm") else module.o_norm
+    decided, carries, outputs, memories = [], [], [], None
+    for t in range(deciding.shape[1]):
+        real = mask[:, t, None].to(deciding.dtype)
+        query, key, value, strength, log_decay, gate = project(module, deciding[:, t] * real)
+        decided.append(torch.cat([query, key, value], dim=-1))
+        carries.append(torch.cat([query, key, project(module, carried[:, t] * real)[2]], dim=-1))
+        convolved = convolve(kernel, None, decided)
+        sizes = [query.shape[-1], key.shape[-1], value.shape[-1]]
+        q, k, u = act(module.activation, convolved, convolved).split(sizes, dim=-1)
+        v = act(module.activation, convolved, convolve(kernel, None, carries)).split(sizes, dim=-1)[2]
+        heads = strength.shape[-1]
+        state = log_decay.shape[-1] if log_decay.ndim == 3 else module.head_k_dim
+        q, k = (x.unflatten(-1, (-1, state)) for x in (q, k))
+        # Consecutive value heads share a query and a key.
+        serves = [head * q.shape[1] // heads for head in range(heads)]
+        q, k = (x[:, serves] / (x[:, serves].pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        decay = torch.exp(log_decay if log_decay.ndim == 3 else log_decay[..., None])[..., None]
+        reads = []
+        memories = memories or [torch.zeros(*k.shape, value.shape[-1] // heads, dtype=k.dtype) for _ in "12"]
+        for which, stream in enumerate((u, v)):
+            memory = memories[which] * decay
+            held = (memory * k[..., None]).sum(-2)
+            correction = strength[..., None] * (stream.unflatten(-1, (heads, -1)) - held)
+            memories[which] = memory + k[..., None] * correction[..., None, :]
+            reads.append((memories[which] * q[..., None]).sum(-2) / state**0.5)
+        rms = (reads[0].pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+        normed = (norm.weight * reads[1] / rms).flatten(1)
+        outputs.append((module.out_proj if hasattr(module, "out_proj") else module.o_proj)(normed * gate))
+    return torch.stack(outputs, dim=1)
+
+
+def head_decay(module: nn.Module, step: Tensor) -> Tensor:
+    return -module.A_log.exp() * functional.softplus(step + module.dt_bias)
+
+
+def qwen3_next(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    parts = module.fix_query_key_value_ordering(module.in_proj_qkvz(x)[:, None], module.in_proj_ba(x)[:, None])
+    query, key, value, gate, strength, step = (part.flatten(1) for part in parts)
+    return query, key, value, torch.sigmoid(strength), head_decay(module, step), functional.silu(gate)
+
+
+def qwen3_5(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    query, key, value = module.in_proj_qkv(x).split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+    strength, step = torch.sigmoid(module.in_proj_b(x)), module.in_proj_a(x)
+    return query, key, value, strength, head_decay(module, step), functional.silu(module.in_proj_z(x))
+
+
+def olmo_hybrid(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    strength = torch.sigmoid(module.b_proj(x)) * (1 + module.allow_neg_eigval)
+    gate = functional.silu(module.g_proj(x))
+    return (*separate(module, x), strength, head_decay(module, module.a_proj(x)), gate)
+
+
+def kimi_linear(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    forget = module.forget_gate
+    step = (forget.f_b_proj(forget.f_a_proj(x)) + forget.dt_bias).unflatten(-1, (module.num_heads, -1))
+    rate = forget.A_log.exp().view(-1, 1)
+    bound = getattr(forget, "safe_gate_lower_bound", None)
+    log_decay = -rate * functional.softplus(step) if bound is None else bound * torch.sigmoid(rate * step)
+    gate = torch.sigmoid(module.g_b_proj(module.g_a_proj(x)))
+    return (*separate(module, x), torch.sigmoid(module.b_proj(x)), log_decay, gate)
+
+
+def bailing_hybrid(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    forget = module.forget_gate
+    step = (forget.f_proj(x) + forget.dt_bias).unflatten(-1, (module.num_heads, -1))
+    rate = forget.A_log.exp().view(-1, 1)
+    bounded = forget.lower_bound * torch.sigmoid(rate * step)
+    log_decay = bounded if forget.safe_gate else -rate * functional.softplus(step)
+    return (*separate(module, x), torch.sigmoid(module.b_proj(x)), log_decay, torch.sigmoid(module.g_proj(x)))
+
+
+def separate(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    return module.q_proj(x), module.k_proj(x), module.v_proj(x)
+
+
+PROJECTIONS: dict[str, Callable[[nn.Module, Tensor], tuple[Tensor, ...]]] = {
+    "Qwen3NextGatedDeltaNet": qwen3_next,
+    "Qwen3_5GatedDeltaNet": qwen3_5,
+    "Qwen3_5MoeGatedDeltaNet": qwen3_5,
+    "OlmoHybridGatedDeltaNet": olmo_hybrid,
+    "KimiLinearDeltaAttention": kimi_linear,
+    "Glm5NextTextLinearAttention": kimi_linear,
+    "BailingHybridDeltaAttention": bailing_hybrid,
+}
+"""Of one token: query, key, value, strength, log-decay, and the output gate, as each host's projections give them."""

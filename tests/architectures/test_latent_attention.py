@@ -1,0 +1,140 @@
+"""Attention with values from a latent or gated outputs: every law, the stages, and hosts that are refused."""
+
+import pytest
+import torch
+
+from unilinattn import trace
+from unilinattn.errors import UncoveredError
+from unilinattn.stages import Matrix, Mix, Scale
+from unilinattn.testing import Host, check_architecture, promoted, relative_error, tolerance
+from unilinattn.testing.hosts import randomize, transformers_model
+from unilinattn.testing.hosts_delta import HOSTS as HYBRIDS
+from unilinattn.testing.hosts_latent import HOSTS
+
+every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+
+
+def named(name: str) -> Host:
+    return next(host for host in (*HOSTS, *HYBRIDS) if host.name == name)
+
+
+@every_host
+def test_every_law_holds(host: Host) -> None:
+    verdict = check_architecture(host.model(), host.inputs())
+    assert [layer.architecture for layer in verdict.layers] == [host.architecture] * host.layers
+    assert verdict.masks == host.masks
+    for layer in verdict.layers:
+        assert layer.errors["float32"] <= 1e-5
+        assert layer.errors["float64"] <= 2e-6
+        assert layer.errors["promoted"] <= 1e-10
+
+
+@every_host
+def test_a_trace_runs_what_the_model_runs(host: Host) -> None:
+    model = host.model().double()
+    with torch.no_grad():
+        own = model(host.inputs())[0]
+    # Hosts force float32 inside, and their own fused attention rounds in another order.
+    assert relative_error(trace(model, host.inputs()).output[0], own) <= tolerance("unpromoted", torch.float64)
+
+
+def test_values_pass_a_frozen_norm_in_the_latent() -> None:
+    host = named("deepseek 3")
+    model = host.model().double()
+    with promoted(), torch.no_grad():
+        layer = trace(model, host.inputs()).layers[0]
+        op, module = layer.operator, model.model.layers[0].self_attn
+        latent = module.kv_a_proj_with_mqa(layer.input)[..., : module.kv_lora_rank]
+        scale = (latent.pow(2).mean(-1, keepdim=True) + module.kv_a_layernorm.variance_epsilon).rsqrt()
+    assert [stage.role for stage in op.chains["x"]] == ["input", "norm", "norm", "input", "core", "output"]
+    assert isinstance(op.chains["x"][1], Scale)
+    torch.testing.assert_close(op.chains["x"][1].scale, scale)
+    assert op.matrix("unified").shape == op.matrix("core").shape
+
+
+def test_an_output_gate_is_a_stage_before_the_projection() -> None:
+    host = named("qwen3 next")
+    model = host.model().double()
+    with promoted(), torch.no_grad():
+        layer = trace(model, host.inputs()).layers[1]
+        op, module = layer.operator, model.model.layers[1].self_attn
+        heads = module.q_proj(layer.input).unflatten(-1, (-1, 2 * module.head_dim))
+        gate = torch.sigmoid(heads[..., module.head_dim :].flatten(2))
+    assert [stage.role for stage in op.chains["x"]] == ["input", "core", "gate", "output"]
+    assert isinstance(op.chains["x"][2], Scale)
+    torch.testing.assert_close(op.chains["x"][2].scale, gate)
+    assert isinstance(op.chains["x"][3], Matrix)
+    torch.testing.assert_close(op.chains["x"][3].weight, module.o_proj.weight.detach())
+
+
+def test_a_gate_a_head_and_a_latent_together() -> None:
+    host = named("bailing hybrid")
+    model = host.model().double()
+    with promoted(), torch.no_grad():
+        layer = trace(model, host.inputs()).layers[1]
+        op, module = layer.operator, model.model.layers[1].self_attn
+        gate = torch.sigmoid(module.g_proj(layer.input)).repeat_interleave(module.v_head_dim, dim=-1)
+    assert [stage.role for stage in op.chains["x"]] == ["input", "norm", "norm", "input", "core", "gate", "output"]
+    assert isinstance(op.chains["x"][5], Scale)
+    torch.testing.assert_close(op.chains["x"][5].scale, gate)
+
+
+def test_selected_keys_are_the_only_ones_with_weight() -> None:
+    host = named("deepseek 3.2, selected keys")
+    for layer in trace(host.model(), host.inputs()).layers:
+        mix = next(stage for stage in layer.operator.chains["x"] if isinstance(stage, Mix))
+        assert int((mix.mixer.materialize() > 0).sum(-1).max()) == 4
+
+
+def test_a_norm_on_the_result_is_refused_where_it_is_needed() -> None:
+    build = transformers_model(
+        "BitNetForCausalLM",
+        "BitNetConfig",
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=None,
+    )
+    layer = trace(randomize(build().eval()), torch.arange(7)[None]).layers[0]
+    assert layer.operator.matrix("core").shape == (1, 7, 7)
+    with pytest.raises(UncoveredError, match="perhaps a norm on the result"):
+        layer.operator.contributions(-1)
+
+
+def test_values_that_the_latent_does_not_give_are_refused_where_they_are_needed() -> None:
+    host = named("deepseek 3")
+    model = host.model()
+    # DeepSeek does not scale its latent; another host with this attribute would.
+    model.model.layers[0].self_attn.kv_lora_scale = 2.0
+    layer = trace(model, host.inputs()).layers[0]
+    assert layer.operator.matrix("core").shape == (2, 11, 11)
+    with pytest.raises(UncoveredError, match="not what its latent gives"):
+        layer.operator.contributions(-1)
+
+
+def test_a_latent_from_another_layer_is_refused_where_it_is_needed() -> None:
+    from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
+    from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLarge4TextModel
+
+    settings = dict(hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4, vocab_size=31)
+    latent = dict(num_key_value_heads=4, kv_lora_rank=6, qk_rope_head_dim=2, qk_nope_head_dim=3, v_head_dim=5)
+    index = dict(index_topk=4, index_head_dim=6, index_n_heads=8, kv_source_layers=[0, 0], no_rope_layers=[1, 1])
+    config = MistralLarge4TextConfig(**settings, **latent, **index, mlp_layer_types=["dense"] * 2, pad_token_id=None)
+    own, shared = trace(randomize(MistralLarge4TextModel(config).eval()), torch.arange(7)[None]).layers
+    assert own.operator.reconstruction_error() <= 1e-5
+    assert shared.operator.matrix("core").shape == (1, 7, 7)
+    with pytest.raises(UncoveredError, match="is_kv_shared_layer"):
+        shared.operator.contributions(-1)
+
+
+def test_the_attention_implementation_and_its_registry_are_as_before() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model = named("deepseek 3.2, selected keys").model()
+    before = model.config._attn_implementation
+    trace(model, torch.arange(5)[None])
+    assert model.config._attn_implementation == before
+    assert "eager" not in ALL_ATTENTION_FUNCTIONS

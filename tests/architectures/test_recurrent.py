@@ -1,0 +1,295 @@
+"""Hosts with recurrences of their own: every law, three ways to one output, resets, states, weights, hybrids."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.architectures.recurrent_steps import STEPS, frozen
+from unilinattn import trace
+from unilinattn.errors import UncoveredError
+from unilinattn.mixers import DiagonalDecay
+from unilinattn.testing import Host, check_architecture, left_as_found, promoted, relative_error, tolerance
+from unilinattn.testing.hosts import transformers_model
+from unilinattn.testing.hosts_recurrent import HOSTS
+from unilinattn.testing.laws import recurrence
+from unilinattn.trace import Layer
+
+every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+EXACT, LAW = tolerance("reconstruction", torch.float64), tolerance("law", torch.float64)
+
+ATTENTION = {"full_attention", "sliding_attention"}
+"""What configurations call the layers between."""
+
+
+def named(name: str) -> Host:
+    return next(host for host in HOSTS if host.name == name)
+
+
+def kinds(model: nn.Module, host: Host) -> list[str]:
+    """What each layer is, from the configuration alone."""
+    types = getattr(model.config, "layer_types", [None] * model.config.num_hidden_layers)
+    return ["attention" if kind in ATTENTION else host.architecture for kind in types]
+
+
+def settled(model: nn.Module, inputs: object) -> tuple[Layer, ...]:
+    """Trace a model in float64 throughout, operators built while it is."""
+    with promoted():
+        layers = trace(model, inputs).layers
+        for layer in layers:
+            layer.operator  # noqa: B018
+    return layers
+
+
+@contextmanager
+def seen_outputs(model: nn.Module, layers: tuple[Layer, ...]) -> Iterator[list[Tensor]]:
+    """Let each layer's output require a gradient, and collect them in order."""
+    modules, outputs = dict(model.named_modules()), []
+
+    def hook(module: nn.Module, given: object, returned: object) -> object:
+        output = returned[0] if isinstance(returned, tuple) else returned
+        output = output if output.requires_grad else output.detach().requires_grad_()
+        outputs.append(output)
+        return (output, *returned[1:]) if isinstance(returned, tuple) else output
+
+    handles = [modules[layer.name].register_forward_hook(hook) for layer in layers]
+    yield outputs
+    for handle in handles:
+        handle.remove()
+
+
+@every_host
+def test_every_law_holds(host: Host) -> None:
+    verdict = check_architecture(host.model(), host.inputs())
+    assert [layer.architecture for layer in verdict.layers] == kinds(host.model(), host)
+    assert len(verdict.layers) == host.layers
+    assert verdict.masks == host.masks
+    for layer in verdict.layers:
+        assert layer.errors["float32"] <= 1e-5
+        assert layer.errors["float64"] <= 2e-6
+        assert layer.errors["promoted"] <= 1e-10
+
+
+@every_host
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> None:
+    model, ids = host.model().double(), host.inputs()
+    inputs, positions = {"input_ids": ids}, None
+    if side is not None:
+        mask = torch.ones_like(ids)
+        pads = ids.shape[1] // 3
+        mask[-1, slice(0, pads) if side == "left" else slice(ids.shape[1] - pads, None)] = 0
+        inputs["attention_mask"] = mask
+        positions = (mask.cumsum(1) - 1).clamp_min(0) if side == "left" else None
+    leaks = side == "left" and not bool(inputs["attention_mask"].all()) and "left" not in (host.masks or ())
+    with pytest.warns(UserWarning, match="left padding") if leaks else nullcontext():
+        layers = settled(model, inputs)
+    modules = dict(model.named_modules())
+    for layer in layers:
+        if layer.architecture not in STEPS:
+            continue
+        op = layer.operator
+        real = torch.ones(ids.shape, dtype=torch.bool) if layer.mask is None else layer.mask
+        output = layer.output * real[..., None]
+        assert float(output.norm()) > 0.1
+        paper = frozen(modules[layer.name], layer, layer.input, positions) * real[..., None]
+        materialized = (op.contributions(range(ids.shape[1])).sum(2) + op.bias) * real[..., None]
+        assert relative_error(paper, output) <= EXACT
+        assert relative_error(materialized, output) <= EXACT
+        assert relative_error(materialized, paper) <= LAW
+        recurrence(op, partial(frozen, modules[layer.name], layer, positions=positions), EXACT)
+
+
+@every_host
+def test_gradients_are_the_hosts_own(host: Host) -> None:
+    model, ids = host.model().double(), host.inputs()
+    found = trace(model, ids)
+    grads = found.gradient(-1)
+    inner = [layer.before_output(grad) for layer, grad in zip(found.layers, grads, strict=True)]
+    with seen_outputs(model, found.layers) as outputs:
+        logits = model(ids, use_cache=False).logits[:, -1]
+    own = torch.autograd.grad(logits.amax(-1).sum(), outputs)
+    for grad, expected in zip(grads, own, strict=True):
+        assert relative_error(grad, expected) <= tolerance("unpromoted", torch.float64)
+    assert all(torch.isfinite(grad).all() for grad in inner)
+
+
+@pytest.mark.parametrize("name", ["rwkv", "recurrent gemma", "xlstm", "minimax", "lfm2", "lfm2, experts"])
+def test_a_hybrid_is_listed_whole(name: str) -> None:
+    host = named(name)
+    model = host.model()
+    found = trace(model, host.inputs())
+    assert [layer.architecture for layer in found.layers] == kinds(model, host)
+    expected = {"rwkv4": "RWKV-4", "griffin": "Griffin", "xlstm": "xLSTM", "minimax": "lightning", "lfm2": "LFM2"}
+    for number, layer in enumerate(found.layers):
+        assert f".{number}." in layer.name
+        assert expected.get(layer.architecture, "softmax attention") in layer.kind
+        assert layer.residual is not None
+    assert [len(step.layers) for step in found.steps] == [1] * host.layers
+
+
+def test_minimax_adds_a_part_of_its_output() -> None:
+    host = named("minimax")
+    layers = trace(host.model().double(), host.inputs()).layers
+    assert [layer.multiplier for layer in layers] == pytest.approx([0.7, 1.0, 0.7], rel=1e-6)
+
+
+def packed(lengths: tuple[int, ...], batch: int) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths]).expand(batch, -1)
+
+
+@pytest.mark.parametrize("name", ["recurrent gemma", "recurrent gemma, no convolution"])
+def test_packed_sequences_are_segments(name: str) -> None:
+    host, lengths = named(name), (4, 1, 8)
+    model, ids = host.model().double(), torch.arange(26).reshape(2, 13)
+    positions = packed(lengths, 2)
+    check_architecture(host.model(), {"input_ids": ids, "position_ids": positions})
+    layers = settled(model, {"input_ids": ids, "position_ids": positions})
+    modules = dict(model.named_modules())
+    apart = (positions == 0).cumsum(1)
+    apart = apart[:, :, None] != apart[:, None, :]
+    for number, layer in enumerate(layers):
+        core = layer.operator.matrix("core", heads=None)
+        assert core[apart[:, None].expand_as(core)].count_nonzero() == 0
+        if layer.architecture == "griffin":
+            paper = frozen(modules[layer.name], layer, layer.input, positions)
+            assert relative_error(paper, layer.output) <= EXACT
+        if name == "recurrent gemma, no convolution":
+            for part, place in zip(ids.split(lengths, dim=1), torch.arange(13).split(lengths), strict=True):
+                single = settled(model, part)[number].operator
+                block = core[:, :, place[0] : place[-1] + 1, place[0] : place[-1] + 1]
+                assert relative_error(block, single.matrix("core", heads=None)) <= LAW
+
+
+def test_a_reset_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = named("recurrent gemma")
+    inputs = {"input_ids": torch.arange(26).reshape(2, 13), "position_ids": packed((6, 7), 2)}
+    kept = DiagonalDecay.__init__
+    monkeypatch.setattr(DiagonalDecay, "__init__", lambda *args, reset, **rest: kept(*args, **rest))
+    with pytest.raises(AssertionError, match="law 'reconstruction' does not hold"):
+        check_architecture(host.model(), inputs)
+
+
+def test_states_that_a_host_keeps_are_neither_read_nor_lost() -> None:
+    host = named("recurrent gemma")
+    model, ids = host.model(), host.inputs()
+    before = [layer.output for layer in trace(model, ids).layers]
+    with torch.no_grad():
+        model(ids.flip(1), use_cache=True)
+    blocks = [m for m in model.modules() if hasattr(m, "conv1d_state")]
+    states = [(block.conv1d_state, block.rg_lru.recurrent_states) for block in blocks]
+    assert all(state.abs().sum() > 0 for pair in states for state in pair)
+    after = [layer.output for layer in trace(model, ids).layers]
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    for block, (conv, memory) in zip(blocks, states, strict=True):
+        assert block.conv1d_state is conv
+        assert block.rg_lru.recurrent_states is memory
+
+
+def versions(model: nn.Module) -> dict[str, int]:
+    return {name: p._version for name, p in model.named_parameters()}
+
+
+def test_rescaled_weights_stay_as_they_were() -> None:
+    host = named("rwkv")
+    model, ids = host.model(), host.inputs()
+    before = versions(model)
+    with left_as_found(model):
+        first = trace(model, ids)
+        first.gradient(-1)
+    assert versions(model) == before
+    assert model.rwkv.layers_are_rescaled is False
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+    assert model.rwkv.layers_are_rescaled is True
+    assert torch.equal(first.output.logits, expected)
+    with left_as_found(model):
+        second = trace(model, ids)
+    for one, two in zip(first.layers, second.layers, strict=True):
+        assert torch.equal(one.output, two.output)
+        assert two.operator.reconstruction_error() <= 1e-6
+    model.train()
+    with left_as_found(model):
+        trained = trace(model, ids)
+    assert model.rwkv.layers_are_rescaled is True
+    assert all(layer.operator.reconstruction_error() <= 1e-6 for layer in trained.layers)
+    # Two halvings of the stream apart, but for the eps of the norms that read it.
+    assert relative_error(trained.layers[2].output, 4 * second.layers[2].output) <= 1e-3
+
+
+def test_rescaled_weights_stay_as_they_were_after_an_exception() -> None:
+    model = named("rwkv").model()
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.rwkv.ln_out.register_forward_hook(fail)
+    with left_as_found(model), pytest.raises(KeyboardInterrupt):
+        trace(model, named("rwkv").inputs())
+    handle.remove()
+    assert model.rwkv.layers_are_rescaled is False
+
+
+def test_weights_before_their_rescaling_would_be_seen() -> None:
+    host = named("rwkv")
+    layer = trace(host.model(), host.inputs()).layers[2]
+    layer._seen = ()
+    assert layer.operator.reconstruction_error() > 1
+
+
+@pytest.mark.parametrize("name", ["rwkv", "recurrent gemma", "xlstm"])
+def test_hosts_that_do_not_mask_are_warned_of(name: str) -> None:
+    host = named(name)
+    ids = host.inputs()
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    with pytest.warns(UserWarning, match="left padding reaches real tokens"):
+        trace(host.model(), {"input_ids": ids, "attention_mask": mask})
+
+
+def test_tables_of_a_cast_lightning_layer_are_those_of_one_built_in_float64() -> None:
+    host = named("minimax")
+    with promoted():
+        built = dict(host.build().named_buffers())
+    for name, table in host.model().double().named_buffers():
+        if "decay" in name or "slope" in name:
+            assert table.dtype == torch.float64
+            assert torch.equal(table, built[name])
+
+
+def test_tables_in_float32_are_followed_to_their_digits() -> None:
+    host = named("minimax")
+    model = host.model()
+    for module in model.modules():
+        module.__dict__.pop("_apply", None)
+    errors = [layer.operator.reconstruction_error() for layer in settled(model.double(), host.inputs())]
+    assert EXACT < max(errors) <= tolerance("unpromoted", torch.float64)
+
+
+def unbuilt(model: nn.Module, inputs: object, message: str) -> None:
+    with pytest.raises(UncoveredError, match=message):
+        trace(model, inputs).layers[0].operator  # noqa: B018
+
+
+def test_what_is_not_covered_is_named() -> None:
+    ids = torch.arange(12).reshape(2, 6)
+    cached = {"input_ids": ids, "use_cache": True}
+    unbuilt(named("rwkv").model(), cached, "'state'")
+    unbuilt(named("recurrent gemma").model(), cached, "'past_key_values'")
+    unbuilt(named("minimax").model(), cached, "'past_key_values'")
+    unbuilt(named("lfm2").model(), cached, "'past_key_values'")
+    model = named("minimax").model()
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):
+            module.act_fn = nn.Mish()
+    unbuilt(model, ids, "activation 'mish'")
+
+
+def test_a_sequence_that_the_host_cuts_is_not_covered() -> None:
+    # The host keeps its states in widths of 64.
+    settings = dict(hidden_size=128, num_heads=2, num_hidden_layers=1, chunk_size=8, max_inference_chunksize=4)
+    model = transformers_model("xLSTMForCausalLM", "xLSTMConfig", vocab_size=31, **settings)()
+    unbuilt(model.eval(), torch.arange(12).reshape(2, 6), "max_inference_chunksize = 4")

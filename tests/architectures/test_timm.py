@@ -1,0 +1,119 @@
+"""The adapters on timm's own models: attention of ViT and DeiT in all its options, and ViM as timm builds it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unilinattn import explain, trace
+from unilinattn.errors import UncoveredError
+from unilinattn.testing import Host, check_architecture, check_operator, randomize
+from unilinattn.testing.hosts_timm import HOSTS
+
+timm = pytest.importorskip("timm", reason="needs timm", exc_type=ImportError)
+
+
+class Block(nn.Module):
+    """A residual around timm's attention, which takes a mask as the attention does."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.attn = timm.layers.Attention(8, num_heads=2, norm_layer=timm.layers.LayerNorm, **settings)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return x + self.attn(x, attn_mask=attn_mask, is_causal=is_causal)
+
+
+def block(fused: bool = True, **settings: Any) -> nn.Module:
+    model = randomize(Block(**settings).eval()).double()
+    model.attn.fused_attn = fused
+    return model
+
+
+def tokens(length: int = 7) -> Tensor:
+    return torch.randn(2, length, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+def test_every_law_holds(host: Host) -> None:
+    verdict = check_architecture(host.model(), host.inputs())
+    assert len(verdict.layers) == host.layers
+    assert {layer.architecture for layer in verdict.layers} == {host.architecture}
+    for layer in verdict.layers:
+        assert layer.errors["float32"] <= 1e-5
+        assert layer.errors["float64"] <= 2e-6
+        assert layer.errors["promoted"] <= 1e-10
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gated": True, "qkv_bias": True},
+        {"scale_norm": True, "gated": True},
+        {"attn_head_dim": 3, "dim_out": 5, "proj_bias": False},
+        {"qk_norm": True, "qkv_bias": True},
+    ],
+    ids=str,
+)
+def test_every_option_of_the_module_is_exact(settings: dict[str, Any], fused: bool) -> None:
+    module = randomize(timm.layers.Attention(8, num_heads=2, norm_layer=timm.layers.LayerNorm, **settings).eval())
+    module.fused_attn = fused
+    check_operator(trace(nn.Sequential(module.double()), tokens()).layers[0].operator)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("mask", ["boolean", "a sequence", "a head", "added", "causal"])
+def test_masks_are_what_the_host_makes_of_them(mask: str, fused: bool) -> None:
+    x = tokens()
+    window = (torch.arange(7)[:, None] - torch.arange(7)).abs() < 3
+    real = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    options = {
+        "boolean": {"attn_mask": window},
+        "a sequence": {"attn_mask": real[:, None, None].expand(-1, -1, 7, -1)},
+        "a head": {"attn_mask": torch.stack([window, window | window.T.tril()])[None]},
+        "added": {"attn_mask": torch.randn(2, 1, 7, 7, dtype=torch.float64)},
+        "causal": {"is_causal": True},
+    }[mask]
+    op = trace(block(fused), {"x": x, **options}).layers[0].operator
+    check_operator(op)
+    core = op.matrix("core", heads=None)
+    torch.testing.assert_close(core.sum(-1), torch.ones_like(core.sum(-1)))
+    if mask == "causal":
+        assert torch.equal(core, core.tril())
+    elif mask != "added":
+        assert bool((core[~options["attn_mask"].expand_as(core)] == 0).all())
+
+
+def test_plain_attention_has_one_matrix_in_all_scopes_and_a_gate_only_in_unified() -> None:
+    op = trace(block(), tokens()).layers[0].operator
+    for scope in ("mixer", "unified"):
+        torch.testing.assert_close(op.matrix(scope), op.matrix("core"))
+    gated = trace(block(gated=True), tokens()).layers[0].operator
+    torch.testing.assert_close(gated.matrix("mixer"), gated.matrix("core"))
+    assert not torch.allclose(gated.matrix("unified"), gated.matrix("core"))
+
+
+def test_a_norm_that_no_one_foresaw_raises_with_the_name_of_the_option() -> None:
+    model = block(scale_norm=True)
+    model.attn.norm = nn.Tanh()
+    with pytest.raises(UncoveredError, match=r"attn \(timm's Attention, timm .*scale_norm with Tanh"):
+        trace(model, tokens()).layers[0].operator  # noqa: B018
+
+
+def test_vision_models_are_explained_from_their_class_logits() -> None:
+    host = HOSTS[0]
+    for method in ("raw", "rollout", "attribution", "latim", "alti"):
+        scores = explain(host.model(), host.inputs(), method=method, target=0).scores
+        assert scores.shape[-1] == host.length
+
+
+def test_gradients_through_the_adapter_are_the_hosts_own() -> None:
+    model, x = block(gated=True, qk_norm=True, scale_norm=True), tokens().requires_grad_()
+    (own,) = torch.autograd.grad(model(x).square().sum(), x)
+    layer = trace(model, x.detach()).layers[0]
+    with torch.enable_grad():
+        flow = layer._flow(x)
+        (found,) = torch.autograd.grad((x + flow.value).square().sum(), x)
+    torch.testing.assert_close(found, own)

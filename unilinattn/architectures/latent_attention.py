@@ -1,0 +1,73 @@
+"""Multi-head latent attention: keys and values kept in a normed low-rank latent."""
+
+import torch
+
+from unilinattn.architectures.call import Call, Seen, package_version
+from unilinattn.architectures.interface import attention_weights, only_attention, tolerance
+from unilinattn.architectures.probe import add_output, probe, values_missed
+from unilinattn.flow import Flow
+from unilinattn.mixers import Dense
+from unilinattn.registry import register_architecture
+
+HOSTS = tuple(
+    f"transformers.models.{folder}.modeling_{folder}.{name}"
+    for folder, name in (
+        ("axk1", "AXK1Attention"),
+        ("axk2", "AXK2Attention"),
+        ("bailing_hybrid", "BailingHybridAttention"),
+        ("deepseek_v2", "DeepseekV2Attention"),
+        ("deepseek_v3", "DeepseekV3Attention"),
+        ("deepseek_v32", "DeepseekV32Attention"),
+        ("dots3_note", "Dots3NoteTextAttention"),
+        ("glm4_moe_lite", "Glm4MoeLiteAttention"),
+        ("glm5_next", "Glm5NextTextAttention"),
+        ("glm_moe_dsa", "GlmMoeDsaAttention"),
+        ("hy_v4", "HYV4Attention"),
+        ("kimi_linear", "KimiLinearAttention"),
+        ("longcat_flash", "LongcatFlashMLA"),
+        ("minicpm3", "MiniCPM3Attention"),
+        ("mistral4", "Mistral4Attention"),
+        ("mistral_large4", "MistralLarge4TextAttention"),
+        ("youtu", "YoutuAttention"),
+    )
+)
+
+
+@register_architecture(*HOSTS, name="latent_attention", kind="multi-head latent attention (MLA)", observes=True)
+def latent_attention(call: Call) -> Flow:
+    """Softmax attention whose values come out of a latent: a matrix into it, its frozen RMS norm, a matrix out of it.
+
+    DeepSeek-V2, 2024, Eq. 9-11. The weights, an output gate and the output projection are found as for any attention.
+    A layer that reads another layer's latent has its `core`; anything that needs its values raises `UncoveredError`.
+    """
+    call.refuse("past_key_values")
+    seen = only_attention(call)
+    weights, repeats = attention_weights(call, seen)
+    _, output = probe(call, seen, call.input)
+    flow = _values(call, seen).core(Dense(weights))
+    return add_output(flow, call, seen, weights, repeats, output)
+
+
+def _values(call: Call, seen: Seen) -> Flow:
+    host, weight = call.host, call.weight
+    norm, head = host.kv_a_layernorm, host.qk_nope_head_dim + host.v_head_dim
+    out_of = weight(host.kv_b_proj.weight).unflatten(0, (-1, head))[:, host.qk_nope_head_dim :].flatten(0, 1)
+    where = f"{call.name} ({type(call.module).__name__} of {package_version(call.module)})"
+    if norm is None:
+        reason = f"{where}: its values come from an earlier layer's latent (is_kv_shared_layer), not from its input."
+        return Flow(call.input).unmapped("input", f"{reason} Use scope='core'.", len(out_of))
+    into, bias = host.kv_a_proj_with_mqa, call.cast(host.kv_a_proj_with_mqa.bias)
+    rank = host.kv_lora_rank
+    flow = Flow(call.input)
+    flow.matrix(weight(into.weight)[:rank], None if bias is None else bias[:rank], role="input")
+    flow.rms_norm(weight(norm.weight), norm.variance_epsilon)
+    for name in ("kv_lora_scale", "mla_scale_kv_lora"):
+        if hasattr(call.module, name):
+            flow.scale(call.input.new_full((1, 1, 1), getattr(call.module, name)), role="norm")
+    flow.matrix(out_of, role="input")
+    missed = values_missed(flow.value.detach(), call, seen)
+    # Hosts norm in float32 even where all else is float64.
+    if missed > max(tolerance(seen.record.value.dtype), tolerance(torch.float32)):
+        reason = f"{where}: its values are not what its latent gives (missed by {missed:.1e} on the observed input)."
+        return Flow(call.input).unmapped("input", f"{reason} Use scope='core'.", len(out_of))
+    return flow
