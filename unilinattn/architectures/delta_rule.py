@@ -146,7 +146,9 @@ def _delta_rule(
 ) -> Flow:
     """Build what the hosts share: `weights` into queries with keys and into values, one `kernel` over all of them."""
     call.refuse("cache_params", "cu_seq_lens_q")
-    activation = getattr(call.module, "activation", "silu")
+    # The first versions convolve by a function of another package, or by torch and then always with SiLU.
+    by_torch = getattr(call.module, "causal_conv1d_fn", ...) is None
+    activation = "silu" if by_torch else getattr(call.module, "activation", "silu")
     frozen, carried = call.weight(kernel).split([len(rows) for rows in weights])
 
     side = Flow(_masked(call)).matrix(weights[0], role="input").conv(frozen).activation(activation)

@@ -1,0 +1,209 @@
+"""Linear attention of flash-linear-attention: GLA, RetNet, plain, HGRN, HGRN2, gated slots and LightNet."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unilinattn.architectures.call import Call
+from unilinattn.architectures.fla_parts import (
+    compute,
+    elementwise,
+    gated_norm,
+    head_norm,
+    heads,
+    masked,
+    output,
+    padding,
+    project,
+    rotated,
+    shared,
+    unpadded,
+)
+from unilinattn.flow import Flow, silu
+from unilinattn.mixers import CoreMixer, DiagonalDecay, ScalarDecay
+from unilinattn.registry import register_architecture
+
+
+@register_architecture(
+    "fla.layers.gla.GatedLinearAttention", name="fla_gla", kind="gated linear attention (GLA)", extras=2
+)
+def gla(call: Call) -> Flow:
+    """Gated linear attention as flash-linear-attention runs it: one decay a coordinate of the keys.
+
+    Yang, Wang, Shen, Panda and Kim, ICML 2024. Query heads may share keys, values and decays.
+    """
+    host, mask = call.host, unpadded(call)
+    x = masked(call.input, mask)
+    query, key = (_feature(call, heads(project(call, Flow(x), name).value, host.head_k_dim)) for name in "qk")
+    decay = functional.logsigmoid(heads(compute(call, host.gk_proj, x), host.head_k_dim)) / host.gate_logit_normalizer
+    if host.clamp_min is not None:
+        decay = decay.clamp_min(host.clamp_min)
+    decay = decay.repeat_interleave(host.num_kv_groups, dim=2)
+    return _closed(call, DiagonalDecay(query * host.head_k_dim**-0.5, key, decay), x, mask)
+
+
+@register_architecture(
+    "fla.layers.multiscale_retention.MultiScaleRetention", name="fla_retnet", kind="retention", extras=2
+)
+def retnet(call: Call) -> Flow:
+    """Multi-scale retention as flash-linear-attention runs it: rotated queries and keys, one fixed decay a head.
+
+    RetNet (Sun et al., 2023). The decays 1 - 2^(-5 - h) are the same for every token.
+    """
+    host, mask = call.host, unpadded(call)
+    x = masked(call.input, mask)
+    query, key = (_feature(call, heads(project(call, Flow(x), name).value, host.head_k_dim)) for name in "qk")
+    query, key = (rotated(call, side, mask) for side in (query, key))
+    key = key.repeat_interleave(host.num_kv_groups, dim=2)
+    # The host's decays are float32 numbers whatever its dtype.
+    exponent = torch.arange(host.num_heads, device=x.device, dtype=torch.float32)
+    decay = (1 - 2.0 ** (-5.0 - exponent)).log().to(x.dtype).expand(*x.shape[:2], -1)
+    return _closed(call, ScalarDecay(query * host.head_k_dim**-0.5, key, decay), x, mask)
+
+
+@register_architecture(
+    "fla.layers.linear_attn.LinearAttention", name="fla_linear_attention", kind="linear attention", extras=2
+)
+def linear_attention(call: Call) -> Flow:
+    """Linear attention without decay as flash-linear-attention runs it, with its feature maps and normalisers.
+
+    Katharopoulos, Vyas, Pappas and Fleuret, ICML 2020. Where the sum of weights divides the result, it is frozen.
+    """
+    host, mask = call.host, unpadded(call)
+    x = masked(call.input, mask)
+    query, key = (
+        elementwise(call, function)(heads(project(call, Flow(x), name).value, host.head_k_dim))
+        for name, function in (("q", host.feature_map_q), ("k", host.feature_map_k))
+    )
+    # Feature maps do not keep zeros, and padding is not to count among the keys.
+    key = masked(key, None if mask is None else mask.unsqueeze(-1))
+    query = query / (query.sum(-1, keepdim=True) + 1e-4) if host.norm_q else query
+    key = key / (key.sum(-1, keepdim=True) + 1e-4) if host.norm_k else key
+    query, key = query * query.shape[-1] ** -0.5, key.repeat_interleave(host.num_kv_groups, dim=2)
+    if host.do_feature_map_norm:
+        query = query / ((query * key.cumsum(1)).sum(-1, keepdim=True) + 1e-10)
+    flow = _carried(call, mask).core(ScalarDecay(query, key, torch.zeros_like(query[..., 0])))
+    if not isinstance(host.norm, nn.Identity):
+        head_norm(call, flow, host.norm)
+    return output(call, flow, mask)
+
+
+@register_architecture("fla.layers.hgrn.HGRNAttention", name="fla_hgrn", kind="HGRN", extras=2)
+def hgrn(call: Call) -> Flow:
+    """Hierarchically gated recurrence as flash-linear-attention runs it: every channel forgets f and takes in 1 - f.
+
+    Qin, Yang and Zhong, NeurIPS 2023. The forget gate's lower bound rises from layer to layer.
+    """
+    host, mask = call.host, padding(call)
+    # Short convolutions read masked projections; where there are none, only what enters the memory is masked.
+    early = mask if host.use_short_conv else None
+    decay = _forget(call, _convolved(call, Flow(call.input), "f", early).value)
+    one = torch.ones_like(call.input[..., None, :1])
+    core = DiagonalDecay(one, one, decay.unsqueeze(-1), key_scale=1 - decay.exp())
+    flow = _convolved(call, Flow(call.input), "i", early).activation("silu").scale(mask, role="act").core(core)
+    gated_norm(call, flow, host.g_norm, compute(call, host.g_proj, call.input))
+    return output(call, flow, None)
+
+
+@register_architecture("fla.layers.hgrn2.HGRN2Attention", name="fla_hgrn2", kind="HGRN2", extras=2)
+def hgrn2(call: Call) -> Flow:
+    """HGRN2 as flash-linear-attention runs it: gated linear attention whose keys are what the decays leave over.
+
+    Qin et al., COLM 2024. The norm stands over all heads together, with the kernel's own epsilon.
+    """
+    host, mask = call.host, unpadded(call)
+    x = masked(call.input, mask)
+    query = functional.silu(project(call, Flow(x), "q").value)
+    decay = _forget(call, project(call, Flow(x), "f").value)
+    query, key, decay = (heads(side, host.head_f_dim) for side in (query, 1 - decay.exp(), decay))
+    flow = project(call, Flow(call.input).scale(mask, role="input"), "i", mask)
+    flow.core(DiagonalDecay(query * host.head_f_dim**-0.5, key, decay))
+    return output(call, flow.rms_norm(call.cast(host.g_norm.weight), 1e-5), mask)
+
+
+@register_architecture("fla.layers.gsa.GatedSlotAttention", name="fla_gsa", kind="gated slot attention (GSA)", extras=2)
+def gsa(call: Call) -> Flow:
+    """Gated slot attention as flash-linear-attention runs it: a softmax over slots between two gated passes.
+
+    Zhang et al., NeurIPS 2024. The first pass finds how much of each slot a query reads, and is frozen; the second
+    carries the values. SiLU and a norm over all heads, with the kernel's own epsilon, follow.
+    """
+    host, mask = call.host, unpadded(call)
+    x = masked(call.input, mask)
+    feature = elementwise(call, host.feature_map)
+    query, key = (feature(heads(project(call, Flow(x), name).value, host.head_k_dim)) for name in "qk")
+    decay = functional.logsigmoid(heads(compute(call, host.f_proj, x), host.num_slots)) / host.gate_logit_normalizer
+    key, decay = (side.repeat_interleave(host.num_kv_groups, dim=2) for side in (key, decay))
+    # What a token writes is nothing where there is no token.
+    slots = masked(1 - decay.exp(), None if mask is None else mask.unsqueeze(-1))
+    scale = host.head_k_dim**-0.5 if host.scale is None else host.scale
+    found = ScalarDecay(query * scale, key, decay.flatten(2)).apply(slots.flatten(2).unsqueeze(-1))
+    read = torch.softmax(found.reshape_as(slots), dim=-1)
+    flow = _carried(call, mask).activation("silu").core(DiagonalDecay(read, slots, decay)).activation("silu")
+    return output(call, flow.rms_norm(call.cast(host.g_norm.weight), 1e-5), mask)
+
+
+@register_architecture("fla.layers.lightnet.LightNetAttention", name="fla_lightnet", kind="LightNet", extras=2)
+def lightnet(call: Call) -> Flow:
+    """LightNet as flash-linear-attention runs it: keys are a running softmax over time, coordinate by coordinate.
+
+    Qin et al., 2024: k_j = exp(x_j - z_j) with z the logarithm of the sum so far, and the decays z_{j-1} - z_j.
+    """
+    host, mask = call.host, unpadded(call)
+    x = masked(call.input, mask)
+    query, logits = (heads(project(call, Flow(x), name).value, host.head_f_dim) for name in "qk")
+    seen = torch.ones_like(logits, dtype=torch.bool)
+    if mask is not None:
+        logits = logits.masked_fill(mask.unsqueeze(-1) == 0, torch.finfo(logits.dtype).min)
+        seen = mask.unsqueeze(-1).cumsum(1).expand_as(logits) > 0
+    # Before the first token the sum is empty, and nothing is there to decay.
+    total = logits.logcumsumexp(1).masked_fill(~seen, 0)
+    key = (logits - total).exp()
+    fading = (total[:, :-1] - total[:, 1:]).masked_fill(~seen[:, :-1], 0)
+    decay = torch.cat([torch.zeros_like(total[:, :1]), fading], dim=1)
+    core = DiagonalDecay(functional.silu(query) * host.head_f_dim**-0.5, key, decay)
+    flow = project(call, Flow(call.input).scale(mask, role="input"), "v", mask).core(core)
+    flow.rms_norm(call.cast(host.g_norm.weight), 1e-6).gate(silu(compute(call, host.g_proj, x)))
+    return output(call, flow, mask)
+
+
+def _feature(call: Call, x: Tensor) -> Tensor:
+    function = call.host.feature_map_fn
+    return x if function is None else elementwise(call, function)(x)
+
+
+def _forget(call: Call, x: Tensor) -> Tensor:
+    """Return the logarithm of the forget gate, above its lower bound in all but the first layer."""
+    bound, decay = call.cast(call.arguments.get("lower_bound")), functional.logsigmoid(x)
+    if bound is None or call.host.layer_idx == 0:
+        return decay
+    return torch.logaddexp(bound.log(), torch.log1p(-bound) + decay)
+
+
+def _convolved(call: Call, flow: Flow, name: str, mask: Tensor | None) -> Flow:
+    """Append one of HGRN's projections, masked before its convolution, if it has one."""
+    projection = getattr(call.host, f"{name}_proj")
+    flow.matrix(call.weight(projection.weight), call.cast(projection.bias), role="input").scale(mask, role="input")
+    if call.host.use_short_conv:
+        convolution = getattr(call.host, f"{name}_conv1d")
+        flow.conv(call.weight(convolution.weight), call.cast(convolution.bias))
+    return flow
+
+
+def _carried(call: Call, mask: Tensor | None) -> Flow:
+    """Append the way into the values, each head repeated for the queries that share it."""
+    rows = shared(call.host.head_v_dim, call.host.num_kv_groups)
+    return project(call, Flow(call.input).scale(mask, role="input"), "v", mask, rows=rows)
+
+
+def _closed(call: Call, core: CoreMixer, x: Tensor, mask: Tensor | None) -> Flow:
+    """Build the layer around GLA's or RetNet's core: values, norm over each head, output gate, output projection."""
+    host, flow = call.host, _carried(call, mask).core(core)
+    gate = compute(call, host.g_proj, x) if host.use_output_gate else None
+    if host.fuse_norm_and_gate and gate is not None:
+        gated_norm(call, flow, host.g_norm_swish_gate, gate)
+    else:
+        head_norm(call, flow, host.g_norm)
+        if gate is not None:
+            flow.gate(elementwise(call, host.gate_fn)(gate))
+    return output(call, flow, mask)
