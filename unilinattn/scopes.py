@@ -1,5 +1,7 @@
 """Scopes: which stages of a chain count as "the attention matrix"."""
 
+from dataclasses import replace
+
 from unilinattn.stages import Branch, Center, Chain, Matrix, Scale, Stage, Unmapped, walk
 
 SCOPES = {
@@ -33,9 +35,7 @@ def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
                 return cuts[0]
             return (Branch(lead.role, tuple(cut for cut, _ in cuts)),), cuts[0][1]
     if scope == "unified":
-        return tuple(
-            stage for stage in _between_matrices(chain, first, last) if not isinstance(stage, Center)
-        ), channels
+        return _uncentred(_between_matrices(chain, first, last)), channels
     return tuple(part for stage in chain[first : last + 1] for part in _cut(stage, scope)), channels
 
 
@@ -60,6 +60,17 @@ def _cut(stage: Stage, scope: str) -> Chain:
         elif scope == "mixer" and inner and all(s.role == "skip" and isinstance(s, Scale) for s in inner):
             kept.append(inner)
     return kept[0] if len(kept) == 1 else (Branch(stage.role, tuple(kept)),)
+
+
+def _uncentred(chain: Chain) -> Chain:
+    """Drop the centring of norms, which mixes channels, inside branches too."""
+    return tuple(
+        replace(stage, chains=tuple(_uncentred(inner) for inner in stage.chains))
+        if isinstance(stage, Branch)
+        else stage
+        for stage in chain
+        if not isinstance(stage, Center)
+    )
 
 
 def _between_matrices(chain: Chain, first: int, last: int) -> Chain:

@@ -192,6 +192,10 @@ class Branch(Stage):
             total = total + run(chain, x, bias=bias)
         return total
 
+    def unbiased(self) -> "Branch":
+        """Return the branch with no bias on any stage of its chains."""
+        return replace(self, chains=tuple(tuple(stage.unbiased() for stage in chain) for chain in self.chains))
+
     def at(self, index: Int[Tensor, "batch row"]) -> "Branch":
         """Restrict every stage of every chain."""
         return replace(self, chains=tuple(tuple(stage.at(index) for stage in chain) for chain in self.chains))

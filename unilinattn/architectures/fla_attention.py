@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from unilinattn.architectures.call import Call
-from unilinattn.architectures.fla_parts import compute, head_norm, heads, output, rotated, shared, unpadded
+from unilinattn.architectures.fla_parts import compute, head_norm, heads, linear, output, rotated, shared, unpadded
 from unilinattn.flow import Flow
 from unilinattn.mixers import Dense
 from unilinattn.registry import register_architecture
@@ -83,6 +83,4 @@ def _weights(
 
 def _values(call: Call) -> Flow:
     """Append the way into the values, each head repeated for the queries that share it."""
-    projection, rows = call.host.v_proj, shared(call.host.head_dim, call.host.num_kv_groups)
-    bias = None if projection.bias is None else rows(call.weight(projection.bias))
-    return Flow(call.input).matrix(rows(call.weight(projection.weight)), bias, role="input")
+    return linear(call, Flow(call.input), "v", rows=shared(call.host.head_dim, call.host.num_kv_groups))

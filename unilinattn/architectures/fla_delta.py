@@ -1,5 +1,7 @@
 """Delta rules of flash-linear-attention: DeltaNet, Gated DeltaNet, KDA, gated delta product and Comba."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -34,7 +36,7 @@ def gated_deltanet(call: Call) -> Flow:
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
     query, key = (unit(heads(_projected(call, x, name), host.head_k_dim)) for name in "qk")
-    core = DeltaRule(query * host.head_k_dim**-0.5, key, _strength(call, x), _head_decay(call, x))
+    core = DeltaRule(query * host.head_k_dim**-0.5, key, strength, _head_decay(call, x))
     return _closed(call, _carried(call, mask).core(core), x, mask, gated=host.use_gate)
 
 
@@ -96,9 +98,13 @@ def gated_deltaproduct(call: Call) -> Flow:
     flow = Flow(call.input).scale(mask, role="input")
     steps = []
     for step in range(count):
-        value = project(call, flow.fork(), "v", mask, rows=lambda rows, step=step: rows.chunk(count)[step])
+        value = project(call, flow.fork(), "v", mask, rows=partial(_part, count, step))
         steps.append(_activated(call, value).core(Substep(expanded, count, step)))
     return _closed(call, flow.join(*steps, role="core"), x, mask, gated=host.use_output_gate)
+
+
+def _part(count: int, step: int, rows: Tensor) -> Tensor:
+    return rows.chunk(count)[step]
 
 
 @register_architecture("fla.layers.comba.Comba", name="fla_comba", kind="Comba", extras=2)
@@ -142,10 +148,9 @@ def _feature(call: Call, x: Tensor, name: str) -> Tensor:
     return unit(x) if norm == "l2" else functional.normalize(x, p=1, dim=-1, eps=1e-6)
 
 
-def _strength(call: Call, x: Tensor) -> Tensor:
-    return torch.sigmoid(compute(call, call.host.b_proj, x)) * (
-        2 if getattr(call.module, "allow_neg_eigval", False) else 1
-    )
+def _strength(call: Call, x: Tensor, *, doubled: bool) -> Tensor:
+    """Return how much of what is held under a key is replaced: up to one, or two (negative eigenvalues)."""
+    return torch.sigmoid(compute(call, call.host.b_proj, x)) * (2 if doubled else 1)
 
 
 def _head_decay(call: Call, x: Tensor) -> Tensor:

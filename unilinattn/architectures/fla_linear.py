@@ -6,11 +6,14 @@ from torch.nn import functional
 
 from unilinattn.architectures.call import Call
 from unilinattn.architectures.fla_parts import (
+    Rows,
     compute,
+    convolved,
     elementwise,
     gated_norm,
     head_norm,
     heads,
+    linear,
     masked,
     output,
     padding,
@@ -72,7 +75,7 @@ def linear_attention(call: Call) -> Flow:
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
     query, key = (
-        elementwise(call, function)(heads(project(call, Flow(x), name).value, host.head_k_dim))
+        elementwise(call, function)(heads(linear(call, Flow(x), name).value, host.head_k_dim))
         for name, function in (("q", host.feature_map_q), ("k", host.feature_map_k))
     )
     # Feature maps do not keep zeros, and padding is not to count among the keys.
@@ -82,7 +85,8 @@ def linear_attention(call: Call) -> Flow:
     query, key = query * query.shape[-1] ** -0.5, key.repeat_interleave(host.num_kv_groups, dim=2)
     if host.do_feature_map_norm:
         query = query / ((query * key.cumsum(1)).sum(-1, keepdim=True) + 1e-10)
-    flow = _carried(call, mask).core(ScalarDecay(query, key, torch.zeros_like(query[..., 0])))
+    flow = linear(call, Flow(call.input).scale(mask, role="input"), "v", rows=_repeated(call))
+    flow.core(ScalarDecay(query, key, torch.zeros_like(query[..., 0])))
     if not isinstance(host.norm, nn.Identity):
         head_norm(call, flow, host.norm)
     return output(call, flow, mask)
@@ -97,10 +101,11 @@ def hgrn(call: Call) -> Flow:
     host, mask = call.host, padding(call)
     # Short convolutions read masked projections; where there are none, only what enters the memory is masked.
     early = mask if host.use_short_conv else None
-    decay = _forget(call, _convolved(call, Flow(call.input), "f", early).value)
+    forget, flow = (linear(call, Flow(call.input), name).scale(early, role="input") for name in "fi")
+    decay = _forget(call, convolved(call, forget, "f").value)
     one = torch.ones_like(call.input[..., None, :1])
     core = DiagonalDecay(one, one, decay.unsqueeze(-1), key_scale=1 - decay.exp())
-    flow = _convolved(call, Flow(call.input), "i", early).activation("silu").scale(mask, role="act").core(core)
+    convolved(call, flow, "i").activation("silu").scale(mask, role="act").core(core)
     gated_norm(call, flow, host.g_norm, compute(call, host.g_proj, call.input))
     return output(call, flow, None)
 
@@ -180,20 +185,13 @@ def _forget(call: Call, x: Tensor) -> Tensor:
     return torch.logaddexp(bound.log(), torch.log1p(-bound) + decay)
 
 
-def _convolved(call: Call, flow: Flow, name: str, mask: Tensor | None) -> Flow:
-    """Append one of HGRN's projections, masked before its convolution, if it has one."""
-    projection = getattr(call.host, f"{name}_proj")
-    flow.matrix(call.weight(projection.weight), call.cast(projection.bias), role="input").scale(mask, role="input")
-    if call.host.use_short_conv:
-        convolution = getattr(call.host, f"{name}_conv1d")
-        flow.conv(call.weight(convolution.weight), call.cast(convolution.bias))
-    return flow
+def _repeated(call: Call) -> Rows:
+    """Return what repeats each head of values for the queries that share it."""
+    return shared(call.host.head_v_dim, call.host.num_kv_groups)
 
 
 def _carried(call: Call, mask: Tensor | None) -> Flow:
-    """Append the way into the values, each head repeated for the queries that share it."""
-    rows = shared(call.host.head_v_dim, call.host.num_kv_groups)
-    return project(call, Flow(call.input).scale(mask, role="input"), "v", mask, rows=rows)
+    return project(call, Flow(call.input).scale(mask, role="input"), "v", mask, rows=_repeated(call))
 
 
 def _closed(call: Call, core: CoreMixer, x: Tensor, mask: Tensor | None) -> Flow:

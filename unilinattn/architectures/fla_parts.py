@@ -12,6 +12,9 @@ from unilinattn.architectures.call import Call
 from unilinattn.errors import UncoveredError, nearest
 from unilinattn.flow import Flow
 
+Rows = Callable[[Tensor], Tensor]
+"""Picks or repeats rows of a weight: channels of what it puts out."""
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: functional.elu(x) + 1,
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
@@ -65,33 +68,32 @@ def masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x * mask
 
 
-def project(
-    call: Call, flow: Flow, name: str, mask: Tensor | None = None, *, rows: Callable[[Tensor], Tensor] | None = None
-) -> Flow:
-    """Append the way into queries ("q"), keys or values: a projection, and the short convolution where there is one.
-
-    `rows` picks or repeats what belongs to the output channels.
-    """
-
-    def pick(tensor: Tensor | None) -> Tensor | None:
-        return call.cast(tensor) if tensor is None or rows is None else rows(call.weight(tensor))
-
+def linear(call: Call, flow: Flow, name: str, *, rows: Rows | None = None) -> Flow:
+    """Append the projection into queries ("q"), keys, values; `rows` picks or repeats output channels."""
     projection = getattr(call.host, f"{name}_proj")
-    weight, bias = pick(projection.weight), pick(projection.bias)
+    weight, bias = (_picked(call, tensor, rows) for tensor in (projection.weight, projection.bias))
     assert weight is not None
-    flow.matrix(weight, bias, role="input")
-    if getattr(call.module, "use_short_conv", False):
-        convolution = getattr(call.host, f"{name}_conv1d")
-        kernel, bias = pick(convolution.weight), pick(convolution.bias)
-        assert kernel is not None
-        flow.conv(kernel, bias)
-        if convolution.activation is not None:
-            flow.activation(convolution.activation)
-        flow.scale(mask, role="conv")
-    return flow
+    return flow.matrix(weight, bias, role="input")
 
 
-def shared(head: int, repeats: int) -> Callable[[Tensor], Tensor]:
+def convolved(call: Call, flow: Flow, name: str, *, rows: Rows | None = None) -> Flow:
+    """Append the short convolution behind a projection, where the layer has one, and its activation."""
+    if not call.host.use_short_conv:
+        return flow
+    convolution = getattr(call.host, f"{name}_conv1d")
+    kernel, bias = (_picked(call, tensor, rows) for tensor in (convolution.weight, convolution.bias))
+    assert kernel is not None
+    flow.conv(kernel, bias)
+    return flow if convolution.activation is None else flow.activation(convolution.activation)
+
+
+def project(call: Call, flow: Flow, name: str, mask: Tensor | None = None, *, rows: Rows | None = None) -> Flow:
+    """Append a projection with its convolution, from which padding comes out with the bias: masked again."""
+    convolved(call, linear(call, flow, name, rows=rows), name, rows=rows)
+    return flow.scale(mask, role="conv")
+
+
+def shared(head: int, repeats: int) -> Rows:
     """Return what repeats each head of so many rows for the heads beside it that share it."""
     return lambda rows: rows.unflatten(0, (-1, head)).repeat_interleave(repeats, dim=0).flatten(0, 1)
 
@@ -106,9 +108,10 @@ def elementwise(call: Call, function: Any) -> Callable[[Tensor], Tensor]:
 
     Raises `UncoveredError` for an unknown one.
     """
-    # Of a kernel with a backward pass the host holds the bound `apply` of an autograd function.
-    of = getattr(function, "__self__", function)
-    name = function if isinstance(function, str) else getattr(of, "__name__", type(function).__name__)
+    name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+    if name == "apply":
+        # Of a kernel with a backward pass the host holds the bound method of an autograd function.
+        name = function.__self__.__name__
     name = _NAMES.get(name, name)
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
@@ -160,3 +163,7 @@ def output(call: Call, flow: Flow, mask: Tensor | None) -> Flow:
     projection = call.host.o_proj
     flow.matrix(call.weight(projection.weight), call.cast(projection.bias), role="output")
     return flow.scale(mask, role="output")
+
+
+def _picked(call: Call, tensor: Tensor | None, rows: Rows | None) -> Tensor | None:
+    return call.cast(tensor) if tensor is None or rows is None else rows(call.weight(tensor))

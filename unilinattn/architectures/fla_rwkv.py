@@ -69,10 +69,8 @@ def rwkv7(call: Call) -> Flow:
     flow.scale(mask, role="input")
     norm, bonus = host.g_norm, (query * key * weight(host.r_k)).sum(-1)
     read = flow.fork().core(LowRankUpdate(query, key, decay, -erased, erased * rate))
-    read.layer_norm(call.cast(norm.weight), None, norm.eps, groups=norm.num_groups)
+    read.layer_norm(call.cast(norm.weight), call.cast(norm.bias), norm.eps, groups=norm.num_groups)
     flow.join(read, flow.fork().scale(bonus, role="skip"), role="core")
-    if norm.bias is not None:
-        flow.scale(torch.ones_like(flow.value[:1, :1, :1]), weight(norm.bias), role="norm")
     flow.gate(compute(call, host.g_lora, mixed["g"]))
     return flow.matrix(weight(host.o_proj.weight), role="output")
 

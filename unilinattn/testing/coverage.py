@@ -197,16 +197,16 @@ class _Record:
             found += [f"{environment}: {line}" for line in lines]
         return found
 
-    def update(self, fresh: Runs, chosen: Iterable[str], known: Iterable[str]) -> None:
-        chosen, known = set(chosen), set(known)
+    def update(self, fresh: Runs, chosen: Iterable[str], known: Sequence[str]) -> None:
+        chosen, order = set(chosen), {name: place for place, name in enumerate(known)}
         for environment, runs in _by_environment(fresh).items():
             entry = self.content.setdefault(environment, {"runs": {}})
             entry["machine"] = _machine()
             entry["runs"].update(runs)
         for entry in self.content.values():
-            gone = [n for n, found in entry["runs"].items() if n not in known and found["table"] in chosen]
-            for name in gone:
-                del entry["runs"][name]
+            kept = [name for name, found in entry["runs"].items() if name in order or found["table"] not in chosen]
+            kept.sort(key=lambda name: order.get(name, len(order)))
+            entry["runs"] = {name: entry["runs"][name] for name in kept}
         self.content = {name: entry for name, entry in self.content.items() if entry["runs"]}
 
     def save(self) -> None:

@@ -24,7 +24,7 @@ _RWKV6 = dict(proj_low_rank_dim=3, gate_low_rank_dim=4)
 _RWKV7 = dict(num_heads=None, head_dim=8, decay_low_rank_dim=3, gate_low_rank_dim=4, a_low_rank_dim=3, v_low_rank_dim=2)
 
 
-def fla_model(name: str, *, layer: dict[str, Any] | None = None, **settings: Any) -> Callable[[], nn.Module]:
+def fla_model(name: str, *, layer: Any = None, **settings: Any) -> Callable[[], nn.Module]:
     """Return a builder of a model of flash-linear-attention by the name that its class and configuration share.
 
     `layer` makes the last block's mixer anew with arguments that the configuration does not pass on.

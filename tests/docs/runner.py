@@ -1,0 +1,60 @@
+"""Run programs, each in a process of its own, and print what every block of each printed, as JSON.
+
+Reads from standard input a list of programs, each {"folder": where it stands, "blocks": pieces of Python}. The
+processes are forked after what most of them import: unilinattn, and the hosts of the trained examples.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import traceback
+
+import torch
+
+import unilinattn.testing  # noqa: F401
+from unilinattn.examples import load
+
+
+def printed(folder: str, blocks: list[str]) -> list[str]:
+    """Run blocks one after the other in one namespace; what one raises ends the program and stands in its output."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    names = {"__name__": "__main__"}
+    outputs = []
+    for block in blocks:
+        stream = io.StringIO()
+        outputs.append("")
+        try:
+            with contextlib.redirect_stdout(stream):
+                exec(compile(block, "<block>", "exec"), names)
+        except Exception:
+            return [*outputs[:-1], stream.getvalue() + traceback.format_exc()]
+        outputs[-1] = stream.getvalue()
+    return outputs
+
+
+def main() -> None:
+    """Fork once a program, one after the other."""
+    torch.set_num_threads(1)
+    for host in ("mamba", "mamba2"):
+        load("induction", host)
+    results = []
+    for program in json.load(sys.stdin):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            with os.fdopen(writer, "w") as pipe:
+                json.dump(printed(**program), pipe)
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            results.append(json.load(pipe))
+        os.waitpid(child, 0)
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The documentation runs: what it shows is what is printed, and what it quotes is what stands in the files."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs import pages
+from unilinattn import errors, methods
+
+every_page = pytest.mark.parametrize("page", pages.pages(), ids=lambda page: str(page.relative_to(pages.DOCS)))
+
+
+def test_every_page_shows_what_it_prints() -> None:
+    found = pages.printed()
+    wrong = [
+        f"{page.name}:\n{source.text}\nprints\n{now}\nand the page shows\n{output.text}"
+        for page, source, output, now in found
+        if not pages.same(output.text, now)
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert {page for page, *_ in found} >= {pages.TUTORIAL, pages.DOCS / "index.md", pages.DOCS / "errors.md"}
+
+
+@every_page
+def test_a_page_quotes_files_word_for_word_and_links_to_what_is_there(page: Path) -> None:
+    for block in pages.blocks(page):
+        if block.file is not None:
+            assert block.text in (pages.DOCS / block.file).read_text(), block.file
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_the_tutorial_shows_its_programs_and_its_wrong_adapters() -> None:
+    shown = list(pages.shown(pages.TUTORIAL))
+    assert sum(source.kind == "python" for source, _ in shown) >= 5
+    assert sum(source.kind == "diff" for source, _ in shown) == 6
+    assert all("does not hold" in output.text for source, output in shown if source.kind == "diff")
+    assert len((pages.EXAMPLES / "mingru_adapter.py").read_text().splitlines()) < 60
+
+
+def test_every_method_and_every_error_has_its_place() -> None:
+    assert {path.stem for path in (pages.DOCS / "methods").glob("*.md")} == set(methods())
+    listed = set(re.findall(r"^\| `(\w+)` ", (pages.DOCS / "errors.md").read_text(), re.M))
+    own = [value for value in vars(errors).values() if isinstance(value, type) and value.__module__ == errors.__name__]
+    assert listed == {error.__name__ for error in own} - {"UnilinattnError"}
+    linked = {path.relative_to(pages.DOCS) for path in pages.pages()}
+    navigation = (pages.ROOT / "mkdocs.yml").read_text()
+    assert [str(path) for path in linked if f"- {path}\n" not in navigation] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "agree"),
+    [
+        ("error 1.4e-07 at token 3", "error 9.1e-08 at token 3", True),
+        ("error 1.4e-07", "error 1.6e-06", False),
+        ("error 1.4e-07", "error 0.0e+00", False),
+        ("error 2.6e+00", "error 2.7e+00", True),
+        ("error 2.6e+00", "error 2.8e+00", False),
+        ("weights 0.123, 0.5", "weights 0.124, 0.5", True),
+        ("weights 0.123", "weights 0.125", False),
+        ("token 3", "token 4", False),
+        ("token 3", "Token 3", False),
+        ("token 3 ", "token 3\n", True),
+        ("one 1 2", "one 1", False),
+    ],
+)
+def test_numbers_agree_up_to_rounding_and_words_exactly(text: str, other: str, agree: bool) -> None:
+    assert pages.same(text, other) is agree
+
+
+def test_a_diff_must_fit_the_file_once() -> None:
+    assert pages.patched("a\nb\nc\n", "-b\n+d\n+e\n") == "a\nd\ne\nc\n"
+    for source in ("a\nc\n", "b\nb\n"):
+        with pytest.raises(ValueError, match="times in the file"):
+            pages.patched(source, "-b\n+d\n")
+
+
+def test_the_unchanged_adapter_breaks_no_law_and_a_block_that_fails_shows_its_error(tmp_path: Path) -> None:
+    failing = (pages.EXAMPLES, ["print(1)", "print(2)\n1 / 0", "print(3)"])
+    unchanged, failed = pages.run([*pages.laid_out([""], tmp_path), failing])
+    assert unchanged == ["every law holds\n"]
+    assert failed[0] == "1\n"
+    assert failed[1].startswith("2\nTraceback")
+    assert "ZeroDivisionError" in failed[1]
+    assert len(failed) == 2

@@ -1,0 +1,202 @@
+"""Every layer of flash-linear-attention that an adapter covers: against the package's kernels in float32, and in
+float64 against the paper's recurrence; and the laws of any operator.
+
+The kernels compute in float32 inside, so float64 has no host to compare with: there each operator, built from the
+same weights in float64, is compared with a recurrence that runs token by token and sequence by sequence.
+"""
+
+import copy
+from functools import cache, lru_cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.fla.recurrences import frozen
+from unilinattn import trace
+from unilinattn.errors import UncoveredError
+from unilinattn.testing import HOST_LAWS, OPERATOR_LAWS, Host, relative_error, tolerance
+from unilinattn.testing.checks import fresh, left_as_found, variant
+from unilinattn.testing.hosts_fla import HOSTS, fla_model
+from unilinattn.testing.laws import padding as padding_law
+from unilinattn.trace import Layer, Trace
+
+# Ordered by host, so that what one of them did serves all its tests.
+every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name, scope="module")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:fla")
+
+HYBRIDS = {
+    "samba": ["fla_mamba", "fla_attention"],
+    "gated deltanet with attention between": ["fla_gated_deltanet", "fla_attention", "fla_gated_deltanet"],
+}
+"""The adapters of hosts with layers of several kinds, in order."""
+
+
+@lru_cache(maxsize=4)
+def model(host: Host) -> nn.Module:
+    return host.model()
+
+
+def padded(host: Host) -> dict[str, Tensor]:
+    """A whole sequence, one padded on the right, one on the left."""
+    ids = host.inputs(seed=1)[:1].repeat(3, 1)
+    mask, length = torch.ones_like(ids), ids.shape[1]
+    mask[1, length - length // 3 :] = 0
+    mask[2, : length // 2] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@lru_cache(maxsize=4)
+def traced(host: Host, form: str) -> Trace:
+    inputs = {"input_ids": host.inputs()} if form == "plain" else padded(host)
+    if form == "alone":
+        inputs = {name: t[-1:] for name, t in inputs.items()}
+    return trace(model(host), inputs)
+
+
+@lru_cache(maxsize=4)
+def singles(host: Host) -> list[Trace]:
+    """Each of the padded sequences by itself, without padding."""
+    rows = zip(*padded(host).values(), strict=True)
+    return [trace(model(host), {"input_ids": ids[mask.bool()][None]}) for ids, mask in rows]
+
+
+def doubled(layer: Layer) -> Layer:
+    """The same layer, its operator in float64."""
+    other = copy.copy(layer)
+    vars(other).pop("operator", None)
+    other.input, other.output = layer.input.double(), layer.output.double()
+    return other
+
+
+@every_host
+def test_operators_return_what_the_kernels_did(host: Host) -> None:
+    with left_as_found(model(host)):
+        found = traced(host, "plain")
+    expected = HYBRIDS.get(host.name, [host.architecture] * host.layers)
+    assert [layer.architecture for layer in found.layers] == expected
+    for layer in found.layers:
+        for law in HOST_LAWS.values():
+            law(layer.operator, tolerance("reconstruction", torch.float32))
+            law(doubled(layer).operator, tolerance("reconstruction", torch.float32))
+
+
+@every_host
+@pytest.mark.parametrize("form", ["padded", "alone"])
+def test_padding_is_kept_out_as_the_host_keeps_it_out(host: Host, form: str) -> None:
+    found = traced(host, form)
+    mask = found._given["attention_mask"].bool()
+    for k, layer in enumerate(found.layers):
+        for law in HOST_LAWS.values():
+            law(layer.operator, tolerance("reconstruction", torch.float32))
+        padding_law(layer.operator, mask, tolerance("law", torch.float32))
+        for b, single in enumerate(singles(host)[-len(mask) :]):
+            alone = single.layers[k].output
+            assert relative_error(layer.output[b : b + 1, mask[b]], alone) <= tolerance("padding", torch.float32)
+
+
+@every_host
+@pytest.mark.parametrize("form", ["plain", "padded"])
+def test_operators_are_the_paper_s_recurrence_in_float64(host: Host, form: str) -> None:
+    modules = dict(model(host).named_modules())
+    for layer in map(doubled, traced(host, form).layers):
+        op, module = layer.operator, modules[layer.name]
+        real = torch.ones(op.output.shape[:2], dtype=torch.bool) if layer.mask is None else layer.mask
+        for carried in (op.inputs, {port: fresh(x, 40) for port, x in op.inputs.items()}):
+            paper = frozen(module, layer, carried)
+            assert relative_error(op.apply(carried) * real[..., None], paper) <= 1e-10
+        whole = variant(op, output=frozen(module, layer, op.inputs))
+        for law in HOST_LAWS.values():
+            law(whole, tolerance("reconstruction", torch.float64))
+
+
+@every_host
+def test_laws_of_any_operator_hold(host: Host) -> None:
+    for layer in map(doubled, traced(host, "plain").layers):
+        for law in OPERATOR_LAWS.values():
+            law(layer.operator, tolerance("law", torch.float64))
+
+
+@every_host
+def test_the_bias_is_made_of_biases(host: Host) -> None:
+    bare = copy.deepcopy(model(host))
+    found = [layer.operator.bias.abs().amax() for layer in traced(host, "plain").layers]
+    if not any(found):
+        return
+    with torch.no_grad():
+        for name, parameter in bare.named_parameters():
+            if "bias" in name.rsplit(".", 1)[-1]:
+                parameter.zero_()
+    for layer in trace(bare, host.inputs()).layers:
+        assert not layer.operator.bias.any()
+
+
+@cache
+def small(name: str, **settings: object) -> nn.Module:
+    return Host(name, "", fla_model(name, **settings)).model()
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "gla"])
+def test_gradients_are_the_host_s_own(name: str) -> None:
+    host = next(host for host in HOSTS if host.name == name)
+    layers = traced(host, "plain").layers
+    modules, outputs = dict(model(host).named_modules()), []
+
+    def keep(module: nn.Module, args: tuple, result: tuple) -> tuple:
+        outputs.append(result[0] if result[0].requires_grad else result[0].requires_grad_())
+        return result
+
+    hooks = [modules[layer.name].register_forward_hook(keep) for layer in layers]
+    with torch.enable_grad():
+        logit = model(host)(host.inputs(), use_cache=False).logits[:, -1, 3].sum()
+    for hook in hooks:
+        hook.remove()
+    own = torch.autograd.grad(logit, outputs)
+    for got, expected in zip(traced(host, "plain").gradient(-1, 3), own, strict=True):
+        assert relative_error(got, expected) <= tolerance("reconstruction", torch.float32)
+
+
+def test_padding_between_tokens_is_refused() -> None:
+    ids = torch.arange(5)[None]
+    mask = torch.tensor([[1, 1, 0, 1, 0]])
+    layer = trace(small("GLA"), {"input_ids": ids, "attention_mask": mask}).layers[0]
+    with pytest.raises(UncoveredError, match=r"padding between real tokens.*pad on one side"):
+        layer.operator  # noqa: B018
+
+
+def test_padding_between_tokens_is_reproduced_where_the_host_only_masks() -> None:
+    ids = torch.arange(5)[None]
+    mask = torch.tensor([[1, 1, 0, 1, 0]])
+    for layer in trace(small("HGRN"), {"input_ids": ids, "attention_mask": mask}).layers:
+        assert layer.operator.reconstruction_error() <= 1e-5
+
+
+def test_packed_sequences_are_refused() -> None:
+    ids = torch.arange(6)[None]
+    layer = trace(small("GLA"), {"input_ids": ids, "cu_seqlens": torch.tensor([0, 2, 6])}).layers[0]
+    with pytest.raises(UncoveredError, match="cu_seqlens"):
+        layer.operator  # noqa: B018
+
+
+def test_a_function_that_is_not_known_is_refused_by_name() -> None:
+    altered = copy.deepcopy(small("GLA", feature_map="relu"))
+    altered.model.layers[0].attn.feature_map_fn = torch.tan
+    with pytest.raises(UncoveredError, match=r"layers\.0\.attn.*'tan'.*Accepted"):
+        trace(altered, torch.arange(3)[None]).layers[0].operator  # noqa: B018
+
+
+def test_rotations_of_another_kind_are_refused() -> None:
+    altered = copy.deepcopy(small("RetNet"))
+    altered.model.layers[0].attn.rotary.interleaved = True
+    with pytest.raises(UncoveredError, match="interleaved"):
+        trace(altered, torch.arange(3)[None]).layers[0].operator  # noqa: B018
+
+
+def test_an_attribute_that_is_gone_is_named_with_the_version() -> None:
+    altered = copy.deepcopy(small("HGRN"))
+    del altered.model.layers[0].attn.use_short_conv
+    found = trace(small("HGRN"), torch.arange(3)[None]).layers[0]
+    found._module = altered.model.layers[0].attn
+    found._versions = {name: (id(t), t._version) for name, t in altered.model.layers[0].attn.named_parameters()}
+    with pytest.raises(UncoveredError, match=r"'use_short_conv' in fla \d"):
+        found.operator  # noqa: B018
