@@ -1,7 +1,7 @@
 # make compare   the trained models side by side: a table, and the report in unilinattn-report/
 # make test      the tests
-# make fla / vision / oldest   the adapters on flash-linear-attention, on timm, on the oldest supported transformers,
-#                              each in an environment of its own: these packages change what the others run
+# make fla, make vision   the adapters on flash-linear-attention and on timm, each in an environment of its own:
+#                         these packages change what the others run
 # Each makes .venv and installs into it first, once. PYTHON= names another interpreter, ARGS= adds arguments.
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: compare test slow lint install fla vision oldest
+.PHONY: compare test slow lint install fla vision
 
 compare: $(STAMP)
 	@echo "Comparing the trained models."
@@ -32,10 +32,6 @@ fla: .venv-fla/.installed
 vision: .venv-vision/.installed
 	@echo "Running the tests on timm."
 	@OMP_NUM_THREADS=1 .venv-vision/bin/python -m pytest -q tests/models/test_vim.py tests/architectures/test_timm.py $(ARGS)
-
-oldest: .venv-oldest/.installed
-	@echo "Running the adapters on the oldest supported transformers."
-	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal tests/architectures $(ARGS)
 
 lint: $(STAMP)
 	@echo "Checking style and types."
@@ -58,20 +54,17 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]"
 	@touch $@
 
-# What each of the other environments adds, and what of the constraints it must not follow.
+# What each of the other environments adds.
 fla_ADDS := flash-linear-attention==0.6.0 fla-core==0.6.0
 vision_ADDS := timm==1.0.31 torchvision==0.28.0
 # Beside a CPU build of torch the CUDA build of torchvision cannot be imported.
 vision_MENDS = .venv-vision/bin/python -c "import torchvision" 2>/dev/null || cp tests/environments/torchvision_operators.py \
     "$$(.venv-vision/bin/python -c 'import site; print(site.getsitepackages()[0])')/sitecustomize.py"
-oldest_ADDS := transformers==5.6.2
-oldest_FREES := transformers|huggingface|hf-xet|tokenizers|httpx|httpcore|typer|safetensors
 
 .venv-%/.installed: $(STAMP)
 	@echo "Installing into .venv-$* (once, a few minutes)."
 	@[ -x .venv-$*/bin/pip ] || $(BIN)/python -m venv .venv-$*
-	@grep -v -i -E '^($(or $($*_FREES),none))' constraints.txt > .venv-$*/constraints.txt
-	@.venv-$*/bin/python -m pip install -qq -c .venv-$*/constraints.txt torch==2.13.0
-	@.venv-$*/bin/python -m pip install -qq -c .venv-$*/constraints.txt -e ".[dev]" $($*_ADDS)
+	@.venv-$*/bin/python -m pip install -qq -c constraints.txt torch==2.13.0
+	@.venv-$*/bin/python -m pip install -qq -c constraints.txt -e ".[dev]" $($*_ADDS)
 	@$(or $($*_MENDS),true)
 	@touch $@

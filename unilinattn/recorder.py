@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.architectures.call import Seen
-from unilinattn.errors import InputError, ModelStateError, UnknownArchitectureError, nearest
+from unilinattn.errors import InputError, ModelStateError, UnknownArchitectureError
 from unilinattn.frames import OPAQUE, Frame, first_tensor, place_in_stream
 from unilinattn.registry import Architecture, architecture_of, architectures
 
@@ -61,17 +62,18 @@ class Recorder:
         unknown = [frame for frame in unknown if not frame.name.startswith(whole)]
         if not unknown and self.layers:
             return
-        hosts = [host for a in architectures().values() for host in a.hosts]
         if unknown:
             cls = type(unknown[0].module)
             what = f"{unknown[0].name} is a {cls.__module__}.{cls.__qualname__}, which looks like a token mixer"
-            close = nearest(cls.__qualname__, [host.rsplit(".", 1)[-1] for host in hosts])
         else:
-            what = f"{type(self.model).__name__} ran no module that is a registered token mixer"
-            close = nearest(type(self.model).__name__, architectures())
+            cls, what = type(self.model), f"{type(self.model).__name__} ran no module that is a registered token mixer"
+        names = {host.rsplit(".", 1)[-1] for a in architectures().values() for host in a.hosts}
+        close = get_close_matches(cls.__qualname__, sorted(names), n=3, cutoff=0.5)
+        like = f" (the nearest that are: {', '.join(close)})" if close else ""
         raise UnknownArchitectureError(
-            f"{what}; no adapter is registered for it{close} To add one, decorate a function that builds a "
-            "`Flow` with `unilinattn.register_architecture('package.module.Class', name=..., kind=...)`."
+            f"{what}; no adapter is registered for it{like}. `unilinattn list` shows all. To add one, decorate a "
+            "function that builds a `Flow` with `unilinattn.register_architecture('package.module.Class', name=..., "
+            "kind=...)`; docs/adding_an_architecture.md shows how. Or trace with strict=False, which leaves it out."
         )
 
     def _marker(self, architecture: Architecture) -> Callable[[nn.Module, Any], None]:

@@ -36,6 +36,7 @@ def gated_deltanet(call: Call) -> Flow:
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
     query, key = (unit(heads(_projected(call, x, name), host.head_k_dim)) for name in "qk")
+    strength = _strength(call, x, doubled=host.allow_neg_eigval)
     core = DeltaRule(query * host.head_k_dim**-0.5, key, strength, _head_decay(call, x))
     return _closed(call, _carried(call, mask).core(core), x, mask, gated=host.use_gate)
 
@@ -67,7 +68,8 @@ def kda(call: Call) -> Flow:
     step = heads(compute(call, host.f_proj, x) + call.weight(host.dt_bias), host.head_k_dim)
     rate, bound = torch.exp(call.weight(host.A_log)).unsqueeze(-1), host.lower_bound
     decay = -rate * functional.softplus(step) if bound is None else bound * torch.sigmoid(rate * step)
-    core = DeltaRule(query * host.head_k_dim**-0.5, key, _strength(call, x), decay)
+    strength = _strength(call, x, doubled=host.allow_neg_eigval)
+    core = DeltaRule(query * host.head_k_dim**-0.5, key, strength, decay)
     return _closed(call, _carried(call, mask).core(core), x, mask, gated=True)
 
 
@@ -87,7 +89,7 @@ def gated_deltaproduct(call: Call) -> Flow:
     x = masked(call.input, mask)
     query = unit(heads(_projected(call, x, "q"), host.head_k_dim))
     key = unit(_in_steps(heads(_projected(call, x, "k"), host.head_k_dim), count))
-    strength = _in_steps(_strength(call, x).unsqueeze(-1), count).squeeze(-1)
+    strength = _in_steps(_strength(call, x, doubled=host.allow_neg_eigval).unsqueeze(-1), count).squeeze(-1)
     decay = None
     if host.use_forget_gate:
         rest = torch.zeros_like(strength.unflatten(1, (-1, count))[:, :, 1:])
@@ -119,7 +121,8 @@ def comba(call: Call) -> Flow:
     erase = key * torch.sigmoid(call.weight(host.decay)).unsqueeze(-1) if host.use_inner_decay else key
     if host.use_output_correction:
         query = query - call.weight(host.D).unsqueeze(-1) * erase
-    write = unit(key).repeat_interleave(host.num_v_heads // host.num_heads, dim=2) * _strength(call, x).unsqueeze(-1)
+    write = unit(key).repeat_interleave(host.num_v_heads // host.num_heads, dim=2)
+    write = write * _strength(call, x, doubled=False).unsqueeze(-1)
     query = unit(query) * host.head_k_dim**-0.5
     core = LowRankUpdate(query, write, _head_decay(call, x), unit(erase), -write)
     return _closed(call, _carried(call, mask).core(core), x, mask, gated=host.use_output_gate)

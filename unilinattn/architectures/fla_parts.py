@@ -90,7 +90,7 @@ def convolved(call: Call, flow: Flow, name: str, *, rows: Rows | None = None) ->
 def project(call: Call, flow: Flow, name: str, mask: Tensor | None = None, *, rows: Rows | None = None) -> Flow:
     """Append a projection with its convolution, from which padding comes out with the bias: masked again."""
     convolved(call, linear(call, flow, name, rows=rows), name, rows=rows)
-    return flow.scale(mask, role="conv")
+    return flow.scale(mask if call.host.use_short_conv else None, role="input")
 
 
 def shared(head: int, repeats: int) -> Rows:
