@@ -68,7 +68,7 @@ class Recorder:
         else:
             cls, what = type(self.model), f"{type(self.model).__name__} ran no module that is a registered token mixer"
         names = {host.rsplit(".", 1)[-1] for a in architectures().values() for host in a.hosts}
-        close = get_close_matches(cls.__qualname__, sorted(names), n=3, cutoff=0.5)
+        close = get_close_matches(cls.__qualname__, sorted(names), n=3, cutoff=0.5) if unknown else []
         like = f" (the nearest that are: {', '.join(close)})" if close else ""
         raise UnknownArchitectureError(
             f"{what}; no adapter is registered for it{like}. `unilinattn list` shows all. To add one, decorate a "

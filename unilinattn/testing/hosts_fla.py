@@ -115,6 +115,7 @@ HOSTS: tuple[Host, ...] = (
         ),
         length=7,
     ),
+    Host("kda, one token", "fla_kda", fla_model("KDA", head_dim=4, num_v_heads=6), length=1),
     Host(
         "gated deltaproduct, two steps",
         "fla_gated_deltaproduct",
@@ -136,6 +137,12 @@ HOSTS: tuple[Host, ...] = (
         ),
         length=5,
     ),
+    Host(
+        "gated deltaproduct, one step, one token",
+        "fla_gated_deltaproduct",
+        fla_model("GatedDeltaProduct", head_dim=4, expand_v=2, num_householder=1, use_forget_gate=True),
+        length=1,
+    ),
     Host("comba", "fla_comba", fla_model("Comba", head_dim=8, expand_v=1), length=9),
     Host(
         "comba, no gate, no correction, no inner decay, no convolution, then biased ones",
@@ -152,6 +159,7 @@ HOSTS: tuple[Host, ...] = (
         ),
         length=7,
     ),
+    Host("comba, shared keys, one token", "fla_comba", fla_model("Comba", **_GROUPED, expand_v=1), length=1),
     Host("gla", "fla_gla", fla_model("GLA", expand_k=0.5), length=9),
     Host(
         "gla, shared keys and values, convolution, feature map, bounded decay, unfused norm",
@@ -365,6 +373,7 @@ HOSTS: tuple[Host, ...] = (
         ),
         length=4,
     ),
+    Host("rwkv6, one token", "fla_rwkv6", fla_model("RWKV6", **_RWKV6, num_heads=4), length=1),
     Host("rwkv7", "fla_rwkv7", fla_model("RWKV7", **_RWKV7), length=6),
     Host(
         "rwkv7, three layers, unfused norms",
@@ -373,6 +382,7 @@ HOSTS: tuple[Host, ...] = (
         layers=3,
         length=4,
     ),
+    Host("rwkv7, one token", "fla_rwkv7", fla_model("RWKV7", **{**_RWKV7, "head_dim": 4}), length=1),
     Host("forgetting transformer", "fla_forgetting_attention", fla_model("ForgettingTransformer"), length=9),
     Host(
         "forgetting transformer, shared keys, biases, norms, gate, window",
@@ -387,6 +397,12 @@ HOSTS: tuple[Host, ...] = (
             window_size=2,
         ),
         length=7,
+    ),
+    Host(
+        "forgetting transformer, one key for all, one token",
+        "fla_forgetting_attention",
+        fla_model("ForgettingTransformer", num_heads=4, num_kv_heads=1, qk_norm=True),
+        length=1,
     ),
     Host("transformer", "fla_attention", fla_model("Transformer"), length=9),
     Host(
