@@ -34,6 +34,15 @@ def error(got: Tensor, expected: Tensor) -> float:
     return difference and difference / float(expected.double().norm())
 
 
+def same(block: Tensor, expected: Tensor, whole: Tensor, tolerance: float) -> bool:
+    """Whether a block of a matrix is right, or off by less than the rounding of the whole.
+
+    What an erasing memory cancelled to below the rounding of its terms has no digits to compare.
+    """
+    negligible = float((block - expected).norm()) <= 1e-16 * float(whole.norm())
+    return negligible or error(block, expected) <= tolerance
+
+
 def values(mixer: CoreMixer, channels: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
     batch, heads, _, keys = mixer.shape
     return torch.randn(batch, keys, heads, channels, dtype=torch.float64).to(dtype)
@@ -76,9 +85,38 @@ def check_forms(mixer: CoreMixer, tolerance: float = 1e-12) -> None:
             for chosen in (slice(None), slice(heads - 1, heads)):
                 block, expected = mixer.tile(rows, cols, chosen), matrix[:, chosen, rows, cols]
                 assert block.shape == expected.shape
-                # What an erasing memory cancelled to below the rounding of its terms has no digits to compare.
-                negligible = float((block - expected).norm()) <= 1e-16 * float(matrix.norm())
-                assert negligible or error(block, expected) <= tolerance, f"tile {rows}, {cols} is not the matrix's"
+                assert same(block, expected, matrix, tolerance), f"tile {rows}, {cols} is not the matrix's"
+    for channels in (1, 2):
+        check_reductions(mixer, channels, tolerance)
+
+
+def check_reductions(mixer: CoreMixer, channels: int = 1, tolerance: float = 1e-12) -> None:
+    """Blocks, reduced rows and weighted blocks are what the matrix says, with and without weights and taps."""
+    batch, heads, queries, keys = mixer.shape
+    matrix, width = mixer.materialize(), heads * channels
+    left = torch.randn(batch, queries, width, dtype=torch.float64)
+    taps = {lag: torch.randn(batch, keys, width, dtype=torch.float64) for lag in (0, 1, 3) if lag < keys}
+    taps[2] = torch.randn(1, 1, width, dtype=torch.float64)
+    wide = matrix.repeat_interleave(channels, dim=1) * left.transpose(1, 2).unsqueeze(-1)
+    expected = torch.zeros_like(wide)
+    for lag, tap in taps.items():
+        landed = wide * tap.transpose(1, 2).unsqueeze(2)
+        expected[..., : max(keys - lag, 0)] += landed[..., lag:]
+    for rows in (5, 64, 200):
+        plain, weighed = (list(mixer.reduced_rows(rows, *weights)) for weights in ((), (left, taps)))
+        assert [block.shape[1] for block in plain] == [min(rows, queries - at) for at in range(0, queries, rows)]
+        assert error(torch.cat(plain, dim=1), matrix.sum(1)) <= tolerance, f"the sum over heads, {rows} rows a block"
+        assert error(torch.cat(weighed, dim=1), expected.sum(1)) <= tolerance, f"the weighted sum, {rows} rows a block"
+    begun = 0
+    for part, block in mixer.blocks(16):
+        assert part.start == begun
+        begun = part.stop
+        for cols in (slice(0, keys), slice(0, 7), slice(keys // 3, keys // 2)):
+            cols = slice(cols.start, min(cols.stop, keys))
+            assert same(block(cols), matrix[:, :, part, cols], matrix, tolerance), f"block {part}, {cols}"
+            found = mixer.weighted(part, block, cols, left, taps)
+            assert same(found, expected[:, :, part, cols], expected, tolerance), f"weighted block {part}, {cols}"
+    assert begun == queries
 
 
 def check_gradients(case: Case, factors: Factors) -> None:

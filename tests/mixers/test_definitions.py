@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.laws.structures import STRUCTURES, Draw, Structure
+from tests.mixers.laws import check_reductions
 from unilinattn.errors import FactorError
 from unilinattn.kernels.scan.naive import decay_map
 from unilinattn.mixers import Dense, DiagonalDecay, ScalarDecay, Toeplitz
@@ -50,6 +51,14 @@ def test_a_mixer_is_its_definition(structure: Structure, dtype: torch.dtype, len
     value = torch.randn(2, length, mixer.heads, 3, dtype=dtype)
     mixed = torch.einsum("bhij,bjhp->bihp", expected, value.double())
     assert relative_error(mixer.apply(value), mixed) < tolerance("law", dtype)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.name)
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("length", [1, 9, 66, 130])
+def test_blocks_and_reductions_are_the_matrix(structure: Structure, length: int, channels: int) -> None:
+    draw = Draw(6, 2, length, torch.float64)
+    check_reductions(structure.bind(draw)(**structure.factors(draw)), channels)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.name)

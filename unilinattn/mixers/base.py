@@ -1,6 +1,8 @@
 """What every token-mixing structure offers, whatever its algebra."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -8,8 +10,12 @@ from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
 from unilinattn.errors import FactorError
+from unilinattn.kernels.reduced_map.dense import Taps, reduced, weighted
 
 ALL = slice(None)
+
+Block = Callable[[slice], Tensor]
+"""From columns to those of some rows of the matrix: (batch, head, row, col)."""
 
 
 class CoreMixer(ABC):
@@ -63,6 +69,38 @@ class CoreMixer(ABC):
     def materialize(self) -> Inexact[Tensor, "batch head query key"]:
         """Return the whole matrix of every head; memory grows with batch x heads x queries x keys."""
         return self.tile()
+
+    def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
+        """Yield the matrix from its first row to its last, at most so many at a time, as functions of their columns."""
+        queries = self.shape[2]
+        for start in range(0, queries, rows):
+            part = slice(start, min(start + rows, queries))
+            yield part, partial(self.tile, part)
+
+    def weighted(
+        self, part: slice, block: Block, cols: slice, left: Tensor | None, taps: Taps
+    ) -> Float[Tensor, "batch channel row col"]:
+        """Return left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] for one of `blocks` and some of its columns j.
+
+        left: (batch|1, length|1, channel); taps: lag to the same.
+        """
+        landed = slice(cols.start, min(cols.stop + max(taps), self.shape[3]))
+        return weighted(block(landed), part, landed, cols.stop - cols.start, left, taps)
+
+    def reduced_rows(
+        self, rows: int, left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Float[Tensor, "batch row key"]]:
+        """Yield sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c], exactly so many rows i at a time.
+
+        Without left and taps it is the sum over heads. Time grows with heads x queries x keys.
+        """
+        for part, block in self.blocks(rows):
+            yield reduced(block(ALL), part, left, taps)
+
+    def reduced_size(self, rows: int, channels: int) -> int:
+        """Return how many numbers `reduced_rows` holds for so many rows, with weights on so many channels."""
+        batch, heads, _, keys = self.shape
+        return batch * (2 * heads + 1) * rows * keys
 
     @abstractmethod
     def _like(self, shape: tuple[int, ...]) -> Tensor:

@@ -1,14 +1,17 @@
 """Chunked: what every causal memory shares whose chunks are four small matrices a head."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.kernels.reduced_map.dense import Taps, reduced
 from unilinattn.kernels.scan.chunks import Chunk, backward, fill, forward
 from unilinattn.kernels.scan.tiled import CHUNK
-from unilinattn.mixers.base import ALL, CoreMixer
+from unilinattn.mixers.base import ALL, Block, CoreMixer
 
 
 class Chunked(CoreMixer):
@@ -48,6 +51,51 @@ class Chunked(CoreMixer):
             torch.tensor(col, device=device),
         )
 
+    def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
+        """Yield blocks of at most one chunk of rows; each column's state is carried from chunk to chunk, once."""
+        state: Tensor | None = None
+        for tokens in self._chunks():
+            chunk = self.chunk(tokens)
+            state = chunk.write[..., :0] if state is None else state
+            for start in range(tokens.start, tokens.stop, rows):
+                part = slice(start, min(start + rows, tokens.stop))
+                yield part, partial(_block, chunk, state, tokens.start, self.shape[3], part)
+            state = torch.cat([chunk.advance(state), chunk.write], dim=-1)
+
+    def reduced_rows(
+        self, rows: int, left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Float[Tensor, "batch row key"]]:
+        """Yield sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c], exactly so many rows i at a time."""
+        held: list[Tensor] = []
+        for part, block in self.blocks(min(rows, CHUNK)):
+            found = reduced(block(ALL), part, left, taps)
+            while found.shape[1]:
+                room = rows - sum(t.shape[1] for t in held)
+                held.append(found[:, :room])
+                found = found[:, room:]
+                ended = part.stop == self.shape[2] and not found.shape[1]
+                if ended or sum(t.shape[1] for t in held) == rows:
+                    yield torch.cat(held, dim=1)
+                    held = []
+
+    def reduced_size(self, rows: int, channels: int) -> int:
+        """Return how many numbers `reduced_rows` holds: a block of heads, and a state for every column."""
+        batch, heads, _, keys = self.shape
+        state = self.chunk(self._chunks()[0]).read.shape[-1]
+        return batch * keys * (2 * heads * min(rows, CHUNK) + 2 * heads * state + rows)
+
     def _chunks(self) -> list[slice]:
         length = self.shape[2]
         return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
+
+
+def _block(
+    chunk: Chunk, state: Float[Tensor, "batch head state col"], start: int, keys: int, part: slice, cols: slice
+) -> Float[Tensor, "batch head row wanted"]:
+    """Return rows of a chunk, for columns that stand in the state before it and in the chunk itself."""
+    first, last, _ = cols.indices(keys)
+    row = slice(part.start - start, part.stop - start)
+    before = chunk.read[:, :, row] @ state[..., first : min(last, start)]
+    within = chunk.within[:, :, row, max(first - start, 0) : max(last - start, 0)]
+    block = torch.cat([before, within], dim=-1)
+    return torch.nn.functional.pad(block, (0, last - first - block.shape[-1]))

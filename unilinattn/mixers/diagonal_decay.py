@@ -1,14 +1,19 @@
 """Diagonal decay: alpha_ij = sum_n q_in exp(G_in - G_jn) k_jn for j <= i, one decay a state coordinate."""
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
+from unilinattn.kernels.reduced_map.tiled import held_numbers, reduced_rows
+from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
 from unilinattn.kernels.scan.tiled import CHUNK, recur
-from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
 
 PAIR_BUDGET = 1 << 22
-"""Elements of the (row, key, head, state) product that `tile` and `rows` hold at once."""
+"""Elements that a product over (head, state) holds at once in `tile` and `rows`."""
 
 
 class DiagonalDecay(CoreMixer):
@@ -53,13 +58,18 @@ class DiagonalDecay(CoreMixer):
         return batch, heads, length, length
 
     def factors(self, tokens: slice = ALL, heads: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key, log-decay of some tokens and heads, broadcastable to (batch, token, head, state)."""
+        """Return query, key, log-decay of some tokens and heads, broadcastable to (batch, token, head, state).
+
+        The log-decay is -inf where a segment begins.
+        """
         query, key = (_of_heads(factor[:, tokens], heads, self.heads) for factor in (self._query, self._key))
         decay = self._log_decay[:, tokens, heads]
         if self._key_scale is not None:
             key = key * self._key_scale[:, tokens, heads, None]
         if self._rate is not None:
             decay = decay * self._rate[heads]
+        if self._reset is not None:
+            decay = decay.masked_fill(self._reset[:, tokens, None, None], -torch.inf)
         return query, key, decay
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
@@ -68,7 +78,7 @@ class DiagonalDecay(CoreMixer):
         outputs = []
         for tokens in self._chunks():
             query, key, decay = self.factors(tokens)
-            states = recur(state, self._kept(decay, tokens), key.unsqueeze(-1) * value[:, tokens].unsqueeze(-2))
+            states = recur(state, decay.exp(), key.unsqueeze(-1) * value[:, tokens].unsqueeze(-2))
             outputs.append((query.unsqueeze(-2) @ states).squeeze(-2))
             state = states[:, -1]
         return torch.cat(outputs, dim=1)
@@ -80,7 +90,7 @@ class DiagonalDecay(CoreMixer):
         outputs = []
         for tokens in reversed(self._chunks()):
             query, key, decay = self.factors(tokens)
-            kept = self._kept(decay, tokens)
+            kept = decay.exp()
             first, rest = kept[:, :1], kept[:, 1:]
             reverse = torch.cat([rest, later.expand_as(first)], dim=1).flip(1)
             states = recur(state, reverse, (query.unsqueeze(-1) * grad[:, tokens].unsqueeze(-2)).flip(1))
@@ -90,50 +100,105 @@ class DiagonalDecay(CoreMixer):
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Fill selected rows from the closed form: O(L H N) for each."""
-        return torch.cat([self._pairs(index, part) for part in self._parts(index.shape[1])], dim=1)
+        length = self.shape[2]
+        return torch.cat([self._pairs(index, part) for part in self._parts(index.shape[1] * length)], dim=1)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
-        """Fill a block row by row, O(rows x cols x heads x state): R_i = exp(g_i) R_{i-1}, products of at most 1."""
-        first, last, step = rows.indices(self.shape[2])
-        filled = torch.cat([self._descend(first, last, part) for part in self._parts(1, heads)], dim=1)
-        return filled[:, :, ::step, cols]
+        """Fill a block: what lies before its first row by one product a head, the rest by halves."""
+        row, col = (range(self.shape[2])[part] for part in (rows, cols))
+        if not row or not col:
+            return self._like((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
+        hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
+        size = LEAF * len(row) + len(col)
+        block = torch.cat([self._block(*hull, part) for part in self._parts(size, heads)], dim=1)
+        return block[:, :, :: row.step, :: col.step]
 
-    def _kept(self, log_decay: Tensor, tokens: slice = ALL) -> Float[Tensor, "batch token head state"]:
-        """Return what each step keeps of the state: exp(g), nothing where a segment begins."""
-        kept = log_decay.exp()
-        return kept if self._reset is None else kept.masked_fill(self._reset[:, tokens, None, None], 0)
+    def weighted(
+        self, part: slice, block: Block, cols: slice, left: Tensor | None, taps: Taps
+    ) -> Float[Tensor, "batch channel row col"]:
+        """Return left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c]: where c is a head and j is far, one product."""
+        reach = max(taps)
+        if cols.stop + reach > part.start or {t.shape[2] for t in taps.values()} != {self.heads}:
+            return super().weighted(part, block, cols, left, taps)
+        query, _, decay = self.factors(part)
+        read = decay.cumsum(1).exp_().mul_(query)
+        read = read if left is None else read * of_tokens(left, part).unsqueeze(-1)
+        faded, width = self._written(slice(cols.start, cols.stop + reach), part.start), cols.stop - cols.start
+        write = torch.zeros_like(faded[:, :width])
+        for lag, tap in taps.items():
+            tap = of_tokens(tap, slice(cols.start + lag, cols.stop + lag)).unsqueeze(-1)
+            write = torch.addcmul(write, faded[:, lag : lag + width], tap)
+        return read.transpose(1, 2) @ write.permute(0, 2, 3, 1)
+
+    def reduced_rows(
+        self, rows: int, left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Float[Tensor, "batch row key"]]:
+        """Yield sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] as products with an inner H N."""
+        weights = [*(taps or {}).values(), *([] if left is None else [left])]
+        if any(weight.shape[2] != self.heads for weight in weights):
+            yield from super().reduced_rows(rows, left, taps)
+            return
+        batch, heads, length, _ = self.shape
+        shape = (batch, length, heads, self._query.shape[-1])
+        for _, block in reduced_rows(self.factors, shape, left, taps, rows=rows):
+            yield block
+
+    def reduced_size(self, rows: int, channels: int) -> int:
+        """Return how many numbers `reduced_rows` holds: the factors of one tile of heads."""
+        batch, heads, length, _ = self.shape
+        if channels not in (1, heads):
+            return super().reduced_size(rows, channels)
+        return held_numbers(rows, (batch, length, heads, self._query.shape[-1]))
+
+    def _block(self, rows: slice, cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
+        cut, parts = rows.start, []
+        query, _, decay = self.factors(rows, heads)
+        batch, _, heads_here, _ = decay.shape
+        if cols.start < cut:
+            read = decay.cumsum(1).exp() * query
+            write = self._written(slice(cols.start, min(cols.stop, cut)), cut, heads)
+            parts.append(torch.einsum("bihn,bjhn->bhij", read, write))
+        if cols.stop > cut:
+            start = max(cols.start, cut)
+            near = query.new_zeros(batch, heads_here, rows.stop - cut, cols.stop - start)
+            if start < rows.stop:
+                query, key, decay = self.factors(slice(start, rows.stop), heads)
+                square = pairs(query.expand_as(decay), key.expand_as(decay), decay)[..., : cols.stop - start]
+                near[:, :, start - cut :, : square.shape[-1]] = square
+            parts.append(near)
+        return torch.cat(parts, dim=-1)
+
+    def _written(self, tokens: slice, cut: int, heads: slice = ALL) -> Float[Tensor, "batch token head state"]:
+        """Return what is left at the beginning of token `cut` of the keys written before it."""
+        _, key, decay = self.factors(tokens, heads)
+        exponent = from_token(decay)
+        if cut > tokens.stop:
+            exponent = exponent + self._faded(slice(tokens.stop, cut), heads)
+        return exponent.exp() * key
+
+    def _faded(self, tokens: slice, heads: slice) -> Float[Tensor, "batch 1 head state"]:
+        """Return the log-decay across tokens."""
+        total = self._log_decay[:, tokens, heads].sum(1, keepdim=True)
+        total = total if self._rate is None else total * self._rate[heads]
+        return (
+            total
+            if self._reset is None
+            else total.masked_fill(self._reset[:, tokens, None, None].any(1, True), -torch.inf)
+        )
 
     def _pairs(self, index: Int[Tensor, "batch row"], heads: slice) -> Float[Tensor, "batch head row key"]:
         query, key, decay = self.factors(heads=heads)
         hidden = torch.arange(self.shape[2], device=index.device) > index[:, :, None]
-        if self._reset is not None:
-            segment = self._reset.cumsum(1)
-            hidden = hidden | (segment.gather(1, index).unsqueeze(2) != segment.unsqueeze(1))
-        # A float32 sum over thousands of tokens loses the digits that its difference is made of.
-        running = decay.double().cumsum(1)
-        exponent = (_at(running, index).unsqueeze(2) - running[:, None]).to(query.dtype)
+        # From each key to the row: a sum of the steps between them, never a difference of two longer sums.
+        between = decay[:, None].masked_fill(hidden[..., None, None], 0)
+        exponent = torch.nn.functional.pad(between[:, :, 1:].flip(2).cumsum(2).flip(2), (0, 0, 0, 0, 0, 1))
         decayed = exponent.masked_fill(hidden[..., None, None], -torch.inf).exp() * key[:, None]
         return (_at(query, index).unsqueeze(2) * decayed).sum(-1).permute(0, 3, 1, 2)
 
-    def _descend(self, first: int, last: int, heads: slice) -> Float[Tensor, "batch head row key"]:
-        query, key, decay = self.factors(heads=heads)
-        batch, length, count, state = decay.shape
-        factor, key = self._kept(decay), key.expand(-1, -1, count, -1)
-        query = query.expand(-1, -1, count, -1)
-        memory = key.new_zeros(batch, count, state, 0)
-        rows = [key.new_zeros(batch, count, 0, length)]
-        for i in range(last):
-            memory = torch.cat([memory * factor[:, i, ..., None], key[:, i, ..., None]], dim=-1)
-            if i >= first:
-                row = (query[:, i].unsqueeze(-2) @ memory).squeeze(-2)
-                rows.append(torch.nn.functional.pad(row, (0, length - i - 1)).unsqueeze(2))
-        return torch.cat(rows, dim=2)
-
-    def _parts(self, rows: int, heads: slice = ALL) -> list[slice]:
-        """Split heads so that (row, key, head, state) products stay within the budget."""
-        batch, total, length, _ = self.shape
-        chosen = range(total)[heads]
-        step = max(1, PAIR_BUDGET // max(1, batch * rows * length * self._query.shape[-1]))
+    def _parts(self, size: int, heads: slice = ALL) -> list[slice]:
+        """Split heads so that so many vectors over (batch, head, state) stay within the budget."""
+        chosen = range(self.heads)[heads]
+        step = max(1, PAIR_BUDGET // max(1, self.shape[0] * size * self._query.shape[-1]))
         # One empty part for no heads at all, so that there is a block to return.
         parts = [chosen[start : start + step] for start in range(0, max(1, len(chosen)), step)]
         return [slice(part.start, part.stop, part.step) for part in parts]

@@ -1,11 +1,16 @@
 """Scalar decay: alpha_ij = (q_i . k_j) exp(G_i - G_j) for j <= i, one decay a head."""
 
+from collections.abc import Iterator
+from functools import cached_property
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.scan.tiled import scalar_scan, scalar_scan_adjoint, spread
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
 
 class ScalarDecay(CoreMixer):
@@ -56,26 +61,78 @@ class ScalarDecay(CoreMixer):
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Fill selected rows from the closed form: O(L (N + H)) for each."""
-        return self._block(index, ALL, ALL)
+        query = self._query.gather(1, index[:, :, None, None].expand(-1, -1, *self._query.shape[2:]))
+        scores = spread(torch.einsum("bign,bjgn->bgij", query, self._key), self.heads, 1)
+        hidden = torch.arange(self.shape[2], device=index.device) > index[:, :, None]
+        # From each key to the row: a sum of the steps between them, never a difference of two longer sums.
+        between = self._log_decay[:, None].masked_fill(hidden[..., None], 0)
+        exponent = torch.nn.functional.pad(between[:, :, 1:].flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
+        decay = exponent.masked_fill(hidden[..., None], -torch.inf).exp() * self._key_scale[:, None]
+        return scores * decay.permute(0, 3, 1, 2)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Fill a block by one product of queries and keys a group, scaled by each head's decays."""
-        batch, _, length, _ = self.shape
-        position = torch.arange(length, device=self._query.device)[rows]
-        return self._block(position.expand(batch, -1), cols, heads)
+        row, col = (range(self.shape[2])[part] for part in (rows, cols))
+        if not row or not col:
+            return self._like((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
+        hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
+        scores = spread(self._scores(*hull), self.heads, 1)[:, heads]
+        block = scores * self._fading.tile(*hull, heads)
+        return block[:, :, :: row.step, :: col.step]
 
-    def _block(self, index: Int[Tensor, "batch row"], cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
-        query = self._query.gather(1, index[:, :, None, None].expand(-1, -1, *self._query.shape[2:]))
-        scores = torch.einsum("bign,bjgn->bgij", query, self._key[:, cols])
-        scores = spread(scores, self.heads, 1)[:, heads]
-        # A float32 sum over thousands of tokens loses the digits that its difference is made of.
-        running = self._log_decay[:, :, heads].double().cumsum(1).transpose(1, 2)
-        at_row = running.gather(2, index[:, None, :].expand(-1, running.shape[1], -1))
-        exponent = at_row.unsqueeze(-1) - running[:, :, None, cols]
-        position = torch.arange(self.shape[2], device=scores.device)[cols]
-        future = position > index[:, None, :, None]
-        decay = exponent.masked_fill(future, -torch.inf).to(scores.dtype).exp()
-        return scores * decay * self._key_scale[:, cols, heads].transpose(1, 2).unsqueeze(-2)
+    def reduced_rows(
+        self, rows: int, left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Float[Tensor, "batch row key"]]:
+        """Yield sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c], a group's product times reduced decays.
+
+        The inner dimension is N a group, and one a head or, with weights, a channel.
+        """
+        length, groups = self.shape[2], self._query.shape[2]
+        factors = [*(taps or {}).values(), *([] if left is None else [left])]
+        channels = max((factor.shape[2] for factor in factors), default=self.heads)
+        lags = {0: None} if taps is None else taps
+        parts = [
+            [
+                self._fading_of(group, channels).reduced_rows(rows, *_of_group(group, groups, left, tap))
+                for tap in lags.values()
+            ]
+            for group in range(groups)
+        ]
+        for start in range(0, length, rows):
+            part = slice(start, min(start + rows, length))
+            scores = self._scores(part, ALL)
+            total = scores.new_zeros(())
+            for group, by_lag in enumerate(parts):
+                for lag, fading in zip(lags, by_lag, strict=True):
+                    landed = scores[:, group] * next(fading)
+                    total = total + torch.nn.functional.pad(landed[..., lag:], (0, min(lag, length)))
+            yield total
+
+    def reduced_size(self, rows: int, channels: int) -> int:
+        """Return how many numbers `reduced_rows` holds: the products of each group, and decays reduced one by one."""
+        batch, heads, length, _ = self.shape
+        groups = self._query.shape[2]
+        fading = self._fading_of(0, max(channels, heads)).reduced_size(rows, max(channels, heads) // groups)
+        return fading + batch * (groups + 2) * rows * length
+
+    def _scores(self, rows: slice, cols: slice) -> Float[Tensor, "batch group row col"]:
+        return torch.einsum("bign,bjgn->bgij", self._query[:, rows], self._key[:, cols])
+
+    @cached_property
+    def _fading(self) -> DiagonalDecay:
+        """exp(G_i - G_j) times the key's scale, for each head."""
+        return self._fading_of(None, self.heads)
+
+    def _fading_of(self, group: int | None, channels: int) -> DiagonalDecay:
+        """Return the decays of all heads or of a group's, repeated for the channels that a head serves."""
+        groups = self._query.shape[2]
+        step = self.heads // groups
+        heads = ALL if group is None else slice(group * step, (group + 1) * step)
+        decay, scale = (
+            t[:, :, heads].repeat_interleave(channels // self.heads, dim=2) for t in (self._log_decay, self._key_scale)
+        )
+        one = decay.new_ones(1, 1, 1, 1).expand(*decay.shape[:2], 1, 1)
+        return DiagonalDecay(one, one, decay.unsqueeze(-1), key_scale=scale)
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return (q_i . k_i) times the key's scale."""
@@ -84,3 +141,9 @@ class ScalarDecay(CoreMixer):
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)
+
+
+def _of_group(group: int, groups: int, left: Tensor | None, tap: Tensor | None) -> tuple[Tensor | None, Taps | None]:
+    """Return the weights of a group's channels."""
+    left, tap = (None if t is None else t.unflatten(2, (groups, -1))[:, :, group] for t in (left, tap))
+    return left, None if tap is None else {0: tap}

@@ -1,9 +1,12 @@
 """Toeplitz: alpha_ij = K[i - j], the same for every input: convolutions short and long."""
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Inexact, Int
 from torch import Tensor
 
+from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 
 DIRECT_TAPS = 32
@@ -77,6 +80,17 @@ class Toeplitz(CoreMixer):
         """Look up K[i - j]."""
         position = torch.arange(self._length, device=self._kernel.device)[rows]
         return self._lookup(position[None], cols, heads).expand(self._batch, -1, -1, -1)
+
+    def reduced_rows(
+        self, rows: int, left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Inexact[Tensor, "batch row key"]]:
+        """Yield sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c]; without weights the kernels are added."""
+        if left is not None or taps is not None:
+            yield from super().reduced_rows(rows, left, taps)
+            return
+        total = Toeplitz(self._kernel.sum(0, keepdim=True), batch=self._batch, length=self._length)
+        for _, block in total.blocks(rows):
+            yield block(ALL).squeeze(1)
 
     def _lookup(
         self, index: Int[Tensor, "batch row"], cols: slice, heads: slice

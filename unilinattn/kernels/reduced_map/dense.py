@@ -1,0 +1,56 @@
+"""The reduced and the weighted map of a block that is there head by head: for structures without a product form."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+Taps = Mapping[int, Float[Tensor, "#batch #length channel"]]
+"""What stands on the key's side by lag: y_p = sum_lag tap_lag[p] x_{p - lag}."""
+
+
+def reduced(
+    alpha: Float[Tensor, "batch head row key"],
+    rows: slice,
+    left: Float[Tensor, "#batch #length channel"] | None,
+    taps: Taps | None,
+) -> Float[Tensor, "batch row key"]:
+    """Return sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c]; a head serves consecutive channels."""
+    if left is None and taps is None:
+        return alpha.sum(1)
+    heads = alpha.shape[1]
+    reading = alpha.new_ones(1, 1, 1) if left is None else of_tokens(left, rows)
+    total = alpha.new_zeros(())
+    for lag, tap in (taps or {0: alpha.new_ones(1, 1, 1)}).items():
+        width = max(reading.shape[2], tap.shape[2], heads)
+        each, other = (t.expand(-1, -1, width).unflatten(2, (heads, -1)) for t in (reading, tap))
+        landed = (alpha * torch.einsum("bihp,bjhp->bhij", each, other)).sum(1)
+        total = total + functional.pad(landed[..., lag:], (0, min(lag, landed.shape[-1])))
+    return total
+
+
+def weighted(
+    alpha: Float[Tensor, "batch head row landed"],
+    rows: slice,
+    landed: slice,
+    width: int,
+    left: Float[Tensor, "#batch #length channel"] | None,
+    taps: Taps,
+) -> Float[Tensor, "batch channel row key"]:
+    """Return left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] for the first `width` of the landed columns j."""
+    heads = alpha.shape[1]
+    total = alpha.new_zeros(())
+    for lag, tap in taps.items():
+        there = alpha[:, :, None, :, lag : lag + width]
+        factor = of_tokens(tap, slice(landed.start + lag, min(landed.start + lag + width, landed.stop)))
+        part = there * factor.transpose(1, 2).unflatten(1, (heads, -1)).unsqueeze(3)
+        total = total + functional.pad(part, (0, width - part.shape[-1]))
+    total = total.flatten(1, 2)
+    return total if left is None else total * of_tokens(left, rows).transpose(1, 2).unsqueeze(-1)
+
+
+def of_tokens(factor: Float[Tensor, "#batch #length channel"], tokens: slice) -> Float[Tensor, "#batch #token channel"]:
+    """Return a factor of some tokens; one that is the same for every token stays as it is."""
+    return factor if factor.shape[1] == 1 else factor[:, tokens]
