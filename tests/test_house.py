@@ -20,10 +20,10 @@ PACKAGE = ROOT / "unilinattn"
 
 SURFACE = "__init__"
 LAYERS = (
-    ("attribution", "errors", "labels", "registry", "resultfile"),
+    ("attribution", "errors", "labels", "memory", "registry", "resultfile"),
     ("kernels",),
     ("mixers",),
-    ("contributions", "flow", "operator", "scopes", "stages"),
+    ("contributions", "flow", "operator", "scopes", "shares", "stages", "terms"),
     ("architectures", "models"),
     ("examples", "frames", "recorder", "trace"),
     ("methods",),

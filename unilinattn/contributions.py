@@ -128,10 +128,10 @@ def through_taps(
     """Add up what each tap's share, landed on its position, contributes through the rest of a chain."""
     total = None
     for lag, factor in taps.items():
-        landed = functional.pad(u[:, : u.shape[1] - lag], (0, 0, lag, 0)) * _widened(factor, u.shape[2])
+        landed = shifted(u, lag) * _widened(factor, u.shape[2])
         part = contributions(rest, index, function(landed), like, name)
         # A share that landed `lag` steps later belongs to the token that it came from.
-        part = functional.pad(part[..., lag:], (0, lag))
+        part = functional.pad(part[..., lag:], (0, min(lag, part.shape[-1])))
         total = part if total is None else total + part
     assert total is not None
     return total
@@ -189,7 +189,13 @@ def _delayed(factor: Tensor, lag: int) -> Tensor:
     """Read a token's factor `lag` steps later; a factor that is the same for every token stays."""
     if factor.shape[1] == 1 or lag == 0:
         return factor
-    return functional.pad(factor[:, : factor.shape[1] - lag], (0, 0, lag, 0))
+    return shifted(factor, lag)
+
+
+def shifted(x: Float[Tensor, "batch length channel"], lag: int) -> Float[Tensor, "batch length channel"]:
+    """Move tokens so many steps later; what passes the end is gone."""
+    kept = max(x.shape[1] - lag, 0)
+    return functional.pad(x[:, :kept], (0, 0, x.shape[1] - kept, 0))
 
 
 def split_taps(chain: Chain, name: str) -> tuple[Chain, Mix, Chain]:

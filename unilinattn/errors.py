@@ -40,6 +40,10 @@ class FactorError(UnilinattnError, ValueError):
     """A factor of an operator holds NaN or infinity where a finite number is needed."""
 
 
+class MemoryLimitError(UnilinattnError, MemoryError):
+    """An operation needs more memory than `max_memory` allows: nothing was allocated."""
+
+
 def nearest(name: object, choices: Iterable[str]) -> str:
     """Return the tail of an error message: the accepted names, the closest one first if there is one."""
     accepted = sorted(choices)

@@ -1,6 +1,6 @@
 """`MixerOperator`: one layer of a model as a frozen linear map between tokens, kept as a chain of stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -9,8 +9,12 @@ from torch import Tensor
 
 from unilinattn.contributions import contributions, rows_of, split_taps, tap_function, tapwise
 from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
+from unilinattn.kernels.reduced_map.tiled import ROWS
+from unilinattn.memory import rows_within
 from unilinattn.scopes import SCOPES, scoped
-from unilinattn.stages import Branch, Chain, channel_groups, run, run_adjoint, walk
+from unilinattn.shares import Shares, shares_of
+from unilinattn.stages import Branch, Chain, Matrix, channel_groups, run, run_adjoint, walk
+from unilinattn.terms import reduced_blocks, reduced_size, terms
 
 REDUCTIONS = {
     "mean": lambda m: m.mean(1),
@@ -67,6 +71,13 @@ class MixerOperator:
     def ports(self) -> tuple[str, ...]:
         """Names of the tensors that the layer reads."""
         return tuple(self.chains)
+
+    @property
+    def width(self) -> int:
+        """Most channels that a token has anywhere between the layer's inputs and its output."""
+        stages = [stage for chain in self.chains.values() for stage in walk(chain)]
+        inner = (max(stage.weight.shape) for stage in stages if isinstance(stage, Matrix))
+        return max(self.output.shape[-1], *(x.shape[-1] for x in self.inputs.values()), *inner)
 
     @property
     def has_residual(self) -> bool:
@@ -126,13 +137,35 @@ class MixerOperator:
         rows = torch.cat(parts, dim=-2)
         return rows.squeeze(-2) if single else rows
 
+    def row_blocks(
+        self, *, scope: str = "core", heads: Heads = "mean", port: str | None = None
+    ) -> Iterator[tuple[slice, Float[Tensor, "..."]]]:
+        """Yield the scope's matrix from its first rows to its last, as many at a time as `max_memory` allows.
+
+        Each is a slice of queries with their (batch, [head,] row, key). The mean over heads is taken without the
+        heads' own maps where the structure allows it.
+        """
+        chain, groups, _ = self._scoped(scope, port)
+        batch, queries = self.output.shape[:2]
+        shape = (batch, queries, self.inputs[port or self.ports[0]].shape[1])
+        width, what = self.output.element_size(), f"the {scope} map of {self.name}"
+        found = terms(chain) if isinstance(heads, str) and heads == "mean" else None
+        if found is not None:
+            size = rows_within(lambda rows: width * reduced_size(found, shape, rows), ROWS, what)
+            yield from reduced_blocks(found, shape, size, self.output)
+            return
+        size = rows_within(lambda rows: width * 4 * batch * groups * rows * shape[2], ROWS, what)
+        for start in range(0, queries, size):
+            part = slice(start, min(start + size, queries))
+            yield part, self.rows(range(part.start, part.stop), scope=scope, heads=heads, port=port)
+
     def matrix(self, scope: str = "core", heads: Heads = "mean", *, port: str | None = None) -> Float[Tensor, "..."]:
         """Materialize the scope's matrix: (batch, query, key), or (batch, head, query, key) with `heads=None`.
 
         An index, a slice or a list selects heads; "max", "min", "abs-mean" and "product" reduce over them.
         Raises `OptionError` for an unknown scope or for `layer`, whose entries are matrices: use `contributions`.
         """
-        return self.rows(range(self.output.shape[1]), scope=scope, heads=heads, port=port)
+        return torch.cat([block for _, block in self.row_blocks(scope=scope, heads=heads, port=port)], dim=-2)
 
     def left_multiply(
         self, rows: Float[Tensor, "batch row query"], *, scope: str = "core", port: str | None = None
@@ -160,6 +193,11 @@ class MixerOperator:
             shares = tapwise(chain, chosen, x, self.output, self.name, tap_function(activation))
         shares = shares.transpose(2, 3)
         return shares.squeeze(1) if single else shares
+
+    def shares(self, *, port: str | None = None) -> Shares | None:
+        """Return T_ij x_j of all pairs in tiles, None where rows of `contributions` are the only form."""
+        x = self.inputs[port or self.ports[0]].to(self._dtype)
+        return shares_of(self._chain(port), x, *self.output.shape[1:])
 
     def activation_bias(self, activation: str, *, port: str | None = None) -> Float[Tensor, "batch query out"]:
         """Return the bias that goes with `contributions(activation=...)`: sum_p M_ip f(b_c) and what comes later."""

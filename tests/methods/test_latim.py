@@ -1,6 +1,5 @@
 """LaTIM's norms against the vectors written out from the papers."""
 
-import importlib
 from typing import Any
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.methods.hosts import BATCH, CASES, LENGTH, Reference, close, real_map, real_tokens, references, traced
-from unilinattn.errors import UncoveredError
+from unilinattn.errors import MemoryLimitError, UncoveredError
+from unilinattn.memory import max_memory
 from unilinattn.methods import latim
 
 ORDERS = [1, 2.0, 3.5, float("inf")]
@@ -118,20 +118,19 @@ def test_the_mean_over_layers_averages_the_extras_that_follow_it() -> None:
     assert mean.extras["decomposition_error"].shape == (2,)
 
 
-def test_rows_in_blocks_are_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [60_000, 200_000, None])
+@pytest.mark.parametrize("activation", ["exact", "silu"])
+def test_a_memory_limit_changes_the_blocks_and_not_the_scores(limit: int | None, activation: str) -> None:
     found = traced("mamba2", "left")
-    whole = latim(found, bias="query", residual=True)
-    sizes: list[int] = []
-    op = found.layers[0].operator
-    plain = op.contributions
-    monkeypatch.setattr(
-        op, "contributions", lambda rows, **more: sizes.append(rows.shape[1]) or plain(rows, **more), raising=False
-    )
-    monkeypatch.setattr(importlib.import_module("unilinattn.methods.latim"), "SHARE_BUDGET", BATCH * LENGTH * 8 * 4)
-    blocks = latim(found, bias="query", residual=True)
-    assert sizes == [4, 2]
+    whole = latim(found, bias="query", residual=True, activation=activation)
+    with max_memory(limit):
+        blocks = latim(found, bias="query", residual=True, activation=activation)
     assert close(blocks.scores, whole.scores)
-    assert blocks.extras["decomposition_error"].max() <= 1e-10
+
+
+def test_a_limit_below_one_row_says_what_a_row_takes() -> None:
+    with max_memory(1000), pytest.raises(MemoryLimitError, match=r"one row of vectors T_i\(x_j\) takes .* KiB"):
+        latim(traced("mamba2"))
 
 
 def test_a_layer_without_an_activation_to_split_says_so() -> None:

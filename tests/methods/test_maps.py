@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.methods.hosts import CASES, close, real_map, references, traced
-from unilinattn.methods.maps import attention_rows, carried, layer_map, treated
+from unilinattn.methods.maps import attention_map, attention_rows, carried, map_blocks, treated
 from unilinattn.methods.options import RawOptions, RolloutOptions
 
 BATCH, ROWS, KEYS = 2, 5, 7
@@ -110,6 +110,7 @@ def test_heads_are_reduced_as_the_option_says(heads) -> None:
         "[0, 2]": (reference.alpha[:, 0] + reference.alpha[:, 2]) / 2,
     }[str(heads)]
     assert close(attention_rows(layer, RawOptions(heads=heads), rows), expected)
+    assert close(attention_map(layer, RawOptions(heads=heads)), expected)
 
 
 @pytest.mark.parametrize("scope", ["core", "mixer", "unified"])
@@ -123,5 +124,5 @@ def test_a_row_carried_in_linear_time_is_the_row_times_the_map(name, padding, sc
     expected = row[:, None] @ (layer.operator.matrix(scope) * real_map(padding))
     assert close(carried(row[:, None], trace, layer, options, target=target), expected)
     weight = torch.randn_like(row)
-    weighed = row[:, None] @ layer_map(trace, layer, options, weight=weight)
+    weighed = row[:, None] @ torch.cat([b for _, b in map_blocks(trace, layer, options, weight=weight)], 1)
     assert close(carried(row[:, None], trace, layer, options, target=target, weight=weight), weighed)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.attribution import Attribution
-from unilinattn.methods.latim import add_to_own, residual_of, row_blocks
+from unilinattn.methods.latim import add_to_own, residual_of, share_tiles
 from unilinattn.methods.maps import added, picked, unit_rows
 from unilinattn.methods.options import AltiOptions
 from unilinattn.methods.results import labelled, stacked
@@ -52,16 +52,17 @@ def mixing(
     first = together[0]
     stream = residual_of(first, "alti")
     output = added([stream, *(layer.multiplier * layer.output for layer in together)])
-    gains = []
-    for block in row_blocks(together, rows):
-        shares = added(
-            layer.multiplier * only_port(layer).contributions(block, activation=activation) for layer in together
-        )
-        add_to_own(shares, block, picked(stream, block))
-        y = picked(output, block)
-        gains.append(y.abs().sum(-1, keepdim=True) - (y.unsqueeze(2) - shares).abs().sum(-1))
+    factors = [layer.multiplier for layer in together]
+    keys = only_port(first).inputs["x"].shape[1]
+    # A pair without a tile adds nothing, so it brings no row closer to its output.
+    gain = output.new_zeros(*rows.shape, keys)
+    for part, cols, tile in share_tiles(together, factors, rows, activation):
+        own = rows[:, part]
+        shares = add_to_own(tile, own, cols, picked(stream, own))
+        y = picked(output, own).transpose(1, 2).unsqueeze(-1)
+        gain[:, part, cols] = y.abs().sum(1) - (y - shares).abs().sum(1)
     real = real_pairs(trace, first, rows)
-    gain = torch.cat(gains, dim=1).clamp_min(0).masked_fill(~real, 0)
+    gain = gain.clamp_min(0).masked_fill(~real, 0)
     total = gain.sum(-1, keepdim=True)
     share = torch.where(total > 0, gain / total.masked_fill(total == 0, 1), unit_rows(rows, first))
     return share.masked_fill(~real, 0)

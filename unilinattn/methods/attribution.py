@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.attribution import Attribution
-from unilinattn.methods.maps import added, attention_rows, carried, layer_map, unit_rows
+from unilinattn.methods.maps import added, attention_map, carried, composed, unit_rows
 from unilinattn.methods.options import AttributionOptions
 from unilinattn.methods.results import labelled
 from unilinattn.methods.selection import composable_steps, layers_from, query_rows, real_pairs
@@ -42,8 +42,7 @@ def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -
         weights = next(gradient_weights(trace, layers, [-1], chosen.logit))
         rho = unit_rows(rows, layers[0])
         for together in steps:
-            beta = added(layer_map(trace, layer, chosen, weight=weights[layer.name]) for layer in together)
-            rho = rho + beta.to(rho) @ rho
+            rho = composed(rho, trace, together, chosen, weights)
     else:
         rho = _row_by_row(trace, steps, chosen, layers)
     rho = rho.masked_fill(~real_pairs(trace, layers[0], rows), 0)
@@ -98,7 +97,7 @@ def _row_by_row(
 ) -> Float[Tensor, "batch query key"]:
     attention = {}
     if not options.is_linear:
-        attention = {layer.name: attention_rows(layer, options, query_rows(trace, layer)) for layer in layers}
+        attention = {layer.name: attention_map(layer, options) for layer in layers}
     first = layers[0]
     rho = torch.zeros_like(unit_rows(query_rows(trace, first), first))
     batch, length = rho.shape[:2]

@@ -1,6 +1,6 @@
 """`latim`: the size of what each token adds to each output, as vectors through the whole layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,15 +9,14 @@ from torch import Tensor
 
 from unilinattn.attribution import Attribution
 from unilinattn.errors import UncoveredError
-from unilinattn.methods.maps import picked, treated
+from unilinattn.memory import rows_within
+from unilinattn.methods.maps import added, picked, treated
 from unilinattn.methods.options import LatimOptions
 from unilinattn.methods.results import stacked
 from unilinattn.methods.selection import only_port, query_rows, real_pairs, stackable_layers
 from unilinattn.registry import register_method
+from unilinattn.shares import TILE
 from unilinattn.trace import Layer, Target, Trace
-
-SHARE_BUDGET = 1 << 22
-"""Numbers that the vectors T_i(x_j) at hand may hold together: what bounds the memory of `latim` and `alti`."""
 
 
 @register_method("latim")
@@ -59,25 +58,43 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     )
 
 
-def row_blocks(layers: Sequence[Layer], rows: Int[Tensor, "batch row"]) -> Sequence[Int[Tensor, "batch block"]]:
-    """Split rows into blocks whose vectors T_i(x_j) stay within the budget in each of the layers."""
-    size = 1
-    for layer in layers:
-        op = only_port(layer)
-        batch, keys, width = op.inputs[op.ports[0]].shape
-        size = max(size, batch * keys * max(width, layer.output.shape[-1]))
-    return rows.split(max(1, SHARE_BUDGET // size), dim=1)
+def share_tiles(
+    layers: Sequence[Layer], factors: Sequence[float], rows: Int[Tensor, "batch row"], activation: str
+) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row key"]]]:
+    """Yield T_i(x_j), each layer's times its factor, summed: which of the rows, which keys, and the vectors.
+
+    Tiles of all pairs where every layer has such a form and every row is asked for; else some rows at a time.
+    Pairs that a causal layer leaves at zero may be missing.
+    """
+    ops = [only_port(layer) for layer in layers]
+    forms = [op.shares() if activation == "exact" else None for op in ops]
+    whole = rows.shape[1] == layers[0].output.shape[1]
+    if whole and all(form is not None for form in forms):
+        for together in zip(*(form.tiles() for form in forms if form is not None), strict=True):
+            part, cols, _ = together[0]
+            yield part, cols, added(_times(f, tile) for f, (*_, tile) in zip(factors, together, strict=True))
+        return
+    batch, keys, _ = ops[0].inputs[ops[0].ports[0]].shape
+    held = 3 * batch * keys * max(op.width for op in ops) * layers[0].output.element_size()
+    size = rows_within(lambda count: count * held, TILE, "vectors T_i(x_j)")
+    for start in range(0, rows.shape[1], size):
+        part = slice(start, min(start + size, rows.shape[1]))
+        found = (op.contributions(rows[:, part], activation=activation) for op in ops)
+        shares = added(_times(f, vectors) for f, vectors in zip(factors, found, strict=True))
+        yield part, slice(0, keys), shares.permute(0, 3, 1, 2)
 
 
 def add_to_own(
-    shares: Float[Tensor, "batch row key out"],
+    tile: Float[Tensor, "batch out row key"],
     rows: Int[Tensor, "batch row"],
+    cols: slice,
     vectors: Float[Tensor, "batch row out"],
-) -> None:
-    """Add a vector to each row's T_ii, in place."""
-    batch = torch.arange(rows.shape[0], device=rows.device)[:, None]
-    row = torch.arange(rows.shape[1], device=rows.device)
-    shares[batch, row, rows] += vectors
+) -> Float[Tensor, "batch out row key"]:
+    """Return a tile with a vector added to each row's T_ii."""
+    own = rows.unsqueeze(-1) == torch.arange(cols.start, cols.stop, device=rows.device)
+    if not bool(own.any()):
+        return tile
+    return tile + vectors.transpose(1, 2).unsqueeze(-1) * own.unsqueeze(1)
 
 
 def residual_of(layer: Layer, method: str) -> Float[Tensor, "batch query out"]:
@@ -105,20 +122,26 @@ def _layer(
             f"latim: {layer.name} takes its keys from {op.ports[0]!r}, so no key is the query's own; use bias='column'."
         )
     bias = op.activation_bias(options.activation)
-    norms, sums = [], []
-    for block in row_blocks((layer,), rows):
-        shares = op.contributions(block, activation=options.activation)
-        sums.append(shares.sum(2))
-        if options.residual:
-            shares = layer.multiplier * shares
-            add_to_own(shares, block, picked(residual_of(layer, "latim"), block))
-        if options.bias == "query":
-            add_to_own(shares, block, picked(bias, block))
-        norms.append(torch.linalg.vector_norm(shares, ord=options.p, dim=-1))
+    factor, extra = 1.0, torch.zeros_like(picked(bias, rows))
+    if options.bias == "query":
+        extra = picked(bias, rows)
+    if options.residual:
+        factor = layer.multiplier
+        extra = factor * extra + picked(residual_of(layer, "latim"), rows)
+    sums = layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
+    norms = layer.output.new_zeros(*rows.shape, op.inputs[op.ports[0]].shape[1])
+    for part, cols, tile in share_tiles((layer,), (1.0,), rows, options.activation):
+        sums[:, part] += tile.sum(-1).transpose(1, 2)
+        whole = add_to_own(_times(factor, tile), rows[:, part], cols, extra[:, part])
+        norms[:, part, cols] = torch.linalg.vector_norm(whole, ord=options.p, dim=1)
     real = real_pairs(trace, layer, rows)
-    scores = treated(torch.cat(norms, dim=1), real, rows, discard=options.discard, normalize=options.normalize)
+    scores = treated(norms, real, rows, discard=options.discard, normalize=options.normalize)
     kept = real.any(-1)
     own, output = picked(bias, rows) * kept.unsqueeze(-1), picked(layer.output, rows) * kept.unsqueeze(-1)
-    missed = (torch.cat(sums, dim=1) * kept.unsqueeze(-1) + own - output).flatten(1).norm(dim=1)
+    missed = (sums * kept.unsqueeze(-1) + own - output).flatten(1).norm(dim=1)
     size = output.flatten(1).norm(dim=1).clamp_min(torch.finfo(output.dtype).tiny)
     return scores, torch.linalg.vector_norm(own, ord=options.p, dim=-1), float((missed / size).max())
+
+
+def _times(factor: float, vectors: Tensor) -> Tensor:
+    return vectors if factor == 1 else factor * vectors

@@ -1,6 +1,6 @@
 """A layer's L x L map as the methods use it: heads reduced, signs and scale treated, rows carried through it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,6 +20,18 @@ def attention_rows(layer: Layer, options: MapOptions, rows: Int[Tensor, "batch r
     heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
     found = only_port(layer).rows(rows, scope=options.scope, heads=heads)
     return found if isinstance(heads, (str, int)) else found.mean(1)
+
+
+def attention_blocks(layer: Layer, options: MapOptions) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
+    """Yield the layer's attention map block of rows by block of rows, its heads reduced as the option says."""
+    heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
+    for rows, found in only_port(layer).row_blocks(scope=options.scope, heads=heads):
+        yield rows, found if isinstance(heads, (str, int)) else found.mean(1)
+
+
+def attention_map(layer: Layer, options: MapOptions) -> Float[Tensor, "batch query key"]:
+    """Return the layer's whole attention map, its heads reduced as the option says."""
+    return torch.cat([block for _, block in attention_blocks(layer, options)], dim=1)
 
 
 def treated(
@@ -50,7 +62,7 @@ def treated(
     return scores
 
 
-def layer_map(
+def map_blocks(
     trace: Trace,
     layer: Layer,
     options: MapOptions,
@@ -58,18 +70,41 @@ def layer_map(
     target: Int[Tensor, "batch 1"] | None = None,
     weight: Float[Tensor, "batch query"] | None = None,
     attention: Float[Tensor, "batch query key"] | None = None,
-) -> Float[Tensor, "batch query key"]:
-    """Return the whole map of a layer: reduced over heads, times a weight a row, then treated.
+) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
+    """Yield the map of a layer block of rows by block of rows: reduced over heads, times a weight a row, then treated.
 
     `target`: the positions whose column no row discards; without it each row keeps its own. `attention`: the
-    reduced map, where it is known already.
+    reduced map, where it is known already. Only "min-max", which needs the extremes of the whole map first, holds
+    all of it.
     """
-    rows = query_rows(trace, layer)
-    scores = attention_rows(layer, options, rows) if attention is None else attention
-    scores = SIGNS[options.sign](scores if weight is None else weight.unsqueeze(-1) * scores)
-    protected = rows if target is None else target.to(rows.device).expand_as(rows)
-    real = real_pairs(trace, layer, rows)
-    return treated(scores, real, protected, discard=options.discard, normalize=options.normalize)
+    every = query_rows(trace, layer)
+    blocks: Iterable[tuple[slice, Tensor]] = attention_blocks(layer, options)
+    if attention is not None:
+        blocks = [(slice(0, every.shape[1]), attention)]
+    if options.normalize == "min-max":
+        blocks = [(slice(0, every.shape[1]), torch.cat([block for _, block in blocks], dim=1))]
+    for part, block in blocks:
+        rows = every[:, part]
+        scores = SIGNS[options.sign](block if weight is None else weight[:, part].unsqueeze(-1) * block)
+        protected = rows if target is None else target.to(rows.device).expand_as(rows)
+        real = real_pairs(trace, layer, rows)
+        yield part, treated(scores, real, protected, discard=options.discard, normalize=options.normalize)
+
+
+def composed(
+    rho: Float[Tensor, "batch query key"],
+    trace: Trace,
+    together: Sequence[Layer],
+    options: MapOptions,
+    weights: Mapping[str, Float[Tensor, "batch query"]] | None = None,
+) -> Float[Tensor, "batch query key"]:
+    """Return (I + sum of these layers' maps) rho, the maps block by block."""
+    total = rho.clone()
+    for layer in together:
+        weight = None if weights is None else weights[layer.name]
+        for part, block in map_blocks(trace, layer, options, weight=weight):
+            total[:, part] += block.to(rho) @ rho
+    return total
 
 
 def carried(
@@ -82,10 +117,11 @@ def carried(
     weight: Float[Tensor, "batch query"] | None = None,
     attention: Float[Tensor, "batch query key"] | None = None,
 ) -> Float[Tensor, "batch 1 key"]:
-    """Return a row times `layer_map` of the same arguments, in linear time and without the map where that is exact."""
+    """Return a row times what `map_blocks` yields, the map never held: a linear-time pass where that is exact."""
     row = row.to(layer.output)
     if attention is not None or not options.is_linear:
-        return row @ layer_map(trace, layer, options, target=target, weight=weight, attention=attention)
+        blocks = map_blocks(trace, layer, options, target=target, weight=weight, attention=attention)
+        return added(row[:, :, part] @ block for part, block in blocks)
     row = row if weight is None else row * weight.unsqueeze(1)
     mask = key_mask(trace, layer)
     real = 1 if mask is None else mask.unsqueeze(1)

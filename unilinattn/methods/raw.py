@@ -3,7 +3,7 @@
 from typing import Any
 
 from unilinattn.attribution import Attribution
-from unilinattn.methods.maps import SIGNS, attention_rows, picked, treated
+from unilinattn.methods.maps import SIGNS, attention_map, attention_rows, picked, treated
 from unilinattn.methods.options import RawOptions
 from unilinattn.methods.results import stacked
 from unilinattn.methods.selection import query_rows, real_pairs, stackable_layers
@@ -26,7 +26,8 @@ def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attrib
         wanted = query_rows(trace, layer, target)
         # The map's own minimum and maximum need the whole of it.
         rows = query_rows(trace, layer) if chosen.normalize == "min-max" else wanted
-        scores = SIGNS[chosen.sign](attention_rows(layer, chosen, rows))
+        whole = target is None or rows is not wanted
+        scores = SIGNS[chosen.sign](attention_map(layer, chosen) if whole else attention_rows(layer, chosen, rows))
         real = real_pairs(trace, layer, rows)
         scores = treated(scores, real, rows, discard=chosen.discard, normalize=chosen.normalize)
         maps.append(picked(scores, wanted) if rows is not wanted else scores)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from unilinattn.attribution import Attribution
-from unilinattn.methods.maps import added, carried, layer_map, unit_rows
+from unilinattn.methods.maps import added, carried, composed, unit_rows
 from unilinattn.methods.options import RolloutOptions
 from unilinattn.methods.results import labelled
 from unilinattn.methods.selection import composable_steps, layers_from, query_rows, real_pairs
@@ -29,8 +29,7 @@ def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> At
     rho = unit_rows(rows, layers[0])
     if target is None:
         for together in steps:
-            alpha = added(layer_map(trace, layer, chosen) for layer in together)
-            rho = rho + alpha.to(rho) @ rho
+            rho = composed(rho, trace, together, chosen)
     else:
         for together in reversed(steps):
             below = added(carried(rho, trace, layer, chosen, target=rows) for layer in together)

@@ -58,6 +58,16 @@ class CoreMixer(ABC):
         """Number of heads, each with its own matrix."""
         return self.shape[1]
 
+    @property
+    def is_lower_triangular(self) -> bool:
+        """Whether this matrix is lower triangular: always where the structure is causal."""
+        return self.causal
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether it mixes complex values."""
+        return self._like(()).is_complex()
+
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Return selected rows (each sequence its own) by one adjoint pass over one-hot vectors: linear time."""
         batch, heads, queries, _ = self.shape
@@ -76,6 +86,11 @@ class CoreMixer(ABC):
         for start in range(0, queries, rows):
             part = slice(start, min(start + rows, queries))
             yield part, partial(self.tile, part)
+
+    @property
+    def carried_size(self) -> int:
+        """How many numbers `blocks` carries from one block to the next."""
+        return 0
 
     def weighted(
         self, part: slice, block: Block, cols: slice, left: Tensor | None, taps: Taps

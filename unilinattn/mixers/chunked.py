@@ -78,11 +78,16 @@ class Chunked(CoreMixer):
                     yield torch.cat(held, dim=1)
                     held = []
 
+    @property
+    def carried_size(self) -> int:
+        """How many numbers `blocks` carries: a state for every column, and its successor."""
+        batch, heads, _, keys = self.shape
+        return 2 * batch * heads * keys * self.chunk(self._chunks()[0]).read.shape[-1]
+
     def reduced_size(self, rows: int, channels: int) -> int:
         """Return how many numbers `reduced_rows` holds: a block of heads, and a state for every column."""
         batch, heads, _, keys = self.shape
-        state = self.chunk(self._chunks()[0]).read.shape[-1]
-        return batch * keys * (2 * heads * min(rows, CHUNK) + 2 * heads * state + rows)
+        return batch * keys * (2 * heads * min(rows, CHUNK) + rows) + self.carried_size
 
     def _chunks(self) -> list[slice]:
         length = self.shape[2]

@@ -1,5 +1,7 @@
 """Dense: every weight its own number, as a softmax leaves them."""
 
+from functools import cached_property
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -30,6 +32,11 @@ class Dense(CoreMixer):
         """(batch, heads, queries, keys)."""
         batch, heads, queries, keys = self._weights.shape
         return batch, heads, queries, keys
+
+    @cached_property
+    def is_lower_triangular(self) -> bool:
+        """Whether no weight stands above the diagonal, as under a causal mask."""
+        return not bool(self._weights.triu(1).any())
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Multiply by the weights."""

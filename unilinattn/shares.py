@@ -1,0 +1,132 @@
+"""T_ij x_j of all pairs, tile by tile: vectors that are reduced as soon as they are there."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unilinattn.contributions import shifted
+from unilinattn.memory import rows_within
+from unilinattn.mixers.base import Block
+from unilinattn.stages import Chain, Matrix, Scale, run
+from unilinattn.terms import Term, add_band, terms, widened
+
+TILE = 64
+"""Rows and columns of a tile: enough for the product with the output projection to run at its rate."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """A layer as T_ij x_j = tail_i(W v_ij), v_ij a sum of terms whose taps hold the values; built by `shares_of`.
+
+    With one weight a head (softmax) W is folded into each head's values first, so v has heads for channels.
+    """
+
+    found: Sequence[Term]
+    weight: Float[Tensor, "out channel"] | None
+    folded: Float[Tensor, "batch key head out"] | None
+    tail: Chain
+    shape: tuple[int, int, int, int]
+
+    def tiles(self, columns: int = TILE) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row col"]]]:
+        """Yield (rows, columns, T_ij x_j), every pair once but those that a causal layer leaves at zero.
+
+        Rows come from the first to the last; the tile is the caller's to write into.
+        """
+        _, queries, keys, _ = self.shape
+        causal = all(term.mixer is None or term.mixer.is_lower_triangular for term in self.found)
+        rows = self._rows(columns)
+        streams = [None if term.mixer is None else term.mixer.blocks(rows) for term in self.found]
+        for start in range(0, queries, rows):
+            part = slice(start, min(start + rows, queries))
+            blocks = [None if stream is None else next(stream)[1] for stream in streams]
+            tail = [stage.at(self._index(part)) for stage in self.tail]
+            for first in range(0, min(keys, part.stop) if causal else keys, columns):
+                cols = slice(first, min(first + columns, keys))
+                vectors = self._folded(blocks[0], cols) if self.folded is not None else self._tile(part, cols, blocks)
+                for stage in tail:
+                    vectors = stage.apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
+                yield part, cols, vectors
+
+    def numbers(self, rows: int, columns: int = TILE) -> int:
+        """Return how many numbers tiles of so many rows take."""
+        batch, _, _, out = self.shape
+        channels = out if self.weight is None else self.weight.shape[1]
+        heads = max((term.mixer.heads for term in self.found if term.mixer is not None), default=1)
+        inner = heads if self.folded is not None else 2 * channels
+        states = sum(term.mixer.carried_size for term in self.found if term.mixer is not None)
+        return batch * rows * columns * (inner + 2 * out + heads) + states
+
+    def _rows(self, columns: int) -> int:
+        width = self._values.element_size()
+        return rows_within(lambda rows: self.numbers(rows, columns) * width, TILE, "vectors T_i(x_j)")
+
+    def _tile(self, rows: slice, cols: slice, blocks: Sequence[Block | None]) -> Tensor:
+        total: Tensor | None = None
+        for term, block in zip(self.found, blocks, strict=True):
+            if term.mixer is None or term.taps is None or block is None:
+                continue
+            part = term.mixer.weighted(rows, block, cols, term.left, term.taps)
+            total = part if total is None else total + part
+        for term in self.found:
+            if term.mixer is None:
+                assert term.taps is not None
+                for lag, tap in term.taps.items():
+                    if total is None:
+                        total = tap.new_zeros(
+                            self.shape[0], tap.shape[2], rows.stop - rows.start, cols.stop - cols.start
+                        )
+                    if cols.start <= rows.stop - 1 - lag and cols.stop > rows.start - lag:
+                        add_band(total, rows, cols.start, lag, tap.transpose(1, 2))
+        assert total is not None
+        return total if self.weight is None else (self.weight @ total.flatten(2)).unflatten(2, total.shape[2:])
+
+    def _folded(self, block: Block | None, cols: slice) -> Tensor:
+        assert self.folded is not None and block is not None
+        alpha = block(cols).permute(0, 3, 2, 1)
+        return (alpha @ self.folded[:, cols]).permute(0, 3, 2, 1)
+
+    def _index(self, rows: slice) -> Tensor:
+        return torch.arange(rows.start, rows.stop, device=self._values.device).expand(self.shape[0], -1)
+
+    @property
+    def _values(self) -> Tensor:
+        return self.folded if self.folded is not None else next(iter((self.found[0].taps or {}).values()))
+
+
+def shares_of(chain: Chain, x: Float[Tensor, "batch key in"], queries: int, out: int) -> Shares | None:
+    """Return a layer's chain as `Shares`, None where it has no such form: then rows are taken one after the other."""
+    mixing = [at for at, stage in enumerate(chain) if stage.mixes]
+    if not mixing:
+        return None
+    first, last = mixing[0], mixing[-1]
+    end = last + 1
+    while end < len(chain) and isinstance(chain[end], Scale):
+        end += 1
+    found = terms(chain[first:end])
+    if found is None:
+        return None
+    projection = chain[end] if end < len(chain) else None
+    weight = projection.weight if isinstance(projection, Matrix) else None
+    tail = chain[end if weight is None else end + 1 :]
+    u = run(chain[:first], x, bias=False)
+    if u.is_complex() or (weight is not None and weight.is_complex()):
+        return None
+    shape = (x.shape[0], queries, x.shape[1], out)
+    only = found[0]
+    if len(found) == 1 and weight is not None and only.mixer is not None and only.left is None and only.taps is None:
+        heads = only.mixer.heads
+        folded = torch.einsum("bjhp,ohp->bjho", u.unflatten(2, (heads, -1)), weight.unflatten(1, (heads, -1)))
+        return Shares(found, weight, folded, tail, shape)
+    return Shares([_with_values(term, u) for term in found], weight, None, tail, shape)
+
+
+def _with_values(term: Term, u: Float[Tensor, "batch key channel"]) -> Term:
+    """Return the term with each key's value multiplied into its taps."""
+    channels = u.shape[2]
+    taps: dict[int, Tensor] = {}
+    for lag, tap in (term.taps or {0: u.new_ones(1, 1, 1)}).items():
+        taps[lag] = widened(tap, channels) * shifted(u, lag)
+    return Term(term.mixer, None if term.left is None else widened(term.left, channels), taps)
