@@ -20,7 +20,7 @@ PACKAGE = ROOT / "unilinattn"
 
 SURFACE = "__init__"
 LAYERS = (
-    ("attribution", "errors", "labels", "registry", "resultfile"),
+    ("attribution", "errors", "labels", "progress", "registry", "resultfile"),
     ("kernels",),
     ("mixers",),
     ("contributions", "flow", "operator", "scopes", "stages"),
