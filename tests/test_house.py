@@ -25,7 +25,7 @@ LAYERS = (
     ("mixers",),
     ("contributions", "flow", "operator", "scopes", "stages"),
     ("architectures", "models"),
-    ("examples", "frames", "recorder", "trace"),
+    ("examples", "frames", "logits", "recorder", "standins", "trace"),
     ("methods",),
     ("evaluation", "viz"),
     (SURFACE,),
