@@ -44,11 +44,13 @@ OPAQUE = Architecture("opaque", "opaque", (), "", _no_operator)
 class Prefix:
     """What checked an operator that ran in a host's place: the host's own output for the first tokens, and the error.
 
-    The error is relative: norm of the difference over norm of the host's output, worst sequence, real tokens.
+    The error is relative: norm of the difference over norm of the host's output, worst sequence, real tokens. `ports`
+    are what the whole operator reads: batch and number of tokens.
     """
 
     output: Float[Tensor, "batch prefix out"]
     error: float
+    ports: dict[str, tuple[int, int]]
 
 
 @dataclass(eq=False)

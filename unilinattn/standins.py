@@ -43,8 +43,11 @@ def through_operators(model: nn.Module) -> Iterator[None]:
 
     def stand_in(name: str, module: nn.Module, architecture: Architecture, own: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = _call(module, name, bound_arguments(module, args, kwargs))
-            return _returned(build_flow(architecture, call).value, call, architecture)
+            arguments = bound_arguments(module, args, kwargs)
+            x = first_tensor(arguments.values())
+            assert x is not None
+            value = build_flow(architecture, _call(module, name, arguments)).value
+            return _returned(value.to(x.dtype), architecture)
 
         return forward
 
@@ -59,8 +62,9 @@ def operators_at_length(
     """Let registered causal mixers run through their operators where they get more than `AT_LENGTH` tokens.
 
     Each is checked on the first `PREFIX` tokens of its input against the host's own forward on these; `note` takes
-    the module and what the host returned. Mixers that are not causal, that get a cache, or whose adapter needs to
-    have observed the host or does not cover this configuration go on through the host. `mask` tells real tokens.
+    the module and what the host returned. Mixers whose first outputs depend on what comes later, that get a cache, or
+    whose adapter needs to have observed the host or does not cover this configuration go on through the host. `mask`
+    tells real tokens.
 
     Raises `UncoveredError` where operator and host differ by more than `TOLERANCE`, `InputError` where a sequence has
     no real token to check.
@@ -73,20 +77,26 @@ def operators_at_length(
             cached = any(arguments.get(cache) is not None for cache in CACHES)
             if x is None or x.shape[1] <= AT_LENGTH or cached:
                 return own(*args, **kwargs)
-            # The host may write into its arguments, and these are no copies of its own.
-            short = _cut(arguments, x.shape[1], copy=False)
-            if not _causal_and_covered(architecture, _call(module, name, short)):
+            first = _on_prefix(architecture, _call(module, name, _cut(arguments, x.shape[1], copy=False)))
+            if first is None:
                 return own(*args, **kwargs)
-            cut = [_cut(part, x.shape[1]) for part in (args, kwargs)]
-            expected = own(*cut[0], **cut[1])
+            real = _real(mask, x, first.shape[1], name)
+            # The host may write into its arguments, and these must not be parts of the whole ones.
+            expected = own(*_cut(args, x.shape[1]), **_cut(kwargs, x.shape[1]))
             expected = first_tensor(expected if isinstance(expected, (tuple, list)) else (expected,))
             assert expected is not None
-            call = _call(module, name, arguments)
-            value = build_flow(architecture, call).value
-            fits = mask is not None and mask.shape == x.shape[:2]
-            note(module, _checked(value.to(x.dtype), expected, mask if fits else None, name))
+            _require_same(first.to(x.dtype), expected, real, name)
+            flow = build_flow(architecture, _call(module, name, arguments))
+            ports = {port: (given.shape[0], given.shape[1]) for port, given in flow.inputs.items()}
+            output = flow.value.to(x.dtype)
+            del flow
+            begins = output[:, : first.shape[1]]
+            if not worst_error(begins, first.to(x.dtype), real) <= TOLERANCE[x.dtype]:
+                # It depends on how long the input is (a kernel that is normalised over it): a prefix checks nothing.
+                return own(*args, **kwargs)
+            note(module, Prefix(expected.detach().clone(), worst_error(begins, expected, real), ports))
             step()
-            return _returned(value, call, architecture)
+            return _returned(output, architecture)
 
         return forward
 
@@ -136,34 +146,37 @@ def _call(module: nn.Module, name: str, arguments: Mapping[str, Any]) -> Call:
     return Call(module, name, arguments, x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
-def _returned(value: Tensor, call: Call, architecture: Architecture) -> Any:
-    """Return what the host would: the output in its dtype, with nothing in the place of what goes with it."""
-    source = first_tensor(call.arguments.values())
-    assert source is not None
-    output = value.to(source.dtype)
+def _returned(output: Tensor, architecture: Architecture) -> Any:
+    """Return what the host would, with nothing in the place of what goes with its output."""
     return (output, *[None] * architecture.extras) if architecture.extras else output
 
 
-def _causal_and_covered(architecture: Architecture, call: Call) -> bool:
-    """Tell whether a prefix of the output depends on that prefix of the input alone, and the adapter knows how."""
+def _on_prefix(architecture: Architecture, call: Call) -> Tensor | None:
+    """Return the operator's output on a prefix, None where it is not causal or not covered by the adapter."""
     try:
         flow = build_flow(architecture, call)
-        flow.value  # noqa: B018  a part that no adapter can express raises when it is used
+        stages = [stage for chain in flow.chains.values() for stage in walk(chain)]
+        causal = all(stage.mixer.causal for stage in stages if isinstance(stage, Mix))
+        return flow.value if causal else None
     except UncoveredError:
-        return False
-    chains = flow.chains.values()
-    return all(stage.mixer.causal for chain in chains for stage in walk(chain) if isinstance(stage, Mix))
+        return None
 
 
-def _checked(value: Tensor, expected: Tensor, mask: Tensor | None, name: str) -> Prefix:
-    """Compare with what the host returned for the first tokens; raise where they are not the same function."""
-    real = None if mask is None else mask[:, : expected.shape[1]].to(expected.device)
-    if real is not None and not bool(real.any(1).all()):
+def _real(mask: Tensor | None, x: Tensor, prefix: int, name: str) -> Tensor | None:
+    """Return which tokens of the prefix are real, None for all; raise where a sequence has none."""
+    if mask is None or mask.shape != x.shape[:2]:
+        return None
+    real = mask[:, :prefix].to(x.device)
+    if not bool(real.any(1).all()):
         raise InputError(
-            f"{name}: a sequence has no real token among the first {PREFIX}, where operators are checked against the "
-            f"host at {value.shape[1]} tokens; pad on the right."
+            f"{name}: a sequence has no real token among the first {prefix}, where operators are checked against the "
+            f"host at {x.shape[1]} tokens; pad on the right."
         )
-    error, allowed = worst_error(value[:, : expected.shape[1]], expected, real), TOLERANCE[expected.dtype]
+    return real
+
+
+def _require_same(own: Tensor, expected: Tensor, real: Tensor | None, name: str) -> None:
+    error, allowed = worst_error(own, expected, real), TOLERANCE[expected.dtype]
     if not error <= allowed:
         raise UncoveredError(
             f"{name}: above {AT_LENGTH} tokens its operator stands in for the host's own forward, and differs from it "
@@ -171,7 +184,6 @@ def _checked(value: Tensor, expected: Tensor, mask: Tensor | None, name: str) ->
             f"{expected.dtype}). Trace at most {AT_LENGTH} tokens, or set unilinattn.standins.AT_LENGTH higher to run "
             "the host's own forward, if memory is enough."
         )
-    return Prefix(expected.detach().clone(), error)
 
 
 def _cut(value: Any, length: int, *, copy: bool = True) -> Any:

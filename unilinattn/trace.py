@@ -74,6 +74,7 @@ class Layer:
         self.mask = None if mask is None else mask.to(device)
         self._expected = None if frame.prefix is None else frame.prefix.output.to(device, dtype)
         self.prefix_error = None if frame.prefix is None else frame.prefix.error
+        self._ports = None if frame.prefix is None else frame.prefix.ports
         self._latest = {} if frame.prefix is None else latest
 
     def __repr__(self) -> str:
@@ -103,6 +104,14 @@ class Layer:
                 expected=self._expected,
             )
         return self._latest[self.name]
+
+    @property
+    def ports(self) -> dict[str, tuple[int, int]]:
+        """The batch and the number of tokens of what the layer reads, by port; builds no operator at length."""
+        if self._ports is not None:
+            return dict(self._ports)
+        batch_and_keys = {port: x.shape[:2] for port, x in self.operator.inputs.items()}
+        return {port: (shape[0], shape[1]) for port, shape in batch_and_keys.items()}
 
     def reconstruction_error(self) -> float:
         """Return the operator's; where it ran in the host's place, what that run was off on the prefix.
@@ -285,7 +294,7 @@ class Trace:
         if logits.ndim == 3:
             positions = self.positions(target)
             positions = positions if kept is None else places_of(positions, kept)
-            logits = logits[torch.arange(logits.shape[0]), positions]
+            logits = logits[torch.arange(logits.shape[0], device=logits.device), positions.to(logits.device)]
         wanted = [logit] if isinstance(logit, int) else list(logit or ())
         if any(not 0 <= w < logits.shape[-1] for w in wanted):
             raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
@@ -325,7 +334,8 @@ def trace(
     `prefix_error` and `reconstruction_error` are those of that prefix. A host that takes `logits_to_keep` then
     computes the logits of each sequence's last real token alone, and one layer's operator is kept at a time. The trace
     holds three tensors a layer, its input, its output and the stream: in float32 12 bytes a token, layer and channel
-    of the model. `progress` shows a bar on a terminal or in a notebook.
+    of the model; while it runs, 4 more, and once about 40 a token and inner channel for the layer at work (Mamba-1 and
+    Mamba-2). `progress` shows a bar on a terminal or in a notebook.
 
     Raises `UnknownArchitectureError` for a model without a token mixer or with one that no adapter knows,
     `ModelStateError` for active dropout, `InputError` for inputs that do not fit, and `UncoveredError` where an
