@@ -85,6 +85,18 @@ def test_every_host_gives_the_trace_of_its_own_forward(
         assert all(layer.prefix_error is not None for layer in found.layers)
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_at_the_length_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = host(name).model(), torch.randint(7, (1, standins.AT_LENGTH + 1))
+    found = trace(model, x)
+    assert trace(model, x[:, :-1]).layers[0].prefix_error is None
+    monkeypatch.setattr(standins, "AT_LENGTH", x.shape[1])
+    for one, two in zip(trace(model, x).layers, found.layers, strict=True):
+        assert two.prefix_error is not None
+        assert two.operator.expected.shape[1] == 2048
+        assert relative_error(two.output, one.output) <= 1e-5
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
 def test_layers_that_cannot_be_stood_in_for_run_as_they_are(name: str, short: None) -> None:
     assert all(layer.prefix_error is None for layer in trace(host(name).model(), host(name).inputs()).layers)
