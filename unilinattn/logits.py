@@ -20,11 +20,12 @@ def logits_at(
 ) -> dict[str, Any]:
     """Add the positions that are asked for to a model's arguments, where it takes them and the input is long.
 
-    Short inputs, and arguments that say what to keep, stay as they are.
+    Short inputs, and arguments that say what to keep or that ask for a loss, which needs them all, stay as they are.
     """
     ids = given.get("input_ids", given.get("inputs_embeds"))
     length = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 0
-    if length <= standins.AT_LENGTH or KEEP in given or KEEP not in inspect.signature(model.forward).parameters:
+    needs_all = KEEP in given or given.get("labels") is not None
+    if length <= standins.AT_LENGTH or needs_all or KEEP not in inspect.signature(model.forward).parameters:
         return dict(given)
     kept = (torch.cat(list(positions())) % length).unique()
     return {**given, KEEP: kept.to(ids.device) if isinstance(ids, Tensor) else kept}

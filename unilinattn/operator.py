@@ -249,6 +249,9 @@ def worst_error(
     mask: Bool[Tensor, "batch query"] | None = None,
 ) -> float:
     """Return ||got - reference|| / ||reference||, the worst sequence, over positions that a mask tells real."""
+    # A norm over many numbers leaves float16.
+    wide = torch.promote_types(reference.dtype, torch.float32)
+    got, reference = got.to(wide), reference.to(wide)
     difference = got - reference
     if mask is not None:
         difference, reference = difference * mask[..., None], reference * mask[..., None]

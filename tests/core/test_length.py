@@ -12,6 +12,7 @@ from tests.core.models import WIDTH, Block, Model, added, ids
 from unilinattn import standins, trace
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.models import S4D
+from unilinattn.operator import worst_error
 from unilinattn.testing import (
     HOSTS,
     hosts_delta,
@@ -147,6 +148,12 @@ class Shifted(S4D):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return super().forward(hidden_states) + self.by
+
+
+def test_half_precision_is_compared_in_float32() -> None:
+    # The norm of these is beyond the largest number of float16.
+    large = torch.full((1, 64, 64), 3e4, dtype=torch.float16)
+    assert worst_error(large * 1.001, large) == pytest.approx(1e-3, rel=0.2)
 
 
 class Late(S4D):
@@ -297,6 +304,7 @@ def test_logits_only_where_they_are_asked_for(name: str, short: None, monkeypatc
     last = torch.tensor([9, 12])
     assert relative_error(found.output.logits, plain.output.logits[:, last]) <= 2e-6
     assert trace(model, x).output.logits.shape[1] == 1
+    assert trace(model, {"input_ids": x, "labels": x}).output.logits.shape[1] == 13
     del counted.widths[:]
     asked: list[tuple[Any, dict[str, Any], int]] = [
         (-1, {}, 2),
