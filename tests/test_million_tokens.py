@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,3 +32,19 @@ def test_every_stage_is_logged(
     for k in range(2):
         assert stages[f"backbone.layers.{k}.mixer checked"]["prefix_error"] <= 1e-5
     assert capsys.readouterr().out.count("peak RSS") == len(found["stages"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mamba", "mamba2"])
+def test_memory_is_linear_with_a_small_constant(model: str, tmp_path: Path) -> None:
+    length, width, layers = 65536, 64, 2
+    written = tmp_path / "figures.json"
+    command = [sys.executable, str(SCRIPT), "--model", model, "--length", str(length), "--json", str(written)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}, check=False)
+    assert done.returncode == 0
+    stages = json.loads(written.read_text())["stages"]
+    used = max(stage["peak_gib"] for stage in stages) - stages[0]["peak_gib"]
+    # 16 bytes a channel of the model in each layer, 40 an inner channel in the layer at work; the host's own scan
+    # would take three tensors of 4 * 16 bytes an inner channel.
+    expected = length * (16 * width * layers + 40 * 2 * width) / 2**30
+    assert used <= 1.25 * expected + 0.1
