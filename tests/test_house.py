@@ -20,12 +20,12 @@ PACKAGE = ROOT / "unilinattn"
 
 SURFACE = "__init__"
 LAYERS = (
-    ("attribution", "errors", "labels", "memory", "registry", "resultfile"),
+    ("attribution", "errors", "labels", "memory", "progress", "registry", "resultfile"),
     ("kernels",),
     ("mixers",),
     ("contributions", "flow", "operator", "scopes", "shares", "stages", "terms"),
     ("architectures", "models"),
-    ("examples", "frames", "recorder", "trace"),
+    ("examples", "frames", "logits", "recorder", "standins", "trace"),
     ("methods",),
     ("evaluation", "viz"),
     (SURFACE,),

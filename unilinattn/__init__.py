@@ -14,7 +14,8 @@ from unilinattn.flow import Flow
 from unilinattn.methods.run import compare, explain
 from unilinattn.operator import MixerOperator
 from unilinattn.registry import architectures, methods, register_architecture, register_method
-from unilinattn.trace import Trace, through_operators, trace
+from unilinattn.standins import through_operators
+from unilinattn.trace import Trace, trace
 
 __version__ = "0.1.0"
 

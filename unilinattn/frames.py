@@ -1,14 +1,19 @@
 """`Frame`: one call of one module of a host; and where a layer's output joins the residual stream."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from unilinattn.architectures.call import Call, Seen
 from unilinattn.errors import UncoveredError
 from unilinattn.registry import Architecture
+
+BLOCK = 1 << 20
+"""Numbers that are compared in float64 at once."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,19 @@ OPAQUE = Architecture("opaque", "opaque", (), "", _no_operator)
 """What `trace(..., strict=False)` takes an unknown mixer for."""
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """What checked an operator that ran in a host's place: the host's own output for the first tokens, and the error.
+
+    The error is relative: norm of the difference over norm of the host's output, worst sequence, real tokens. `ports`
+    are what the whole operator reads: batch and number of tokens.
+    """
+
+    output: Float[Tensor, "batch prefix out"]
+    error: float
+    ports: dict[str, tuple[int, int]]
+
+
 @dataclass(eq=False)
 class Frame:
     """One call of one module: what went in, what came out, and the calls inside it."""
@@ -50,6 +68,7 @@ class Frame:
     holds_layer: bool = False
     entered: Tensor | None = None
     place: "Place | None" = None
+    prefix: Prefix | None = None
 
     @property
     def input(self) -> Tensor | None:
@@ -125,18 +144,29 @@ def _index(layer: Frame, block: Frame) -> int | None:
 
 def _factors(total: Tensor, parts: list[Tensor]) -> list[float] | None:
     """Return the factors with which parts add up to a total up to rounding, None if they do not."""
-    basis = torch.stack([part.detach().double().flatten() for part in parts], dim=1)
-    wanted = total.detach().double().flatten()
-    gram, moments = basis.T @ basis, basis.T @ wanted
+    columns, sums = [part.detach().flatten() for part in parts], total.detach().flatten()
+    gram = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=sums.device)
+    moments = torch.zeros_like(gram[0])
+    for basis, wanted in _blocks(columns, sums):
+        gram, moments = gram + basis.T @ basis, moments + basis.T @ wanted
     if not bool(torch.isfinite(gram).all() and torch.isfinite(moments).all()):
         return None
     solution = torch.linalg.lstsq(gram, moments).solution
     # Some hosts keep the residual in float32 even where all else is float64.
     epsilon = max(torch.finfo(total.dtype).eps, torch.finfo(torch.float32).eps)
-    sizes = basis.norm(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
+    sizes = gram.diagonal().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    size = torch.stack([wanted.square().sum() for _, wanted in _blocks(columns, sums)]).sum().sqrt()
     # What rounding every number of the total does to a factor: a factor that is one within that is one.
-    slack = 8 * epsilon * wanted.norm() / sizes / wanted.numel() ** 0.5
+    slack = 8 * epsilon * size / sizes / sums.numel() ** 0.5
     solution = torch.where((solution - 1).abs() <= slack, torch.ones_like(solution), solution)
-    miss = (wanted - basis @ solution).norm()
-    fits = miss <= 2 * epsilon * wanted.norm() and bool((miss <= 0.5 * solution.abs() * sizes).all())
+    misses = [(wanted - basis @ solution).square().sum() for basis, wanted in _blocks(columns, sums)]
+    miss = torch.stack(misses).sum().sqrt()
+    fits = miss <= 2 * epsilon * size and bool((miss <= 0.5 * solution.abs() * sizes).all())
     return solution.tolist() if fits and bool((solution.abs() > 10 * slack).all()) else None
+
+
+def _blocks(columns: list[Tensor], sums: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield columns and their supposed sum in float64, block by block: at length the whole would be a copy too many."""
+    for start in range(0, max(1, sums.numel()), BLOCK):
+        rows = slice(start, start + BLOCK)
+        yield torch.stack([column[rows].double() for column in columns], dim=1), sums[rows].double()

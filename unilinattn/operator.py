@@ -44,6 +44,7 @@ class MixerOperator:
         output: what the host returned: (batch, query, channel).
         mask: real positions of the output (batch, query), None where all are real.
         name: the layer's path, for messages.
+        expected: what the host returned for the first tokens alone, where `output` is not the host's own.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class MixerOperator:
         output: Float[Tensor, "batch query out"],
         mask: Bool[Tensor, "batch query"] | None = None,
         name: str = "operator",
+        expected: Float[Tensor, "batch prefix out"] | None = None,
     ) -> None:
         """Hold the chains with what the host put in and got out."""
+        self.expected = expected
         self.chains = dict(chains)
         self.inputs = dict(inputs)
         self.output = output
@@ -65,7 +68,8 @@ class MixerOperator:
     def __repr__(self) -> str:
         """Show each port's stages by role."""
         ports = "; ".join(f"{port}: {' -> '.join(s.role for s in chain)}" for port, chain in self.chains.items())
-        return f"MixerOperator({self.name}, {tuple(self.output.shape)}, {ports})"
+        checked = "" if self.expected is None else f", the host's own on the first {self.expected.shape[1]} tokens"
+        return f"MixerOperator({self.name}, {tuple(self.output.shape)}, {ports}{checked})"
 
     @property
     def ports(self) -> tuple[str, ...]:
@@ -209,13 +213,14 @@ class MixerOperator:
         return run(rest, tap_function(activation)(level))
 
     def reconstruction_error(self) -> float:
-        """Return ||op(x) - y|| / ||y|| against what the host computed: the worst sequence, over real tokens."""
-        difference, reference = self._run(self.inputs, bias=True) - self.output, self.output
-        if self.mask is not None:
-            keep = self.mask[..., None]
-            difference, reference = difference * keep, reference * keep
-        norms = difference.flatten(1).norm(dim=1), reference.flatten(1).norm(dim=1)
-        return float((norms[0] / norms[1].clamp_min(torch.finfo(reference.dtype).tiny)).max())
+        """Return ||op(x) - y|| / ||y|| against what the host computed: the worst sequence, over real tokens.
+
+        Where `expected` was given, the host computed a prefix alone, and the error is that of the prefix.
+        """
+        reference = self.output if self.expected is None else self.expected
+        prefix = slice(reference.shape[1])
+        mask = None if self.mask is None else self.mask[:, prefix]
+        return worst_error(self._run(self.inputs, bias=True)[:, prefix], reference, mask)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -274,6 +279,22 @@ class MixerOperator:
                 f"{self.name} was frozen on shape {tuple(expected.shape)} for {what}, got {tuple(got.shape)}; "
                 "an operator applies to that shape only. Trace again for other inputs."
             )
+
+
+def worst_error(
+    got: Float[Tensor, "batch query out"],
+    reference: Float[Tensor, "batch query out"],
+    mask: Bool[Tensor, "batch query"] | None = None,
+) -> float:
+    """Return ||got - reference|| / ||reference||, the worst sequence, over positions that a mask tells real."""
+    # A norm over many numbers leaves float16.
+    wide = torch.promote_types(reference.dtype, torch.float32)
+    got, reference = got.to(wide), reference.to(wide)
+    difference = got - reference
+    if mask is not None:
+        difference, reference = difference * mask[..., None], reference * mask[..., None]
+    norms = difference.flatten(1).norm(dim=1), reference.flatten(1).norm(dim=1)
+    return float((norms[0] / norms[1].clamp_min(torch.finfo(reference.dtype).tiny)).max())
 
 
 def _reduce(rows: Float[Tensor, "batch head row key"], heads: Heads, repeat: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from unilinattn.architectures.call import Seen
 from unilinattn.errors import InputError, ModelStateError, UnknownArchitectureError
-from unilinattn.frames import OPAQUE, Frame, first_tensor, place_in_stream
+from unilinattn.frames import OPAQUE, Frame, Prefix, first_tensor, place_in_stream
 from unilinattn.registry import Architecture, architecture_of, architectures
 
 _MIXER_NAME = re.compile(
@@ -53,6 +53,11 @@ class Recorder:
     def on_layer(self, output: Any, result: Tensor) -> Any:
         """Take the output of a layer that just ran, and the tensor in it; return what the host goes on with."""
         return None
+
+    def note_prefix(self, module: nn.Module, prefix: Prefix) -> None:
+        """Note that an operator runs in the place of a module that is being called, and what checked it."""
+        frame = next(f for f in reversed(self._stack) if f.module is module)
+        frame.prefix = prefix
 
     def check(self) -> None:
         """Raise `UnknownArchitectureError` if no layer was met, or if a module that looks like one is unknown."""

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -14,12 +13,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.architectures.call import Call
-from unilinattn.errors import FactorError, InputError, ModelStateError, UncoveredError
+from unilinattn.errors import InputError, ModelStateError, UncoveredError
 from unilinattn.flow import Flow
-from unilinattn.frames import OPAQUE, Frame, first_tensor
+from unilinattn.frames import OPAQUE, Frame
+from unilinattn.logits import kept_positions, logits_at, places_of
 from unilinattn.operator import MixerOperator
-from unilinattn.recorder import Recorder, RefuseDropout, bound_arguments, host_arguments, preserved
-from unilinattn.registry import Architecture, architecture_of
+from unilinattn.progress import bars
+from unilinattn.recorder import Recorder, RefuseDropout, host_arguments, preserved
+from unilinattn.registry import Architecture
+from unilinattn.standins import build_flow, may_be_long, operators_at_length, through_operators
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
 """A position, or one a sequence; negative counts from the end of the real tokens."""
@@ -38,10 +40,19 @@ class Layer:
         input, output: the module's own argument and result, in the dtype that the operator computes in.
         multiplier: the factor that the host puts on the output when it adds it to the stream.
         mask: real positions of the output, None where all are real.
+        prefix_error: None where the host's own forward ran. Else the output is the operator's own, and this is its
+            relative error on the prefix that the host computed too (see `trace`).
     """
 
-    def __init__(self, frame: Frame, name: str, dtype: torch.dtype, mask: Bool[Tensor, "batch query"] | None) -> None:
-        """Freeze what a recorded call holds."""
+    def __init__(
+        self,
+        frame: Frame,
+        name: str,
+        dtype: torch.dtype,
+        mask: Bool[Tensor, "batch query"] | None,
+        latest: dict[str, MixerOperator],
+    ) -> None:
+        """Freeze what a recorded call holds; `latest` is shared by layers of which one keeps its operator at a time."""
         assert frame.architecture is not None and frame.output is not None
         source = frame.entered
         if source is None:
@@ -51,35 +62,63 @@ class Layer:
         self._architecture: Architecture = frame.architecture
         self._module = frame.module
         self._versions = _weight_versions(frame.module)
-        self._arguments, self._seen = dict(frame.arguments), tuple(frame.seen)
+        # The host's own tensor may have been written into since, and one copy of it is enough.
+        self._arguments = {k: source if v is frame.input else v for k, v in frame.arguments.items()}
+        self._seen = tuple(frame.seen)
         self.name, self.kind, self.architecture = name, frame.architecture.kind, frame.architecture.name
         device = next(frame.module.parameters(), frame.output).device
-        self.input: Float[Tensor, "batch key in"] = source.detach().to(device, dtype, copy=True)
-        self.output: Float[Tensor, "batch query out"] = frame.output.detach().to(device, dtype, copy=True)
-        self._stream = None if frame.place is None else frame.place.stream.detach().to(device, dtype, copy=True)
+        self.input: Float[Tensor, "batch key in"] = source.detach().to(device, dtype)
+        self.output: Float[Tensor, "batch query out"] = frame.output.detach().to(device, dtype)
+        self._stream = None if frame.place is None else frame.place.stream.detach().to(device, dtype)
         self.multiplier = 1.0 if frame.place is None else frame.place.multiplier
         self.mask = None if mask is None else mask.to(device)
+        self._expected = None if frame.prefix is None else frame.prefix.output.to(device, dtype)
+        self.prefix_error = None if frame.prefix is None else frame.prefix.error
+        self._ports = None if frame.prefix is None else frame.prefix.ports
+        self._latest = {} if frame.prefix is None else latest
 
     def __repr__(self) -> str:
         """Show the path, the kind and the shapes."""
-        return f"Layer({self.name}, {self.kind}, {tuple(self.input.shape)} -> {tuple(self.output.shape)})"
+        checked = "" if self._expected is None else f", the host's own on the first {self._expected.shape[1]} tokens"
+        return f"Layer({self.name}, {self.kind}, {tuple(self.input.shape)} -> {tuple(self.output.shape)}{checked})"
 
-    @cached_property
+    @property
     def operator(self) -> MixerOperator:
-        """The layer as a frozen linear map, built when first asked for.
+        """The layer as a frozen linear map, built when first asked for and then kept.
+
+        Of layers whose operator ran in the host's place, the one that was asked for last alone is kept.
 
         Raises `ModelStateError` if a weight changed since the trace, `UncoveredError` for a configuration that the
         adapter does not cover, `FactorError` for NaN or infinity in a factor.
         """
-        with torch.no_grad():
-            flow = self._flow(self.input)
-        return MixerOperator(
-            flow.chains,
-            inputs=flow.inputs,
-            output=self.output,
-            mask=self.mask,
-            name=self.name,
-        )
+        if self.name not in self._latest:
+            self._latest.clear()
+            with torch.no_grad():
+                flow = self._flow(self.input)
+            self._latest[self.name] = MixerOperator(
+                flow.chains,
+                inputs=flow.inputs,
+                output=self.output,
+                mask=self.mask,
+                name=self.name,
+                expected=self._expected,
+            )
+        return self._latest[self.name]
+
+    @property
+    def ports(self) -> dict[str, tuple[int, int]]:
+        """The batch and the number of tokens of what the layer reads, by port; builds no operator at length."""
+        if self._ports is not None:
+            return dict(self._ports)
+        batch_and_keys = {port: x.shape[:2] for port, x in self.operator.inputs.items()}
+        return {port: (shape[0], shape[1]) for port, shape in batch_and_keys.items()}
+
+    def reconstruction_error(self) -> float:
+        """Return the operator's; where it ran in the host's place, what that run was off on the prefix.
+
+        The second is known without building the operator again.
+        """
+        return self.operator.reconstruction_error() if self.prefix_error is None else self.prefix_error
 
     @property
     def opaque(self) -> bool:
@@ -136,7 +175,7 @@ class Trace:
     Attributes:
         layers: every call of a token-mixing module.
         steps: the same layers, those that are added together in one step.
-        output: what the model returned.
+        output: what the model returned; at length, the logits of the last real tokens alone (see `trace`).
         mask: real tokens (batch, length), None where all are real.
         model: the model's class name.
     """
@@ -156,6 +195,7 @@ class Trace:
         self.output = output
         mask, inner_mask = _mask(given, "attention_mask"), _mask(given, "decoder_attention_mask")
         layers, streams = [], []
+        latest: dict[str, MixerOperator] = {}
         seen: dict[str, int] = {}
         for frame in recorder.layers:
             seen[frame.name] = seen.get(frame.name, 0) + 1
@@ -167,7 +207,7 @@ class Trace:
             assert frame.output is not None
             computed = torch.promote_types(dtype or frame.output.dtype, torch.float32)
             fits = own is not None and own.shape == frame.output.shape[:2]
-            layers.append(Layer(frame, name, computed, own if fits else None))
+            layers.append(Layer(frame, name, computed, own if fits else None, latest))
             streams.append("encoder" if encoder else "x")
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.steps = _steps(recorder.layers, layers, streams)
@@ -215,6 +255,8 @@ class Trace:
         model returns one vector a sequence, a difference of two, or any scalar function of the model's output.
         Runs the model once more, with gradients, and leaves it as found. Registered mixers run through their live
         operators there: the same function, whose backward pass is linear in length where a host's loop is not.
+        Above `standins.AT_LENGTH` tokens a host that takes `logits_to_keep` computes the logits of the targets alone;
+        a function of the output gets them all.
         """
         return next(self.gradients([target], logit))
 
@@ -224,18 +266,22 @@ class Trace:
         """Yield `gradient` for one target after the other, the model run forward only once."""
         _require_same_weights(self._model, self._versions, self.model, "this gradient would not be of what ran")
         recorder = _GradientRecorder(self._model, strict=self._strict)
+        targets, given = list(targets), self._given
+        if not callable(logit):
+            given = logits_at(self._model, given, lambda: [self.positions(target) for target in targets])
         with torch.enable_grad(), through_operators(self._model), _running(self._model, recorder):
-            output = self._model(**self._given)
+            output = self._model(**given)
+        kept = kept_positions(given, self.layers[-1].output.shape[1])
         for target in targets:
             with torch.enable_grad():
-                chosen = self._scalar(output, target, logit).sum()
+                chosen = self._scalar(output, target, logit, kept).sum()
             grads = torch.autograd.grad(chosen, recorder.outputs, allow_unused=True, retain_graph=True)
             yield tuple(
                 torch.zeros_like(layer.output) if g is None else g.to(layer.output)
                 for layer, g in zip(self.layers, grads, strict=True)
             )
 
-    def _scalar(self, output: Any, target: Target, logit: Logit) -> Tensor:
+    def _scalar(self, output: Any, target: Target, logit: Logit, kept: Int[Tensor, " position"] | None) -> Tensor:
         if callable(logit):
             return logit(output)
         # Vision models return their class logits as they are.
@@ -246,8 +292,9 @@ class Trace:
                 "lambda out: out.last_hidden_state[:, -1].sum()."
             )
         if logits.ndim == 3:
-            positions = self.positions(target).to(logits.device)
-            logits = logits[torch.arange(logits.shape[0], device=logits.device), positions]
+            positions = self.positions(target)
+            positions = positions if kept is None else places_of(positions, kept)
+            logits = logits[torch.arange(logits.shape[0], device=logits.device), positions.to(logits.device)]
         wanted = [logit] if isinstance(logit, int) else list(logit or ())
         if any(not 0 <= w < logits.shape[-1] for w in wanted):
             raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
@@ -270,7 +317,9 @@ class _GradientRecorder(Recorder):
         return _with_tensor(output, result, leaf.clone())
 
 
-def trace(model: nn.Module, inputs: Any, *, dtype: torch.dtype | None = None, strict: bool = True) -> Trace:
+def trace(
+    model: nn.Module, inputs: Any, *, dtype: torch.dtype | None = None, strict: bool = True, progress: bool = True
+) -> Trace:
     """Run a model once and return its token-mixing layers, each with an exact operator built when asked for.
 
     `inputs` is a tensor of ids or pixels, or a mapping of the host's keyword arguments. The operators compute in
@@ -280,54 +329,31 @@ def trace(model: nn.Module, inputs: Any, *, dtype: torch.dtype | None = None, st
     With `strict=False` mixers that no adapter knows are kept as opaque layers, without an operator: methods leave
     them out, and every result names them in `left_out`.
 
+    Above `standins.AT_LENGTH` tokens (8192) hosts' own scans ask for tens of GiB. There every causal mixer runs
+    through its operator, checked on the first 2048 tokens of its input against the host's own forward; the layer's
+    `prefix_error` and `reconstruction_error` are those of that prefix. A host that takes `logits_to_keep` then
+    computes the logits of each sequence's last real token alone, and one layer's operator is kept at a time. The trace
+    holds three tensors a layer, its input, its output and the stream: in float32 12 bytes a token, layer and channel
+    of the model; while it runs, 4 more, and once about 40 a token and inner channel for the layer at work (Mamba-1 and
+    Mamba-2). `progress` shows a bar on a terminal or in a notebook.
+
     Raises `UnknownArchitectureError` for a model without a token mixer or with one that no adapter knows,
-    `ModelStateError` for active dropout, `InputError` for inputs that do not fit.
+    `ModelStateError` for active dropout, `InputError` for inputs that do not fit, and `UncoveredError` where an
+    operator that runs in the host's place is not what the host computes.
     """
     given = host_arguments(model, inputs)
     recorder = Recorder(model, strict=strict)
-    with torch.no_grad(), _running(model, recorder):
-        output = model(**given)
+    mask = _mask(given, "attention_mask")
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(bars(progress))
+        if may_be_long(given):
+            stack.enter_context(operators_at_length(model, mask, recorder.note_prefix))
+        stack.enter_context(_running(model, recorder))
+        output = model(**logits_at(model, given, lambda: [_last_real(mask)]))
     recorder.check()
     _warn_of_leaks(given, recorder)
     return Trace(model, given, recorder, output, dtype)
-
-
-@contextmanager
-def through_operators(model: nn.Module) -> Iterator[None]:
-    """Let every registered mixer of a model run through its operator: the same function, differentiable in linear time.
-
-    Useful to train, or to take gradients of, hosts whose own scan is a slow loop over tokens. Each module's forward
-    is put back afterwards, whatever happens. Adapters that need to have observed the host's own run are left out.
-    """
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            architecture = architecture_of(type(module))
-            if architecture is None or architecture.observes:
-                continue
-            own = module.__dict__.get("forward")
-
-            def forward(
-                *args: Any, _m: nn.Module = module, _n: str = name, _a: Architecture = architecture, **kw: Any
-            ) -> Any:
-                arguments = bound_arguments(_m, args, kw)
-                x = first_tensor(arguments.values())
-                assert x is not None
-                call = Call(_m, _n, arguments, x.to(torch.promote_types(x.dtype, torch.float32)))
-                output = build_flow(_a, call).value.to(x.dtype)
-                return (output, *[None] * _a.extras) if _a.extras else output
-
-            module.forward = forward
-            stack.callback(_restore_forward, module, own)
-        yield
-
-
-def build_flow(architecture: Architecture, call: Call) -> Flow:
-    """Let an adapter build its flow, and put the layer's name into what it raises about factors."""
-    try:
-        flow: Flow = architecture.build(call)
-    except FactorError as error:
-        raise FactorError(f"{call.name}: {error}") from None
-    return flow
 
 
 @contextmanager
@@ -338,13 +364,6 @@ def _running(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             stack.enter_context(RefuseDropout())
         stack.enter_context(recorder.attached())
         yield
-
-
-def _restore_forward(module: nn.Module, own: Any) -> None:
-    if own is None:
-        del module.__dict__["forward"]
-    else:
-        module.forward = own
 
 
 def _weight_versions(module: nn.Module) -> dict[str, tuple[object, ...]]:
@@ -382,6 +401,13 @@ def _warn_of_leaks(given: Mapping[str, Any], recorder: Recorder) -> None:
 def _mask(given: Mapping[str, Any], name: str) -> Bool[Tensor, "batch length"] | None:
     mask = given.get(name)
     return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
+
+
+def _last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:
+    """Return the position of each sequence's last real token, -1 for all without a mask."""
+    if mask is None:
+        return torch.tensor([-1])
+    return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)
 
 
 def _steps(frames: Sequence[Frame], layers: Sequence[Layer], streams: Sequence[str]) -> tuple[Step, ...]:

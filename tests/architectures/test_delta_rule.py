@@ -12,9 +12,9 @@ from unilinattn import trace
 from unilinattn.architectures import Call
 from unilinattn.architectures.delta_rule import kimi_delta
 from unilinattn.errors import UncoveredError
+from unilinattn.standins import through_operators
 from unilinattn.testing import Host, check_architecture, promoted, relative_error, tolerance
 from unilinattn.testing.hosts_delta import HOSTS
-from unilinattn.trace import through_operators
 
 every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
 one_of_each = pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tqdm import trange
 from unilinattn.errors import OptionError, nearest
 from unilinattn.examples import FOLDER, MODELS, TASKS, accuracy, build
 from unilinattn.examples.tasks import HELD_OUT_SEED, NO_ANSWER, TRAINING_SEEDS, Task
-from unilinattn.trace import through_operators
+from unilinattn.standins import through_operators
 
 HELD_OUT_SEQUENCES = 512
 """How many sequences the recorded accuracy is measured on."""
