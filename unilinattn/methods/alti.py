@@ -13,6 +13,7 @@ from unilinattn.methods.maps import added, picked, unit_rows
 from unilinattn.methods.options import AltiOptions
 from unilinattn.methods.results import labelled, stacked
 from unilinattn.methods.selection import composable_steps, only_port, query_rows, real_pairs, stackable_layers
+from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.trace import Layer, Target, Trace
 
@@ -32,12 +33,15 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
     chosen = AltiOptions.of("alti", options)
     layers = stackable_layers(trace, "alti", chosen.layers)
     if not chosen.rollout:
-        maps = [mixing(trace, (layer,), query_rows(trace, layer, target), chosen.activation) for layer in layers]
+        maps = [
+            mixing(trace, (layer,), query_rows(trace, layer, target), chosen.activation)
+            for layer in progress(layers, "alti")
+        ]
         return stacked(trace, "alti", layers, maps, options=chosen, target=target, scope="layer")
     rows = query_rows(trace, layers[0], target)
     rho = unit_rows(rows, layers[0])
     steps = composable_steps(trace, "alti", layers)
-    for together in steps if target is None else reversed(steps):
+    for together in progress(steps if target is None else steps[::-1], "alti"):
         share = mixing(trace, together, query_rows(trace, together[0]), chosen.activation).to(rho)
         rho = share @ rho if target is None else rho @ share
     rho = rho.masked_fill(~real_pairs(trace, layers[0], rows), 0)

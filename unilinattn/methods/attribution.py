@@ -12,6 +12,7 @@ from unilinattn.methods.maps import added, attention_map, carried, composed, uni
 from unilinattn.methods.options import AttributionOptions
 from unilinattn.methods.results import labelled
 from unilinattn.methods.selection import composable_steps, layers_from, query_rows, real_pairs
+from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.trace import Layer, Logit, Target, Trace
 
@@ -41,7 +42,7 @@ def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -
     elif _one_gradient(trace, chosen.logit):
         weights = next(gradient_weights(trace, layers, [-1], chosen.logit))
         rho = unit_rows(rows, layers[0])
-        for together in steps:
+        for together in progress(steps, "attribution"):
             rho = composed(rho, trace, together, chosen, weights)
     else:
         rho = _row_by_row(trace, steps, chosen, layers)
@@ -75,7 +76,7 @@ def _row(
     attention: dict[str, Float[Tensor, "batch query key"]],
 ) -> Float[Tensor, "batch 1 key"]:
     rho = unit_rows(target, steps[0][0])
-    for together in reversed(steps):
+    for together in progress(steps[::-1], "attribution"):
         below = added(
             carried(
                 rho,
@@ -104,7 +105,8 @@ def _row_by_row(
     counts = torch.full((batch,), length) if first.mask is None else first.mask.sum(1).cpu()
     # A shorter sequence repeats its last row while the longer ones go on.
     targets = [torch.clamp(counts - 1, max=nth) for nth in range(int(counts.max()))]
-    for own, weights in zip(targets, gradient_weights(trace, layers, targets, options.logit), strict=True):
+    found = zip(targets, gradient_weights(trace, layers, targets, options.logit), strict=True)
+    for own, weights in progress(found, "attribution", total=len(targets)):
         target = query_rows(trace, first, own)
         row = _row(trace, steps, options, target, weights, attention)
         rho.scatter_(1, target.unsqueeze(-1).expand(-1, -1, length), row)

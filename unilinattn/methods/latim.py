@@ -14,6 +14,7 @@ from unilinattn.methods.maps import added, picked, treated
 from unilinattn.methods.options import LatimOptions
 from unilinattn.methods.results import stacked
 from unilinattn.methods.selection import only_port, query_rows, real_pairs, stackable_layers
+from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.shares import TILE
 from unilinattn.trace import Layer, Target, Trace
@@ -37,7 +38,7 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     chosen = LatimOptions.of("latim", options)
     layers = stackable_layers(trace, "latim", chosen.layers)
     maps, biases, errors = [], [], []
-    for layer in layers:
+    for layer in progress(layers, "latim"):
         wanted = query_rows(trace, layer, target)
         # The map's own minimum and maximum need the whole of it.
         rows = query_rows(trace, layer) if chosen.normalize == "min-max" else wanted

@@ -7,6 +7,7 @@ from unilinattn.methods.maps import SIGNS, attention_map, attention_rows, picked
 from unilinattn.methods.options import RawOptions
 from unilinattn.methods.results import stacked
 from unilinattn.methods.selection import query_rows, real_pairs, stackable_layers
+from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.trace import Target, Trace
 
@@ -22,7 +23,7 @@ def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attrib
     chosen = RawOptions.of("raw", options)
     layers = stackable_layers(trace, "raw", chosen.layers)
     maps = []
-    for layer in layers:
+    for layer in progress(layers, "raw"):
         wanted = query_rows(trace, layer, target)
         # The map's own minimum and maximum need the whole of it.
         rows = query_rows(trace, layer) if chosen.normalize == "min-max" else wanted

@@ -77,7 +77,7 @@ def labelled(
     errors = {}
     for layer in layers:
         try:
-            errors[layer.name] = layer.operator.reconstruction_error()
+            errors[layer.name] = layer.reconstruction_error()
         except UncoveredError:
             continue
     return Attribution(

@@ -7,6 +7,7 @@ from unilinattn.methods.maps import added, carried, composed, unit_rows
 from unilinattn.methods.options import RolloutOptions
 from unilinattn.methods.results import labelled
 from unilinattn.methods.selection import composable_steps, layers_from, query_rows, real_pairs
+from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.trace import Target, Trace
 
@@ -28,10 +29,10 @@ def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> At
     rows = query_rows(trace, layers[0], target)
     rho = unit_rows(rows, layers[0])
     if target is None:
-        for together in steps:
+        for together in progress(steps, "rollout"):
             rho = composed(rho, trace, together, chosen)
     else:
-        for together in reversed(steps):
+        for together in progress(steps[::-1], "rollout"):
             below = added(carried(rho, trace, layer, chosen, target=rows) for layer in together)
             rho = rho + below.to(rho)
     rho = rho.masked_fill(~real_pairs(trace, layers[0], rows), 0)

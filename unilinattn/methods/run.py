@@ -8,6 +8,9 @@ from torch import nn
 
 from unilinattn.attribution import Attribution, Comparison
 from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.memory import max_memory as limited_to
+from unilinattn.progress import bars
+from unilinattn.progress import progress as steps
 from unilinattn.registry import method as registered
 from unilinattn.registry import methods as all_methods
 from unilinattn.trace import Target, Trace, trace
@@ -24,6 +27,8 @@ def explain(
     target: Target | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
+    max_memory: int | None = None,
+    progress: bool = True,
     **options: Any,
 ) -> Attribution:
     """Explain a model on inputs by one method; from a trace nothing is run again but what gradients need.
@@ -31,12 +36,16 @@ def explain(
     `target` is a position, or one a sequence, counted over real tokens, negative from their end; None keeps every
     query. `tokens` and `grid`, the (rows, columns) of an image's patches, label the result.
 
+    `max_memory` bounds the bytes that each operation takes beside its inputs and its result, 1 GiB unless told.
+    Work of more than a moment shows a progress bar on a terminal or in a notebook, unless `progress` is False.
+
     Raises `OptionError` for an unknown method or option, `InputError` for inputs, a target or labels that do not
-    fit, and whatever `trace` raises.
+    fit, `MemoryLimitError` before anything too large is allocated, and whatever `trace` raises.
     """
     chosen = registered(method)
-    found = _traced(model_or_trace, inputs)
-    result: Attribution = chosen.function(found, target=target, **options)
+    with limited_to(max_memory), bars(progress):
+        found = _traced(model_or_trace, inputs)
+        result: Attribution = chosen.function(found, target=target, **options)
     return _with_labels(result, tokens, grid)
 
 
@@ -48,12 +57,14 @@ def compare(
     target: Target | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
+    max_memory: int | None = None,
+    progress: bool = True,
     **options: Any,
 ) -> Comparison:
     """Explain several models on the same inputs by several methods; each model runs once, beside gradients.
 
     An option goes to every method, so each must take it; a mapping under a method's name goes to that method alone:
-    `compare(models, ids, methods=["rollout", "latim"], latim={"p": 1})`.
+    `compare(models, ids, methods=["rollout", "latim"], latim={"p": 1})`. `max_memory` and `progress` as in `explain`.
 
     Raises `OptionError` for unknown methods and for options that a method does not take, naming the method;
     `InputError` for inputs, a target or labels that do not fit.
@@ -72,12 +83,15 @@ def compare(
             )
     shared = {name: value for name, value in options.items() if name not in own}
     results: dict[str, dict[str, Attribution]] = {}
-    for model, host in models.items():
-        found = _traced(host, None if isinstance(host, Trace) else inputs)
-        results[model] = {
-            name: _with_labels(entry.function(found, target=target, **{**shared, **own.get(name, {})}), tokens, grid)
-            for name, entry in chosen.items()
-        }
+    with limited_to(max_memory), bars(progress):
+        for model, host in steps(models.items(), "models"):
+            found = _traced(host, None if isinstance(host, Trace) else inputs)
+            results[model] = {
+                name: _with_labels(
+                    entry.function(found, target=target, **{**shared, **own.get(name, {})}), tokens, grid
+                )
+                for name, entry in chosen.items()
+            }
     return Comparison(results)
 
 

@@ -90,31 +90,36 @@ def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[
 
 def key_mask(trace: Trace, layer: Layer) -> Bool[Tensor, "batch key"] | None:
     """Return the real keys of a layer, None where all are real."""
-    op = only_port(layer)
-    mask = layer.mask if op.ports == ("x",) else trace.mask
-    fits = mask is not None and mask.shape == op.inputs[op.ports[0]].shape[:2]
+    port, shape = _only(layer)
+    mask = layer.mask if port == "x" else trace.mask
+    fits = mask is not None and tuple(mask.shape) == shape
     return mask.to(layer.output.device) if mask is not None and fits else None
 
 
 def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bool[Tensor, "batch row key"]:
     """Return which pairs of a selected query and a key are both real tokens."""
-    op = only_port(layer)
     keys, queries = key_mask(trace, layer), layer.mask
     if keys is None:
-        keys = torch.ones(op.inputs[op.ports[0]].shape[:2], dtype=torch.bool, device=rows.device)
+        keys = torch.ones(_only(layer)[1], dtype=torch.bool, device=rows.device)
     real = torch.ones_like(rows, dtype=torch.bool) if queries is None else queries.gather(1, rows)
     return real[:, :, None] & keys[:, None, :]
 
 
 def only_port(layer: Layer) -> MixerOperator:
     """Return a layer's operator; raise `UncoveredError` if it reads several tensors, since one map is then a part."""
-    op = layer.operator
-    if len(op.ports) > 1:
+    _only(layer)
+    return layer.operator
+
+
+def _only(layer: Layer) -> tuple[str, tuple[int, int]]:
+    """Return a layer's one port with its batch and number of tokens, without its operator where that is rebuilt."""
+    ports = layer.ports
+    if len(ports) > 1:
         raise UncoveredError(
-            f"{layer.name} reads several tensors ({', '.join(op.ports)}), so one map does not describe it; leave it "
+            f"{layer.name} reads several tensors ({', '.join(ports)}), so one map does not describe it; leave it "
             "out with layers=[...], or use its operator's `matrix(port=...)` and `contributions(port=...)`."
         )
-    return op
+    return next(iter(ports.items()))
 
 
 def _named(trace: Trace, method: str, wanted: int | str) -> Layer:
@@ -135,9 +140,8 @@ def _stream(trace: Trace, layer: Layer) -> str:
 
 def _axes(trace: Trace, layer: Layer) -> tuple[str, str, int, int]:
     """Return what a layer's query and key axes are: the stream, the port of the keys, and their lengths."""
-    op = only_port(layer)
-    port = op.ports[0]
-    return _stream(trace, layer), port, layer.output.shape[1], op.inputs[port].shape[1]
+    port, (_, keys) = _only(layer)
+    return _stream(trace, layer), port, layer.output.shape[1], keys
 
 
 def _described(axes: tuple[str, str, int, int]) -> str:
