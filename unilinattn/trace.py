@@ -75,7 +75,7 @@ class Layer:
         self._expected = None if frame.prefix is None else frame.prefix.output.to(device, dtype)
         self.prefix_error = None if frame.prefix is None else frame.prefix.error
         self._ports = None if frame.prefix is None else frame.prefix.ports
-        self._latest = {} if frame.prefix is None else latest
+        self._latest = None if frame.prefix is None else latest
 
     def __repr__(self) -> str:
         """Show the path, the kind and the shapes."""
@@ -91,11 +91,14 @@ class Layer:
         Raises `ModelStateError` if a weight changed since the trace, `UncoveredError` for a configuration that the
         adapter does not cover, `FactorError` for NaN or infinity in a factor.
         """
-        if self.name not in self._latest:
-            self._latest.clear()
+        # An ordinary layer keeps its operator with itself, as a cached property would: a copy has one of its own.
+        kept, key = (vars(self), "operator") if self._latest is None else (self._latest, self.name)
+        if key not in kept:
+            if self._latest is not None:
+                self._latest.clear()
             with torch.no_grad():
                 flow = self._flow(self.input)
-            self._latest[self.name] = MixerOperator(
+            kept[key] = MixerOperator(
                 flow.chains,
                 inputs=flow.inputs,
                 output=self.output,
@@ -103,7 +106,8 @@ class Layer:
                 name=self.name,
                 expected=self._expected,
             )
-        return self._latest[self.name]
+        built: MixerOperator = kept[key]
+        return built
 
     @property
     def ports(self) -> dict[str, tuple[int, int]]:

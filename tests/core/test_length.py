@@ -1,5 +1,6 @@
 """Long inputs: operators in the place of hosts' forwards give the same trace, are checked, and leave nothing behind."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +235,10 @@ def test_one_operator_is_kept_at_a_time(short: None, monkeypatch: pytest.MonkeyP
     first, second = ordinary(monkeypatch, model, x).layers
     operator = first.operator
     assert (second.operator, first.operator)[1] is operator
+    other = copy.copy(first)
+    vars(other).pop("operator")
+    assert other.operator is not operator
+    assert first.operator is operator
 
 
 def test_padding(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
