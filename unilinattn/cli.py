@@ -284,7 +284,7 @@ def _layer_lines(observed: Trace) -> str:
 
 def _error_text(layer: Layer) -> str:
     try:
-        return report.error_text(layer.operator.reconstruction_error())
+        return report.error_text(layer.reconstruction_error())
     except UncoveredError:
         return "not covered: its core alone is"
 

@@ -123,7 +123,7 @@ def measure(task: str, model: str, methods: Sequence[Method], counts: Counts) ->
             shown[method.name] = replace(
                 result.select(batch=0), model=f"{task}/{model}", tokens=[_texts(problem, scored)]
             )
-    errors = {layer.name: layer.operator.reconstruction_error() for layer in observed.layers}
+    errors = {layer.name: layer.reconstruction_error() for layer in observed.layers}
     return Measured(
         task=task,
         model=model,
