@@ -1,5 +1,7 @@
 """`Flow`: write an adapter as a forward pass, get the chain of frozen stages."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -99,7 +101,7 @@ class Flow:
         if torch.is_grad_enabled():
             self.before_output = self.value
 
-    def scale(self, scale: Tensor | None, bias: Tensor | None = None, *, role: str) -> "Flow":
+    def scale(self, scale: Tensor | Callable[[], Tensor] | None, bias: Tensor | None = None, *, role: str) -> "Flow":
         """Multiply by frozen factors (batch|1, length|1, group); None, as hosts give for no mask, changes nothing."""
         return self if scale is None else self.stage(Scale(role, scale, bias))
 
@@ -122,8 +124,8 @@ class Flow:
             return self.stage(mix)
         return self.stage(Branch("core", ((mix,), (Scale("skip", skip[None, None]),))))
 
-    def gate(self, factor: Tensor) -> "Flow":
-        """Multiply by a frozen gate (batch, length, channel)."""
+    def gate(self, factor: Tensor | Callable[[], Tensor]) -> "Flow":
+        """Multiply by a frozen gate (batch, length, channel), or by what a function returns when it is first needed."""
         return self.scale(factor, role="gate")
 
     def rms_norm(self, weight: Tensor | None, eps: float, *, groups: int = 1) -> "Flow":

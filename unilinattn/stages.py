@@ -5,8 +5,9 @@ the channel axis ride along, so that one pass serves many right-hand sides.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm
 
 from jaxtyping import Float, Inexact, Int
@@ -97,10 +98,18 @@ class ToReal(Stage):
 
 @dataclass(frozen=True, eq=False)
 class Scale(Stage):
-    """A frozen factor for each token and group of consecutive channels: scale (batch|1, length|1, group)."""
+    """A frozen factor for each token and group of consecutive channels: scale (batch|1, length|1, group).
 
-    scale: Float[Tensor, "batch length group"]
+    A function in its place is called when the factor is first needed: many uses of a layer stop before its gate.
+    """
+
+    factor: Float[Tensor, "batch length group"] | Callable[[], Float[Tensor, "batch length group"]]
     bias: Float[Tensor, " channel"] | None = None
+
+    @cached_property
+    def scale(self) -> Float[Tensor, "batch length group"]:
+        """The factors themselves."""
+        return self.factor if isinstance(self.factor, Tensor) else self.factor()
 
     @property
     def groups(self) -> int | None:
@@ -123,7 +132,7 @@ class Scale(Stage):
             return self
         batch, groups = index.shape[0], self.scale.shape[2]
         scale = self.scale.expand(batch, -1, -1).gather(1, index[..., None].expand(-1, -1, groups))
-        return replace(self, scale=scale)
+        return replace(self, factor=scale)
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,13 +105,18 @@ def _layer(
     # Older hosts mask what the projection returned, and gate by the activation they are given, not always by SiLU.
     masks_input = masks_by_function(call.module)
     flow = Flow(call.input).scale(mask if masks_input else None, role="input")
-    gate = functional.linear(flow.value, in_proj[gates], None if in_bias is None else in_bias[gates])
+    entering = flow.value
     flow.matrix(in_proj[carries], None if in_bias is None else in_bias[carries], role="input")
     flow.scale(None if masks_input else mask, role="input")
     flow.conv(weight(host.conv1d.weight), call.cast(host.conv1d.bias)).activation(host.activation)
     flow.scale(mask, role="act")
     flow.core(core(flow.value), skip=weight(host.D).flatten())
-    flow.gate(silu(gate) if masks_input else host.act(gate))
+    activation = silu if masks_input else host.act
+
+    def gate() -> Tensor:
+        return activation(functional.linear(entering, in_proj[gates], None if in_bias is None else in_bias[gates]))
+
+    flow.gate(gate)
     return flow.matrix(weight(host.out_proj.weight), call.cast(host.out_proj.bias), role="output")
 
 

@@ -1,5 +1,7 @@
 """Mamba-2 and its relatives: the state-space dual, one decay a head, with a gated norm before the output projection."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -86,16 +88,21 @@ def _gated_norm(call: Call, limit: tuple[float, float]) -> Flow:
     return flow.matrix(weight(host.out_proj.weight), call.cast(host.out_proj.bias), role="output")
 
 
-def _mixed(call: Call, projection: Tensor, bias: Tensor | None, limit: tuple[float, float]) -> tuple[Flow, Tensor]:
-    """Return the flow up to the core and its skip, and the frozen gate."""
+def _mixed(
+    call: Call, projection: Tensor, bias: Tensor | None, limit: tuple[float, float]
+) -> tuple[Flow, Callable[[], Tensor]]:
+    """Return the flow up to the core and its skip, and what makes the frozen gate."""
     host, weight = call.host, call.weight
     call.refuse("seq_idx")
     inner, heads, groups, state = host.intermediate_size, host.num_heads, host.n_groups, host.ssm_state_size
     mask = call.padding_scale(call.arguments.get("attention_mask"))
     flow = Flow(call.input).scale(mask, role="input")
-    gate, _, frozen, step = functional.linear(flow.value, projection, bias).split(
-        [inner, inner, host.conv_dim - inner, heads], dim=-1
-    )
+    entering = flow.value
+
+    def projected(part: slice) -> Tensor:
+        return functional.linear(entering, projection[part], None if bias is None else bias[part])
+
+    frozen, step = projected(slice(2 * inner, None)).split([host.conv_dim - inner, heads], dim=-1)
     kernel, kernel_bias = weight(host.conv1d.weight), call.cast(host.conv1d.bias)
 
     # B and C go through the same convolution and activation as x, in a flow of their own that nothing carries.
@@ -109,4 +116,4 @@ def _mixed(call: Call, projection: Tensor, bias: Tensor | None, limit: tuple[flo
     flow.conv(kernel[:inner], None if kernel_bias is None else kernel_bias[:inner]).activation(host.activation)
     flow.scale(mask, role="act")
     flow.core(ScalarDecay(query, key, decay, key_scale=delta), skip=weight(host.D))
-    return flow, silu(gate)
+    return flow, lambda: silu(projected(slice(inner)))

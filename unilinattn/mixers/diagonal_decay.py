@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
 from unilinattn.kernels.reduced_map.tiled import held_numbers, reduced_rows
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
-from unilinattn.kernels.scan.tiled import CHUNK, recur
+from unilinattn.kernels.scan.tiled import STEPS, read_states, recur, recur_back
 from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
 
 PAIR_BUDGET = 1 << 22
@@ -75,28 +75,30 @@ class DiagonalDecay(CoreMixer):
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the recurrence forward in time: O(L H N) for each channel."""
         state = value.new_zeros(1, 1, 1, 1)
+        written = value if self._key_scale is None else value * self._key_scale.unsqueeze(-1)
         outputs = []
         for tokens in self._chunks():
-            query, key, decay = self.factors(tokens)
-            states = recur(state, decay.exp(), key.unsqueeze(-1) * value[:, tokens].unsqueeze(-2))
-            outputs.append((query.unsqueeze(-2) @ states).squeeze(-2))
+            query, key = (_of_heads(t[:, tokens], ALL, self.heads) for t in (self._query, self._key))
+            states = recur(state, self._kept(tokens), key.unsqueeze(-1) * written[:, tokens].unsqueeze(-2))
+            outputs.append(read_states(states, query))
             state = states[:, -1]
         return torch.cat(outputs, dim=1)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the recurrence backward in time, reading with the keys what the queries wrote."""
-        state = grad.new_zeros(1, 1, 1, 1)
-        later = self._log_decay.new_ones(1, 1, 1, 1)
+        if grad.stride(2) == 0:
+            # What is the same for every head is written for one.
+            grad = grad[:, :, :1]
+        state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, self.heads, 1)
         outputs = []
         for tokens in reversed(self._chunks()):
-            query, key, decay = self.factors(tokens)
-            kept = decay.exp()
-            first, rest = kept[:, :1], kept[:, 1:]
-            reverse = torch.cat([rest, later.expand_as(first)], dim=1).flip(1)
-            states = recur(state, reverse, (query.unsqueeze(-1) * grad[:, tokens].unsqueeze(-2)).flip(1))
-            outputs.append((key.unsqueeze(-2) @ states.flip(1)).squeeze(-2))
-            state, later = states[:, -1], first
-        return torch.cat(outputs[::-1], dim=1)
+            query, key = (_of_heads(t[:, tokens], ALL, self.heads) for t in (self._query, self._key))
+            kept = self._kept(tokens)
+            states = recur_back(state, kept, later, query.unsqueeze(-1) * grad[:, tokens].unsqueeze(-2))
+            outputs.append(read_states(states, key))
+            state, later = states[:, 0], kept[:, 0]
+        passed = torch.cat(outputs[::-1], dim=1)
+        return passed if self._key_scale is None else passed * self._key_scale.unsqueeze(-1)
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Fill selected rows from the closed form: O(L H N) for each."""
@@ -149,6 +151,12 @@ class DiagonalDecay(CoreMixer):
         if channels not in (1, heads):
             return super().reduced_size(rows, channels)
         return held_numbers(rows, (batch, length, heads, self._query.shape[-1]))
+
+    def _kept(self, tokens: slice) -> Float[Tensor, "batch token head state"]:
+        """Return what each step keeps of the state: exp(g), nothing where a segment begins."""
+        kept = self._log_decay[:, tokens]
+        kept = (kept if self._rate is None else kept * self._rate).exp()
+        return kept if self._reset is None else kept.masked_fill(self._reset[:, tokens, None, None], 0)
 
     def _block(self, rows: slice, cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
         cut, parts = rows.start, []
@@ -210,7 +218,7 @@ class DiagonalDecay(CoreMixer):
 
     def _chunks(self) -> list[slice]:
         length = self.shape[2]
-        return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
+        return [slice(start, min(start + STEPS, length)) for start in range(0, length, STEPS)]
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)

@@ -56,20 +56,20 @@ class Toeplitz(CoreMixer):
         """Convolve along time."""
         if not self.is_short:
             return self._by_fft(value, conjugate=False)
-        output = torch.zeros_like(value)
-        for lag, tap in enumerate(self._kernel.unbind(1)):
-            shifted = torch.nn.functional.pad(value[:, : self._length - lag], (0, 0, 0, 0, lag, 0))
-            output = output + tap[:, None] * shifted
+        first, *later = self._kernel.unbind(1)
+        output = first[:, None] * value
+        for lag, tap in enumerate(later, 1):
+            output[:, lag:] += tap[:, None] * value[:, : self._length - lag]
         return output
 
     def adjoint(self, grad: Inexact[Tensor, "batch query head channel"]) -> Inexact[Tensor, "batch key head channel"]:
         """Correlate along time."""
         if not self.is_short:
             return self._by_fft(grad, conjugate=True)
-        output = torch.zeros_like(grad)
-        for lag, tap in enumerate(self._kernel.conj().unbind(1)):
-            shifted = torch.nn.functional.pad(grad[:, lag:], (0, 0, 0, 0, 0, lag))
-            output = output + tap[:, None] * shifted
+        first, *later = self._kernel.conj().unbind(1)
+        output = first[:, None] * grad
+        for lag, tap in enumerate(later, 1):
+            output[:, : self._length - lag] += tap[:, None] * grad[:, lag:]
         return output
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Inexact[Tensor, "batch head row key"]:

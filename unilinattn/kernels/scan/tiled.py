@@ -4,6 +4,8 @@ All exponents are sums of log-decays, hence never positive: nothing overflows, a
 Masks are applied to the exponents, before the exponential, so that gradients stay finite.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -11,21 +13,54 @@ from torch import Tensor
 CHUNK = 64
 """Tokens a chunk: the quadratic part within a chunk and the state between chunks then cost about the same."""
 
+STEPS = 16
+"""Tokens whose states of a diagonal decay are held at once: few, so that they stay in cache."""
+
 
 def recur(
     state: Float[Tensor, "#batch #head #state #channel"],
     decay: Float[Tensor, "batch length head state"],
-    increment: Float[Tensor, "batch length head state channel"],
+    increment: Float[Tensor, "batch length #head state channel"],
 ) -> Float[Tensor, "batch length head state channel"]:
-    """Return every state of S_t = decay_t S_{t-1} + increment_t after a given first one.
+    """Return every state of S_t = decay_t S_{t-1} + increment_t after a given first one."""
+    return _states(state, decay.unsqueeze(-1).unbind(1), increment, range(decay.shape[1]))
 
-    The time axis is unbound once, so that the backward pass costs one stack and not one zero-filled copy a token.
-    """
-    states = []
-    for a, b in zip(decay.unsqueeze(-1).unbind(1), increment.unbind(1), strict=True):
-        state = torch.addcmul(b, a, state)
-        states.append(state)
-    return torch.stack(states, dim=1)
+
+def recur_back(
+    state: Float[Tensor, "#batch #head #state #channel"],
+    decay: Float[Tensor, "batch length head state"],
+    later: Float[Tensor, "#batch #head #state"],
+    increment: Float[Tensor, "batch length #head state channel"],
+) -> Float[Tensor, "batch length head state channel"]:
+    """Return every state of S_t = decay_{t+1} S_{t+1} + increment_t before a given last one, `later` its own decay."""
+    length = decay.shape[1]
+    crossed = (*decay.unsqueeze(-1).unbind(1)[1:], later.unsqueeze(-1))
+    return _states(state, crossed, increment, range(length - 1, -1, -1))
+
+
+def _states(state: Tensor, decay: Sequence[Tensor], increment: Tensor, order: range) -> Tensor:
+    # The time axis is unbound once, so that the backward pass costs one stack and not one zero-filled copy a token.
+    increments = increment.unbind(1)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (state, decay[0], increment)):
+        states = {}
+        for t in order:
+            states[t] = state = torch.addcmul(increments[t], decay[t], state)
+        return torch.stack([states[t] for t in range(len(order))], dim=1)
+    shape = torch.broadcast_shapes(state.shape, increments[0].shape, decay[0].shape, decay[-1].shape)
+    found = increment.new_empty(shape[0], len(order), *shape[1:])
+    places = found.unbind(1)
+    for t in order:
+        state = torch.addcmul(increments[t], decay[t], state, out=places[t])
+    return found
+
+
+def read_states(
+    states: Float[Tensor, "batch length head state channel"], by: Float[Tensor, "batch length #head state"]
+) -> Float[Tensor, "batch length head channel"]:
+    """Return sum_n by_n S_np: as one product a token where a vector serves all heads."""
+    if by.shape[2] == 1 and states.shape[-1] == 1:
+        return states.squeeze(-1) @ by.transpose(2, 3)
+    return (by.unsqueeze(-2) @ states).squeeze(-2)
 
 
 def decay_within(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch head query key"]:
