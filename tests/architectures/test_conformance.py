@@ -44,7 +44,7 @@ def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> Non
         inputs["attention_mask"] = mask
     modules = dict(model.named_modules())
     leaks = side is not None and not inputs["attention_mask"].all() and side not in host.masks
-    with pytest.warns(UserWarning, match="left padding") if leaks else nullcontext(), promoted():
+    with pytest.warns(UserWarning, match=f"{side} padding") if leaks else nullcontext(), promoted():
         layers = trace(model, inputs).layers
         for layer in layers:
             layer.operator  # noqa: B018  built while the host is promoted

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.architectures.recurrences import frozen
 from tests.laws.test_operator_controls import Transposed
 from unilinattn import registry
-from unilinattn.architectures.call import Call
+from unilinattn.architectures.call import Call, padded_left
 from unilinattn.errors import UncoveredError
 from unilinattn.flow import Flow
 from unilinattn.mixers import Dense, DiagonalDecay, ScalarDecay
@@ -18,6 +18,7 @@ from unilinattn.stages import Branch, Chain, Mix, Scale, Stage, run
 from unilinattn.testing import LawViolation, check_architecture, examine
 from unilinattn.testing.checks import edited
 from unilinattn.testing.hosts import host
+from unilinattn.testing.hosts_reference import HOSTS as REFERENCE_HOSTS
 
 Edit = Callable[[Call, Chain], Chain]
 
@@ -153,7 +154,7 @@ def test_the_refusal_names_the_law_and_shows_the_table(
 ) -> None:
     break_adapter("mamba2", stagewise(without_mask))
     entry = host("mamba2")
-    with pytest.raises(LawViolation, match="padded on the left, batch of 3: law 'reconstruction'") as caught:
+    with pytest.raises(LawViolation, match="padded on the left, batch of 3: the operator") as caught:
         check_architecture(entry.model(), entry.inputs())
     assert caught.value.law == "reconstruction"
     printed = capsys.readouterr().out
@@ -167,7 +168,39 @@ def test_a_leak_that_no_adapter_admits_is_refused(monkeypatch: pytest.MonkeyPatc
     entry = host("mamba, biases")
     failures = examine(entry.model(), entry.inputs()).failures
     assert failures.keys() == {"leak"}
-    assert "padded on the left: law 'leak'" in failures["leak"]
+    assert "padded on the left, batch of 3: the host lets padding through" in failures["leak"]
+
+
+@pytest.mark.parametrize(
+    ("admitted", "what"),
+    [
+        ("left", "padded on the right, batch of 3: the host lets padding through, and no adapter says so"),
+        ("right", "padded on the left, batch of 3: the host lets padding through, and no adapter says so"),
+    ],
+)
+def test_a_leak_that_is_admitted_on_one_side_alone_is_refused(
+    admitted: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = registry.architectures()["vim"]
+    partial = lambda module, mask: "it leaks" if padded_left(mask) == (admitted == "left") else None  # noqa: E731
+    monkeypatch.setitem(registry._hosts, sound.hosts[0], replace(sound, leak=partial))
+    entry = next(host for host in REFERENCE_HOSTS if host.name == "vim, biases")
+    failures = examine(entry.model(), entry.inputs()).failures
+    assert failures.keys() == {"leak"}
+    assert what in failures["leak"]
+
+
+@pytest.mark.parametrize(("side", "batch"), [("right", 3), ("left", 1)])
+def test_a_leak_that_there_is_not_is_refused(side: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = registry.architectures()["s4d"]
+
+    def wrong(module: nn.Module, mask: Tensor) -> str | None:
+        return "it leaks" if (len(mask), padded_left(mask)) == (batch, side == "left") else None
+
+    monkeypatch.setitem(registry._hosts, sound.hosts[0], replace(sound, leak=wrong))
+    failures = examine(host("s4d").model(), host("s4d").inputs()).failures
+    assert failures.keys() == {"leak"}
+    assert f"padded on the {side}, batch of {batch}: the host keeps padding out, yet" in failures["leak"]
 
 
 def test_an_adapter_that_touches_the_model_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call, host_function
+from unilinattn.architectures.call import Call, host_function, padded_left
 from unilinattn.flow import Flow
 from unilinattn.mixers import DiagonalDecay
 from unilinattn.registry import register_architecture
 
 
-def _leak(block: nn.Module) -> str | None:
-    if block.conv1d_width == 1:
+def _leak(block: nn.Module, mask: Tensor) -> str | None:
+    if block.conv1d_width == 1 or not padded_left(mask):
         return None
     return "its recurrent blocks do not mask, and their convolutions read padded positions"
 

@@ -21,11 +21,11 @@ GROWTH = 2.3
 
 
 class LawViolation(AssertionError):
-    """A law does not hold; `law` is its name."""
+    """A law does not hold; `law` is its name, `reason` says why."""
 
-    def __init__(self, law: str, message: str) -> None:
-        super().__init__(f"law {law!r} does not hold: {message}")
-        self.law = law
+    def __init__(self, law: str, reason: str) -> None:
+        super().__init__(f"law {law!r} does not hold: {reason}")
+        self.law, self.reason = law, reason
 
 
 def require(law: str, holds: bool, message: str) -> None:

@@ -85,8 +85,8 @@ class Verdict:
             lines.append(f"  {layer.name}  {layer.host} as {layer.architecture} ({layer.kind})")
             lines.append(f"    reconstruction error: {errors}")
             lines.append(f"    held: {', '.join(dict.fromkeys(layer.passed)) or 'none'}")
-            lines += [f"    BROKEN {reason}" for reason in layer.failed.values()]
-        lines += [f"  BROKEN {reason}" for reason in self.failed.values()]
+            lines += [f"    BROKEN {law}: {reason}" for law, reason in layer.failed.items()]
+        lines += [f"  BROKEN {law}: {reason}" for law, reason in self.failed.items()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -231,7 +231,7 @@ class _Examination:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             batch = _promoted_trace(self.double, {"input_ids": ids, "attention_mask": real.long()})
-        warned = any("padding" in str(warning.message) for warning in caught)
+        warned = any(f"{side} padding" in str(warning.message) for warning in caught)
         leaks = False
         for k, layer in enumerate(batch.layers):
             where = f"padded on the {side}, batch of {len(sequences)}"
@@ -250,10 +250,7 @@ class _Examination:
             with self._noting(k, "padding", where):
                 padding_law(layer.operator, real, tolerance("law", torch.float64))
                 _require_unpadded(layer, real, singles, k)
-        if side == "right":
-            # Tracing warns of padding on the left alone; on the right the verdict's `masks` tells.
-            return
-        with self._noting(None, "leak", f"padded on the {side}"):
+        with self._noting(None, "leak", f"padded on the {side}, batch of {len(sequences)}"):
             message = "the host lets padding through, and no adapter says so by its `leak`."
             if warned:
                 message = "the host keeps padding out, yet an adapter's `leak` warns of it."
@@ -277,8 +274,8 @@ class _Examination:
         try:
             yield
         except (LawViolation, UnilinattnError) as error:
-            name = error.law if isinstance(error, LawViolation) else law
-            of.failed.setdefault(name, f"{where}: {error}" if where else str(error))
+            name, reason = (error.law, error.reason) if isinstance(error, LawViolation) else (law, str(error))
+            of.failed.setdefault(name, f"{where}: {reason}" if where else reason)
         else:
             if isinstance(of, LayerVerdict) and law != "build":
                 of.passed.append(law)
