@@ -26,7 +26,8 @@ class Architecture:
     `leak(module, mask)` tells how padding reaches real tokens in a host that does not keep it out, or None. The mask
     (batch, length) is False at padding, which stands on one side of the texts.
     `observes` tells that `build` needs what a `capture` saw, so it cannot stand in for the host's own forward.
-    `extras` is how many values the host's forward returns after its output: None each where an operator stands in.
+    `extras` is how many values the host's forward returns after its output, or a function of its module that tells:
+    None each where an operator stands in.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Architecture:
     capture: Callable[[Any, Callable[[Any, Any], None]], AbstractContextManager[None]] | None = None
     leak: Callable[[Any, Tensor], str | None] | None = None
     observes: bool = False
-    extras: int = 0
+    extras: int | Callable[[Any], int] = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def register_architecture(
     capture: Callable[..., AbstractContextManager[None]] | None = None,
     leak: Callable[[Any, Tensor], str | None] | None = None,
     observes: bool = False,
-    extras: int = 0,
+    extras: int | Callable[[Any], int] = 0,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register an adapter for host classes named as strings, "package.module.Class"; subclasses match by their MRO.
 

@@ -314,7 +314,8 @@ def through_operators(model: nn.Module) -> Iterator[None]:
                 assert x is not None
                 call = Call(_m, _n, arguments, x.to(torch.promote_types(x.dtype, torch.float32)))
                 output = build_flow(_a, call).value.to(x.dtype)
-                return (output, *[None] * _a.extras) if _a.extras else output
+                extras = _a.extras(_m) if callable(_a.extras) else _a.extras
+                return (output, *[None] * extras) if extras else output
 
             module.forward = forward
             stack.callback(_restore_forward, module, own)

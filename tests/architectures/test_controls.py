@@ -163,9 +163,9 @@ def test_the_refusal_names_the_law_and_shows_the_table(
 
 
 def test_a_leak_that_no_adapter_admits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = registry.architectures()["mamba"]
-    monkeypatch.setitem(registry._hosts, CLASSES["mamba"], replace(sound, leak=None))
-    entry = host("mamba, biases")
+    sound = registry.architectures()["mamba2"]
+    monkeypatch.setitem(registry._hosts, CLASSES["mamba2"], replace(sound, leak=None))
+    entry = host("mamba2, biases")
     failures = examine(entry.model(), entry.inputs()).failures
     assert failures.keys() == {"leak"}
     assert "padded on the left, batch of 3: the host lets padding through" in failures["leak"]

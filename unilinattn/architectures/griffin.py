@@ -1,5 +1,7 @@
 """Griffin: the real-gated linear recurrent unit (RG-LRU) between a short convolution and a gate."""
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,12 +18,17 @@ def _leak(block: nn.Module, mask: Tensor) -> str | None:
     return "its recurrent blocks do not mask, and their convolutions read padded positions"
 
 
+def _extras(block: nn.Module) -> int:
+    """Count what a block returns beside its output: nothing, before the attention next to it joined the interface."""
+    return int(hasattr(sys.modules[type(block).__module__], "eager_attention_forward"))
+
+
 @register_architecture(
     "transformers.models.recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock",
     name="griffin",
     kind="Griffin (RG-LRU)",
     leak=_leak,
-    extras=1,
+    extras=_extras,
 )
 def griffin(call: Call) -> Flow:
     """RG-LRU as RecurrentGemma runs it: h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t, one head a channel.

@@ -88,6 +88,18 @@ def without_matrices(operator: MixerOperator, law: str) -> MixerOperator:
     return variant(operator, chains={port: edited(chain, edit) for port, chain in operator.chains.items()})
 
 
+def outputs(returned: Any) -> list[Tensor]:
+    """Return the floating-point tensors in what a model returned, in order."""
+    if isinstance(returned, Tensor):
+        return [returned] if returned.is_floating_point() else []
+    if isinstance(returned, Mapping):
+        inner: Any = returned.values()
+    else:
+        inner = returned if isinstance(returned, (tuple, list)) else vars(returned).values()
+    parts = (part for part in inner if isinstance(part, (Tensor, Mapping, tuple, list)))
+    return [tensor for part in parts for tensor in outputs(part)]
+
+
 class Operations(TorchDispatchMode):
     """Counts, while it is entered, the operations that run and the bytes of every new tensor.
 
