@@ -1,6 +1,7 @@
 """Adapters that make the mistakes that adapters make: the kit must refuse each, naming the laws that it breaks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -212,6 +213,30 @@ def test_an_adapter_that_touches_the_model_is_refused(break_adapter: Callable[[s
     entry = host("mamba")
     failures = examine(entry.model(), entry.inputs(), padding=False).failures
     assert "requires_grad of the model changed" in failures["untouched"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "what"),
+    [(1.01, "what the traced model returned against what it returns by itself"), (1 + 2.0**-20, "bit for bit")],
+)
+@pytest.mark.parametrize("name", ["mamba", "llama, grouped queries"])
+def test_a_trace_that_changes_what_the_model_returns_is_refused(
+    name: str, factor: float, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = host(name)
+    sound = registry.architectures()[entry.architecture]
+
+    @contextmanager
+    def capture(model: nn.Module, mark: Callable[[nn.Module, object], None]) -> Iterator[None]:
+        handle = model.lm_head.register_forward_hook(lambda module, given, returned: returned * factor)
+        with sound.capture(model, mark) if sound.capture else nullcontext():
+            yield
+        handle.remove()
+
+    monkeypatch.setitem(registry._architectures, entry.architecture, replace(sound, capture=capture))
+    failures = examine(entry.model(), entry.inputs(), padding=False).failures
+    assert failures.keys() == {"output"}
+    assert what in failures["output"]
 
 
 def test_a_factor_that_is_not_a_number_is_no_pass(break_adapter: Callable[[str, Edit], None]) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from unilinattn.errors import UnilinattnError
 from unilinattn.operator import MixerOperator
-from unilinattn.testing.checks import LawViolation, left_as_found, require, require_close
+from unilinattn.recorder import host_arguments
+from unilinattn.testing.checks import LawViolation, left_as_found, outputs, require, require_close
 from unilinattn.testing.laws import HOST_LAWS, OPERATOR_LAWS, precision, reconstruction, recurrence
 from unilinattn.testing.laws import padding as padding_law
 from unilinattn.testing.promote import promoted
@@ -152,6 +153,8 @@ class _Examination:
             for layer in found.layers:
                 with self._noting(None, "build"):
                     layer.operator  # noqa: B018
+        with self._noting(None, "output"):
+            _require_own_output(host, self._cast(dtype), found, tolerance("reconstruction", dtype))
         again = trace(host, self._cast(dtype))
         limit = tolerance("reconstruction", dtype)
         for k, (layer, second) in enumerate(zip(found.layers, again.layers, strict=True)):
@@ -307,6 +310,28 @@ def _require_unpadded(layer: Layer, real: Bool[Tensor, "batch length"], singles:
         ):
             what = f"{name} of sequence {b} in the batch against it alone"
             require_close("padding", got, expected, limit, what, scale=scale)
+
+
+def _require_own_output(model: nn.Module, inputs: Any, found: Trace, limit: float) -> None:
+    """Hold a traced run to what the model returns by itself.
+
+    Bit for bit, with attention in the eager form in which it is traced; to a tolerance where the model's own choice is
+    another function, which rounds in another order.
+    """
+    given = host_arguments(model, inputs)
+    eager = copy.deepcopy(model)
+    choose = getattr(eager, "set_attn_implementation", None)
+    if choose is not None:
+        choose("eager")
+    with torch.no_grad():
+        # A copy, because some hosts change their own weights when they run.
+        own, plain = outputs(copy.deepcopy(model)(**given)), outputs(eager(**given))
+    traced = outputs(found.output)
+    for got, expected in zip(traced, own, strict=True):
+        what = "what the traced model returned against what it returns by itself"
+        require_close("output", got.reshape(1, -1), expected.reshape(1, -1), limit, what)
+    same = all(torch.equal(got, expected) for got, expected in zip(traced, plain, strict=True))
+    require("output", same, "the traced model does not return, bit for bit, what it returns by itself.")
 
 
 def _require_bias_without_output(layer: Layer) -> None:
