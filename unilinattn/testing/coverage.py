@@ -38,6 +38,7 @@ from unilinattn.scopes import SCOPES
 from unilinattn.stages import Mix, walk
 from unilinattn.testing import coverage_pages
 from unilinattn.testing.hosts import Host
+from unilinattn.testing.hybrids import listed
 from unilinattn.testing.promote import promoted
 from unilinattn.testing.tolerances import relative_error, tolerance
 from unilinattn.testing.versions import Unavailable, model_of, trace_of
@@ -98,6 +99,8 @@ def measure(host: Host) -> dict[str, Any] | None:
     for how, run in runs.items():
         for name, group in _by_architecture(run).items():
             layers[name][how] = _worst(group)
+    exact = {how: run for how, run in runs.items() if how != "bfloat16"}
+    hybrid = None if package in FLOAT32_KERNELS else listed(exact)
     return {
         "environment": "unilinattn" if package == "unilinattn" else package_version(model),
         "architecture": host.architecture,
@@ -105,6 +108,7 @@ def measure(host: Host) -> dict[str, Any] | None:
         "length": host.length,
         "padding": _sides(model, inputs, reference, limit),
         "layers": layers,
+        **({} if hybrid is None else {"model": type(model).__name__, "hybrid": hybrid}),
     }
 
 

@@ -15,12 +15,14 @@ from unilinattn.methods import options as option_models
 from unilinattn.methods.options import Options
 from unilinattn.registry import Architecture, Method, architectures, methods
 from unilinattn.scopes import SCOPES
+from unilinattn.testing import hybrids
 from unilinattn.testing.hosts import Host
 
 Record = Mapping[str, Mapping[str, Any]]
 """Runs by environment, as `coverage` keeps them."""
 
 README, COVERAGE, METHODS = Path("README.md"), Path("docs/coverage.md"), Path("docs/methods")
+HYBRIDS = Path("docs/hybrids.md")
 DTYPES = ("float32", "float64", "bfloat16")
 FEW = 3
 """Host classes that a row of the short table names."""
@@ -44,7 +46,8 @@ runs; `--check` tells whether it is stale.
 
 def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> tuple[dict[Path, str], list[str]]:
     """Return the text that each file should have, and what keeps a file from being written, in words."""
-    texts = {COVERAGE: _coverage(record, tables)}
+    newest = [(name, record[name]["runs"]) for name in sorted(record, key=_release, reverse=True)]
+    texts = {COVERAGE: _coverage(record, tables), HYBRIDS: hybrids.page(newest)}
     problems: list[str] = []
     readme = {"coverage": _short_table(record), "methods": _methods_table()}
     sections = {README: readme} | {
