@@ -1,7 +1,8 @@
 # make compare   the trained models side by side: a table, and the report in unilinattn-report/
 # make test      the tests
-# make fla, make vision   the adapters on flash-linear-attention and on timm, each in an environment of its own:
-#                         these packages change what the others run
+# make fla, make vision, make oldest   the adapters on flash-linear-attention, on timm, and on the oldest transformers
+#                                      that is accepted, each in an environment of its own: these packages change what
+#                                      the others run
 # Each makes .venv and installs into it first, once. PYTHON= names another interpreter, ARGS= adds arguments.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ STAMP := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: compare test slow lint install fla vision
+.PHONY: compare test slow lint install fla vision oldest
 
 compare: $(STAMP)
 	@echo "Comparing the trained models."
@@ -32,6 +33,11 @@ fla: .venv-fla/.installed
 vision: .venv-vision/.installed
 	@echo "Running the tests on timm."
 	@OMP_NUM_THREADS=1 .venv-vision/bin/python -m pytest -q tests/models/test_vim.py tests/architectures/test_timm.py $(ARGS)
+
+oldest: .venv-oldest/.installed
+	@echo "Running the tests of the adapters on the oldest transformers."
+	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal tests/architectures tests/core \
+	    tests/test_coverage.py $(ARGS)
 
 lint: $(STAMP)
 	@echo "Checking style and types."
@@ -57,6 +63,8 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 # What each of the other environments adds.
 fla_ADDS := flash-linear-attention==0.6.0 fla-core==0.6.0
 vision_ADDS := timm==1.0.31 torchvision==0.28.0
+# The constraints hold the newest transformers: an older one replaces it, with what it needs itself.
+oldest_MENDS = .venv-oldest/bin/python -m pip install -qq transformers==5.6.2
 # Beside a CPU build of torch the CUDA build of torchvision cannot be imported.
 vision_MENDS = .venv-vision/bin/python -c "import torchvision" 2>/dev/null || cp tests/environments/torchvision_operators.py \
     "$$(.venv-vision/bin/python -c 'import site; print(site.getsitepackages()[0])')/sitecustomize.py"

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from unilinattn.methods.options import RawOptions
-from unilinattn.testing import coverage, coverage_pages
-from unilinattn.testing.hosts import HOSTS, Host
+from unilinattn.testing import coverage, coverage_pages, hybrids
+from unilinattn.testing.hosts import HOSTS, Host, transformers_model
+from unilinattn.testing.hosts_mamba import HOSTS as MAMBA_HOSTS
 
 ROOT = Path(__file__).parents[1]
 MAMBA = next(host for host in HOSTS if host.name == "mamba")
@@ -91,9 +92,62 @@ def test_every_table_of_hosts_is_found_and_no_name_stands_twice_in_one() -> None
 
 
 def test_padding_that_leaks_is_seen() -> None:
-    leaky = next(host for host in HOSTS if host.name == "mamba, biases")
+    leaky = next(host for host in HOSTS if host.name == "mamba2, biases")
     found, _ = coverage.run({"hosts": (leaky,)})
-    assert found["hosts/mamba, biases"]["padding"] == ["right"]
+    assert found["hosts/mamba2, biases"]["padding"] == ["right"]
+
+
+def test_a_hybrid_is_listed_in_order_with_its_steps() -> None:
+    parallel = next(host for host in MAMBA_HOSTS if host.name == "falcon h1")
+    found, problems = coverage.run({"hosts_mamba": (parallel, MAMBA)})
+    assert problems == []
+    layers = found["hosts_mamba/falcon h1"]["hybrid"]
+    assert [(layer["step"], layer["class"]) for layer in layers.values()] == [
+        (step, name) for step in (1, 2) for name in ("FalconH1Mixer", "FalconH1Attention")
+    ]
+    assert all(layer["float32"] <= 1e-5 and layer["float64"] <= 1e-10 for layer in layers.values())
+    assert "hybrid" not in found["hosts_mamba/mamba"]
+    page = hybrids.page([("transformers 6.0", found), ("transformers 5.0", found)])
+    assert page.count("## ") == page.count("## FalconH1ForCausalLM\n\nWith transformers 6.0;") == 1
+    assert "| 2 | `model.layers.1.self_attn` | FalconH1Attention | softmax attention |" in page
+
+
+def test_a_configuration_that_cannot_be_traced_is_recorded_with_the_reason() -> None:
+    lacking = replace(MAMBA, build=transformers_model("NoSuchForCausalLM", "MambaConfig"))
+    found, problems = coverage.run({"hosts": (lacking, S4D)})
+    version = found["hosts/mamba"]["environment"]
+    assert found["hosts/mamba"] == {
+        "table": "hosts",
+        "environment": version,
+        "left_out": f"{version} has no NoSuchForCausalLM",
+    }
+    assert problems == []
+    assert coverage.differences({}, found, run_tables=["hosts"], known=found) == [
+        "hosts/mamba: was never recorded",
+        "hosts/s4d: was never recorded",
+    ]
+
+
+def test_a_row_says_since_which_version_it_works_and_what_is_left_out(runs: coverage.Runs) -> None:
+    machine = {"machine": "m", "python": "3", "torch": "2"}
+    own = {key: value for key, value in runs["hosts/mamba"].items() if key != "environment"}
+    later = copy.deepcopy(own)
+    later["layers"]["mamba"]["hosts"] = ["LaterMixer"]
+    left_out = {"table": "hosts", "left_out": "it is not there"}
+    record = {
+        "transformers 5.6.2": {"machine": machine, "runs": {"hosts/mamba": own, "hosts/later": left_out}},
+        "transformers 5.23.0": {"machine": machine, "runs": {"hosts/mamba": own, "hosts/later": later}},
+    }
+    text = coverage_pages.pages(ROOT, record, {})[0][Path("docs/coverage.md")]
+    assert " | 5.6.2; 5.23.0: LaterMixer |\n" in text
+    assert "### Left out with transformers 5.6.2\n\n- later: it is not there.\n" in text
+    assert "### Left out with transformers 5.23.0" not in text
+
+
+def test_nothing_is_left_out_with_the_newest_version() -> None:
+    record = json.loads((ROOT / coverage.RECORD).read_text())
+    left_out = {name: [n for n, run in entry["runs"].items() if "left_out" in run] for name, entry in record.items()}
+    assert {name for name, configurations in left_out.items() if configurations} == {"transformers 5.6.2"}
 
 
 @pytest.mark.parametrize(

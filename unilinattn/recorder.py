@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unilinattn.architectures.call import Seen
+from unilinattn.architectures.call import Seen, package_version
 from unilinattn.errors import InputError, ModelStateError, UnknownArchitectureError
 from unilinattn.frames import OPAQUE, Frame, Prefix, first_tensor, place_in_stream
 from unilinattn.registry import Architecture, architecture_of, architectures
@@ -70,6 +70,9 @@ class Recorder:
         if unknown:
             cls = type(unknown[0].module)
             what = f"{unknown[0].name} is a {cls.__module__}.{cls.__qualname__}, which looks like a token mixer"
+            if cls.__module__.startswith("transformers.") and "Attention" in cls.__name__:
+                # All softmax attention is known by that interface; some classes joined it in later versions.
+                what += f" and does not go through the attention interface in {package_version(unknown[0].module)}"
         else:
             cls, what = type(self.model), f"{type(self.model).__name__} ran no module that is a registered token mixer"
         names = {host.rsplit(".", 1)[-1] for a in architectures().values() for host in a.hosts}

@@ -8,6 +8,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
+from torch import Tensor
+
 from unilinattn.errors import OptionError, nearest
 
 ENTRY_POINT_GROUPS = ("unilinattn.architectures", "unilinattn.methods")
@@ -21,9 +23,11 @@ class Architecture:
     `hosts` are qualified class names; `build(call)` returns a `Flow`.
     `capture(model, mark)` is for hosts that are known by what they call and not by their class: a context manager
     around the run, which calls `mark(module, record)` for each token-mixing module that it meets.
-    `leak(module)` tells how left padding reaches real tokens in a host that does not mask it, or None.
+    `leak(module, mask)` tells how padding reaches real tokens in a host that does not keep it out, or None. The mask
+    (batch, length) is False at padding, which stands on one side of the texts.
     `observes` tells that `build` needs what a `capture` saw, so it cannot stand in for the host's own forward.
-    `extras` is how many values the host's forward returns after its output: None each where an operator stands in.
+    `extras` is how many values the host's forward returns after its output, or a function of its module that tells:
+    None each where an operator stands in.
     """
 
     name: str
@@ -32,9 +36,9 @@ class Architecture:
     summary: str
     build: Callable[[Any], Any]
     capture: Callable[[Any, Callable[[Any, Any], None]], AbstractContextManager[None]] | None = None
-    leak: Callable[[Any], str | None] | None = None
+    leak: Callable[[Any, Tensor], str | None] | None = None
     observes: bool = False
-    extras: int = 0
+    extras: int | Callable[[Any], int] = 0
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,9 @@ def register_architecture(
     name: str,
     kind: str,
     capture: Callable[..., AbstractContextManager[None]] | None = None,
-    leak: Callable[[Any], str | None] | None = None,
+    leak: Callable[[Any, Tensor], str | None] | None = None,
     observes: bool = False,
-    extras: int = 0,
+    extras: int | Callable[[Any], int] = 0,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register an adapter for host classes named as strings, "package.module.Class"; subclasses match by their MRO.
 

@@ -47,7 +47,7 @@ def through_operators(model: nn.Module) -> Iterator[None]:
             x = first_tensor(arguments.values())
             assert x is not None
             value = build_flow(architecture, _call(module, name, arguments)).value
-            return _returned(value.to(x.dtype), architecture)
+            return _returned(value.to(x.dtype), architecture, module)
 
         return forward
 
@@ -96,7 +96,7 @@ def operators_at_length(
                 return own(*args, **kwargs)
             note(module, Prefix(expected.detach().clone(), worst_error(begins, expected, real), ports))
             step()
-            return _returned(output, architecture)
+            return _returned(output, architecture, module)
 
         return forward
 
@@ -146,9 +146,10 @@ def _call(module: nn.Module, name: str, arguments: Mapping[str, Any]) -> Call:
     return Call(module, name, arguments, x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
-def _returned(output: Tensor, architecture: Architecture) -> Any:
+def _returned(output: Tensor, architecture: Architecture, module: nn.Module) -> Any:
     """Return what the host would, with nothing in the place of what goes with its output."""
-    return (output, *[None] * architecture.extras) if architecture.extras else output
+    extras = architecture.extras(module) if callable(architecture.extras) else architecture.extras
+    return (output, *[None] * extras) if extras else output
 
 
 def _on_prefix(architecture: Architecture, call: Call) -> Tensor | None:

@@ -389,17 +389,25 @@ def _require_same_weights(module: nn.Module, before: dict[str, tuple[object, ...
 
 def _warn_of_leaks(given: Mapping[str, Any], recorder: Recorder) -> None:
     mask = _mask(given, "attention_mask")
-    if mask is None or bool(mask[:, 0].all()):
+    if mask is None:
         return
-    for frame in recorder.layers:
-        leak = frame.architecture and frame.architecture.leak and frame.architecture.leak(frame.module)
-        if leak:
-            warnings.warn(
-                f"left padding reaches real tokens in this model: {leak}. "
-                "Its operators reproduce that; pad on the right.",
-                stacklevel=3,
-            )
-            return
+    after = mask.flip(1).cumsum(1).flip(1) == 0
+    for side, other, padded in (("left", "right", mask | after), ("right", "left", ~after)):
+        leak = None if bool(padded.all()) else _leak(recorder, padded)
+        if leak is None:
+            continue
+        elsewhere = _leak(recorder, padded.sort(dim=1, descending=side == "left").values)
+        advice = f"pad on the {other}" if elsewhere is None else "trace texts of different lengths one by one"
+        warnings.warn(
+            f"{side} padding reaches real tokens in this model: {leak}. Its operators reproduce that; {advice}.",
+            stacklevel=3,
+        )
+
+
+def _leak(recorder: Recorder, mask: Bool[Tensor, "batch length"]) -> str | None:
+    """Return what the first layer that lets this padding through says of it."""
+    found = (f.architecture.leak(f.module, mask) for f in recorder.layers if f.architecture and f.architecture.leak)
+    return next((leak for leak in found if leak is not None), None)
 
 
 def _mask(given: Mapping[str, Any], name: str) -> Bool[Tensor, "batch length"] | None:

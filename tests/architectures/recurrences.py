@@ -5,11 +5,15 @@ slopes and norms. The other is carried by what the first decided. Given the same
 layer's own output; given a fresh one to carry, it is the layer frozen on the first.
 """
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.trace import Layer
+
+MASKING = "apply_mask_to_padding_states"
 
 
 def convolve(kernel: Tensor, bias: Tensor | None, past: list[Tensor]) -> Tensor:
@@ -18,6 +22,18 @@ def convolve(kernel: Tensor, bias: Tensor | None, past: list[Tensor]) -> Tensor:
     for lag in range(min(kernel.shape[1], len(past))):
         total = total + kernel[:, -1 - lag] * past[-1 - lag]
     return total
+
+
+def masks_by_function(module: nn.Module) -> bool:
+    """Whether a host masks by a function of its file: some did not at first, and masked elsewhere."""
+    return hasattr(sys.modules[type(module).__module__], MASKING)
+
+
+def own_mask(module: nn.Module, mask: Tensor) -> Tensor:
+    """The real tokens as the host's own function takes them: older ones skip the mask of a single sequence."""
+    if not masks_by_function(module):
+        return mask
+    return getattr(sys.modules[type(module).__module__], MASKING)(torch.ones(*mask.shape, 1), mask)[..., 0] == 1
 
 
 def act(name: str, deciding: Tensor, carried: Tensor) -> Tensor:
@@ -35,9 +51,10 @@ def mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) ->
     decided, carries, outputs = [], [], []
     for t in range(deciding.shape[1]):
         real = mask[:, t, None].to(deciding.dtype)
-        own, gate = module.in_proj(deciding[:, t] * real).chunk(2, dim=-1)
-        decided.append(own)
-        carries.append(module.in_proj(carried[:, t] * real).chunk(2, dim=-1)[0])
+        enters, leaves = (real, 1) if masks_by_function(module) else (1, real)
+        own, gate = module.in_proj(deciding[:, t] * enters).chunk(2, dim=-1)
+        decided.append(own * leaves)
+        carries.append(module.in_proj(carried[:, t] * enters).chunk(2, dim=-1)[0] * leaves)
         convolved = convolve(kernel, conv_bias, decided)
         u = act(module.activation, convolved, convolved) * real
         v = act(module.activation, convolved, convolve(kernel, conv_bias, carries)) * real
@@ -45,7 +62,9 @@ def mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) ->
         delta = functional.softplus(module.dt_proj(step))
         state = torch.exp(delta[..., None] * rate) * state + (delta * v)[..., None] * key[:, None, :]
         read = (state * query[:, None, :]).sum(-1) + module.D * v
-        outputs.append(module.out_proj(read * functional.silu(gate)))
+        outputs.append(
+            module.out_proj(read * act("silu" if masks_by_function(module) else module.activation, gate, gate))
+        )
     return torch.stack(outputs, dim=1)
 
 
@@ -53,7 +72,8 @@ def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -
     """SSD with one decay a head, keys and queries shared by groups of heads, and a gated norm (LaTIM Eq. 13-14, 24)."""
     kernel, conv_bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
     inner, heads, groups, size = module.intermediate_size, module.num_heads, module.n_groups, module.ssm_state_size
-    low, high = module.time_step_limit
+    # Hosts that had no such function limited steps from below alone.
+    low, high = module.time_step_limit if masks_by_function(module) else (module.time_step_min, float("inf"))
     rate = -torch.exp(module.A_log)
     state = torch.zeros(deciding.shape[0], heads, inner // heads, size, dtype=deciding.dtype)
     # Consecutive heads share a group.
@@ -80,6 +100,8 @@ def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -
             read = (memory * query[:, :, None, :]).sum(-1) + module.D[:, None] * x
             reads.append(read.flatten(1) * functional.silu(gate))
         mixed[name] = torch.stack(reads, dim=1)
+    # The norm had no groups at first.
+    groups = inner // getattr(module.norm, "group_size", inner)
     square = mixed["deciding"].unflatten(-1, (groups, -1)).pow(2).mean(-1, keepdim=True)
     scale = torch.rsqrt(square + module.norm.variance_epsilon)
     normed = (mixed["carried"].unflatten(-1, (groups, -1)) * scale).flatten(-2)
@@ -115,4 +137,4 @@ def frozen(module: nn.Module, layer: Layer, carried: Tensor) -> Tensor:
     """Run a layer's recurrence frozen on what it saw in a trace, in float64."""
     mask = torch.ones(layer.input.shape[:2], dtype=torch.bool) if layer.mask is None else layer.mask
     with torch.no_grad():
-        return RECURRENCES[layer.architecture](module, layer.input.double(), carried.double(), mask)
+        return RECURRENCES[layer.architecture](module, layer.input.double(), carried.double(), own_mask(module, mask))

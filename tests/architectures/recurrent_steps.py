@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.architectures.recurrences import convolve
+from tests.architectures.recurrences import convolve, own_mask
 from unilinattn.trace import Layer
 
 
@@ -162,5 +162,5 @@ def frozen(module: nn.Module, layer: Layer, carried: Tensor, positions: Tensor |
     mask = torch.ones(batch, length, dtype=torch.bool) if layer.mask is None else layer.mask
     positions = torch.arange(length)[None] if positions is None else positions
     with torch.no_grad():
-        streams = Streams(layer.input.double(), carried.double(), mask, positions.expand(batch, -1))
+        streams = Streams(layer.input.double(), carried.double(), own_mask(module, mask), positions.expand(batch, -1))
         return STEPS[layer.architecture](module, streams)

@@ -8,6 +8,7 @@ import torch
 from tests.architectures.recurrences import RECURRENCES, frozen
 from unilinattn import trace
 from unilinattn.testing import HOSTS, Host, check_architecture, promoted, relative_error, tolerance
+from unilinattn.testing.versions import sides
 
 every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
 with_recurrence = pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_every_law_holds(host: Host) -> None:
     verdict = check_architecture(host.model(), host.inputs(), recurrence=recurrence)
     assert len(verdict.layers) == host.layers
     assert {layer.architecture for layer in verdict.layers} == {host.architecture}
-    assert verdict.masks == host.masks
+    assert verdict.masks == sides(host)
     for layer in verdict.layers:
         assert layer.errors["float32"] <= 1e-5
         assert layer.errors["float64"] <= 2e-6
@@ -43,8 +44,8 @@ def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> Non
         mask[-1, slice(0, pads) if side == "left" else slice(ids.shape[1] - pads, None)] = 0
         inputs["attention_mask"] = mask
     modules = dict(model.named_modules())
-    leaks = side is not None and not inputs["attention_mask"].all() and side not in host.masks
-    with pytest.warns(UserWarning, match="left padding") if leaks else nullcontext(), promoted():
+    leaks = side is not None and not inputs["attention_mask"].all() and side not in sides(host, host.batch)
+    with pytest.warns(UserWarning, match=f"{side} padding") if leaks else nullcontext(), promoted():
         layers = trace(model, inputs).layers
         for layer in layers:
             layer.operator  # noqa: B018  built while the host is promoted

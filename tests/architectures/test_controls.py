@@ -1,16 +1,17 @@
 """Adapters that make the mistakes that adapters make: the kit must refuse each, naming the laws that it breaks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.architectures.recurrences import frozen
 from tests.laws.test_operator_controls import Transposed
 from unilinattn import registry
-from unilinattn.architectures.call import Call
+from unilinattn.architectures.call import Call, padded_left
 from unilinattn.errors import UncoveredError
 from unilinattn.flow import Flow
 from unilinattn.mixers import Dense, DiagonalDecay, ScalarDecay
@@ -18,6 +19,7 @@ from unilinattn.stages import Branch, Chain, Mix, Scale, Stage, run
 from unilinattn.testing import LawViolation, check_architecture, examine
 from unilinattn.testing.checks import edited
 from unilinattn.testing.hosts import host
+from unilinattn.testing.hosts_reference import HOSTS as REFERENCE_HOSTS
 
 Edit = Callable[[Call, Chain], Chain]
 
@@ -153,7 +155,7 @@ def test_the_refusal_names_the_law_and_shows_the_table(
 ) -> None:
     break_adapter("mamba2", stagewise(without_mask))
     entry = host("mamba2")
-    with pytest.raises(LawViolation, match="padded on the left, batch of 3: law 'reconstruction'") as caught:
+    with pytest.raises(LawViolation, match="padded on the left, batch of 3: the operator") as caught:
         check_architecture(entry.model(), entry.inputs())
     assert caught.value.law == "reconstruction"
     printed = capsys.readouterr().out
@@ -162,12 +164,44 @@ def test_the_refusal_names_the_law_and_shows_the_table(
 
 
 def test_a_leak_that_no_adapter_admits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = registry.architectures()["mamba"]
-    monkeypatch.setitem(registry._hosts, CLASSES["mamba"], replace(sound, leak=None))
-    entry = host("mamba, biases")
+    sound = registry.architectures()["mamba2"]
+    monkeypatch.setitem(registry._hosts, CLASSES["mamba2"], replace(sound, leak=None))
+    entry = host("mamba2, biases")
     failures = examine(entry.model(), entry.inputs()).failures
     assert failures.keys() == {"leak"}
-    assert "padded on the left: law 'leak'" in failures["leak"]
+    assert "padded on the left, batch of 3: the host lets padding through" in failures["leak"]
+
+
+@pytest.mark.parametrize(
+    ("admitted", "what"),
+    [
+        ("left", "padded on the right, batch of 3: the host lets padding through, and no adapter says so"),
+        ("right", "padded on the left, batch of 3: the host lets padding through, and no adapter says so"),
+    ],
+)
+def test_a_leak_that_is_admitted_on_one_side_alone_is_refused(
+    admitted: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = registry.architectures()["vim"]
+    partial = lambda module, mask: "it leaks" if padded_left(mask) == (admitted == "left") else None  # noqa: E731
+    monkeypatch.setitem(registry._hosts, sound.hosts[0], replace(sound, leak=partial))
+    entry = next(host for host in REFERENCE_HOSTS if host.name == "vim, biases")
+    failures = examine(entry.model(), entry.inputs()).failures
+    assert failures.keys() == {"leak"}
+    assert what in failures["leak"]
+
+
+@pytest.mark.parametrize(("side", "batch"), [("right", 3), ("left", 1)])
+def test_a_leak_that_there_is_not_is_refused(side: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = registry.architectures()["s4d"]
+
+    def wrong(module: nn.Module, mask: Tensor) -> str | None:
+        return "it leaks" if (len(mask), padded_left(mask)) == (batch, side == "left") else None
+
+    monkeypatch.setitem(registry._hosts, sound.hosts[0], replace(sound, leak=wrong))
+    failures = examine(host("s4d").model(), host("s4d").inputs()).failures
+    assert failures.keys() == {"leak"}
+    assert f"padded on the {side}, batch of {batch}: the host keeps padding out, yet" in failures["leak"]
 
 
 def test_an_adapter_that_touches_the_model_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
@@ -179,6 +213,30 @@ def test_an_adapter_that_touches_the_model_is_refused(break_adapter: Callable[[s
     entry = host("mamba")
     failures = examine(entry.model(), entry.inputs(), padding=False).failures
     assert "requires_grad of the model changed" in failures["untouched"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "what"),
+    [(1.01, "what the traced model returned against what it returns by itself"), (1 + 2.0**-20, "bit for bit")],
+)
+@pytest.mark.parametrize("name", ["mamba", "llama, grouped queries"])
+def test_a_trace_that_changes_what_the_model_returns_is_refused(
+    name: str, factor: float, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = host(name)
+    sound = registry.architectures()[entry.architecture]
+
+    @contextmanager
+    def capture(model: nn.Module, mark: Callable[[nn.Module, object], None]) -> Iterator[None]:
+        handle = model.lm_head.register_forward_hook(lambda module, given, returned: returned * factor)
+        with sound.capture(model, mark) if sound.capture else nullcontext():
+            yield
+        handle.remove()
+
+    monkeypatch.setitem(registry._architectures, entry.architecture, replace(sound, capture=capture))
+    failures = examine(entry.model(), entry.inputs(), padding=False).failures
+    assert failures.keys() == {"output"}
+    assert what in failures["output"]
 
 
 def test_a_factor_that_is_not_a_number_is_no_pass(break_adapter: Callable[[str, Edit], None]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.architectures.recurrences import act, convolve
+from tests.architectures.recurrences import act, convolve, own_mask
 from unilinattn import trace
 from unilinattn.architectures import Call
 from unilinattn.architectures.delta_rule import kimi_delta
@@ -15,6 +15,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.standins import through_operators
 from unilinattn.testing import Host, check_architecture, promoted, relative_error, tolerance
 from unilinattn.testing.hosts_delta import HOSTS
+from unilinattn.testing.versions import sides
 
 every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
 one_of_each = pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_every_law_holds_and_layers_stand_in_order(host: Host) -> None:
     expected = [linear if kind == "linear_attention" else full for kind in model.config.layer_types]
     assert [layer.kind for layer in verdict.layers] == expected
     assert len(verdict.layers) == host.layers
-    assert verdict.masks == (host.masks if padding else None)
+    assert verdict.masks == (sides(host) if padding else None)
     for layer in verdict.layers:
         assert layer.errors["float32"] <= 1e-5
         assert layer.errors["float64"] <= 2e-6
@@ -70,7 +71,7 @@ def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> Non
             op, limit = layer.operator, tolerance("reconstruction", torch.float64)
             real = torch.ones(ids.shape, dtype=torch.bool) if layer.mask is None else layer.mask
             # A single token takes no mask: the hosts pass none on.
-            shown = real if ids.shape[1] > 1 else torch.ones_like(real)
+            shown = own_mask(modules[layer.name], real) if ids.shape[1] > 1 else torch.ones_like(real)
             paper = delta_rule(modules[layer.name], layer.input, layer.input, shown) * real[..., None]
             materialized = (op.contributions(range(ids.shape[1])).sum(2) + op.bias) * real[..., None]
             assert relative_error(paper, layer.output * real[..., None]) <= limit
@@ -134,7 +135,11 @@ def delta_rule(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tenso
     One stream decides queries, keys, strengths, decays, slopes, norm and gate; the other is carried.
     """
     project = PROJECTIONS[type(module).__name__]
-    kernel = module.conv1d.weight.squeeze(1)
+    # One host has a convolution each for queries, keys and values in its first version.
+    first = [module.q_conv1d, module.k_conv1d, module.v_conv1d] if hasattr(module, "v_conv1d") else [module.conv1d]
+    kernel = torch.cat([conv.weight for conv in first]).squeeze(1)
+    # Older hosts use SiLU whatever their configuration names.
+    activation = "silu" if hasattr(module, "causal_conv1d_fn") else getattr(module, "activation", "silu")
     norm = module.norm if hasattr(module, "norm") else module.o_norm
     decided, carries, outputs, memories = [], [], [], None
     for t in range(deciding.shape[1]):
@@ -144,8 +149,8 @@ def delta_rule(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tenso
         carries.append(torch.cat([query, key, project(module, carried[:, t] * real)[2]], dim=-1))
         convolved = convolve(kernel, None, decided)
         sizes = [query.shape[-1], key.shape[-1], value.shape[-1]]
-        q, k, u = act(module.activation, convolved, convolved).split(sizes, dim=-1)
-        v = act(module.activation, convolved, convolve(kernel, None, carries)).split(sizes, dim=-1)[2]
+        q, k, u = act(activation, convolved, convolved).split(sizes, dim=-1)
+        v = act(activation, convolved, convolve(kernel, None, carries)).split(sizes, dim=-1)[2]
         heads = strength.shape[-1]
         state = log_decay.shape[-1] if log_decay.ndim == 3 else module.head_k_dim
         q, k = (x.unflatten(-1, (-1, state)) for x in (q, k))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.architectures import recurrences
-from tests.architectures.recurrences import act, convolve
+from tests.architectures.recurrences import act, convolve, masks_by_function, own_mask
 from unilinattn import trace
 from unilinattn.architectures.call import Call
 from unilinattn.errors import UncoveredError
@@ -18,6 +18,7 @@ from unilinattn.mixers import DiagonalDecay
 from unilinattn.registry import architecture_of
 from unilinattn.testing import Host, check_architecture, check_mixer, promoted, relative_error, tolerance
 from unilinattn.testing.hosts_mamba import HOSTS
+from unilinattn.testing.versions import sides
 from unilinattn.trace import Layer
 
 every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
@@ -35,7 +36,7 @@ def test_every_law_holds(host: Host) -> None:
     verdict = check_architecture(host.model(), host.inputs())
     assert len(verdict.layers) == host.layers
     assert {layer.architecture for layer in verdict.layers} - {"attention"} == {host.architecture}
-    assert verdict.masks == host.masks
+    assert verdict.masks == sides(host)
     for layer in verdict.layers:
         assert layer.errors["float32"] <= 1e-5
         assert layer.errors["float64"] <= 2e-6
@@ -51,7 +52,7 @@ def test_recurrence_operator_and_host_agree_on_a_padded_batch(host: Host) -> Non
     if host.batch > 1:
         mask[0, ids.shape[1] - pads :] = 0
     modules = dict(model.named_modules())
-    leaks = pads > 0 and "left" not in host.masks
+    leaks = pads > 0 and "left" not in sides(host, host.batch)
     with pytest.warns(UserWarning, match="left padding") if leaks else nullcontext(), promoted():
         layers = trace(model, {"input_ids": ids, "attention_mask": mask}).layers
     recurrent = [layer for layer in layers if layer.architecture != "attention"]
@@ -185,9 +186,10 @@ def s6(
     decided, carries, outputs = [], [], []
     for t in range(deciding.shape[1]):
         real = mask[:, t, None].to(deciding.dtype)
-        own, gate = project(deciding[:, t] * real)
-        decided.append(own)
-        carries.append(project(carried[:, t] * real)[0])
+        enters, leaves = (real, 1) if masks_by_function(module) else (1, real)
+        own, gate = project(deciding[:, t] * enters)
+        decided.append(own * leaves)
+        carries.append(project(carried[:, t] * enters)[0] * leaves)
         convolved = convolve(kernel, bias, decided)
         u = act(module.activation, convolved, convolved) * real
         v = act(module.activation, convolved, convolve(kernel, bias, carries)) * real
@@ -303,4 +305,4 @@ def frozen(module: nn.Module, layer: Layer, carried: Tensor, real: Tensor) -> Te
     """Run a layer's recurrence frozen on what it saw in a trace; padded positions are zero."""
     run = partial(RECURRENCES[layer.architecture], module, layer.input)
     with torch.no_grad():
-        return run(carried, real) * real[..., None]
+        return run(carried, own_mask(module, real)) * real[..., None]

@@ -108,17 +108,36 @@ def test_padding_that_the_host_lets_through_is_reconstructed(name: str, side: st
         mask = torch.ones_like(ids)
         mask[-1, slice(0, 2) if side == "left" else slice(host.length - 2, None)] = 0
         with promoted(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "left padding reaches real tokens")
+            warnings.filterwarnings("ignore", f"{side} padding reaches real tokens")
             for layer in trace(host.model().double(), {"input_ids": ids, "attention_mask": mask}).layers:
                 assert torch.equal(layer.mask, mask.bool())
                 assert layer.operator.reconstruction_error() <= tolerance("reconstruction", torch.float64)
 
 
-def test_vim_warns_of_padding_where_it_has_biases() -> None:
-    padded = {"input_ids": torch.randint(VOCABULARY, (1, 6)), "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}
-    with pytest.warns(UserWarning, match="on either side of a text"):
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_vim_warns_of_padding_on_either_side_where_it_has_biases(side: str) -> None:
+    real = [0, 1, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 1, 0]
+    padded = {"input_ids": torch.randint(VOCABULARY, (1, 6)), "attention_mask": torch.tensor([real])}
+    with pytest.warns(
+        UserWarning, match=f"^{side} padding reaches real tokens .*; trace texts .* one by one"
+    ) as caught:
         trace(_language(BiMamba), padded)
+    assert len(caught) == 1
     trace(_language(BiMamba, conv_bias=False), padded)
+
+
+@pytest.mark.parametrize(
+    ("real", "warned"), [([0, 1, 1, 1], True), ([1, 0, 1, 1], True), ([1, 1, 1, 0], False), ([1, 1, 1, 1], False)]
+)
+def test_padding_that_leaks_before_real_tokens_is_put_behind_them(real: list[int], warned: bool) -> None:
+    padded = {"input_ids": torch.randint(VOCABULARY, (1, 4)), "attention_mask": torch.tensor([real])}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trace(_language(GSS), padded)
+    expected = "left padding reaches real tokens in this model: the bias of the norm"
+    assert [str(w.message).startswith(expected) and str(w.message).endswith("pad on the right.") for w in caught] == [
+        True
+    ] * warned
 
 
 def test_softmax_dss_warns_that_padding_changes_its_kernel() -> None:

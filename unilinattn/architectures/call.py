@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from unilinattn.errors import UncoveredError
@@ -131,11 +131,27 @@ def masks_by_function(module: nn.Module) -> bool:
     return _beside(module, MASKING) is not None
 
 
-def projection_leak(module: nn.Module) -> str | None:
-    """Tell how padding leaks where a convolution reads what a biased projection makes of masked tokens."""
-    if getattr(module, "in_proj").bias is None:  # noqa: B009  a Module's attributes have no type
+def padded_left(mask: Bool[Tensor, "batch length"]) -> bool:
+    """Tell whether padding stands before real tokens: what stands after them reaches none in a causal layer."""
+    return bool((~mask[:, :-1] & mask[:, 1:]).any())
+
+
+def unmasked_leak(module: nn.Module, mask: Bool[Tensor, "batch length"]) -> str | None:
+    """Tell how padding leaks where a causal host's own function does not mask it: older ones skip a single sequence."""
+    apply = _beside(module, MASKING)
+    if apply is None or not padded_left(mask):
         return None
-    return "its input projection has a bias, which the convolution reads at padded positions"
+    if torch.equal(apply(torch.ones(*mask.shape, 1), mask.long())[..., 0], mask.float()):
+        return None
+    return f"{type(module).__name__} of {package_version(module)} does not mask a batch of {len(mask)}"
+
+
+def projection_leak(module: nn.Module, mask: Bool[Tensor, "batch length"]) -> str | None:
+    """Tell how padding leaks where a convolution reads what a biased projection makes of masked tokens."""
+    bias = getattr(module, "in_proj").bias  # noqa: B009  a Module's attributes have no type
+    if bias is not None and padded_left(mask):
+        return "its input projection has a bias, which the convolution reads at padded positions"
+    return unmasked_leak(module, mask)
 
 
 def _beside(module: nn.Module, name: str) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call, Host
+from unilinattn.architectures.call import Call, Host, unmasked_leak
 from unilinattn.errors import UncoveredError, nearest
 from unilinattn.flow import Flow, silu
 from unilinattn.mixers import DeltaRule
@@ -20,6 +20,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "swish": silu, "s
     "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet",
     name="qwen3_next",
     kind="gated DeltaNet",
+    leak=unmasked_leak,
 )
 def qwen3_next(call: Call) -> Flow:
     """Gated delta rule as Qwen3-Next runs it: two fused projections, their rows grouped by key head.
@@ -51,6 +52,7 @@ def qwen3_next(call: Call) -> Flow:
     "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
     name="qwen3_5",
     kind="gated DeltaNet",
+    leak=unmasked_leak,
 )
 def qwen3_5(call: Call) -> Flow:
     """Gated delta rule as Qwen3.5 runs it: queries, keys and values from one projection, the rest from one each.
@@ -76,6 +78,7 @@ def qwen3_5(call: Call) -> Flow:
     "transformers.models.olmo_hybrid.modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
     name="olmo_hybrid",
     kind="gated DeltaNet",
+    leak=unmasked_leak,
 )
 def olmo_hybrid(call: Call) -> Flow:
     """Gated delta rule as OlmoHybrid runs it: a projection each, strengths up to 2 (negative eigenvalues).
@@ -104,6 +107,7 @@ def olmo_hybrid(call: Call) -> Flow:
     "transformers.models.glm5_next.modeling_glm5_next.Glm5NextTextLinearAttention",
     name="kimi_delta",
     kind="Kimi delta attention (KDA)",
+    leak=unmasked_leak,
 )
 def kimi_delta(call: Call) -> Flow:
     """Kimi delta attention: a delta rule whose memory decays coordinate by coordinate, and a sigmoid output gate.

@@ -1,19 +1,26 @@
 """Griffin: the real-gated linear recurrent unit (RG-LRU) between a short convolution and a gate."""
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call, host_function
+from unilinattn.architectures.call import Call, host_function, padded_left
 from unilinattn.flow import Flow
 from unilinattn.mixers import DiagonalDecay
 from unilinattn.registry import register_architecture
 
 
-def _leak(block: nn.Module) -> str | None:
-    if block.conv1d_width == 1:
+def _leak(block: nn.Module, mask: Tensor) -> str | None:
+    if block.conv1d_width == 1 or not padded_left(mask):
         return None
     return "its recurrent blocks do not mask, and their convolutions read padded positions"
+
+
+def _extras(block: nn.Module) -> int:
+    """Count what a block returns beside its output: nothing, before the attention next to it joined the interface."""
+    return int(hasattr(sys.modules[type(block).__module__], "eager_attention_forward"))
 
 
 @register_architecture(
@@ -21,7 +28,7 @@ def _leak(block: nn.Module) -> str | None:
     name="griffin",
     kind="Griffin (RG-LRU)",
     leak=_leak,
-    extras=1,
+    extras=_extras,
 )
 def griffin(call: Call) -> Flow:
     """RG-LRU as RecurrentGemma runs it: h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t, one head a channel.

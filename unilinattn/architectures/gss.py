@@ -1,15 +1,17 @@
 """GSS: a narrow fixed convolution whose widened output is gated."""
 
+from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call
+from unilinattn.architectures.call import Call, padded_left
 from unilinattn.flow import Flow
 from unilinattn.mixers import Toeplitz
 from unilinattn.registry import register_architecture
 
 
-def _leak(module: object) -> str:
-    return "the bias of the norm inside its state space model is not zero at padded positions"
+def _leak(module: object, mask: Tensor) -> str | None:
+    leaks = padded_left(mask)
+    return "the bias of the norm inside its state space model is not zero at padded positions" if leaks else None
 
 
 @register_architecture("unilinattn.models.gss.GSS", name="gss", kind="GSS (fixed mixer)", leak=_leak)

@@ -2,14 +2,14 @@
 
 from torch import Tensor
 
-from unilinattn.architectures.call import Call
+from unilinattn.architectures.call import Call, padded_left
 from unilinattn.flow import Flow
 from unilinattn.mixers import Toeplitz, ToeplitzLowRank
 from unilinattn.registry import register_architecture
 
 
-def _leak(module: object) -> str:
-    return "the biases of its projections make keys and values of padded positions"
+def _leak(module: object, mask: Tensor) -> str | None:
+    return "the biases of its projections make keys and values of padded positions" if padded_left(mask) else None
 
 
 @register_architecture("unilinattn.models.hyena.Hyena", name="hyena", kind="Hyena (long convolutions)", leak=_leak)

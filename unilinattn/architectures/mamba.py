@@ -12,9 +12,9 @@ from unilinattn.mixers import DiagonalDecay
 from unilinattn.registry import register_architecture
 
 
-def leak(module: nn.Module) -> str | None:
+def leak(module: nn.Module, mask: Tensor) -> str | None:
     """Tell how padding leaks: not where the host masks what its projection returned, as it once did."""
-    return projection_leak(module) if masks_by_function(module) else None
+    return projection_leak(module, mask) if masks_by_function(module) else None
 
 
 @register_architecture(

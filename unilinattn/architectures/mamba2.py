@@ -65,6 +65,11 @@ def falcon_h1(call: Call) -> Flow:
     LaTIM Eq. 13-14 and 24-25; the multipliers are folded into the projection, and the norm may be missing.
     """
     host, weight = call.host, call.weight
+    if call.output is not None and call.output.shape[1] != call.input.shape[1]:
+        raise UncoveredError(
+            f"{call.name} ({type(call.module).__name__} of {package_version(call.module)}) returns "
+            f"{call.output.shape[1]} tokens for {call.input.shape[1]}. Trace several tokens, or use a newer version."
+        )
     multipliers, bias = weight(host.mup_vector).flatten(), call.cast(host.in_proj.bias)
     projection = weight(host.in_proj.weight) * host.ssm_in_multiplier * multipliers[:, None]
     flow, gate = _mixed(call, projection, None if bias is None else bias * multipliers, host.time_step_limit)

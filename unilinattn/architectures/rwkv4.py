@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call
+from unilinattn.architectures.call import Call, padded_left
 from unilinattn.flow import Flow
 from unilinattn.mixers import NormalizedExponential
 from unilinattn.registry import register_architecture
@@ -40,8 +40,8 @@ def stand_ins(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Itera
         yield
 
 
-def _leak(layer: nn.Module) -> str:
-    return "the model takes no notice of its attention mask"
+def _leak(layer: nn.Module, mask: Tensor) -> str | None:
+    return "the model takes no notice of its attention mask" if padded_left(mask) else None
 
 
 @register_architecture(

@@ -34,10 +34,10 @@ def s4(call: Call) -> Flow:
     return _gated_output(flow, call.weight(linear.weight), call.weight(linear.bias))
 
 
-def _kernel_of_padded_length(module: nn.Module) -> str | None:
+def _kernel_of_padded_length(module: nn.Module, mask: Tensor) -> str | None:
     if module.get_submodule("kernel").version != "softmax":
         return None
-    return "its softmax kernel is normalised over the padded length, so that padding on either side changes it"
+    return "its softmax kernel is normalised over the padded length, so that padding changes it"
 
 
 @register_architecture("unilinattn.models.dss.DSS", name="dss", kind="DSS (fixed mixer)", leak=_kernel_of_padded_length)

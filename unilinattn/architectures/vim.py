@@ -11,11 +11,11 @@ from unilinattn.registry import register_architecture
 from unilinattn.stages import Mix
 
 
-def _leak(module: nn.Module) -> str | None:
+def _leak(module: nn.Module, mask: Tensor) -> str | None:
     layers = [module.get_submodule(name) for name in ("in_proj", "conv1d", "conv1d_b")]
     if all(layer.bias is None for layer in layers):
         return None
-    return "biases before its scans are not zero at padded positions, on either side of a text"
+    return "biases before its scans are not zero at padded positions, and it reads a text from both ends"
 
 
 @register_architecture("unilinattn.models.vim.BiMamba", name="vim", kind="ViM (bidirectional S6)", leak=_leak)

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call, host_function
+from unilinattn.architectures.call import Call, host_function, padded_left
 from unilinattn.errors import UncoveredError
 from unilinattn.flow import Flow
 from unilinattn.mixers import MLSTM
 from unilinattn.registry import register_architecture
 
 
-def _leak(layer: nn.Module) -> str:
-    return "its memory takes in padded tokens like any other"
+def _leak(layer: nn.Module, mask: Tensor) -> str | None:
+    return "its memory takes in padded tokens like any other" if padded_left(mask) else None
 
 
 @register_architecture(

@@ -21,11 +21,11 @@ GROWTH = 2.3
 
 
 class LawViolation(AssertionError):
-    """A law does not hold; `law` is its name."""
+    """A law does not hold; `law` is its name, `reason` says why."""
 
-    def __init__(self, law: str, message: str) -> None:
-        super().__init__(f"law {law!r} does not hold: {message}")
-        self.law = law
+    def __init__(self, law: str, reason: str) -> None:
+        super().__init__(f"law {law!r} does not hold: {reason}")
+        self.law, self.reason = law, reason
 
 
 def require(law: str, holds: bool, message: str) -> None:
@@ -86,6 +86,18 @@ def without_matrices(operator: MixerOperator, law: str) -> MixerOperator:
         return replace(stage, mixer=matrix_free(stage.mixer, law)) if isinstance(stage, Mix) else stage
 
     return variant(operator, chains={port: edited(chain, edit) for port, chain in operator.chains.items()})
+
+
+def outputs(returned: Any) -> list[Tensor]:
+    """Return the floating-point tensors in what a model returned, in order."""
+    if isinstance(returned, Tensor):
+        return [returned] if returned.is_floating_point() else []
+    if isinstance(returned, Mapping):
+        inner: Any = returned.values()
+    else:
+        inner = returned if isinstance(returned, (tuple, list)) else vars(returned).values()
+    parts = (part for part in inner if isinstance(part, (Tensor, Mapping, tuple, list)))
+    return [tensor for part in parts for tensor in outputs(part)]
 
 
 class Operations(TorchDispatchMode):

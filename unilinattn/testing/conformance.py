@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from unilinattn.errors import UnilinattnError
 from unilinattn.operator import MixerOperator
-from unilinattn.testing.checks import LawViolation, left_as_found, require, require_close
+from unilinattn.recorder import host_arguments
+from unilinattn.testing.checks import LawViolation, left_as_found, outputs, require, require_close
 from unilinattn.testing.laws import HOST_LAWS, OPERATOR_LAWS, precision, reconstruction, recurrence
 from unilinattn.testing.laws import padding as padding_law
 from unilinattn.testing.promote import promoted
@@ -85,8 +86,8 @@ class Verdict:
             lines.append(f"  {layer.name}  {layer.host} as {layer.architecture} ({layer.kind})")
             lines.append(f"    reconstruction error: {errors}")
             lines.append(f"    held: {', '.join(dict.fromkeys(layer.passed)) or 'none'}")
-            lines += [f"    BROKEN {reason}" for reason in layer.failed.values()]
-        lines += [f"  BROKEN {reason}" for reason in self.failed.values()]
+            lines += [f"    BROKEN {law}: {reason}" for law, reason in layer.failed.items()]
+        lines += [f"  BROKEN {law}: {reason}" for law, reason in self.failed.items()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -152,6 +153,8 @@ class _Examination:
             for layer in found.layers:
                 with self._noting(None, "build"):
                     layer.operator  # noqa: B018
+        with self._noting(None, "output"):
+            _require_own_output(host, self._cast(dtype), found, tolerance("reconstruction", dtype))
         again = trace(host, self._cast(dtype))
         limit = tolerance("reconstruction", dtype)
         for k, (layer, second) in enumerate(zip(found.layers, again.layers, strict=True)):
@@ -231,7 +234,7 @@ class _Examination:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             batch = _promoted_trace(self.double, {"input_ids": ids, "attention_mask": real.long()})
-        warned = any("padding" in str(warning.message) for warning in caught)
+        warned = any(f"{side} padding" in str(warning.message) for warning in caught)
         leaks = False
         for k, layer in enumerate(batch.layers):
             where = f"padded on the {side}, batch of {len(sequences)}"
@@ -250,10 +253,7 @@ class _Examination:
             with self._noting(k, "padding", where):
                 padding_law(layer.operator, real, tolerance("law", torch.float64))
                 _require_unpadded(layer, real, singles, k)
-        if side == "right":
-            # Tracing warns of padding on the left alone; on the right the verdict's `masks` tells.
-            return
-        with self._noting(None, "leak", f"padded on the {side}"):
+        with self._noting(None, "leak", f"padded on the {side}, batch of {len(sequences)}"):
             message = "the host lets padding through, and no adapter says so by its `leak`."
             if warned:
                 message = "the host keeps padding out, yet an adapter's `leak` warns of it."
@@ -277,8 +277,8 @@ class _Examination:
         try:
             yield
         except (LawViolation, UnilinattnError) as error:
-            name = error.law if isinstance(error, LawViolation) else law
-            of.failed.setdefault(name, f"{where}: {error}" if where else str(error))
+            name, reason = (error.law, error.reason) if isinstance(error, LawViolation) else (law, str(error))
+            of.failed.setdefault(name, f"{where}: {reason}" if where else reason)
         else:
             if isinstance(of, LayerVerdict) and law != "build":
                 of.passed.append(law)
@@ -310,6 +310,28 @@ def _require_unpadded(layer: Layer, real: Bool[Tensor, "batch length"], singles:
         ):
             what = f"{name} of sequence {b} in the batch against it alone"
             require_close("padding", got, expected, limit, what, scale=scale)
+
+
+def _require_own_output(model: nn.Module, inputs: Any, found: Trace, limit: float) -> None:
+    """Hold a traced run to what the model returns by itself.
+
+    Bit for bit, with attention in the eager form in which it is traced; to a tolerance where the model's own choice is
+    another function, which rounds in another order.
+    """
+    given = host_arguments(model, inputs)
+    eager = copy.deepcopy(model)
+    choose = getattr(eager, "set_attn_implementation", None)
+    if choose is not None:
+        choose("eager")
+    with torch.no_grad():
+        # A copy, because some hosts change their own weights when they run.
+        own, plain = outputs(copy.deepcopy(model)(**given)), outputs(eager(**given))
+    traced = outputs(found.output)
+    for got, expected in zip(traced, own, strict=True):
+        what = "what the traced model returned against what it returns by itself"
+        require_close("output", got.reshape(1, -1), expected.reshape(1, -1), limit, what)
+    same = all(torch.equal(got, expected) for got, expected in zip(traced, plain, strict=True))
+    require("output", same, "the traced model does not return, bit for bit, what it returns by itself.")
 
 
 def _require_bias_without_output(layer: Layer) -> None:

@@ -1,7 +1,8 @@
 """`python -m unilinattn.testing.coverage [--check]`: run every tiny host, and keep the tables of the docs true.
 
 Each configuration of each table of hosts is run and measured. The record of all runs is `docs/coverage.json`; the pages
-are written from it. A host whose package is not installed is not run: its record stays as the last run left it.
+are written from it. A host whose package is not installed is not run: its record stays as the last run left it; one
+that the installed version cannot trace is recorded with the reason.
 """
 
 import argparse
@@ -37,8 +38,10 @@ from unilinattn.scopes import SCOPES
 from unilinattn.stages import Mix, walk
 from unilinattn.testing import coverage_pages
 from unilinattn.testing.hosts import Host
+from unilinattn.testing.hybrids import listed
 from unilinattn.testing.promote import promoted
 from unilinattn.testing.tolerances import relative_error, tolerance
+from unilinattn.testing.versions import Unavailable, model_of, trace_of
 from unilinattn.trace import Layer, Trace, trace
 
 RECORD = Path("docs/coverage.json")
@@ -68,20 +71,23 @@ def tables() -> dict[str, tuple[Host, ...]]:
 
 
 def measure(host: Host) -> dict[str, Any] | None:
-    """Run one configuration and return what was found, None if its package is not installed or lacks the class.
+    """Run one configuration and return what was found, None if its package is not installed.
 
-    Errors are reconstruction errors, the worst over the layers of each adapter.
+    Errors are reconstruction errors, the worst over the layers of each adapter. Where the installed version cannot be
+    traced, what is found is why.
     """
     try:
-        model = host.model()
-    except (ImportError, AttributeError) as error:
-        if _is_missing(error):
-            return None
-        raise
+        model = model_of(host)
+        with _watching(model) as paths:
+            found = trace_of(host, model)
+    except Unavailable as reason:
+        return {"environment": reason.environment, "left_out": str(reason)}
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("unilinattn"):
+            raise
+        return None
     inputs = host.inputs()
     package = type(model).__module__.split(".")[0]
-    with _watching(model) as paths:
-        found = trace(model, inputs)
     layers = {name: _described(group, paths) for name, group in _by_architecture(found).items()}
     runs, reference, limit = {"float32": found}, found, tolerance("padding", torch.float32)
     if package not in FLOAT32_KERNELS:
@@ -93,6 +99,8 @@ def measure(host: Host) -> dict[str, Any] | None:
     for how, run in runs.items():
         for name, group in _by_architecture(run).items():
             layers[name][how] = _worst(group)
+    exact = {how: run for how, run in runs.items() if how != "bfloat16"}
+    hybrid = None if package in FLOAT32_KERNELS else listed(exact)
     return {
         "environment": "unilinattn" if package == "unilinattn" else package_version(model),
         "architecture": host.architecture,
@@ -100,6 +108,7 @@ def measure(host: Host) -> dict[str, Any] | None:
         "length": host.length,
         "padding": _sides(model, inputs, reference, limit),
         "layers": layers,
+        **({} if hybrid is None else {"model": type(model).__name__, "hybrid": hybrid}),
     }
 
 
@@ -237,13 +246,6 @@ def _is_table(name: str) -> bool:
     return name == "hosts" or name.startswith("hosts_")
 
 
-def _is_missing(error: ImportError | AttributeError) -> bool:
-    """Whether a host could not be built because its package, or a class in that version of it, is not there."""
-    if isinstance(error, ImportError):
-        return not (error.name or "").startswith("unilinattn")
-    return str(error).startswith("module ")
-
-
 def _by_architecture(found: Trace) -> dict[str, list[Layer]]:
     groups: dict[str, list[Layer]] = {}
     for layer in found.layers:
@@ -376,7 +378,7 @@ def _watching(model: nn.Module) -> Iterator[dict[str, set[str]]]:
 def _inexact(name: str, found: Mapping[str, Any]) -> list[str]:
     return [
         f"{name}: {architecture} has a {how} error of {layer[how]:.1e}, above {limit:.0e}"
-        for architecture, layer in found["layers"].items()
+        for architecture, layer in found.get("layers", {}).items()
         for how in ("float32", "float64")
         if (limit := tolerance("reconstruction", getattr(torch, how))) < (layer.get(how) or 0)
     ]

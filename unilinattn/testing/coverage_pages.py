@@ -2,6 +2,7 @@
 
 import collections.abc
 import difflib
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from unilinattn.methods import options as option_models
 from unilinattn.methods.options import Options
 from unilinattn.registry import Architecture, Method, architectures, methods
 from unilinattn.scopes import SCOPES
+from unilinattn.testing import hybrids
 from unilinattn.testing.hosts import Host
 
 Record = Mapping[str, Mapping[str, Any]]
 """Runs by environment, as `coverage` keeps them."""
 
 README, COVERAGE, METHODS = Path("README.md"), Path("docs/coverage.md"), Path("docs/methods")
+HYBRIDS = Path("docs/hybrids.md")
 DTYPES = ("float32", "float64", "bfloat16")
 FEW = 3
 """Host classes that a row of the short table names."""
@@ -31,9 +34,10 @@ Every row was run, on real classes with small random weights: the worst reconstr
 ||op(x) - y|| / ||y|| over the configurations and layers listed, against what the host itself computed. `float64` is
 against the host with every float32 that it forces turned into float64. In `bfloat16` the operator computes in float32
 from the host's rounded weights and inputs, so what is left is the rounding of the host. A scope stands where every
-configuration supports it; *padding* is the side on which the host itself keeps padding out of real tokens; *way* names
-the functions that computed the layer, beside its own `forward`. Packages of Triton kernels run in float32 alone; in
-float64 the tests compare their adapters with the recurrence of each paper.
+configuration supports it; *padding* is the side on which the host itself keeps padding out of real tokens, in the
+newest version; *way* names the functions that computed the layer, beside its own `forward`; *since* is the oldest
+version of its package with which the row was run, and which classes were run with a newer one alone. Packages of Triton
+kernels run in float32 alone; in float64 the tests compare their adapters with the recurrence of each paper.
 
 This page is written by `python -m unilinattn.testing.coverage` from [coverage.json](coverage.json), the record of the
 runs; `--check` tells whether it is stale.
@@ -42,7 +46,8 @@ runs; `--check` tells whether it is stale.
 
 def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> tuple[dict[Path, str], list[str]]:
     """Return the text that each file should have, and what keeps a file from being written, in words."""
-    texts = {COVERAGE: _coverage(record, tables)}
+    newest = [(name, record[name]["runs"]) for name in sorted(record, key=_release, reverse=True)]
+    texts = {COVERAGE: _coverage(record, tables), HYBRIDS: hybrids.page(newest)}
     problems: list[str] = []
     readme = {"coverage": _short_table(record), "methods": _methods_table()}
     sections = {README: readme} | {
@@ -147,8 +152,10 @@ def _short_table(record: Record) -> str:
         classes = [*list(found.hosts)[:FEW], *([f"{len(found.hosts) - FEW} more"] if len(found.hosts) > FEW else [])]
         errors = (found.error("float32"), found.error("float64"))
         kinds, structures = ", ".join(found.kinds), ", ".join(found.structures)
-        rows.append((architecture, kinds, structures, *errors, f"{package}: {', '.join(classes)}"))
-    return _table(("architecture", "mixes tokens by", "structure", "float32 error", "float64 error", "hosts"), rows)
+        since = found.oldest if not found.later else f"{found.oldest} ({sum(map(len, found.later.values()))} later)"
+        rows.append((architecture, kinds, structures, *errors, f"{package}: {', '.join(classes)}", since))
+    heads = ("architecture", "mixes tokens by", "structure", "float32 error", "float64 error", "hosts", "since")
+    return _table(heads, rows)
 
 
 def _coverage(record: Record, tables: Mapping[str, Sequence[Host]]) -> str:
@@ -165,14 +172,14 @@ def _coverage(record: Record, tables: Mapping[str, Sequence[Host]]) -> str:
                 *map(found.error, DTYPES),
                 found.padding,
                 ", ".join(f"`{name}`" for name in found.paths) or "`forward`",
-                ", ".join(found.versions),
+                found.since,
             )
         )
         details.append(f"- **{architecture}** ({package}): {'; '.join(found.configurations)}.")
     heads = ("architecture", "mixes tokens by", "structure", "host classes", "scopes", *DTYPES)
-    parts = [_HEAD, _table((*heads, "padding", "way", "run with"), rows), ""]
+    parts = [_HEAD, _table((*heads, "padding", "way", "since"), rows), ""]
     never = [name for name in own_architectures() if name not in {row[0] for row in found_rows}]
-    ran = {name for entry in record.values() for name in entry["runs"]}
+    ran = {name for entry in record.values() for name in entry["runs"] if "layers" in entry["runs"][name]}
     unrun = {
         table: [host.name for host in hosts if f"{table}/{host.name}" not in ran] for table, hosts in tables.items()
     }
@@ -185,10 +192,26 @@ def _coverage(record: Record, tables: Mapping[str, Sequence[Host]]) -> str:
     for environment, entry in sorted(record.items()):
         machine = entry["machine"]
         parts.append(
-            f"- **{environment}**: {len(entry['runs'])} configurations, torch {machine['torch']}, "
+            f"- **{environment}**: {len(_ran(entry))} configurations, torch {machine['torch']}, "
             f"Python {machine['python']}, {machine['machine']}."
         )
+    parts += [line for environment, entry in sorted(record.items()) for line in _left_out(environment, entry)]
     return "\n".join([*parts, ""])
+
+
+def _ran(entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {name: run for name, run in entry["runs"].items() if "left_out" not in run}
+
+
+def _left_out(environment: str, entry: Mapping[str, Any]) -> list[str]:
+    """List what a version could not be traced with, by reason, nothing where there is none."""
+    reasons: dict[str, list[str]] = {}
+    for name, run in entry["runs"].items():
+        if "left_out" in run:
+            reasons.setdefault(run["left_out"], []).append(name.partition("/")[2])
+    if not reasons:
+        return []
+    return ["", f"### Left out with {environment}", "", *(f"- {'; '.join(n)}: {why}." for why, n in reasons.items())]
 
 
 @dataclass
@@ -200,28 +223,47 @@ class _Row:
     structures: dict[str, None] = field(default_factory=dict)
     paths: dict[str, None] = field(default_factory=dict)
     configurations: dict[str, None] = field(default_factory=dict)
-    versions: dict[str, None] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
     scopes: list[str] = field(default_factory=lambda: list(SCOPES))
     errors: dict[str, float] = field(default_factory=dict)
     sides: list[Sequence[str] | None] = field(default_factory=list)
 
     def add(self, version: str, name: str, run: Mapping[str, Any], layer: Mapping[str, Any], *, own: bool) -> None:
-        """Take in one configuration; `own` tells whether its host is in the table for this adapter."""
+        """Take in one configuration, those of older versions later; `own` tells whether its padding is this row's."""
         for known, more in (
             (self.hosts, layer["hosts"]),
             (self.kinds, layer["kind"]),
             (self.structures, layer["structure"]),
             (self.paths, layer["path"]),
             (self.configurations, [f"{name.partition('/')[2]} ({run['batch']} x {run['length']})"]),
-            (self.versions, [version]),
         ):
             known.update(dict.fromkeys(more))
+        self.versions.update(dict.fromkeys(layer["hosts"], version))
         self.scopes = [scope for scope in self.scopes if scope in layer["scopes"]]
         for how in DTYPES:
             if layer.get(how) is not None:
                 self.errors[how] = max(self.errors.get(how, 0.0), layer[how])
         if own:
             self.sides.append(run["padding"])
+
+    @property
+    def oldest(self) -> str:
+        """The oldest version with which any class of the row was run."""
+        return min(self.versions.values(), key=_release)
+
+    @property
+    def later(self) -> dict[str, list[str]]:
+        """Classes that were run with newer versions alone, by the oldest of these."""
+        found: dict[str, list[str]] = {}
+        for host, version in self.versions.items():
+            if version != self.oldest:
+                found.setdefault(version, []).append(host)
+        return found
+
+    @property
+    def since(self) -> str:
+        """Say since which version the row's classes are covered."""
+        return "; ".join([self.oldest, *(f"{version}: {', '.join(hosts)}" for version, hosts in self.later.items())])
 
     def error(self, how: str) -> str:
         """Show the worst error of a dtype."""
@@ -240,13 +282,20 @@ class _Row:
 
 def _rows(record: Record) -> dict[tuple[str, str], _Row]:
     rows: dict[tuple[str, str], _Row] = {}
-    for environment, entry in sorted(record.items()):
-        package = environment.split(" ")[0]
-        for name, run in entry["runs"].items():
+    newest: dict[str, str] = {}
+    for environment in sorted(record, key=_release, reverse=True):
+        package, _, version = environment.partition(" ")
+        newest.setdefault(package, version)
+        for name, run in _ran(record[environment]).items():
             for architecture, layer in run["layers"].items():
                 row = rows.setdefault((architecture, package), _Row())
-                row.add(environment, name, run, layer, own=run["architecture"] == architecture)
+                own = run["architecture"] == architecture and newest[package] == version
+                row.add(version or "-", name, run, layer, own=own)
     return dict(sorted(rows.items()))
+
+
+def _release(environment: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", environment.rpartition(" ")[2])))
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

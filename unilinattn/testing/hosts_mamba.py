@@ -166,7 +166,7 @@ HOSTS: tuple[Host, ...] = (
     ),
     Host("zamba2, one token", _FLOOR, _zamba2("mamba", "hybrid", mamba_ngroups=4), layers=3, length=1),
     Host("nemotron h", _FLOOR, _nemotron("ME*-M"), layers=3),
-    Host("nemotron h, biases", _FLOOR, _nemotron("M*", use_bias=True), length=7, masks=("right",)),
+    Host("nemotron h, biases", _FLOOR, _nemotron("M*", use_bias=True), length=5, masks=("right",)),
     Host(
         "nemotron h, latent experts, high floor",
         _FLOOR,

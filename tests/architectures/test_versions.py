@@ -1,0 +1,146 @@
+"""The oldest accepted transformers and the newest: what cannot be traced in either, and which masks they skip."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from unilinattn import trace
+from unilinattn.errors import UncoveredError, UnknownArchitectureError
+from unilinattn.testing import HOSTS, Host, randomize
+from unilinattn.testing.coverage import tables
+from unilinattn.testing.hosts import transformers_model
+from unilinattn.testing.hosts_delta import HOSTS as DELTA
+from unilinattn.testing.hosts_mamba import HOSTS as MAMBA
+from unilinattn.testing.hosts_recurrent import HOSTS as RECURRENT
+from unilinattn.testing.versions import Unavailable, model_of, sides, unavailable
+
+pytestmark = pytest.mark.refused
+OLDEST, NEWEST = "5.6.2", "5.23.0"
+oldest = pytest.mark.skipif(transformers.__version__ != OLDEST, reason=f"about transformers {OLDEST}")
+
+NO_CLASS, NO_INTERFACE = "has no", "does not go through the attention interface in"
+CHUNKS, TOKENS = "hands the wrong states from chunk to chunk", "returns 2 tokens for 1"
+
+LEFT_OUT = {
+    OLDEST: {
+        "t5, encoder": NO_INTERFACE,
+        "recurrent gemma": NO_INTERFACE,
+        "recurrent gemma, wide inside, wide kernel": NO_INTERFACE,
+        "recurrent gemma, no convolution": NO_INTERFACE,
+        "zamba2": CHUNKS,
+        "zamba2, adapters, rotary, one group": CHUNKS,
+        "nemotron h": CHUNKS,
+        "falcon h1, one token": TOKENS,
+        "kimi linear": NO_CLASS,
+        "kimi linear, latent queries, biases": NO_CLASS,
+        "kimi linear, long": NO_CLASS,
+        "kimi linear, one token": NO_CLASS,
+        "bailing hybrid": NO_CLASS,
+        "bailing hybrid, unbounded decay, biases": NO_CLASS,
+        "glm 5 next": NO_CLASS,
+        "glm 5 next, unbounded decay, shared index": NO_CLASS,
+        "deepseek 3.2, selected keys": NO_CLASS,
+        "minicpm 3": NO_CLASS,
+        "a.x k1": NO_CLASS,
+        "a.x k2, gated, selected keys": NO_CLASS,
+        "hy 4, gated, sinks, selected keys": NO_CLASS,
+        "dots 3, gated, scaled latent, selected keys": NO_CLASS,
+        "mistral large 4, selected keys": NO_CLASS,
+        "laguna, a gate a head": NO_CLASS,
+        "beam, gate with a bias": NO_CLASS,
+    },
+    NEWEST: {},
+}
+"""What a version cannot be traced with, and why: this is skipped in these tests, and nothing else."""
+
+
+def named(table: tuple[Host, ...], name: str) -> Host:
+    return next(host for host in table if host.name == name)
+
+
+@pytest.mark.skipif(transformers.__version__ not in LEFT_OUT, reason=f"about transformers {OLDEST} and {NEWEST}")
+def test_nothing_is_left_out_but_what_is_listed() -> None:
+    hosts = [host for name, table in tables().items() if name not in ("hosts_fla", "hosts_timm") for host in table]
+    found = {host.name: reason for host in hosts if (reason := unavailable(host)) is not None}
+    expected = LEFT_OUT[transformers.__version__]
+    assert found.keys() == expected.keys()
+    assert [name for name, reason in found.items() if expected[name] not in reason] == []
+    assert all(transformers.__version__ in reason for reason in found.values())
+
+
+@oldest
+def test_attention_that_passes_the_interface_by_is_refused_by_name_and_version() -> None:
+    for model, host in (
+        ("T5LayerSelfAttention", named(HOSTS, "t5, encoder")),
+        ("RecurrentGemmaSdpaAttention", named(RECURRENT, "recurrent gemma")),
+    ):
+        with pytest.raises(
+            UnknownArchitectureError, match=rf"{model}, .* interface in transformers 5\.6\.2; no adapter"
+        ):
+            trace(host.model(), host.inputs())
+
+
+@oldest
+@pytest.mark.parametrize("name", ["zamba2", "nemotron h", "falcon h1, one token"])
+def test_what_a_version_computes_wrongly_is_refused(name: str) -> None:
+    host = named(MAMBA, name)
+    with pytest.raises(UncoveredError, match=r"of transformers 5\.6\.2\) .* or use a newer version"):
+        [layer.operator for layer in trace(host.model(), host.inputs()).layers]
+
+
+@oldest
+@pytest.mark.parametrize(
+    "host", [named(HOSTS, "mamba2"), named(MAMBA, "bamba"), named(DELTA, "qwen3 next"), named(RECURRENT, "lfm2")]
+)
+def test_a_mask_that_is_skipped_for_a_single_sequence_is_warned_of(host: Host) -> None:
+    assert (sides(host), sides(host, batch=2)) == (("right",), ("left", "right"))
+    ids = host.inputs()[:1]
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    with pytest.warns(UserWarning, match=r"of transformers 5\.6\.2 does not mask a batch of 1\. .* pad on the right"):
+        trace(host.model(), {"input_ids": ids, "attention_mask": mask})
+
+
+@oldest
+def test_masks_that_stood_behind_the_projection_keep_padding_out_on_either_side() -> None:
+    host = named(HOSTS, "mamba, biases")
+    assert (host.masks, sides(host)) == (("right",), ("left", "right"))
+
+
+def test_attention_beside_the_interface_is_told_with_the_version() -> None:
+    build = transformers_model(
+        "GPTJForCausalLM", "GPTJConfig", vocab_size=31, n_embd=16, n_layer=1, n_head=2, rotary_dim=4
+    )
+    with pytest.raises(UnknownArchitectureError, match="does not go through the attention interface in transformers 5"):
+        trace(randomize(build().eval()), torch.arange(7)[None])
+
+
+def test_a_class_that_a_version_lacks_is_named_and_a_missing_package_is_not_taken_for_it() -> None:
+    def host(build: object) -> Host:
+        return Host("host", "mamba", build)
+
+    lacking = host(transformers_model("NoSuchForCausalLM", "MambaConfig"))
+    assert unavailable(lacking) == f"transformers {transformers.__version__} has no NoSuchForCausalLM"
+
+    def module() -> nn.Module:
+        import transformers.models.no_such_model
+
+        return transformers.models.no_such_model
+
+    with pytest.raises(Unavailable, match=r"has no models\.no_such_model$") as caught:
+        model_of(host(module))
+    assert caught.value.environment == f"transformers {transformers.__version__}"
+
+    def package() -> nn.Module:
+        import a_package_that_nobody_has
+
+        return a_package_that_nobody_has
+
+    def mistake() -> nn.Module:
+        return HOSTS[0].model().no_such_part
+
+    with pytest.raises(ModuleNotFoundError):
+        unavailable(host(package))
+    with pytest.raises(AttributeError):
+        unavailable(host(mistake))
