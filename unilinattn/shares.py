@@ -30,25 +30,31 @@ class Shares:
     tail: Chain
     shape: tuple[int, int, int, int]
 
-    def tiles(self, columns: int = TILE) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row col"]]]:
-        """Yield (rows, columns, T_ij x_j), every pair once but those that a causal layer leaves at zero.
+    @property
+    def causal(self) -> bool:
+        """Whether no key adds anything to an earlier row."""
+        return all(term.mixer is None or term.mixer.is_lower_triangular for term in self.found)
 
-        Rows come from the first to the last; the tile is the caller's to write into.
+    def tiles(
+        self, causal: bool, columns: int = TILE
+    ) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row col"]]]:
+        """Yield (rows, columns, T_ij x_j), every pair once, from the first row to the last.
+
+        With `causal`, which is only for layers that are, most of the pairs that are zero are left out.
         """
         _, queries, keys, _ = self.shape
-        causal = all(term.mixer is None or term.mixer.is_lower_triangular for term in self.found)
         rows = self._rows(columns)
-        streams = [None if term.mixer is None else term.mixer.blocks(rows) for term in self.found]
+        streams = [_stream(term, rows) for term in self.found]
         for start in range(0, queries, rows):
             part = slice(start, min(start + rows, queries))
             blocks = [None if stream is None else next(stream)[1] for stream in streams]
-            tail = [stage.at(self._index(part)) for stage in self.tail]
-            for first in range(0, min(keys, part.stop) if causal else keys, columns):
-                cols = slice(first, min(first + columns, keys))
-                vectors = self._folded(blocks[0], cols) if self.folded is not None else self._tile(part, cols, blocks)
-                for stage in tail:
-                    vectors = stage.apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
-                yield part, cols, vectors
+            for cols in _columns(keys, columns, part if causal else None):
+                # Columns that begin inside the block are zero in the rows before them.
+                own = slice(max(start, cols.start), part.stop) if causal else part
+                vectors = self._vectors(part, own, cols, blocks)
+                for stage in self.tail:
+                    vectors = stage.at(self._index(own)).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
+                yield own, cols, vectors
 
     def numbers(self, rows: int, columns: int = TILE) -> int:
         """Return how many numbers tiles of so many rows take."""
@@ -63,30 +69,27 @@ class Shares:
         width = self._values.element_size()
         return rows_within(lambda rows: self.numbers(rows, columns) * width, TILE, "vectors T_i(x_j)")
 
-    def _tile(self, rows: slice, cols: slice, blocks: Sequence[Block | None]) -> Tensor:
-        total: Tensor | None = None
-        for term, block in zip(self.found, blocks, strict=True):
-            if term.mixer is None or term.taps is None or block is None:
-                continue
-            part = term.mixer.weighted(rows, block, cols, term.left, term.taps)
-            total = part if total is None else total + part
+    def _vectors(self, part: slice, own: slice, cols: slice, blocks: Sequence[Block | None]) -> Tensor:
+        """Return W v_ij for some of the rows of a block."""
+        skipped = own.start - part.start
+        if self.folded is not None:
+            assert blocks[0] is not None
+            alpha = blocks[0](cols)[:, :, skipped:].permute(0, 3, 2, 1)
+            return (alpha @ self.folded[:, cols]).permute(0, 3, 2, 1)
+        found = [block(cols)[:, :, skipped:] for block in blocks if block is not None]
+        channels = next(iter((self.found[0].taps or {}).values())).shape[2]
+        v = (
+            found[0]
+            if found
+            else self._values.new_zeros(self.shape[0], channels, own.stop - own.start, cols.stop - cols.start)
+        )
+        for other in found[1:]:
+            v = v + other
         for term in self.found:
             if term.mixer is None:
-                assert term.taps is not None
-                for lag, tap in term.taps.items():
-                    if total is None:
-                        total = tap.new_zeros(
-                            self.shape[0], tap.shape[2], rows.stop - rows.start, cols.stop - cols.start
-                        )
-                    if cols.start <= rows.stop - 1 - lag and cols.stop > rows.start - lag:
-                        add_band(total, rows, cols.start, lag, tap.transpose(1, 2))
-        assert total is not None
-        return total if self.weight is None else (self.weight @ total.flatten(2)).unflatten(2, total.shape[2:])
-
-    def _folded(self, block: Block | None, cols: slice) -> Tensor:
-        assert self.folded is not None and block is not None
-        alpha = block(cols).permute(0, 3, 2, 1)
-        return (alpha @ self.folded[:, cols]).permute(0, 3, 2, 1)
+                for lag, tap in (term.taps or {}).items():
+                    add_band(v, own, cols.start, lag, tap.transpose(1, 2))
+        return v if self.weight is None else (self.weight @ v.flatten(2)).unflatten(2, v.shape[2:])
 
     def _index(self, rows: slice) -> Tensor:
         return torch.arange(rows.start, rows.stop, device=self._values.device).expand(self.shape[0], -1)
@@ -121,6 +124,22 @@ def shares_of(chain: Chain, x: Float[Tensor, "batch key in"], queries: int, out:
         folded = torch.einsum("bjhp,ohp->bjho", u.unflatten(2, (heads, -1)), weight.unflatten(1, (heads, -1)))
         return Shares(found, weight, folded, tail, shape)
     return Shares([_with_values(term, u) for term in found], weight, None, tail, shape)
+
+
+def _columns(keys: int, step: int, inside: slice | None) -> Iterator[slice]:
+    """Yield the columns of a block of rows; those `inside` a causal one in halves, and none after them."""
+    start, stop = 0, keys if inside is None else min(keys, inside.stop)
+    while start < stop:
+        width = step if inside is None or start < inside.start else max(1, step // 2)
+        end = min(start + width, stop if inside is None or start >= inside.start else inside.start)
+        yield slice(start, end)
+        start = end
+
+
+def _stream(term: Term, rows: int) -> Iterator[tuple[slice, Block]] | None:
+    if term.mixer is None:
+        return None
+    return term.mixer.blocks(rows) if term.taps is None else term.mixer.weighted_blocks(rows, term.left, term.taps)
 
 
 def _with_values(term: Term, u: Float[Tensor, "batch key channel"]) -> Term:

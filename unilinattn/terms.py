@@ -95,7 +95,10 @@ def add_band(
     factor: Float[Tensor, "#batch *#channel #length"],
 ) -> None:
     """Add a factor of each row i at the column i - lag of a block whose columns begin at `first`, in place."""
-    diagonal = block.diagonal(rows.start - first - lag, -2, -1)
+    offset = rows.start - first - lag
+    if not -block.shape[-2] < offset < block.shape[-1]:
+        return
+    diagonal = block.diagonal(offset, -2, -1)
     # The diagonal begins at the first of the rows whose column the block holds.
     begun = max(rows.start, first + lag)
     factor = factor if factor.shape[-1] == 1 else factor[..., begun : begun + diagonal.shape[-1]]

@@ -36,11 +36,12 @@ def check_vectors(op: MixerOperator) -> None:
     if form is None:
         return
     expected = op.contributions(range(op.output.shape[1]))
-    for columns in (4, 64):
-        got = torch.zeros_like(expected)
-        for rows, cols, vectors in form.tiles(columns):
-            got[:, rows, cols] = vectors.permute(0, 2, 3, 1)
-        assert relative_error(got, expected) <= CLOSE
+    for columns in (1, 4, 64):
+        for causal in {False, form.causal}:
+            got = torch.zeros_like(expected)
+            for rows, cols, vectors in form.tiles(causal, columns):
+                got[:, rows, cols] = vectors.permute(0, 2, 3, 1)
+            assert relative_error(got, expected) <= CLOSE
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)

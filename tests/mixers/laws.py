@@ -108,14 +108,16 @@ def check_reductions(mixer: CoreMixer, channels: int = 1, tolerance: float = 1e-
         assert error(torch.cat(plain, dim=1), matrix.sum(1)) <= tolerance, f"the sum over heads, {rows} rows a block"
         assert error(torch.cat(weighed, dim=1), expected.sum(1)) <= tolerance, f"the weighted sum, {rows} rows a block"
     begun = 0
+    weighted = mixer.weighted_blocks(16, left, taps)
     for part, block in mixer.blocks(16):
+        same_part, weigh = next(weighted)
+        assert same_part == part
         assert part.start == begun
         begun = part.stop
         for cols in (slice(0, keys), slice(0, 7), slice(keys // 3, keys // 2)):
             cols = slice(cols.start, min(cols.stop, keys))
             assert same(block(cols), matrix[:, :, part, cols], matrix, tolerance), f"block {part}, {cols}"
-            found = mixer.weighted(part, block, cols, left, taps)
-            assert same(found, expected[:, :, part, cols], expected, tolerance), f"weighted block {part}, {cols}"
+            assert same(weigh(cols), expected[:, :, part, cols], expected, tolerance), f"weighted block {part}, {cols}"
     assert begun == queries
 
 

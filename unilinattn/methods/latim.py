@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unilinattn.attribution import Attribution
 from unilinattn.errors import UncoveredError
+from unilinattn.kernels.contribution_norms.tiled import norms as vector_norms
 from unilinattn.memory import rows_within
 from unilinattn.methods.maps import added, picked, treated
 from unilinattn.methods.options import LatimOptions
@@ -71,7 +72,8 @@ def share_tiles(
     forms = [op.shares() if activation == "exact" else None for op in ops]
     whole = rows.shape[1] == layers[0].output.shape[1]
     if whole and all(form is not None for form in forms):
-        for together in zip(*(form.tiles() for form in forms if form is not None), strict=True):
+        causal = all(form is not None and form.causal for form in forms)
+        for together in zip(*(form.tiles(causal) for form in forms if form is not None), strict=True):
             part, cols, _ = together[0]
             yield part, cols, added(_times(f, tile) for f, (*_, tile) in zip(factors, together, strict=True))
         return
@@ -134,7 +136,7 @@ def _layer(
     for part, cols, tile in share_tiles((layer,), (1.0,), rows, options.activation):
         sums[:, part] += tile.sum(-1).transpose(1, 2)
         whole = add_to_own(_times(factor, tile), rows[:, part], cols, extra[:, part])
-        norms[:, part, cols] = torch.linalg.vector_norm(whole, ord=options.p, dim=1)
+        norms[:, part, cols] = vector_norms(whole, options.p)
     real = real_pairs(trace, layer, rows)
     scores = treated(norms, real, rows, discard=options.discard, normalize=options.normalize)
     kept = real.any(-1)

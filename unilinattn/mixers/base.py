@@ -92,13 +92,15 @@ class CoreMixer(ABC):
         """How many numbers `blocks` carries from one block to the next."""
         return 0
 
-    def weighted(
-        self, part: slice, block: Block, cols: slice, left: Tensor | None, taps: Taps
-    ) -> Float[Tensor, "batch channel row col"]:
-        """Return left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] for one of `blocks` and some of its columns j.
+    def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
+        """Yield left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] as `blocks`: (batch, channel, row, col).
 
         left: (batch|1, length|1, channel); taps: lag to the same.
         """
+        for part, block in self.blocks(rows):
+            yield part, partial(self._weighted, part, block, left, taps)
+
+    def _weighted(self, part: slice, block: Block, left: Tensor | None, taps: Taps, cols: slice) -> Tensor:
         landed = slice(cols.start, min(cols.stop + max(taps), self.shape[3]))
         return weighted(block(landed), part, landed, cols.stop - cols.start, left, taps)
 

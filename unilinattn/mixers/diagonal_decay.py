@@ -1,13 +1,14 @@
 """Diagonal decay: alpha_ij = sum_n q_in exp(G_in - G_jn) k_jn for j <= i, one decay a state coordinate."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import held_numbers, reduced_rows
+from unilinattn.kernels.reduced_map.tiled import held_numbers, reduced_rows, square
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
 from unilinattn.kernels.scan.tiled import STEPS, read_states, recur, recur_back
 from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
@@ -115,22 +116,53 @@ class DiagonalDecay(CoreMixer):
         block = torch.cat([self._block(*hull, part) for part in self._parts(size, heads)], dim=1)
         return block[:, :, :: row.step, :: col.step]
 
-    def weighted(
-        self, part: slice, block: Block, cols: slice, left: Tensor | None, taps: Taps
-    ) -> Float[Tensor, "batch channel row col"]:
-        """Return left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c]: where c is a head and j is far, one product."""
-        reach = max(taps)
-        if cols.stop + reach > part.start or {t.shape[2] for t in taps.values()} != {self.heads}:
-            return super().weighted(part, block, cols, left, taps)
-        query, _, decay = self.factors(part)
-        read = decay.cumsum(1).exp_().mul_(query)
-        read = read if left is None else read * of_tokens(left, part).unsqueeze(-1)
-        faded, width = self._written(slice(cols.start, cols.stop + reach), part.start), cols.stop - cols.start
-        write = torch.zeros_like(faded[:, :width])
-        for lag, tap in taps.items():
-            tap = of_tokens(tap, slice(cols.start + lag, cols.stop + lag)).unsqueeze(-1)
-            write = torch.addcmul(write, faded[:, lag : lag + width], tap)
-        return read.transpose(1, 2) @ write.permute(0, 2, 3, 1)
+    def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
+        """Yield left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] as `blocks`; where c is a head, by products."""
+        if any(tap.shape[2] != self.heads for tap in taps.values()):
+            yield from super().weighted_blocks(rows, left, taps)
+            return
+        length = self.shape[2]
+        for start in range(0, length, rows):
+            part = slice(start, min(start + rows, length))
+            query, key, decay = self.factors(part)
+            here = decay.shape[:3]
+            near, read = square(
+                _head_by_head(query.expand_as(decay)),
+                _head_by_head(key.expand_as(decay)),
+                _head_by_head(decay),
+                None if left is None else _head_by_head(of_tokens(left, part).expand(here)),
+                {lag: _head_by_head(of_tokens(tap, part).expand(here)) for lag, tap in taps.items()},
+            )
+            near, read = (t.unflatten(0, (self.shape[0], self.heads)) for t in (near, read))
+            yield part, partial(self._near_and_far, part, near, read, taps)
+
+    def _near_and_far(
+        self,
+        part: slice,
+        near: Float[Tensor, "batch head row landed"],
+        read: Float[Tensor, "batch head row state"],
+        taps: Taps,
+        cols: slice,
+    ) -> Float[Tensor, "batch head row col"]:
+        """Return columns of a block of rows: one product for what lands before it, and what lands inside."""
+        reach, width = max(taps), cols.stop - cols.start
+        total: Tensor | None = None
+        if cols.start < part.start:
+            faded = self._written(slice(cols.start, min(cols.stop + reach, part.start)), part.start)
+            write = faded.new_zeros(faded.shape[0], width, *faded.shape[2:])
+            for lag, tap in taps.items():
+                landed = of_tokens(tap, slice(cols.start + lag, min(cols.stop + lag, part.start))).unsqueeze(-1)
+                there = faded[:, lag : lag + width]
+                write[:, : there.shape[1]].addcmul_(there, landed)
+            total = read @ write.permute(0, 2, 3, 1)
+        # The square's columns begin `reach` tokens before its rows; what is later than its last row is zero.
+        begun, stop = part.start - reach, min(cols.stop, part.stop)
+        first = max(cols.start, begun)
+        if total is None:
+            total = near.new_zeros(*near.shape[:3], width)
+        if first < stop:
+            total[..., first - cols.start : stop - cols.start] += near[..., first - begun : stop - begun]
+        return total
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
@@ -178,21 +210,18 @@ class DiagonalDecay(CoreMixer):
 
     def _written(self, tokens: slice, cut: int, heads: slice = ALL) -> Float[Tensor, "batch token head state"]:
         """Return what is left at the beginning of token `cut` of the keys written before it."""
-        _, key, decay = self.factors(tokens, heads)
-        exponent = from_token(decay)
-        if cut > tokens.stop:
-            exponent = exponent + self._faded(slice(tokens.stop, cut), heads)
-        return exponent.exp() * key
-
-    def _faded(self, tokens: slice, heads: slice) -> Float[Tensor, "batch 1 head state"]:
-        """Return the log-decay across tokens."""
-        total = self._log_decay[:, tokens, heads].sum(1, keepdim=True)
-        total = total if self._rate is None else total * self._rate[heads]
-        return (
-            total
-            if self._reset is None
-            else total.masked_fill(self._reset[:, tokens, None, None].any(1, True), -torch.inf)
-        )
+        key = _of_heads(self._key[:, tokens], heads, self.heads)
+        if self._key_scale is not None:
+            key = key * self._key_scale[:, tokens, heads, None]
+        crossed = self._log_decay[:, tokens.stop : cut, heads].sum(1, keepdim=True)
+        exponent = from_token(self._log_decay[:, tokens, heads]) + crossed
+        # One number a head is summed before the rates of its coordinates multiply it.
+        left = (exponent if self._rate is None else exponent * self._rate[heads]).exp()
+        if self._reset is not None:
+            later = self._reset[:, tokens.start : cut].flip(1).cumsum(1).flip(1)[:, 1:] > 0
+            forgotten = torch.nn.functional.pad(later, (0, 1))[:, : key.shape[1]]
+            left = left.masked_fill(forgotten[..., None, None], 0)
+        return left * key
 
     def _pairs(self, index: Int[Tensor, "batch row"], heads: slice) -> Float[Tensor, "batch head row key"]:
         query, key, decay = self.factors(heads=heads)
@@ -232,6 +261,11 @@ def _of_heads(factor: Float[Tensor, "batch token group state"], heads: slice, to
     if groups == total:
         return factor[:, :, heads]
     return factor[:, :, torch.arange(total, device=factor.device)[heads] // (total // groups)]
+
+
+def _head_by_head(factor: Float[Tensor, "batch token head *state"]) -> Float[Tensor, "batchhead token 1 *state"]:
+    """Move heads into the batch: (batch, token, head, ...) to (batch x head, token, 1, ...)."""
+    return factor.transpose(1, 2).flatten(0, 1).unsqueeze(2)
 
 
 def _at(factor: Tensor, index: Int[Tensor, "batch row"]) -> Tensor:

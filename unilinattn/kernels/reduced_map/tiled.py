@@ -1,11 +1,13 @@
 """The reduced map as matrix products over (head, state), a block of rows at a time; see README.md."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
+
+from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
 
 LEAF = 8
 """Rows of a diagonal block that is filled row by row; larger ones are two of them and a matrix product."""
@@ -21,8 +23,6 @@ INNER = 1536
 
 Factors = Callable[[slice, slice], tuple[Tensor, Tensor, Tensor]]
 """From tokens and heads to query, key (batch, token, head, state) and log-decay, -inf where all is forgotten."""
-
-Taps = Mapping[int, Float[Tensor, "#batch #length head"]]
 
 
 def reduced_rows(
@@ -46,7 +46,12 @@ def reduced_rows(
         block: Tensor | None = None
         for first in range(0, heads, step):
             part = slice(first, min(first + step, heads))
-            own, read = _square(factors, slice(start, stop), part, left, taps, reach)
+            tokens = slice(start, stop)
+            own, read = square(
+                *factors(tokens, part),
+                None if left is None else of_tokens(left, tokens)[..., part],
+                None if taps is None else {lag: of_tokens(tap, tokens)[..., part] for lag, tap in taps.items()},
+            )
             if block is None:
                 block = own.new_zeros(batch, stop - start, length + reach)
             block[:, :, start : stop + reach] += own
@@ -65,22 +70,21 @@ def held_numbers(rows: int, shape: tuple[int, int, int, int]) -> int:
     return batch * (size * length + 2 * size * size + 5 * max(size, min(COLUMNS, length)) * tile)
 
 
-def _square(
-    factors: Factors,
-    tokens: slice,
-    heads: slice,
-    left: Tensor | None,
-    taps: Taps | None,
-    reach: int,
-) -> tuple[Float[Tensor, "batch row key"], Float[Tensor, "batch row inner"]]:
+def square(
+    query: Float[Tensor, "batch token #head state"],
+    key: Float[Tensor, "batch token #head state"],
+    decay: Float[Tensor, "batch token head state"],
+    left: Float[Tensor, "#batch #token head"] | None = None,
+    taps: Taps | None = None,
+) -> tuple[Float[Tensor, "batch token landed"], Float[Tensor, "batch token inner"]]:
     """Fill the square that rows and columns of the same tokens make; return what reads the columns before it too.
 
-    Columns begin `reach` tokens early, for taps that land inside. Blocks grow from leaves in pairs: the upper
+    Columns begin `max(taps)` tokens early, for taps that land inside. Blocks grow from leaves in pairs: the upper
     rows read the lower columns through one product about the cut between them, then both are moved to the pair's
     own ends by the decay of the half that they cross.
     """
-    query, key, decay = factors(tokens, heads)
     batch, count = decay.shape[:2]
+    reach = max(taps, default=0) if taps else 0
     size = LEAF
     while size < count:
         size *= 2
@@ -88,9 +92,9 @@ def _square(
     kept = functional.pad(decay.exp(), pad, value=1.0)
     heads_here, state = kept.shape[2:]
     inner = heads_here * state
-    query = query if left is None else query * left[:, _of(tokens, left), heads, None]
+    query = query if left is None else query * left.unsqueeze(-1)
     query = functional.pad(query.expand(-1, -1, heads_here, -1), pad)
-    weights = {0: None} if taps is None else {lag: tap[:, _of(tokens, tap), heads, None] for lag, tap in taps.items()}
+    weights = {0: None} if taps is None else {lag: tap.unsqueeze(-1) for lag, tap in taps.items()}
     blocks = size // LEAF
     kept, query = (t.unflatten(1, (blocks, LEAF)).flatten(0, 1) for t in (kept, query))
     entering = {
@@ -112,10 +116,10 @@ def _square(
         torch.mul(query[:, i], passed, out=read[:, i])
         upto = write[:, : i + 1 + reach].flatten(2)
         found[:, i, : i + 1 + reach] = (upto @ query[:, i].flatten(1).unsqueeze(-1)).squeeze(-1)
-    square = kept.new_zeros(batch, size, size + reach)
+    filled = kept.new_zeros(batch, size, size + reach)
     for nth, leaf in enumerate(found.unflatten(0, (batch, blocks)).unbind(1)):
         at = nth * LEAF
-        square[:, at : at + LEAF, at : at + LEAF + reach] += leaf
+        filled[:, at : at + LEAF, at : at + LEAF + reach] += leaf
     read, write, passed = read.flatten(2), write.flatten(2), passed.flatten(1)
     half = LEAF
     while half < size:
@@ -125,7 +129,7 @@ def _square(
         corners = torch.bmm(second, lower.mT).unflatten(0, (batch, -1))
         for nth, corner in enumerate(corners.unbind(1)):
             at = 2 * nth * half
-            square[:, at + half : at + 2 * half, at : at + half + reach] += corner
+            filled[:, at + half : at + 2 * half, at : at + half + reach] += corner
         second.mul_(before.unsqueeze(1))
         lower.mul_(after.unsqueeze(1))
         read = read.view(-1, 2 * half, inner)
@@ -138,7 +142,7 @@ def _square(
             write = write.view(-1, 2 * half, inner)
         passed = before * after
         half *= 2
-    return square[:, :count, : count + reach], read[:, :count]
+    return filled[:, :count, : count + reach], read[:, :count]
 
 
 def _add_far(
@@ -166,15 +170,10 @@ def _add_far(
             write = faded.new_zeros(faded.shape[0], faded.shape[1] + reach, *faded.shape[2:])
             for lag, tap in taps.items():
                 at = reach - lag
-                write[:, at : at + faded.shape[1]] += faded * tap[:, _of(tokens, tap), heads, None]
+                write[:, at : at + faded.shape[1]] += faded * of_tokens(tap, tokens)[..., heads, None]
         block[:, :, tokens.start : tokens.stop + reach].baddbmm_(read, write.flatten(2).mT)
 
 
 def _from_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
     """Return the log-decay from after each token to the end: sums only, never a difference of two."""
     return functional.pad(log_decay[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 0, 0, 1))
-
-
-def _of(tokens: slice, factor: Tensor) -> slice:
-    """Return the tokens of a factor, all of it where it is the same for every token."""
-    return slice(None) if factor.shape[1] == 1 else tokens
