@@ -39,7 +39,7 @@ class Draw:
 
     def decay(self, *shape: int) -> Tensor:
         """Log-decays, at most zero."""
-        ordinary, strong = -self.uniform(*shape), -50 - 150 * self.uniform(*shape)
+        ordinary, strong = -self.uniform(*shape), -50 - 5000 * self.uniform(*shape)
         kinds = {
             "ordinary": ordinary,
             "forget at once": strong,

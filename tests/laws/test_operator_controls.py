@@ -141,7 +141,7 @@ class Noisy(MixerOperator):
 
 
 def half_precision(stage: Stage) -> Stage:
-    return replace(stage, scale=stage.scale.half()) if isinstance(stage, Scale) and stage.role == "skip" else stage
+    return replace(stage, factor=stage.scale.half()) if isinstance(stage, Scale) and stage.role == "skip" else stage
 
 
 def without_skip(stage: Stage) -> Stage:
@@ -205,7 +205,7 @@ def test_a_bias_that_follows_the_recorded_input_is_refused() -> None:
 
 def test_padding_that_contributes_is_refused() -> None:
     real = torch.arange(9) >= torch.tensor([[0], [3]])
-    masked = changed(lambda s: replace(s, scale=s.scale * real[..., None]) if s.role == "input" and _scales(s) else s)
+    masked = changed(lambda s: replace(s, factor=s.scale * real[..., None]) if s.role == "input" and _scales(s) else s)
     padding(masked, real, 1e-12)
     with pytest.raises(LawViolation, match="contributions of padded tokens to real ones") as caught:
         padding(sound(), real, 1e-12)

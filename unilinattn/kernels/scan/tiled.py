@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.kernels.scan.pairs import between, from_token, to_token
+
 CHUNK = 64
 """Tokens a chunk: the quadratic part within a chunk and the state between chunks then cost about the same."""
 
@@ -63,15 +65,6 @@ def read_states(
     return (by.unsqueeze(-2) @ states).squeeze(-2)
 
 
-def decay_within(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch head query key"]:
-    """Return tril exp(G_i - G_j) of one chunk, G the running sum of its log-decays."""
-    total = _running(log_decay).transpose(1, 2)
-    exponent = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(log_decay.dtype)
-    length = exponent.shape[-1]
-    future = torch.ones(length, length, dtype=torch.bool, device=exponent.device).triu(1)
-    return exponent.masked_fill(future, -torch.inf).exp()
-
-
 def spread(per_group: Tensor, heads: int, dim: int) -> Tensor:
     """Repeat each group's factor for its consecutive heads (repeat_interleave, never repeat)."""
     groups = per_group.shape[dim]
@@ -89,8 +82,8 @@ def scalar_scan(
     state = value.new_zeros(value.shape[0], heads, query.shape[-1], value.shape[-1])
     outputs = []
     for q, k, g, v in zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, value)), strict=True):
-        begun, ahead = _from_start(g), _to_end(g)
-        scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * decay_within(g)
+        begun, ahead, within = _fading(g)
+        scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * within
         q, k = spread(q, heads, 2), spread(k, heads, 2)
         read = torch.einsum("bihn,bhnp->bihp", q * begun.unsqueeze(-1), state)
         outputs.append(torch.einsum("bhij,bjhp->bihp", scores, v) + read)
@@ -111,8 +104,8 @@ def scalar_scan_adjoint(
     outputs = []
     chunks = list(zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, grad)), strict=True))
     for q, k, g, y in reversed(chunks):
-        begun, ahead = _from_start(g), _to_end(g)
-        scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * decay_within(g)
+        begun, ahead, within = _fading(g)
+        scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * within
         q, k = spread(q, heads, 2), spread(k, heads, 2)
         write = k * ahead.unsqueeze(-1)
         outputs.append(torch.einsum("bhij,bihp->bjhp", scores, y) + torch.einsum("bjhn,bhnp->bjhp", write, state))
@@ -121,17 +114,11 @@ def scalar_scan_adjoint(
     return torch.cat(outputs[::-1], dim=1)
 
 
-def _from_start(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch length head"]:
-    """Return what is left at each token of the state before the chunk: exp(G_i)."""
-    return log_decay.cumsum(1).exp()
+def _fading(log_decay: Float[Tensor, "batch length head"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is left: at each token of the state before, at the end of each token's write, and between tokens.
 
-
-def _to_end(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch length head"]:
-    """Return what is left at the chunk's end of each token's own write: exp(G_last - G_j)."""
-    total = _running(log_decay)
-    return (total[:, -1:] - total).to(log_decay.dtype).exp()
-
-
-def _running(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch length head"]:
-    # In float32 one strong decay leaves no digits for the differences of the sums after it.
-    return log_decay.double().cumsum(1)
+    (batch, length, head), the same, and (batch, head, query, key); sums of log-decays, never a difference of two.
+    """
+    decay = log_decay.unsqueeze(-1)
+    within = between(decay).exp().squeeze(-1).permute(0, 3, 1, 2)
+    return to_token(decay).exp().squeeze(-1), from_token(decay).exp().squeeze(-1), within
