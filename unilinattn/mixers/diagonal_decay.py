@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unilinattn.kernels.backend import form
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import held_numbers, reduced_rows
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
 from unilinattn.kernels.scan.tiled import CHUNK, recur
 from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
@@ -140,7 +140,7 @@ class DiagonalDecay(CoreMixer):
             return
         batch, heads, length, _ = self.shape
         shape = (batch, length, heads, self._query.shape[-1])
-        for _, block in reduced_rows(self.factors, shape, left, taps, rows=rows):
+        for _, block in form("reduced_map", self._query).reduced_rows(self.factors, shape, left, taps, rows=rows):
             yield block
 
     def reduced_size(self, rows: int, channels: int) -> int:
@@ -148,7 +148,7 @@ class DiagonalDecay(CoreMixer):
         batch, heads, length, _ = self.shape
         if channels not in (1, heads):
             return super().reduced_size(rows, channels)
-        return held_numbers(rows, (batch, length, heads, self._query.shape[-1]))
+        return form("reduced_map", self._query).held_numbers(rows, (batch, length, heads, self._query.shape[-1]))
 
     def _block(self, rows: slice, cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
         cut, parts = rows.start, []
