@@ -16,6 +16,9 @@ TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
     "reduced_map": {"query", "key", "decay", "left", "tap", "read", "written", "total", "write", "fade", "out"}
     | {"row_weight", "row_scale"},
+    "scan": {"read", "write", "query", "key", "decay", "rate", "scale", "value", "grad", "entering", "total", "out"}
+    | {"states", "before", "after"}
+    | {f"{name}_grad" for name in ("query", "key", "decay", "rate", "scale", "value")},
 }
 
 
@@ -28,6 +31,8 @@ def compiled(kernel: Any, pointers: set[str], constants: dict[str, Any], **optio
     for name in inspect.signature(function.fn).parameters:
         if name in constants:
             signature[name] = "constexpr"
+        elif name == "reset":
+            signature[name] = "*i1"
         else:
             signature[name] = "*fp32" if name in pointers else "i64"
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
@@ -36,6 +41,7 @@ def compiled(kernel: Any, pointers: set[str], constants: dict[str, Any], **optio
 
 def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
     from unilinattn.kernels.reduced_map import triton_kernels as reduced
+    from unilinattn.kernels.scan import triton_kernels as scan
 
     pointers = POINTERS["reduced_map"]
     found = []
@@ -55,6 +61,27 @@ def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
     for flag, precision in ((False, "ieee"), (True, "bf16")):
         constants = {"LEFT": flag, "TAP": flag, "CHUNK": 64, "BAND": flag, "PRECISION": precision, "INNER": 32}
         found.append((f"diagonal_tiles {precision}", reduced.diagonal_tiles, pointers, constants, {}))
+    pointers = POINTERS["scan"]
+    for flag in (False, True):
+        shared = {"RATE": flag, "SCALE": flag, "RESET": flag, "ONE": flag, "TOKENS": 16, "ROWS": 8, "STATES": 16}
+        for leaves in (False, True):
+            constants = shared | {"ENTERS": not leaves, "LEAVES": leaves, "REVERSE": flag}
+            found.append(("diagonal_segments", scan.diagonal_segments, pointers - {"states"}, constants, {}))
+            constants = {
+                "ENTERS": not leaves,
+                "LEAVES": leaves,
+                "REVERSE": flag,
+                "PRECISION": "tf32" if flag else "ieee",
+            }
+            size = 64 if flag else 32
+            constants |= {"CHUNK": size, "COLUMNS": size, "STATES": 128}
+            wide = {"num_warps": 8}
+            found.append(("scalar_segments", scan.scalar_segments, pointers - {"states"}, constants, wide))
+        constants = shared | {"NARROW": flag}
+        found.append(("diagonal_gradients", scan.diagonal_gradients, pointers - {"states"}, constants, {}))
+    found.append(("carry", scan.carry, pointers, {"SIZE": 256}, {}))
+    constants = {"PRECISION": "ieee", "CHUNK": 32, "COLUMNS": 32, "STATES": 128}
+    found.append(("scalar_decay_gradient", scan.scalar_decay_gradient, pointers - {"states"}, constants, wide))
     return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.kernels.backend import form
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
-from unilinattn.kernels.scan.tiled import CHUNK, recur
+from unilinattn.kernels.scan.tiled import diagonal_factors
 from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
 
 PAIR_BUDGET = 1 << 22
@@ -50,6 +50,7 @@ class DiagonalDecay(CoreMixer):
         check_factors(query=query, key=key, log_decay=log_decay, key_scale=key_scale, rate=rate)
         self._query, self._key, self._log_decay = query, key, log_decay
         self._key_scale, self._rate, self._reset = key_scale, rate, reset
+        self._raw = (query, key, log_decay, key_scale, rate, reset)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -62,41 +63,15 @@ class DiagonalDecay(CoreMixer):
 
         The log-decay is -inf where a segment begins.
         """
-        query, key = (_of_heads(factor[:, tokens], heads, self.heads) for factor in (self._query, self._key))
-        decay = self._log_decay[:, tokens, heads]
-        if self._key_scale is not None:
-            key = key * self._key_scale[:, tokens, heads, None]
-        if self._rate is not None:
-            decay = decay * self._rate[heads]
-        if self._reset is not None:
-            decay = decay.masked_fill(self._reset[:, tokens, None, None], -torch.inf)
-        return query, key, decay
+        return diagonal_factors(*self._raw, tokens, heads)
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the recurrence forward in time: O(L H N) for each channel."""
-        state = value.new_zeros(1, 1, 1, 1)
-        outputs = []
-        for tokens in self._chunks():
-            query, key, decay = self.factors(tokens)
-            states = recur(state, decay.exp(), key.unsqueeze(-1) * value[:, tokens].unsqueeze(-2))
-            outputs.append((query.unsqueeze(-2) @ states).squeeze(-2))
-            state = states[:, -1]
-        return torch.cat(outputs, dim=1)
+        return form("scan", self._log_decay).diagonal_scan(*self._raw, value)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the recurrence backward in time, reading with the keys what the queries wrote."""
-        state = grad.new_zeros(1, 1, 1, 1)
-        later = self._log_decay.new_ones(1, 1, 1, 1)
-        outputs = []
-        for tokens in reversed(self._chunks()):
-            query, key, decay = self.factors(tokens)
-            kept = decay.exp()
-            first, rest = kept[:, :1], kept[:, 1:]
-            reverse = torch.cat([rest, later.expand_as(first)], dim=1).flip(1)
-            states = recur(state, reverse, (query.unsqueeze(-1) * grad[:, tokens].unsqueeze(-2)).flip(1))
-            outputs.append((key.unsqueeze(-2) @ states.flip(1)).squeeze(-2))
-            state, later = states[:, -1], first
-        return torch.cat(outputs[::-1], dim=1)
+        return form("scan", self._log_decay).diagonal_scan_adjoint(*self._raw, grad)
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Fill selected rows from the closed form: O(L H N) for each."""
@@ -140,7 +115,7 @@ class DiagonalDecay(CoreMixer):
             return
         batch, heads, length, _ = self.shape
         shape = (batch, length, heads, self._query.shape[-1])
-        for _, block in form("reduced_map", self._query).reduced_rows(self.factors, shape, left, taps, rows=rows):
+        for _, block in form("reduced_map", self._log_decay).reduced_rows(self.factors, shape, left, taps, rows=rows):
             yield block
 
     def reduced_size(self, rows: int, channels: int) -> int:
@@ -148,7 +123,7 @@ class DiagonalDecay(CoreMixer):
         batch, heads, length, _ = self.shape
         if channels not in (1, heads):
             return super().reduced_size(rows, channels)
-        return form("reduced_map", self._query).held_numbers(rows, (batch, length, heads, self._query.shape[-1]))
+        return form("reduced_map", self._log_decay).held_numbers(rows, (batch, length, heads, self._query.shape[-1]))
 
     def _block(self, rows: slice, cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
         cut, parts = rows.start, []
@@ -208,22 +183,8 @@ class DiagonalDecay(CoreMixer):
         query, key, _ = self.factors()
         return (query * key).sum(-1).transpose(1, 2).expand(-1, self.heads, -1)
 
-    def _chunks(self) -> list[slice]:
-        length = self.shape[2]
-        return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
-
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)
-
-
-def _of_heads(factor: Float[Tensor, "batch token group state"], heads: slice, total: int) -> Tensor:
-    """Pick a factor's heads, of which each group serves consecutive ones; one group is left to broadcast."""
-    groups = factor.shape[2]
-    if groups == 1:
-        return factor
-    if groups == total:
-        return factor[:, :, heads]
-    return factor[:, :, torch.arange(total, device=factor.device)[heads] // (total // groups)]
 
 
 def _at(factor: Tensor, index: Int[Tensor, "batch row"]) -> Tensor:

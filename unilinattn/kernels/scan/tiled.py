@@ -5,8 +5,10 @@ Masks are applied to the exponents, before the exponential, so that gradients st
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Inexact
 from torch import Tensor
+
+ALL = slice(None)
 
 CHUNK = 64
 """Tokens a chunk: the quadratic part within a chunk and the state between chunks then cost about the same."""
@@ -26,6 +28,90 @@ def recur(
         state = torch.addcmul(b, a, state)
         states.append(state)
     return torch.stack(states, dim=1)
+
+
+def diagonal_factors(
+    query: Inexact[Tensor, "batch length groupq state"],
+    key: Inexact[Tensor, "batch length groupk state"],
+    log_decay: Inexact[Tensor, "batch length head staten"],
+    key_scale: Inexact[Tensor, "batch length head"] | None = None,
+    rate: Inexact[Tensor, "head state"] | None = None,
+    reset: Bool[Tensor, "batch length"] | None = None,
+    tokens: slice = ALL,
+    heads: slice = ALL,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, scaled key, log-decay of some tokens and heads, broadcastable to (batch, token, head, state).
+
+    The log-decay is -inf where a segment begins.
+    """
+    total = log_decay.shape[2]
+    query, key = (_of_heads(factor[:, tokens], heads, total) for factor in (query, key))
+    decay = log_decay[:, tokens, heads]
+    if key_scale is not None:
+        key = key * key_scale[:, tokens, heads, None]
+    if rate is not None:
+        decay = decay * rate[heads]
+    if reset is not None:
+        decay = decay.masked_fill(reset[:, tokens, None, None], -torch.inf)
+    return query, key, decay
+
+
+def diagonal_scan(
+    query: Inexact[Tensor, "batch length groupq state"],
+    key: Inexact[Tensor, "batch length groupk state"],
+    log_decay: Inexact[Tensor, "batch length head staten"],
+    key_scale: Inexact[Tensor, "batch length head"] | None,
+    rate: Inexact[Tensor, "head state"] | None,
+    reset: Bool[Tensor, "batch length"] | None,
+    value: Inexact[Tensor, "batch length head channel"],
+) -> Inexact[Tensor, "batch length head channel"]:
+    """Run S_t = exp(g_t) S_{t-1} + k_t v_t^T forward in time and read y_t = S_t^T q_t."""
+    state = value.new_zeros(1, 1, 1, 1)
+    outputs = []
+    for tokens in _chunks(value.shape[1]):
+        q, k, g = diagonal_factors(query, key, log_decay, key_scale, rate, reset, tokens)
+        states = recur(state, g.exp(), k.unsqueeze(-1) * value[:, tokens].unsqueeze(-2))
+        outputs.append((q.unsqueeze(-2) @ states).squeeze(-2))
+        state = states[:, -1]
+    return torch.cat(outputs, dim=1)
+
+
+def diagonal_scan_adjoint(
+    query: Inexact[Tensor, "batch length groupq state"],
+    key: Inexact[Tensor, "batch length groupk state"],
+    log_decay: Inexact[Tensor, "batch length head staten"],
+    key_scale: Inexact[Tensor, "batch length head"] | None,
+    rate: Inexact[Tensor, "head state"] | None,
+    reset: Bool[Tensor, "batch length"] | None,
+    grad: Inexact[Tensor, "batch length head channel"],
+) -> Inexact[Tensor, "batch length head channel"]:
+    """Apply the transpose of `diagonal_scan`'s matrix: backward in time, reading with keys what queries wrote."""
+    state = grad.new_zeros(1, 1, 1, 1)
+    later = log_decay.new_ones(1, 1, 1, 1)
+    outputs = []
+    for tokens in reversed(_chunks(grad.shape[1])):
+        q, k, g = diagonal_factors(query, key, log_decay, key_scale, rate, reset, tokens)
+        kept = g.exp()
+        first, rest = kept[:, :1], kept[:, 1:]
+        reverse = torch.cat([rest, later.expand_as(first)], dim=1).flip(1)
+        states = recur(state, reverse, (q.unsqueeze(-1) * grad[:, tokens].unsqueeze(-2)).flip(1))
+        outputs.append((k.unsqueeze(-2) @ states.flip(1)).squeeze(-2))
+        state, later = states[:, -1], first
+    return torch.cat(outputs[::-1], dim=1)
+
+
+def _chunks(length: int) -> list[slice]:
+    return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
+
+
+def _of_heads(factor: Inexact[Tensor, "batch token group state"], heads: slice, total: int) -> Tensor:
+    """Pick a factor's heads, of which each group serves consecutive ones; one group is left to broadcast."""
+    groups = factor.shape[2]
+    if groups == 1:
+        return factor
+    if groups == total:
+        return factor[:, :, heads]
+    return factor[:, :, torch.arange(total, device=factor.device)[heads] // (total // groups)]
 
 
 def decay_within(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch head query key"]:
