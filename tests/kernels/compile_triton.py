@@ -47,7 +47,7 @@ def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
     found = []
     for flag in (False, True):
         constants = {"LEFT": flag, "READ": flag, "CHUNK": 64, "INNER": 64}
-        found.append(("chunk_factors", reduced.chunk_factors, pointers, constants, {}))
+        found.append(("chunk_factors", reduced.chunk_factors, pointers, constants, {"num_warps": 8}))
     for kind, phi, planes, precision in (
         ("add", "keep", 1, "ieee"),
         ("add", "keep", 2, "tf32"),
@@ -73,9 +73,8 @@ def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
                 "REVERSE": flag,
                 "PRECISION": "tf32" if flag else "ieee",
             }
-            size = 64 if flag else 32
-            constants |= {"CHUNK": size, "COLUMNS": size, "STATES": 128}
-            wide = {"num_warps": 8}
+            constants |= {"CHUNK": 32, "COLUMNS": 32, "STATES": 128}
+            wide = {"num_warps": 8, "num_stages": 1}
             found.append(("scalar_segments", scan.scalar_segments, pointers - {"states"}, constants, wide))
         constants = shared | {"NARROW": flag}
         found.append(("diagonal_gradients", scan.diagonal_gradients, pointers - {"states"}, constants, {}))

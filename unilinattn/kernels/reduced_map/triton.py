@@ -255,6 +255,7 @@ def _chunks(
         READ=read,
         CHUNK=CHUNK,
         INNER=width,
+        num_warps=8,
     )
     return reading, written, total
 

@@ -25,8 +25,8 @@ TOKENS = 16
 HELD = 2048
 """Numbers (token, row, state) of one such block: a few registers of each thread."""
 
-CHUNK, CHUNK_IEEE = 64, 32
-"""Tokens of a scalar memory's products; fewer in full float32, which no tensor core multiplies: code and registers."""
+CHUNK = 32
+"""Tokens, and most columns, of a scalar memory's products: larger ones with 128 states leave the registers."""
 
 LEAST = 64
 """Tokens of the shortest segment, so that the states between segments stay few beside the tokens."""
@@ -307,8 +307,8 @@ def _run_scalar(
 ) -> Tensor:
     """Apply a scalar memory or its transpose; returns float32."""
     batch, length, heads, columns = value.shape
-    chunk, width = _blocks(columns, query.shape[3], precision)
-    segment = _segment(length, batch * heads * -(-columns // width), value, chunk)
+    width = _columns(columns)
+    segment = _segment(length, batch * heads * -(-columns // width), value, CHUNK)
     entering = None
     if segment < length:
         entering = _scalar_states(query, key, log_decay, value, reverse, precision, segment)
@@ -345,7 +345,7 @@ def _scalar_pass(
     batch, length, heads, columns = value.shape
     read, write = (key, query) if reverse else (query, key)
     segments = -(-length // segment)
-    chunk, width = _blocks(columns, read.shape[3], precision)
+    width = _columns(columns)
     scalar_segments[(batch * heads * -(-columns // width), segments)](
         read,
         write,
@@ -369,10 +369,11 @@ def _scalar_pass(
         LEAVES=total is not None,
         REVERSE=reverse,
         PRECISION=precision,
-        CHUNK=chunk,
+        CHUNK=CHUNK,
         COLUMNS=width,
         STATES=power(read.shape[3], 16),
         num_warps=8,
+        num_stages=1,
     )
 
 
@@ -388,9 +389,9 @@ def _scalar_gradients(
     for factor, reverse in ((key, False), (query, True)):
         each = _run_scalar(grad, value, log_decay, spread(factor, heads, 2), reverse, precision)
         yield each.unflatten(2, (groups, -1)).sum(3)
-    chunk, width = _blocks(columns, states, precision)
-    before = _scalar_states(query, key, log_decay, value, False, precision, chunk)
-    after = _scalar_states(query, key, log_decay, grad, True, precision, chunk)
+    width = _columns(columns)
+    before = _scalar_states(query, key, log_decay, value, False, precision, CHUNK)
+    after = _scalar_states(query, key, log_decay, grad, True, precision, CHUNK)
     by_decay = before.new_empty(batch, length, heads)
     scalar_decay_gradient[(batch * heads, before.shape[1])](
         query,
@@ -412,10 +413,11 @@ def _scalar_gradients(
         *value.stride(),
         *grad.stride(),
         PRECISION=precision,
-        CHUNK=chunk,
+        CHUNK=CHUNK,
         COLUMNS=width,
         STATES=power(states, 16),
         num_warps=8,
+        num_stages=1,
     )
     yield by_decay
 
@@ -464,10 +466,8 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1 << 20
 
 
-def _blocks(columns: int, states: int, precision: Precision) -> tuple[int, int]:
-    """Return the tokens and the columns of a scalar memory's products."""
-    chunk = CHUNK_IEEE if precision == "ieee" else CHUNK
-    return chunk, min(power(columns, 16), chunk if states <= 128 else 32)
+def _columns(columns: int) -> int:
+    return min(power(columns, 16), CHUNK)
 
 
 def _same_groups(query: Tensor, key: Tensor, heads: int) -> tuple[Tensor, Tensor]:
