@@ -19,6 +19,7 @@ POINTERS = {
     "scan": {"read", "write", "query", "key", "decay", "rate", "scale", "value", "grad", "entering", "total", "out"}
     | {"states", "before", "after"}
     | {f"{name}_grad" for name in ("query", "key", "decay", "rate", "scale", "value")},
+    "contribution_norms": {"read", "write", "alpha", "weight", "reference", "out"},
 }
 
 
@@ -31,6 +32,8 @@ def compiled(kernel: Any, pointers: set[str], constants: dict[str, Any], **optio
     for name in inspect.signature(function.fn).parameters:
         if name in constants:
             signature[name] = "constexpr"
+        elif name == "p":
+            signature[name] = "fp32"
         elif name == "reset":
             signature[name] = "*i1"
         else:
@@ -40,8 +43,9 @@ def compiled(kernel: Any, pointers: set[str], constants: dict[str, Any], **optio
 
 
 def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
+    from unilinattn.kernels.contribution_norms import triton_kernels as norms
     from unilinattn.kernels.reduced_map import triton_kernels as reduced
-    from unilinattn.kernels.scan import triton_kernels as scan
+    from unilinattn.kernels.scan import triton as scan
 
     pointers = POINTERS["reduced_map"]
     found = []
@@ -81,6 +85,15 @@ def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
     found.append(("carry", scan.carry, pointers, {"SIZE": 256}, {}))
     constants = {"PRECISION": "ieee", "CHUNK": 32, "COLUMNS": 32, "STATES": 128}
     found.append(("scalar_decay_gradient", scan.scalar_decay_gradient, pointers - {"states"}, constants, wide))
+    for kind, mapped, precision, size in (
+        ("l2", False, "ieee", 8),
+        ("alti", True, "tf32", 16),
+        ("lp", False, "bf16", 16),
+    ):
+        constants = {"MAPPED": mapped, "LEFT": mapped, "KIND": kind, "PRECISION": precision}
+        constants |= {"ROWS": 8, "COLS": size, "OUT": 8 * size, "CHANNELS": 32}
+        wide = {"num_warps": size // 2, "num_stages": 2}
+        found.append((f"pair_norms {kind}", norms.pair_norms, POINTERS["contribution_norms"], constants, wide))
     return found
 
 

@@ -1,10 +1,13 @@
 """What the Triton kernels share: tuning on a GPU and none in the interpreter, and products of a chosen precision."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, no_type_check
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from unilinattn.kernels.backend import interpreted
 
@@ -63,6 +66,11 @@ class _First:
             return self.fn[grid(sizes) if callable(grid) else grid](*args, **sizes)
 
         return launch
+
+
+def on(like: Tensor) -> AbstractContextManager[object]:
+    """Return a `with` block in which kernels are launched on a tensor's device: Triton takes the current one."""
+    return torch.cuda.device(like.device) if like.is_cuda else nullcontext()
 
 
 def power(size: int, least: int = 1) -> int:

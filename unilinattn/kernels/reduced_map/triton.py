@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.kernels.launch import Precision, power
+from unilinattn.kernels.launch import Precision, on, power
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.tiled import Factors, Taps
 from unilinattn.kernels.reduced_map.triton_kernels import SUB, chunk_factors, diagonal_tiles, far_tiles
@@ -138,33 +138,34 @@ def add_far(out: Float[Tensor, "batch row col"], panel: Panel, precision: Precis
         across = 1 if band else last - first
         return across * (CHUNK // sizes["COLS"]), batch * row_chunks * (CHUNK // sizes["ROWS"])
 
-    far_tiles[grid](
-        panel.read,
-        panel.write,
-        panel.fade,
-        out,
-        out,
-        out,
-        inner,
-        first,
-        last,
-        panel.row,
-        row_chunks,
-        panel.fade.shape[2],
-        panel.origin,
-        panel.stop,
-        *out.stride()[:2],
-        out.shape[1],
-        0,
-        0,
-        0,
-        0,
-        PLANES=planes,
-        CHUNK=CHUNK,
-        KIND="band" if band else "add",
-        PHI="keep",
-        PRECISION=precision,
-    )
+    with on(out):
+        far_tiles[grid](
+            panel.read,
+            panel.write,
+            panel.fade,
+            out,
+            out,
+            out,
+            inner,
+            first,
+            last,
+            panel.row,
+            row_chunks,
+            panel.fade.shape[2],
+            panel.origin,
+            panel.stop,
+            *out.stride()[:2],
+            out.shape[1],
+            0,
+            0,
+            0,
+            0,
+            PLANES=planes,
+            CHUNK=CHUNK,
+            KIND="band" if band else "add",
+            PHI="keep",
+            PRECISION=precision,
+        )
 
 
 def add_diagonal(
@@ -186,31 +187,32 @@ def add_diagonal(
     landing: Mapping[int, Tensor | None] = taps or {0: None}
     for lag, tap in landing.items():
         factor = query if tap is None else _of(tap, rows, heads, decay)
-        diagonal_tiles[(row_chunks * (CHUNK // SUB), batch)](
-            query,
-            key,
-            decay,
-            weight,
-            factor,
-            out,
-            heads_here * state,
-            state,
-            count,
-            rows.start,
-            lag,
-            *query.stride(),
-            *key.stride(),
-            *decay.stride(),
-            *weight.stride()[:3],
-            *factor.stride()[:3],
-            *out.stride()[:2],
-            LEFT=left is not None,
-            TAP=tap is not None,
-            CHUNK=CHUNK,
-            BAND=band,
-            PRECISION=precision,
-            INNER=power(min(32, heads_here * state), 16),
-        )
+        with on(out):
+            diagonal_tiles[(row_chunks * (CHUNK // SUB), batch)](
+                query,
+                key,
+                decay,
+                weight,
+                factor,
+                out,
+                heads_here * state,
+                state,
+                count,
+                rows.start,
+                lag,
+                *query.stride(),
+                *key.stride(),
+                *decay.stride(),
+                *weight.stride()[:3],
+                *factor.stride()[:3],
+                *out.stride()[:2],
+                LEFT=left is not None,
+                TAP=tap is not None,
+                CHUNK=CHUNK,
+                BAND=band,
+                PRECISION=precision,
+                INNER=power(min(32, heads_here * state), 16),
+            )
 
 
 def _chunks(
@@ -234,29 +236,30 @@ def _chunks(
     total = written.new_empty(batch, count, inner)
     weight = query if left is None else _of(left, tokens, heads, decay)
     width = power(min(64, inner))
-    chunk_factors[(count * -(-inner // width), batch)](
-        query,
-        key,
-        decay,
-        weight,
-        written if reading is None else reading,
-        written,
-        total,
-        inner,
-        state,
-        tokens.start - begin,
-        tokens.stop - begin,
-        count,
-        *query.stride(),
-        *key.stride(),
-        *decay.stride(),
-        *weight.stride()[:3],
-        LEFT=left is not None,
-        READ=read,
-        CHUNK=CHUNK,
-        INNER=width,
-        num_warps=8,
-    )
+    with on(written):
+        chunk_factors[(count * -(-inner // width), batch)](
+            query,
+            key,
+            decay,
+            weight,
+            written if reading is None else reading,
+            written,
+            total,
+            inner,
+            state,
+            tokens.start - begin,
+            tokens.stop - begin,
+            count,
+            *query.stride(),
+            *key.stride(),
+            *decay.stride(),
+            *weight.stride()[:3],
+            LEFT=left is not None,
+            READ=read,
+            CHUNK=CHUNK,
+            INNER=width,
+            num_warps=8,
+        )
     return reading, written, total
 
 

@@ -9,15 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unilinattn.kernels.launch import Precision, power
+from unilinattn.kernels.launch import Precision, on, power
 from unilinattn.kernels.scan.tiled import spread
-from unilinattn.kernels.scan.triton_kernels import (
-    carry,
-    diagonal_gradients,
-    diagonal_segments,
-    scalar_decay_gradient,
-    scalar_segments,
-)
+from unilinattn.kernels.scan.triton_diagonal import carry, diagonal_gradients, diagonal_segments
+from unilinattn.kernels.scan.triton_scalar import scalar_decay_gradient, scalar_segments
 
 TOKENS = 16
 """Tokens that a diagonal memory's program holds at once."""
@@ -166,42 +161,44 @@ def _diagonal_pass(
     read, write = (given.key, given.query) if reverse else (given.query, given.key)
     decay, decay_strides, rate, rate_strides, scale, scale_strides, reset, reset_strides = given.strided()
     segments = -(-length // segment)
-    diagonal_segments[(batch * rows.groups * rows.blocks, segments)](
-        read,
-        write,
-        decay,
-        rate,
-        scale,
-        reset,
-        value,
-        out if entering is None else entering,
-        out if total is None else total,
-        out,
-        length,
-        segments * segment,
-        segment,
-        rows.groups,
-        rows.blocks,
-        rows.per_group,
-        heads,
-        columns,
-        read.shape[3],
-        *read.stride(),
-        *write.stride(),
-        *decay_strides,
-        *rate_strides,
-        *scale_strides,
-        *reset_strides,
-        *value.stride(),
-        **given.options(),
-        ENTERS=entering is not None and total is None,
-        LEAVES=total is not None,
-        REVERSE=reverse,
-        ONE=rows.one,
-        TOKENS=TOKENS,
-        ROWS=rows.size,
-        STATES=rows.states,
-    )
+    with on(out):
+        diagonal_segments[(batch * rows.groups * rows.blocks * segments,)](
+            read,
+            write,
+            decay,
+            rate,
+            scale,
+            reset,
+            value,
+            out if entering is None else entering,
+            out if total is None else total,
+            out,
+            length,
+            segments * segment,
+            segments,
+            segment,
+            rows.groups,
+            rows.blocks,
+            rows.per_group,
+            heads,
+            columns,
+            read.shape[3],
+            *read.stride(),
+            *write.stride(),
+            *decay_strides,
+            *rate_strides,
+            *scale_strides,
+            *reset_strides,
+            *value.stride(),
+            **given.options(),
+            ENTERS=entering is not None and total is None,
+            LEAVES=total is not None,
+            REVERSE=reverse,
+            ONE=rows.one,
+            TOKENS=TOKENS,
+            ROWS=rows.size,
+            STATES=rows.states,
+        )
 
 
 def _diagonal_gradients(given: _Diagonal, value: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -222,46 +219,48 @@ def _diagonal_gradients(given: _Diagonal, value: Tensor, grad: Tensor) -> tuple[
     by_scale = before.new_empty(parts, batch, length, heads) if given.key_scale is not None else before
     by_value = before.new_empty(value.shape)
     decay, decay_strides, rate, rate_strides, scale, scale_strides, reset, reset_strides = given.strided()
-    diagonal_gradients[(batch * groups * rows.blocks, tiles)](
-        given.query,
-        given.key,
-        decay,
-        rate,
-        scale,
-        reset,
-        value,
-        grad,
-        before,
-        after,
-        by_query,
-        by_key,
-        by_decay,
-        by_rate,
-        by_scale,
-        by_value,
-        length,
-        groups,
-        rows.blocks,
-        rows.per_group,
-        heads,
-        columns,
-        states,
-        batch,
-        *given.query.stride(),
-        *given.key.stride(),
-        *decay_strides,
-        *rate_strides,
-        *scale_strides,
-        *reset_strides,
-        *value.stride(),
-        *grad.stride(),
-        **given.options(),
-        NARROW=narrow,
-        ONE=rows.one,
-        TOKENS=TOKENS,
-        ROWS=rows.size,
-        STATES=rows.states,
-    )
+    with on(before):
+        diagonal_gradients[(batch * groups * rows.blocks * tiles,)](
+            given.query,
+            given.key,
+            decay,
+            rate,
+            scale,
+            reset,
+            value,
+            grad,
+            before,
+            after,
+            by_query,
+            by_key,
+            by_decay,
+            by_rate,
+            by_scale,
+            by_value,
+            length,
+            tiles,
+            groups,
+            rows.blocks,
+            rows.per_group,
+            heads,
+            columns,
+            states,
+            batch,
+            *given.query.stride(),
+            *given.key.stride(),
+            *decay_strides,
+            *rate_strides,
+            *scale_strides,
+            *reset_strides,
+            *value.stride(),
+            *grad.stride(),
+            **given.options(),
+            NARROW=narrow,
+            ONE=rows.one,
+            TOKENS=TOKENS,
+            ROWS=rows.size,
+            STATES=rows.states,
+        )
     return (
         by_query.sum(0),
         by_key.sum(0),
@@ -346,35 +345,37 @@ def _scalar_pass(
     read, write = (key, query) if reverse else (query, key)
     segments = -(-length // segment)
     width = _columns(columns)
-    scalar_segments[(batch * heads * -(-columns // width), segments)](
-        read,
-        write,
-        log_decay,
-        value,
-        out if entering is None else entering,
-        out if total is None else total,
-        out,
-        length,
-        segments * segment,
-        segment,
-        heads,
-        heads // read.shape[2],
-        columns,
-        read.shape[3],
-        *read.stride(),
-        *write.stride(),
-        *log_decay.stride(),
-        *value.stride(),
-        ENTERS=entering is not None and total is None,
-        LEAVES=total is not None,
-        REVERSE=reverse,
-        PRECISION=precision,
-        CHUNK=CHUNK,
-        COLUMNS=width,
-        STATES=power(read.shape[3], 16),
-        num_warps=8,
-        num_stages=1,
-    )
+    with on(out):
+        scalar_segments[(batch * heads * -(-columns // width) * segments,)](
+            read,
+            write,
+            log_decay,
+            value,
+            out if entering is None else entering,
+            out if total is None else total,
+            out,
+            length,
+            segments * segment,
+            segments,
+            segment,
+            heads,
+            heads // read.shape[2],
+            columns,
+            read.shape[3],
+            *read.stride(),
+            *write.stride(),
+            *log_decay.stride(),
+            *value.stride(),
+            ENTERS=entering is not None and total is None,
+            LEAVES=total is not None,
+            REVERSE=reverse,
+            PRECISION=precision,
+            CHUNK=CHUNK,
+            COLUMNS=width,
+            STATES=power(read.shape[3], 16),
+            num_warps=8,
+            num_stages=1,
+        )
 
 
 def _scalar_gradients(
@@ -393,32 +394,34 @@ def _scalar_gradients(
     before = _scalar_states(query, key, log_decay, value, False, precision, CHUNK)
     after = _scalar_states(query, key, log_decay, grad, True, precision, CHUNK)
     by_decay = before.new_empty(batch, length, heads)
-    scalar_decay_gradient[(batch * heads, before.shape[1])](
-        query,
-        key,
-        log_decay,
-        value,
-        grad,
-        before,
-        after,
-        by_decay,
-        length,
-        heads,
-        heads // groups,
-        columns,
-        states,
-        *query.stride(),
-        *key.stride(),
-        *log_decay.stride(),
-        *value.stride(),
-        *grad.stride(),
-        PRECISION=precision,
-        CHUNK=CHUNK,
-        COLUMNS=width,
-        STATES=power(states, 16),
-        num_warps=8,
-        num_stages=1,
-    )
+    with on(before):
+        scalar_decay_gradient[(batch * heads * before.shape[1],)](
+            query,
+            key,
+            log_decay,
+            value,
+            grad,
+            before,
+            after,
+            by_decay,
+            length,
+            before.shape[1],
+            heads,
+            heads // groups,
+            columns,
+            states,
+            *query.stride(),
+            *key.stride(),
+            *log_decay.stride(),
+            *value.stride(),
+            *grad.stride(),
+            PRECISION=precision,
+            CHUNK=CHUNK,
+            COLUMNS=width,
+            STATES=power(states, 16),
+            num_warps=8,
+            num_stages=1,
+        )
     yield by_decay
 
 
@@ -452,7 +455,8 @@ def _carry(states: Float[Tensor, "batch segment head channel state"], total: Ten
     batch, segments, heads, columns, width = states.shape
     size = heads * columns * width
     block = min(256, power(size))
-    carry[(-(-size // block), batch)](states, total, segments, size, columns, width, total.shape[3], SIZE=block)
+    with on(states):
+        carry[(-(-size // block), batch)](states, total, segments, size, columns, width, total.shape[3], SIZE=block)
 
 
 def _segment(length: int, programs: int, like: Tensor, unit: int) -> int:

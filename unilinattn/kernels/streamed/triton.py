@@ -1,10 +1,10 @@
-"""The streamed reduction on a GPU: a tile of the map stays in registers and leaves as one sum a column; see README.md."""
+"""The streamed reduction on a GPU: a tile of the map stays in registers, one sum a column leaves; see README.md."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.kernels.launch import Precision
+from unilinattn.kernels.launch import Precision, on
 from unilinattn.kernels.reduced_map import triton as reduced
 from unilinattn.kernels.reduced_map.tiled import Factors, Taps
 from unilinattn.kernels.reduced_map.triton import Panel, add_diagonal, add_far, panels
@@ -79,31 +79,32 @@ def _fold(
     def grid(sizes: dict[str, int]) -> tuple[int, int]:
         return (last - first) * (chunk // sizes["COLS"]), batch * (held // sizes["ROWS"])
 
-    far_tiles[grid](
-        panel.read,
-        panel.write,
-        panel.fade,
-        sums,
-        row,
-        scale,
-        inner,
-        first,
-        last,
-        panel.row,
-        held // chunk,
-        panel.fade.shape[2],
-        panel.origin,
-        panel.stop,
-        *sums.stride()[:2],
-        row.shape[1],
-        *row.stride(),
-        *scale.stride(),
-        PLANES=panel.write.shape[0],
-        CHUNK=chunk,
-        KIND="fold",
-        PHI=phi,
-        PRECISION=precision,
-    )
+    with on(sums):
+        far_tiles[grid](
+            panel.read,
+            panel.write,
+            panel.fade,
+            sums,
+            row,
+            scale,
+            inner,
+            first,
+            last,
+            panel.row,
+            held // chunk,
+            panel.fade.shape[2],
+            panel.origin,
+            panel.stop,
+            *sums.stride()[:2],
+            row.shape[1],
+            *row.stride(),
+            *scale.stride(),
+            PLANES=panel.write.shape[0],
+            CHUNK=chunk,
+            KIND="fold",
+            PHI=phi,
+            PRECISION=precision,
+        )
     total[:, : panel.stop] += sums.sum(1)
 
 
