@@ -10,6 +10,11 @@ import random
 import numpy as np
 import pytest
 import torch
+
+# Before anything imports Triton, which decides at its import whether it interprets its kernels on the CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from hypothesis import settings
 from jaxtyping import install_import_hook
 

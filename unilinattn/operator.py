@@ -10,11 +10,12 @@ from torch import Tensor
 from unilinattn.contributions import contributions, rows_of, split_taps, tap_function, tapwise
 from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
 from unilinattn.kernels.reduced_map.tiled import ROWS
+from unilinattn.kernels.streamed.naive import Phi, phi_of
 from unilinattn.memory import rows_within
 from unilinattn.scopes import SCOPES, scoped
 from unilinattn.shares import Shares, shares_of
 from unilinattn.stages import Branch, Chain, Matrix, channel_groups, run, run_adjoint, walk
-from unilinattn.terms import reduced_blocks, reduced_size, terms
+from unilinattn.terms import reduced_blocks, reduced_size, streamed, terms
 
 REDUCTIONS = {
     "mean": lambda m: m.mean(1),
@@ -162,6 +163,31 @@ class MixerOperator:
         for start in range(0, queries, size):
             part = slice(start, min(start + size, queries))
             yield part, self.rows(range(part.start, part.stop), scope=scope, heads=heads, port=port)
+
+    def streamed(
+        self,
+        row: Float[Tensor, "batch query"],
+        weight: Float[Tensor, "batch query"],
+        phi: Phi,
+        *,
+        scope: str = "core",
+        port: str | None = None,
+    ) -> Float[Tensor, "batch key"]:
+        """Return sum_i row_i phi(weight_i m_ij), m the mean over heads, without holding m.
+
+        phi is "keep", "clamp" (at zero) or "abs": what attribution makes of signs (HMA ACL Eq. 24, Table 6). Time:
+        that of the map; memory: the blocks that `max_memory` allows.
+        """
+        chain, _, _ = self._scoped(scope, port)
+        shape = (*self.output.shape[:2], self.inputs[port or self.ports[0]].shape[1])
+        found = terms(chain)
+        if found is None:
+            blocks = self.row_blocks(scope=scope, port=port)
+            parts = (row[:, None, at] @ phi_of(phi, block * weight[:, at, None]) for at, block in blocks)
+            return torch.stack([part.squeeze(1) for part in parts]).sum(0)
+        width, what = self.output.element_size(), f"the {scope} map of {self.name}"
+        size = rows_within(lambda rows: width * reduced_size(found, shape, rows), ROWS, what)
+        return streamed(found, shape, size, row, weight, phi)
 
     def matrix(self, scope: str = "core", heads: Heads = "mean", *, port: str | None = None) -> Float[Tensor, "..."]:
         """Materialize the scope's matrix: (batch, query, key), or (batch, head, query, key) with `heads=None`.

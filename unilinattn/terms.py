@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.contributions import band
+from unilinattn.kernels.streamed.naive import Phi, phi_of
 from unilinattn.mixers import CoreMixer
 from unilinattn.stages import Branch, Chain, Mix, Scale
 
@@ -74,6 +75,25 @@ def reduced_blocks(
             for lag, factor in by_lag.items():
                 add_band(block, part, 0, lag, factor)
         yield part, block
+
+
+def streamed(
+    found: Sequence[Term],
+    shape: tuple[int, int, int],
+    rows: int,
+    row: Float[Tensor, "batch query"],
+    weight: Float[Tensor, "batch query"],
+    phi: Phi,
+) -> Float[Tensor, "batch key"]:
+    """Return sum_i row_i phi(weight_i m_ij) for the map m of `reduced_blocks`, which is never held."""
+    if len(found) == 1 and (mixer := found[0].mixer) is not None:
+        term, channels = found[0], found[0].channels
+        wide = term.at_width(channels) if term.left is not None or term.taps is not None else term
+        return mixer.streamed(row, weight / channels, phi, rows, wide.left, wide.taps)
+    total = row.new_zeros(shape[0], shape[2])
+    for part, block in reduced_blocks(found, shape, rows, row):
+        total = total + torch.einsum("bi,bij->bj", row[:, part], phi_of(phi, block * weight[:, part, None]))
+    return total
 
 
 def reduced_size(found: Sequence[Term], shape: tuple[int, int, int], rows: int) -> int:

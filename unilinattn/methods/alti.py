@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.attribution import Attribution
+from unilinattn.kernels.contribution_norms.tiled import reduced_vectors
 from unilinattn.methods.latim import add_to_own, residual_of, share_tiles
 from unilinattn.methods.maps import added, picked, unit_rows
 from unilinattn.methods.options import AltiOptions
@@ -63,8 +64,7 @@ def mixing(
     for part, cols, tile in share_tiles(together, factors, rows, activation):
         own = rows[:, part]
         shares = add_to_own(tile, own, cols, picked(stream, own))
-        y = picked(output, own).transpose(1, 2).unsqueeze(-1)
-        gain[:, part, cols] = y.abs().sum(1) - (y - shares).abs().sum(1)
+        gain[:, part, cols] = reduced_vectors(shares, "alti", picked(output, own))
     real = real_pairs(trace, first, rows)
     gain = gain.clamp_min(0).masked_fill(~real, 0)
     total = gain.sum(-1, keepdim=True)

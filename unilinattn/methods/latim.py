@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unilinattn.attribution import Attribution
 from unilinattn.errors import UncoveredError
-from unilinattn.kernels.contribution_norms.tiled import norms as vector_norms
+from unilinattn.kernels.contribution_norms.tiled import reduced_vectors
 from unilinattn.memory import rows_within
 from unilinattn.methods.maps import added, picked, treated
 from unilinattn.methods.options import LatimOptions
@@ -136,7 +136,7 @@ def _layer(
     for part, cols, tile in share_tiles((layer,), (1.0,), rows, options.activation):
         sums[:, part] += tile.sum(-1).transpose(1, 2)
         whole = add_to_own(_times(factor, tile), rows[:, part], cols, extra[:, part])
-        norms[:, part, cols] = vector_norms(whole, options.p)
+        norms[:, part, cols] = reduced_vectors(whole, options.p)
     real = real_pairs(trace, layer, rows)
     scores = treated(norms, real, rows, discard=options.discard, normalize=options.normalize)
     kept = real.any(-1)

@@ -119,13 +119,18 @@ def carried(
 ) -> Float[Tensor, "batch 1 key"]:
     """Return a row times what `map_blocks` yields, the map never held: a linear-time pass where that is exact."""
     row = row.to(layer.output)
-    if attention is not None or not options.is_linear:
+    if attention is not None or not options.is_plain:
         blocks = map_blocks(trace, layer, options, target=target, weight=weight, attention=attention)
         return added(row[:, :, part] @ block for part, block in blocks)
-    row = row if weight is None else row * weight.unsqueeze(1)
-    mask = key_mask(trace, layer)
+    op, mask = only_port(layer), key_mask(trace, layer)
     real = 1 if mask is None else mask.unsqueeze(1)
-    return only_port(layer).left_multiply(row * real, scope=options.scope) * real
+    if options.sign == "keep":
+        row = row if weight is None else row * weight.unsqueeze(1)
+        return op.left_multiply(row * real, scope=options.scope) * real
+    weights = torch.ones_like(row) if weight is None else weight.to(row).unsqueeze(1)
+    return (
+        op.streamed((row * real).squeeze(1), weights.squeeze(1), options.sign, scope=options.scope).unsqueeze(1) * real
+    )
 
 
 def added(parts: Iterable[Tensor]) -> Tensor:

@@ -81,8 +81,12 @@ class MapOptions(Options):
     @property
     def is_linear(self) -> bool:
         """Whether the map is the plain mean over heads, which a row can be pulled through in linear time."""
-        plain = self.sign == "keep" and self.discard == 0 and self.normalize == "none"
-        return self.heads == "mean" and plain
+        return self.sign == "keep" and self.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the map is the mean over heads, treated at most by signs: entry by entry, whatever the others are."""
+        return self.heads == "mean" and self.discard == 0 and self.normalize == "none"
 
 
 class Layerwise(Options):

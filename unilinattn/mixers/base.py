@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unilinattn.errors import FactorError
 from unilinattn.kernels.reduced_map.dense import Taps, reduced, weighted
+from unilinattn.kernels.streamed.naive import Phi, phi_of
 
 ALL = slice(None)
 
@@ -113,6 +114,24 @@ class CoreMixer(ABC):
         """
         for part, block in self.blocks(rows):
             yield reduced(block(ALL), part, left, taps)
+
+    def streamed(
+        self,
+        row: Float[Tensor, "batch query"],
+        weight: Float[Tensor, "batch query"],
+        phi: Phi,
+        rows: int,
+        left: Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> Float[Tensor, "batch key"]:
+        """Return sum_i row_i phi(weight_i m_ij) for the map m of `reduced_rows`, which is never held."""
+        total = row.new_zeros(row.shape[0], self.shape[3])
+        start = 0
+        for block in self.reduced_rows(rows, left, taps):
+            part = slice(start, start + block.shape[1])
+            total = total + torch.einsum("bi,bij->bj", row[:, part], phi_of(phi, block * weight[:, part, None]))
+            start = part.stop
+        return total
 
     def reduced_size(self, rows: int, channels: int) -> int:
         """Return how many numbers `reduced_rows` holds for so many rows, with weights on so many channels."""

@@ -7,10 +7,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unilinattn.kernels.backend import form
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import held_numbers, reduced_rows, square
+from unilinattn.kernels.reduced_map.tiled import square
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
-from unilinattn.kernels.scan.tiled import STEPS, read_states, recur, recur_back
+from unilinattn.kernels.scan.tiled import diagonal_factors, of_heads
+from unilinattn.kernels.streamed.naive import Phi
 from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
 
 PAIR_BUDGET = 1 << 22
@@ -51,6 +53,7 @@ class DiagonalDecay(CoreMixer):
         check_factors(query=query, key=key, log_decay=log_decay, key_scale=key_scale, rate=rate)
         self._query, self._key, self._log_decay = query, key, log_decay
         self._key_scale, self._rate, self._reset = key_scale, rate, reset
+        self._raw = (query, key, log_decay, key_scale, rate, reset)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -63,43 +66,15 @@ class DiagonalDecay(CoreMixer):
 
         The log-decay is -inf where a segment begins.
         """
-        query, key = (_of_heads(factor[:, tokens], heads, self.heads) for factor in (self._query, self._key))
-        decay = self._log_decay[:, tokens, heads]
-        if self._key_scale is not None:
-            key = key * self._key_scale[:, tokens, heads, None]
-        if self._rate is not None:
-            decay = decay * self._rate[heads]
-        if self._reset is not None:
-            decay = decay.masked_fill(self._reset[:, tokens, None, None], -torch.inf)
-        return query, key, decay
+        return diagonal_factors(*self._raw, tokens, heads)
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the recurrence forward in time: O(L H N) for each channel."""
-        state = value.new_zeros(1, 1, 1, 1)
-        written = value if self._key_scale is None else value * self._key_scale.unsqueeze(-1)
-        outputs = []
-        for tokens in self._chunks():
-            query, key = (_of_heads(t[:, tokens], ALL, self.heads) for t in (self._query, self._key))
-            states = recur(state, self._kept(tokens), key.unsqueeze(-1) * written[:, tokens].unsqueeze(-2))
-            outputs.append(read_states(states, query))
-            state = states[:, -1]
-        return torch.cat(outputs, dim=1)
+        return form("scan", self._log_decay).diagonal_scan(*self._raw, value)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the recurrence backward in time, reading with the keys what the queries wrote."""
-        if grad.stride(2) == 0:
-            # What is the same for every head is written for one.
-            grad = grad[:, :, :1]
-        state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, self.heads, 1)
-        outputs = []
-        for tokens in reversed(self._chunks()):
-            query, key = (_of_heads(t[:, tokens], ALL, self.heads) for t in (self._query, self._key))
-            kept = self._kept(tokens)
-            states = recur_back(state, kept, later, query.unsqueeze(-1) * grad[:, tokens].unsqueeze(-2))
-            outputs.append(read_states(states, key))
-            state, later = states[:, 0], kept[:, 0]
-        passed = torch.cat(outputs[::-1], dim=1)
-        return passed if self._key_scale is None else passed * self._key_scale.unsqueeze(-1)
+        return form("scan", self._log_decay).diagonal_scan_adjoint(*self._raw, grad)
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Fill selected rows from the closed form: O(L H N) for each."""
@@ -174,21 +149,34 @@ class DiagonalDecay(CoreMixer):
             return
         batch, heads, length, _ = self.shape
         shape = (batch, length, heads, self._query.shape[-1])
-        for _, block in reduced_rows(self.factors, shape, left, taps, rows=rows):
+        for _, block in form("reduced_map", self._log_decay).reduced_rows(self.factors, shape, left, taps, rows=rows):
             yield block
+
+    def streamed(
+        self,
+        row: Float[Tensor, "batch query"],
+        weight: Float[Tensor, "batch query"],
+        phi: Phi,
+        rows: int,
+        left: Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> Float[Tensor, "batch key"]:
+        """Return sum_i row_i phi(weight_i m_ij) for the map m of `reduced_rows`, which is never held."""
+        weights = [*(taps or {}).values(), *([] if left is None else [left])]
+        if any(factor.shape[2] != self.heads for factor in weights):
+            return super().streamed(row, weight, phi, rows, left, taps)
+        batch, heads, length, _ = self.shape
+        shape = batch, length, heads, self._query.shape[-1]
+        kernel = form("streamed", self._log_decay).streamed
+        found: Tensor = kernel(self.factors, shape, row, weight, left, taps, phi=phi, rows=rows)
+        return found
 
     def reduced_size(self, rows: int, channels: int) -> int:
         """Return how many numbers `reduced_rows` holds: the factors of one tile of heads."""
         batch, heads, length, _ = self.shape
         if channels not in (1, heads):
             return super().reduced_size(rows, channels)
-        return held_numbers(rows, (batch, length, heads, self._query.shape[-1]))
-
-    def _kept(self, tokens: slice) -> Float[Tensor, "batch token head state"]:
-        """Return what each step keeps of the state: exp(g), nothing where a segment begins."""
-        kept = self._log_decay[:, tokens]
-        kept = (kept if self._rate is None else kept * self._rate).exp()
-        return kept if self._reset is None else kept.masked_fill(self._reset[:, tokens, None, None], 0)
+        return form("reduced_map", self._log_decay).held_numbers(rows, (batch, length, heads, self._query.shape[-1]))
 
     def _block(self, rows: slice, cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
         cut, parts = rows.start, []
@@ -210,7 +198,7 @@ class DiagonalDecay(CoreMixer):
 
     def _written(self, tokens: slice, cut: int, heads: slice = ALL) -> Float[Tensor, "batch token head state"]:
         """Return what is left at the beginning of token `cut` of the keys written before it."""
-        key = _of_heads(self._key[:, tokens], heads, self.heads)
+        key = of_heads(self._key[:, tokens], heads, self.heads)
         if self._key_scale is not None:
             key = key * self._key_scale[:, tokens, heads, None]
         crossed = self._log_decay[:, tokens.stop : cut, heads].sum(1, keepdim=True)
@@ -245,22 +233,8 @@ class DiagonalDecay(CoreMixer):
         query, key, _ = self.factors()
         return (query * key).sum(-1).transpose(1, 2).expand(-1, self.heads, -1)
 
-    def _chunks(self) -> list[slice]:
-        length = self.shape[2]
-        return [slice(start, min(start + STEPS, length)) for start in range(0, length, STEPS)]
-
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)
-
-
-def _of_heads(factor: Float[Tensor, "batch token group state"], heads: slice, total: int) -> Tensor:
-    """Pick a factor's heads, of which each group serves consecutive ones; one group is left to broadcast."""
-    groups = factor.shape[2]
-    if groups == 1:
-        return factor
-    if groups == total:
-        return factor[:, :, heads]
-    return factor[:, :, torch.arange(total, device=factor.device)[heads] // (total // groups)]
 
 
 def _head_by_head(factor: Float[Tensor, "batch token head *state"]) -> Float[Tensor, "batchhead token 1 *state"]:

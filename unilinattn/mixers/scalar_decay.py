@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unilinattn.kernels.backend import form
 from unilinattn.kernels.reduced_map.dense import Taps
-from unilinattn.kernels.scan.tiled import scalar_scan, scalar_scan_adjoint, spread
+from unilinattn.kernels.scan.tiled import spread
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
@@ -52,11 +53,12 @@ class ScalarDecay(CoreMixer):
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the chunked recurrence forward in time."""
-        return scalar_scan(self._query, self._key, self._log_decay, value * self._key_scale.unsqueeze(-1))
+        scaled = value * self._key_scale.unsqueeze(-1)
+        return form("scan", self._log_decay).scalar_scan(self._query, self._key, self._log_decay, scaled)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the chunked recurrence backward in time."""
-        passed = scalar_scan_adjoint(self._query, self._key, self._log_decay, grad)
+        passed = form("scan", self._log_decay).scalar_scan_adjoint(self._query, self._key, self._log_decay, grad)
         return passed * self._key_scale.unsqueeze(-1)
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:

@@ -185,6 +185,12 @@ def precision(op: MixerOperator, limit: float) -> None:
             if mixer is not None:
                 kept = mixer.diagonal().dtype.to_real()
                 require("precision", kept == dtype, f"{type(mixer).__name__}'s matrix is {kept}, not {dtype}.")
+            if isinstance(stage, Scale):
+                require(
+                    "precision",
+                    stage.scale.dtype.to_real() == dtype,
+                    f"{stage.role}: Scale.scale is {stage.scale.dtype}, not {dtype}.",
+                )
             for holder in (stage,) if mixer is None else (stage, mixer):
                 for name, value in vars(holder).items():
                     if isinstance(value, Tensor) and value.is_floating_point():

@@ -1,1 +1,1 @@
-"""Sizes of T_ij x_j for all pairs: a tile of vectors is reduced as soon as it is there."""
+"""Norms of the vectors that tokens contribute to tokens, for all pairs: only the norms are stored."""

@@ -1,16 +1,61 @@
-"""Norms over the channels of a tile of vectors: sums of the whole tile, no copy of it put in order first."""
+"""Contribution norms of a tile in torch: one product forms all its vectors, sums over channels reduce them."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.kernels.contribution_norms.naive import Order, kind_of
 
-def norms(vectors: Float[Tensor, "batch out row col"], order: float) -> Float[Tensor, "batch row col"]:
-    """Return (sum_d abs(v_d)^p)^(1/p) of each pair, the largest for infinity (LaTIM Eq. 5)."""
-    if order == 1:
+
+def norms(
+    read: Float[Tensor, "batch row channel state"],
+    write: Float[Tensor, "batch col channel state"],
+    weight: Float[Tensor, "out channel"],
+    *,
+    order: Order,
+    reference: Tensor | None = None,
+) -> Float[Tensor, "batch row col"]:
+    """Reduce T_ij = W v_ij for all pairs, v_ijc = sum_n read_icn write_jcn."""
+    return _of(read.transpose(1, 2) @ write.permute(0, 2, 3, 1), weight, order, reference)
+
+
+def mapped_norms(
+    alpha: Float[Tensor, "batch head row col"],
+    value: Float[Tensor, "batch col channel"],
+    weight: Float[Tensor, "out channel"],
+    *,
+    order: Order,
+    left: Float[Tensor, "batch row channel"] | None = None,
+    reference: Tensor | None = None,
+) -> Float[Tensor, "batch row col"]:
+    """Reduce T_ij = W v_ij for all pairs, v_ijc = left_ic alpha_hij value_jc, a head for consecutive channels."""
+    each = alpha.repeat_interleave(value.shape[2] // alpha.shape[1], dim=1) * value.transpose(1, 2).unsqueeze(2)
+    return _of(each if left is None else each * left.transpose(1, 2).unsqueeze(3), weight, order, reference)
+
+
+def reduced_vectors(
+    vectors: Float[Tensor, "batch out row col"], order: Order, reference: Tensor | None = None
+) -> Float[Tensor, "batch row col"]:
+    """Reduce vectors that are there already (LaTIM Eq. 5 for a norm, the numerator of Eq. 6 for `alti`).
+
+    Sums of the whole tile, with no copy of it put in another order first.
+    """
+    kind, p = kind_of(order, reference)
+    if kind == "dot":
+        return torch.einsum("bdij,d->bij", vectors, reference)
+    if kind == "alti":
+        assert reference is not None
+        y = reference.transpose(1, 2).unsqueeze(3)
+        return y.abs().sum(1) - (y - vectors).abs().sum(1)
+    if kind == "l1" or p == 1:
         return vectors.abs().sum(1)
-    if order == 2:
-        return vectors.square().sum(1).sqrt()
-    if order == float("inf"):
+    if kind == "max":
         return vectors.abs().amax(1)
-    return torch.linalg.vector_norm(vectors, ord=order, dim=1)
+    if p == 2:
+        return vectors.square().sum(1).sqrt()
+    return torch.linalg.vector_norm(vectors, ord=p, dim=1)
+
+
+def _of(vectors: Tensor, weight: Tensor, order: Order, reference: Tensor | None) -> Tensor:
+    found = (weight @ vectors.flatten(2)).unflatten(2, vectors.shape[2:])
+    return reduced_vectors(found, order, reference)

@@ -7,10 +7,12 @@ Masks are applied to the exponents, before the exponential, so that gradients st
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Inexact
 from torch import Tensor
 
 from unilinattn.kernels.scan.pairs import between, from_token, to_token
+
+ALL = slice(None)
 
 CHUNK = 64
 """Tokens a chunk: the quadratic part within a chunk and the state between chunks then cost about the same."""
@@ -63,6 +65,107 @@ def read_states(
     if by.shape[2] == 1 and states.shape[-1] == 1:
         return states.squeeze(-1) @ by.transpose(2, 3)
     return (by.unsqueeze(-2) @ states).squeeze(-2)
+
+
+def diagonal_factors(
+    query: Inexact[Tensor, "batch length groupq state"],
+    key: Inexact[Tensor, "batch length groupk state"],
+    log_decay: Inexact[Tensor, "batch length head staten"],
+    key_scale: Inexact[Tensor, "batch length head"] | None = None,
+    rate: Inexact[Tensor, "head state"] | None = None,
+    reset: Bool[Tensor, "batch length"] | None = None,
+    tokens: slice = ALL,
+    heads: slice = ALL,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, scaled key, log-decay of some tokens and heads, broadcastable to (batch, token, head, state).
+
+    The log-decay is -inf where a segment begins.
+    """
+    total = log_decay.shape[2]
+    query, key = (of_heads(factor[:, tokens], heads, total) for factor in (query, key))
+    decay = log_decay[:, tokens, heads]
+    if key_scale is not None:
+        key = key * key_scale[:, tokens, heads, None]
+    if rate is not None:
+        decay = decay * rate[heads]
+    if reset is not None:
+        decay = decay.masked_fill(reset[:, tokens, None, None], -torch.inf)
+    return query, key, decay
+
+
+def diagonal_scan(
+    query: Inexact[Tensor, "batch length groupq state"],
+    key: Inexact[Tensor, "batch length groupk state"],
+    log_decay: Inexact[Tensor, "batch length head staten"],
+    key_scale: Inexact[Tensor, "batch length head"] | None,
+    rate: Inexact[Tensor, "head state"] | None,
+    reset: Bool[Tensor, "batch length"] | None,
+    value: Inexact[Tensor, "batch length head channel"],
+) -> Inexact[Tensor, "batch length head channel"]:
+    """Run S_t = exp(g_t) S_{t-1} + k_t v_t^T forward in time and read y_t = S_t^T q_t."""
+    heads = log_decay.shape[2]
+    written = value if key_scale is None else value * key_scale.unsqueeze(-1)
+    state = value.new_zeros(1, 1, 1, 1)
+    outputs = []
+    for tokens in _steps(value.shape[1]):
+        q, k = (of_heads(t[:, tokens], ALL, heads) for t in (query, key))
+        kept = _kept(log_decay, rate, reset, tokens)
+        states = recur(state, kept, k.unsqueeze(-1) * written[:, tokens].unsqueeze(-2))
+        outputs.append(read_states(states, q))
+        state = states[:, -1]
+    return torch.cat(outputs, dim=1)
+
+
+def diagonal_scan_adjoint(
+    query: Inexact[Tensor, "batch length groupq state"],
+    key: Inexact[Tensor, "batch length groupk state"],
+    log_decay: Inexact[Tensor, "batch length head staten"],
+    key_scale: Inexact[Tensor, "batch length head"] | None,
+    rate: Inexact[Tensor, "head state"] | None,
+    reset: Bool[Tensor, "batch length"] | None,
+    grad: Inexact[Tensor, "batch length head channel"],
+) -> Inexact[Tensor, "batch length head channel"]:
+    """Apply the transpose of `diagonal_scan`'s matrix: backward in time, reading with keys what queries wrote."""
+    heads = log_decay.shape[2]
+    if grad.stride(2) == 0:
+        # What is the same for every head is written for one.
+        grad = grad[:, :, :1]
+    state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, heads, 1)
+    outputs = []
+    for tokens in reversed(_steps(grad.shape[1])):
+        q, k = (of_heads(t[:, tokens], ALL, heads) for t in (query, key))
+        kept = _kept(log_decay, rate, reset, tokens)
+        states = recur_back(state, kept, later, q.unsqueeze(-1) * grad[:, tokens].unsqueeze(-2))
+        outputs.append(read_states(states, k))
+        state, later = states[:, 0], kept[:, 0]
+    passed = torch.cat(outputs[::-1], dim=1)
+    return passed if key_scale is None else passed * key_scale.unsqueeze(-1)
+
+
+def _kept(
+    log_decay: Inexact[Tensor, "batch length head staten"],
+    rate: Inexact[Tensor, "head state"] | None,
+    reset: Bool[Tensor, "batch length"] | None,
+    tokens: slice,
+) -> Inexact[Tensor, "batch token head state"]:
+    """Return what each step keeps of the state: exp(g), nothing where a segment begins."""
+    decay = log_decay[:, tokens]
+    kept = (decay if rate is None else decay * rate).exp()
+    return kept if reset is None else kept.masked_fill(reset[:, tokens, None, None], 0)
+
+
+def _steps(length: int) -> list[slice]:
+    return [slice(start, min(start + STEPS, length)) for start in range(0, length, STEPS)]
+
+
+def of_heads(factor: Inexact[Tensor, "batch token group state"], heads: slice, total: int) -> Tensor:
+    """Pick a factor's heads, of which each group serves consecutive ones; one group is left to broadcast."""
+    groups = factor.shape[2]
+    if groups == 1:
+        return factor
+    if groups == total:
+        return factor[:, :, heads]
+    return factor[:, :, torch.arange(total, device=factor.device)[heads] // (total // groups)]
 
 
 def spread(per_group: Tensor, heads: int, dim: int) -> Tensor:

@@ -1,0 +1,105 @@
+"""Compile every Triton kernel for sm_90 without a GPU; run as a program of its own, outside the interpreter."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+# Parameters of these names are pointers to float32; all others are 64-bit integers.
+POINTERS = {
+    "reduced_map": {"query", "key", "decay", "left", "tap", "read", "written", "total", "write", "fade", "out"}
+    | {"row_weight", "row_scale"},
+    "scan": {"read", "write", "query", "key", "decay", "rate", "scale", "value", "grad", "entering", "total", "out"}
+    | {"states", "before", "after"}
+    | {f"{name}_grad" for name in ("query", "key", "decay", "rate", "scale", "value")},
+    "contribution_norms": {"read", "write", "alpha", "weight", "reference", "out"},
+}
+
+
+def compiled(kernel: Any, pointers: set[str], constants: dict[str, Any], **options: int) -> int:
+    """Compile one kernel and return the bytes of its machine code."""
+    function = kernel
+    while not isinstance(function, triton.runtime.jit.JITFunction):
+        function = function.fn
+    signature = {}
+    for name in inspect.signature(function.fn).parameters:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "p":
+            signature[name] = "fp32"
+        elif name == "reset":
+            signature[name] = "*i1"
+        else:
+            signature[name] = "*fp32" if name in pointers else "i64"
+    source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=constants)
+    return len(triton.compile(source, target=TARGET, options=options).asm["cubin"])
+
+
+def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
+    from unilinattn.kernels.contribution_norms import triton_kernels as norms
+    from unilinattn.kernels.reduced_map import triton_kernels as reduced
+    from unilinattn.kernels.scan import triton as scan
+
+    pointers = POINTERS["reduced_map"]
+    found = []
+    for flag in (False, True):
+        constants = {"LEFT": flag, "READ": flag, "CHUNK": 64, "INNER": 64}
+        found.append(("chunk_factors", reduced.chunk_factors, pointers, constants, {"num_warps": 8}))
+    for kind, phi, planes, precision in (
+        ("add", "keep", 1, "ieee"),
+        ("add", "keep", 2, "tf32"),
+        ("band", "keep", 2, "bf16"),
+        ("fold", "clamp", 1, "tf32x3"),
+        ("fold", "abs", 2, "bf16"),
+    ):
+        constants = {"PLANES": planes, "CHUNK": 64, "KIND": kind, "PHI": phi, "PRECISION": precision}
+        constants |= {"ROWS": 64, "COLS": 64, "INNER": 32}
+        found.append((f"far_tiles {kind} {precision}", reduced.far_tiles, pointers, constants, {"num_stages": 3}))
+    for flag, precision in ((False, "ieee"), (True, "bf16")):
+        constants = {"LEFT": flag, "TAP": flag, "CHUNK": 64, "BAND": flag, "PRECISION": precision, "INNER": 32}
+        found.append((f"diagonal_tiles {precision}", reduced.diagonal_tiles, pointers, constants, {}))
+    pointers = POINTERS["scan"]
+    for flag in (False, True):
+        shared = {"RATE": flag, "SCALE": flag, "RESET": flag, "ONE": flag, "TOKENS": 16, "ROWS": 8, "STATES": 16}
+        for leaves in (False, True):
+            constants = shared | {"ENTERS": not leaves, "LEAVES": leaves, "REVERSE": flag}
+            found.append(("diagonal_segments", scan.diagonal_segments, pointers - {"states"}, constants, {}))
+            constants = {
+                "ENTERS": not leaves,
+                "LEAVES": leaves,
+                "REVERSE": flag,
+                "PRECISION": "tf32" if flag else "ieee",
+            }
+            constants |= {"CHUNK": 32, "COLUMNS": 32, "STATES": 128}
+            wide = {"num_warps": 8, "num_stages": 1}
+            found.append(("scalar_segments", scan.scalar_segments, pointers - {"states"}, constants, wide))
+        constants = shared | {"NARROW": flag}
+        found.append(("diagonal_gradients", scan.diagonal_gradients, pointers - {"states"}, constants, {}))
+    found.append(("carry", scan.carry, pointers, {"SIZE": 256}, {}))
+    constants = {"PRECISION": "ieee", "CHUNK": 32, "COLUMNS": 32, "STATES": 128}
+    found.append(("scalar_decay_gradient", scan.scalar_decay_gradient, pointers - {"states"}, constants, wide))
+    for kind, mapped, precision, size in (
+        ("l2", False, "ieee", 8),
+        ("alti", True, "tf32", 16),
+        ("lp", False, "bf16", 16),
+    ):
+        constants = {"MAPPED": mapped, "LEFT": mapped, "KIND": kind, "PRECISION": precision}
+        constants |= {"ROWS": 8, "COLS": size, "OUT": 8 * size, "CHANNELS": 32}
+        wide = {"num_warps": size // 2, "num_stages": 2}
+        found.append((f"pair_norms {kind}", norms.pair_norms, POINTERS["contribution_norms"], constants, wide))
+    return found
+
+
+if __name__ == "__main__":
+    for name, kernel, pointers, constants, options in cases():
+        begun = time.perf_counter()
+        size = compiled(kernel, pointers, constants, **options)
+        print(f"{name}: {size} bytes, {time.perf_counter() - begun:.1f} s", flush=True)
+    sys.exit(0)

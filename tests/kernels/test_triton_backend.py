@@ -1,0 +1,107 @@
+"""Which form of a kernel runs, and what is said where the one asked for cannot."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unilinattn.errors import OptionError
+from unilinattn.kernels import backend
+from unilinattn.kernels.backend import VARIABLE, BackendError, form, uses_triton, using
+
+on_cpu = torch.zeros(1)
+
+
+def on_gpu(dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+    return SimpleNamespace(is_cuda=True, dtype=dtype, device="cuda:0")
+
+
+@pytest.fixture(autouse=True)
+def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def chosen(like: object) -> bool:
+    # The undecorated function: a stand-in for a tensor of a device that is not here would be refused by its type.
+    return uses_triton.__wrapped__(like)  # type: ignore[attr-defined]
+
+
+def test_tensors_of_the_cpu_go_to_torch() -> None:
+    assert form("reduced_map", on_cpu).__name__.endswith(".tiled")
+
+
+def test_tensors_of_a_gpu_go_to_triton_unless_their_numbers_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert chosen(on_gpu())
+    assert chosen(on_gpu(torch.bfloat16))
+    assert not chosen(on_gpu(torch.float64))
+    assert not chosen(on_gpu(torch.complex64))
+
+
+def test_a_block_and_the_environment_force_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with using("triton"):
+        assert form("reduced_map", on_cpu).__name__.endswith(".triton")
+        with using("torch"):
+            assert not uses_triton(on_cpu)
+        with using(None):
+            assert uses_triton(on_cpu)
+    assert not uses_triton(on_cpu)
+    monkeypatch.setenv(VARIABLE, "triton")
+    assert uses_triton(on_cpu)
+    with using("torch"):
+        assert not uses_triton(on_cpu)
+
+
+def test_an_unknown_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "tritn")
+    with pytest.raises(OptionError, match=rf"{VARIABLE} got 'tritn'.*did you mean 'triton'"):
+        uses_triton(on_cpu)
+
+
+@pytest.mark.parametrize("value", ["0", None])
+def test_triton_on_the_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    if value is None:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    else:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    with using("triton"), pytest.raises(BackendError, match=r"tensors on cpu.*TRITON_INTERPRET=1"):
+        uses_triton(on_cpu)
+
+
+def test_forced_triton_refuses_what_it_does_not_compute_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with using("triton"), pytest.raises(BackendError, match="float64"):
+        uses_triton(on_cpu.double())
+
+
+def test_a_missing_package_is_said_once_on_a_gpu_and_refused_where_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(backend, "_installed", lambda: False)
+    backend._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"triton is not installed.*unilinattn\[gpu\]"):
+        assert not chosen(on_gpu())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not chosen(on_gpu())
+    with using("triton"), pytest.raises(BackendError, match="not installed"):
+        uses_triton(on_cpu)
+    backend._warn_once.cache_clear()
+
+
+def test_the_choice_of_torch_imports_no_triton() -> None:
+    code = """
+import sys, torch
+from unilinattn.kernels.backend import form
+import unilinattn.mixers
+form("reduced_map", torch.zeros(1))
+print("triton" in sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

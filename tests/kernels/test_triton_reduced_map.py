@@ -1,0 +1,103 @@
+"""The Triton form of the reduced map against its definition, interpreted on the CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from unilinattn.kernels.reduced_map import triton as form
+from unilinattn.kernels.reduced_map.naive import reduced_map
+from unilinattn.kernels.reduced_map.triton_kernels import far_tiles
+from unilinattn.testing import relative_error
+
+BATCH, HEADS, STATE = 2, 3, 3
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel does not write is NaN."""
+    empty, like, of = torch.empty, torch.empty_like, Tensor.new_empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: like(*a, **k).fill_(torch.nan))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: of(*a, **k).fill_(torch.nan))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "CHUNK", 32)
+    monkeypatch.setattr(form, "COLUMNS", 32)
+    monkeypatch.setattr(form, "INNER", 6)
+    monkeypatch.setitem(far_tiles.config, "ROWS", 16)
+    monkeypatch.setitem(far_tiles.config, "COLS", 32)
+    monkeypatch.setitem(far_tiles.config, "INNER", 16)
+
+
+def factors(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(length)
+    query, key = (torch.randn(BATCH, length, HEADS, STATE) for _ in range(2))
+    # From decays that keep everything to one that leaves nothing, and segments that forget all.
+    decay = -torch.rand(BATCH, length, HEADS, STATE).pow(6) * 800
+    return query, key, decay.masked_fill(torch.rand(BATCH, length, 1, 1) < 0.02, -torch.inf)
+
+
+def compared(length: int, rows: int, weights: tuple, precision: str = "ieee", given: tuple | None = None) -> float:
+    query, key, decay = factors(length) if given is None else given
+
+    def of(tokens: slice, heads: slice) -> tuple[Tensor, Tensor, Tensor]:
+        one = query if query.shape[2] == 1 else query[:, tokens, heads]
+        return one[:, tokens] if query.shape[2] == 1 else one, key[:, tokens, heads], decay[:, tokens, heads]
+
+    left, taps = weights
+    blocks = list(form.reduced_rows(of, (BATCH, length, HEADS, STATE), left, taps, rows=rows, precision=precision))
+    assert [part.start for part, _ in blocks] == list(range(0, length, rows))
+    one = torch.ones(BATCH, length, HEADS)
+    expected = reduced_map(
+        query.expand_as(decay),
+        key,
+        decay,
+        one if left is None else left.expand_as(one),
+        {lag: tap.expand_as(one) for lag, tap in (taps or {0: one}).items()},
+    )
+    return relative_error(torch.cat([block for _, block in blocks], dim=1), expected)
+
+
+def weights(length: int) -> tuple[Tensor, dict[int, Tensor]]:
+    one = torch.ones(BATCH, length, HEADS)
+    return torch.randn_like(one), {0: torch.randn_like(one), 2: torch.randn(1, 1, HEADS), 3: torch.randn_like(one)}
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1, 16), (3, 1024), (63, 24), (130, 1024), (130, 50)])
+def test_it_is_its_definition(length: int, rows: int) -> None:
+    left, taps = weights(length)
+    assert compared(length, rows, (None, None)) < 1e-5
+    assert compared(length, rows, (left, taps)) < 1e-5
+
+
+@pytest.mark.parametrize(("length", "rows"), [(63, 1024), (130, 1024), (130, 72), (70, 17)])
+def test_it_is_its_definition_in_many_tiles(length: int, rows: int, small: None) -> None:
+    left, taps = weights(length)
+    for given in ((None, taps), (left, None)):
+        assert compared(length, rows, given) < 1e-5
+
+
+def test_factors_may_be_shared_strided_and_taps_reach_far(small: None) -> None:
+    length = 100
+    _, key, decay = factors(length)
+    query = torch.randn(BATCH, STATE, length, 1).permute(0, 2, 3, 1)
+    key = key.transpose(1, 3).contiguous().transpose(1, 3)
+    left = torch.randn(1, 1, HEADS).expand(BATCH, length, HEADS)
+    far = {0: torch.randn(1, 1, HEADS), 31: torch.randn(1, 1, HEADS), 32: torch.randn(1, length, HEADS)}
+    assert compared(length, 64, (left, far), given=(query, key, decay)) < 1e-5
+    beyond = {5: torch.randn(1, 1, HEADS), 40: torch.randn(1, 1, HEADS)}
+    assert compared(length, 64, (left, beyond), given=(query.expand_as(decay), key, decay)) < 1e-5
+
+
+def test_a_coarse_product_rounds_its_inputs_alone() -> None:
+    assert 1e-5 < compared(130, 1024, (None, None), precision="bf16") < 8e-3
+
+
+def test_a_strong_decay_costs_the_tokens_after_it_no_digits() -> None:
+    query, key, decay = factors(130)
+    weak = -0.05 * torch.rand_like(decay)
+    for strong in (-20.0, -1e3, -1e6):
+        mixed = torch.where(torch.rand_like(decay) < 0.15, torch.tensor(strong), weak)
+        assert compared(130, 1024, (None, None), given=(query, key, mixed)) < 2e-6

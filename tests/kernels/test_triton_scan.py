@@ -1,0 +1,151 @@
+"""The Triton scans against their definition in float64, in value and gradient, interpreted on the CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from unilinattn.kernels.backend import using
+from unilinattn.kernels.scan import tiled
+from unilinattn.kernels.scan import triton as form
+from unilinattn.mixers.diagonal_decay import DiagonalDecay
+from unilinattn.mixers.scalar_decay import ScalarDecay
+from unilinattn.testing import relative_error
+
+SIZES = (1, 3, 63, 130)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel does not write is NaN."""
+    empty, like, of = torch.empty, torch.empty_like, Tensor.new_empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: like(*a, **k).fill_(torch.nan))
+    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: of(*a, **k).fill_(torch.nan))
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several segments, several programs."""
+    monkeypatch.setattr(form, "LEAST", 32)
+    monkeypatch.setattr(form, "HELD", 128)
+
+
+def strong(shape: tuple[int, ...]) -> Tensor:
+    """Log-decays from those that keep everything to one that leaves nothing."""
+    return -torch.rand(shape).pow(6) * 300
+
+
+def diagonal(length: int, columns: int, heads: int = 3, states: int = 3, groups: int = 1) -> dict[str, Tensor | None]:
+    torch.manual_seed(length)
+    return {
+        "query": torch.randn(2, length, groups, states),
+        "key": torch.randn(2, length, groups, states),
+        "log_decay": strong((2, length, heads, states)),
+        "key_scale": torch.randn(2, length, heads),
+        "rate": None,
+        "reset": None,
+        "value": torch.randn(2, length, heads, columns),
+    }
+
+
+def scalar(length: int, columns: int = 5, states: int = 3) -> dict[str, Tensor | None]:
+    torch.manual_seed(length)
+    return {
+        "query": torch.randn(2, length, 2, states),
+        "key": torch.randn(2, length, 2, states),
+        "log_decay": strong((2, length, 4)),
+        "value": torch.randn(2, length, 4, columns),
+    }
+
+
+def compared(name: str, given: dict[str, Tensor | None], bound: float = 1e-5) -> None:
+    """Value and every gradient of one function, against the torch form in float64 (itself checked elsewhere)."""
+    names = [key for key, t in given.items() if t is not None and t.is_floating_point()]
+    weight = torch.randn_like(given["value"])
+
+    def run(module: object, dtype: torch.dtype) -> list[Tensor]:
+        cast = {key: t.detach().to(dtype).requires_grad_() if key in names else t for key, t in given.items()}
+        out = getattr(module, name)(*cast.values())
+        grads = torch.autograd.grad(
+            (out * weight.to(dtype)).sum(), [cast[key] for key in names], allow_unused=True, materialize_grads=True
+        )
+        return [out, *grads]
+
+    for what, got, expected in zip(
+        ["output", *names], run(form, torch.float32), run(tiled, torch.float64), strict=True
+    ):
+        assert torch.isfinite(got).all(), what
+        assert relative_error(got, expected) < bound, what
+
+
+@pytest.mark.parametrize("name", ["diagonal_scan", "diagonal_scan_adjoint"])
+@pytest.mark.parametrize(("length", "columns"), [(1, 1), (3, 5), (63, 1), (130, 1), (20, 5)])
+def test_the_diagonal_scan_and_its_gradients(name: str, length: int, columns: int) -> None:
+    compared(name, diagonal(length, columns))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_rate_resets_and_groups(columns: int) -> None:
+    given = diagonal(20, columns, heads=4, groups=2)
+    given["log_decay"] = torch.rand(2, 20, 4, 1).pow(4) * 50
+    given["rate"] = -torch.rand(4, 3)
+    given["reset"] = torch.rand(2, 20) < 0.1
+    compared("diagonal_scan", given)
+    given["key_scale"] = None
+    given["key"] = torch.randn(2, 20, 4, 3)
+    compared("diagonal_scan_adjoint", given)
+
+
+def test_factors_may_be_strided_and_shared() -> None:
+    given = diagonal(40, 1, heads=4)
+    given["query"] = torch.randn(1, 3, 40, 1).permute(0, 2, 3, 1).expand(2, -1, -1, -1)
+    given["value"] = torch.randn(2, 40, 1, 1).expand(-1, -1, 4, 3)
+    given["log_decay"] = given["log_decay"].transpose(1, 3).contiguous().transpose(1, 3)
+    with torch.no_grad():
+        wide = [t.double() if t is not None else None for t in given.values()]
+        assert relative_error(form.diagonal_scan(*given.values()), tiled.diagonal_scan(*wide)) < 1e-5
+    given = scalar(40)
+    given["value"] = torch.randn(2, 5, 40, 1).permute(0, 2, 3, 1).expand(-1, -1, 4, -1)
+    with torch.no_grad():
+        wide = [t.double() for t in given.values()]
+        assert relative_error(form.scalar_scan(*given.values()), tiled.scalar_scan(*wide)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["scalar_scan", "scalar_scan_adjoint"])
+@pytest.mark.parametrize("length", SIZES)
+def test_the_scalar_scan_and_its_gradients(name: str, length: int) -> None:
+    compared(name, scalar(length))
+
+
+def test_many_states_and_columns() -> None:
+    compared("scalar_scan", scalar(33, columns=34, states=34))
+    compared("diagonal_scan", diagonal(17, 1, heads=1, states=20))
+
+
+@pytest.mark.parametrize("decay", [-20.0, -1e3, -1e6])
+def test_a_strong_decay_costs_the_tokens_after_it_no_digits(decay: float) -> None:
+    for given, name in ((diagonal(40, 1, heads=2), "diagonal_scan"), (scalar(70), "scalar_scan")):
+        weak = -0.05 * torch.rand_like(given["log_decay"])
+        given["log_decay"] = torch.where(torch.rand_like(weak) < 0.15, torch.tensor(decay), weak)
+        compared(name, given, bound=3e-6)
+
+
+def test_a_coarse_product_rounds_its_inputs_alone() -> None:
+    given = scalar(63)
+    wide = tiled.scalar_scan(*(t.double() for t in given.values()))
+    assert 1e-5 < relative_error(form.scalar_scan(*given.values(), precision="bf16"), wide) < 2e-2
+
+
+def test_the_mixers_go_through_them() -> None:
+    value = torch.randn(2, 20, 4, 3)
+    factors = scalar(20)
+    diagonal_mixer = DiagonalDecay(factors["query"], factors["key"], strong((2, 20, 4, 3)))
+    scalar_mixer = ScalarDecay(factors["query"], factors["key"], factors["log_decay"])
+    for mixer in (diagonal_mixer, scalar_mixer):
+        for pass_ in (mixer.apply, mixer.adjoint):
+            with using("triton"):
+                got = pass_(value)
+            assert relative_error(got, pass_(value)) < 1e-5
+        with using("triton"):
+            (got,) = mixer.reduced_rows(20)
+        assert relative_error(got, mixer.materialize().sum(1)) < 1e-5

@@ -1,0 +1,114 @@
+"""Which form of a kernel runs: Triton's for tensors on a CUDA device, torch's for all others, or the one asked for."""
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from types import ModuleType
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from unilinattn.errors import OptionError, UnilinattnError, nearest
+
+Backend = Literal["triton", "torch"]
+
+VARIABLE = "UNILINATTN_KERNELS"
+"""The environment variable that forces one form for a whole process: triton or torch."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the Triton kernels read; they compute in float32, so that float64 and complex numbers stay with torch."""
+
+_forced: ContextVar[Backend | None] = ContextVar("forced", default=None)
+
+
+class BackendError(UnilinattnError, RuntimeError):
+    """Triton kernels were asked for where they cannot run."""
+
+
+@contextmanager
+def using(backend: Backend | None) -> Iterator[None]:
+    """Force one form of every kernel inside a `with` block; None leaves the choice as it was.
+
+    A block's choice comes before the environment variable's.
+    """
+    token = _forced.set(_forced.get() if backend is None else _checked(backend, "using"))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def form(operation: str, like: Tensor) -> ModuleType:
+    """Return the module that holds an operation's functions for tensors like one: its `triton` or its `tiled`.
+
+    Both have the same functions. Raises `BackendError` where Triton is forced and cannot run.
+    """
+    return importlib.import_module(f"unilinattn.kernels.{operation}.{'triton' if uses_triton(like) else 'tiled'}")
+
+
+def uses_triton(like: Tensor) -> bool:
+    """Return whether tensors like one go to Triton; warn once where its package is missing on a GPU."""
+    forced = _forced.get()
+    if forced is None and (named := os.environ.get(VARIABLE)):
+        forced = _checked(named, f"the environment variable {VARIABLE}")
+    if forced == "torch":
+        return False
+    if forced == "triton":
+        _refuse_what_cannot_run(like)
+        return True
+    if not like.is_cuda or like.dtype not in DTYPES or torch.version.cuda is None:
+        return False
+    if not _installed():
+        _warn_once()
+        return False
+    return True
+
+
+def interpreted() -> bool:
+    """Return whether Triton interprets its kernels on the CPU instead of compiling them for a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _refuse_what_cannot_run(like: Tensor) -> None:
+    if not _installed():
+        raise BackendError(
+            "the Triton kernels were forced, but the package triton is not installed. "
+            "Install it (pip install 'unilinattn[gpu]') or take the torch form."
+        )
+    if not like.is_cuda and not interpreted():
+        raise BackendError(
+            f"the Triton kernels were forced for tensors on {like.device}; they run on CUDA devices. Move the tensors "
+            "to one, take the torch form, or set TRITON_INTERPRET=1 before Triton is imported to interpret them."
+        )
+    if like.dtype not in DTYPES:
+        accepted = ", ".join(str(dtype) for dtype in DTYPES)
+        raise BackendError(
+            f"the Triton kernels were forced for {like.dtype}; they take {accepted} and compute in float32. "
+            "Take the torch form for other numbers."
+        )
+
+
+def _checked(name: str, source: str) -> Backend:
+    if name not in ("triton", "torch"):
+        raise OptionError(f"{source} got {name!r}, which is no form of a kernel" + nearest(name, ("triton", "torch")))
+    return cast(Backend, name)
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _warn_once() -> None:
+    warnings.warn(
+        "the package triton is not installed: tensors on this GPU go through the slower torch form of every kernel. "
+        f"Install it (pip install 'unilinattn[gpu]'), or set {VARIABLE}=torch to choose that form.",
+        stacklevel=4,
+    )

@@ -1,0 +1,78 @@
+"""What the Triton kernels share: tuning on a GPU and none in the interpreter, and products of a chosen precision."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from unilinattn.kernels.backend import interpreted
+
+Precision = Literal["ieee", "tf32x3", "tf32", "bf16"]
+"""What products round their inputs to: 24 bits, about 21, 11 or 8; sums are always float32."""
+
+INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.jit
+@no_type_check
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """Add the product of two float32 blocks to float32 sums, its inputs rounded as asked."""
+    if PRECISION == "bf16":
+        a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        if INTERPRETED:
+            # The interpreter would multiply the bit patterns of bfloat16.
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+def tuned(configs: Sequence[dict[str, int]], key: Sequence[str], restore: Sequence[str] = ()) -> Callable[[Any], Any]:
+    """Return a decorator that times the configurations on a GPU, once for each value of the key.
+
+    A configuration holds block sizes, `num_warps` and `num_stages`. `restore` names the tensors that a kernel adds to.
+    In the interpreter the first configuration is taken as it is: timing it would need a GPU.
+    """
+
+    def decorate(kernel: Any) -> Any:
+        if interpreted():
+            return _First(kernel, configs[0])
+        options = [
+            triton.Config(
+                {name: size for name, size in config.items() if not name.startswith("num_")},
+                num_warps=config.get("num_warps", 4),
+                num_stages=config.get("num_stages", 2),
+            )
+            for config in configs
+        ]
+        return triton.autotune(options, key=list(key), restore_value=list(restore) or None)(kernel)
+
+    return decorate
+
+
+class _First:
+    """A kernel with one configuration, launched as an autotuned one is."""
+
+    def __init__(self, kernel: Any, config: dict[str, int]) -> None:
+        self.fn, self.config = kernel, config
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            sizes = {**self.config, **options}
+            return self.fn[grid(sizes) if callable(grid) else grid](*args, **sizes)
+
+        return launch
+
+
+def on(like: Tensor) -> AbstractContextManager[object]:
+    """Return a `with` block in which kernels are launched on a tensor's device: Triton takes the current one."""
+    return torch.cuda.device(like.device) if like.is_cuda else nullcontext()
+
+
+def power(size: int, least: int = 1) -> int:
+    """Return the smallest power of two that is at least so large."""
+    return max(least, triton.next_power_of_2(size))

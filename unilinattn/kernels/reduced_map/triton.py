@@ -1,0 +1,328 @@
+"""The reduced map on a GPU: tiles of tokens as products over (head, state); see README.md."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from unilinattn.kernels.launch import Precision, on, power
+from unilinattn.kernels.reduced_map import tiled
+from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.kernels.reduced_map.tiled import Factors
+from unilinattn.kernels.reduced_map.triton_kernels import SUB, chunk_factors, diagonal_tiles, far_tiles
+
+CHUNK = 64
+"""Tokens whose factors share one reference: their end for what is written, their beginning for what is read."""
+
+ROWS = 1024
+"""Rows a block: the factors of the columns before it are made anew for each block."""
+
+COLUMNS = 4096
+"""Columns whose factors are held at once."""
+
+INNER = 2048
+"""(head, state) pairs whose factors are held at once."""
+
+
+class Panel(NamedTuple):
+    """What a block of rows and some columns need for a tile of heads; tokens are counted from `origin`, in chunks.
+
+    Attributes:
+        read: (batch, row chunk * CHUNK, inner), what a row reads of the state before its chunk, `left` included.
+        write: (plane, batch, column chunk * CHUNK, inner), what a column leaves: at its own chunk's end, for the
+            chunk after it, and, with taps, at the next chunk's end, for all later ones.
+        fade: (batch, row chunk, column chunk, inner), the decay across the chunks between.
+        chunks: the columns' first chunk and the one after their last.
+        row: the rows' first chunk.
+        origin: the token that chunk 0 begins with, 0 or before; the rows begin with a chunk.
+        stop: the token after the last row.
+    """
+
+    read: Float[Tensor, "batch row inner"]
+    write: Float[Tensor, "plane batch col inner"]
+    fade: Float[Tensor, "batch rowchunk colchunk inner"]
+    chunks: tuple[int, int]
+    row: int
+    origin: int
+    stop: int
+
+
+def reduced_rows(
+    factors: Factors,
+    shape: tuple[int, int, int, int],
+    left: Float[Tensor, "#batch #length head"] | None = None,
+    taps: Taps | None = None,
+    *,
+    rows: int = ROWS,
+    precision: Precision = "ieee",
+) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
+    """Yield blocks of rows of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h], in float32.
+
+    `shape` is (batch, length, head, state); `precision` is that of the products' inputs, their sums are float32.
+    Time: half of one product (L x HN)(HN x L). Memory: the block, and the factors of one tile of heads and columns.
+    """
+    if taps and max(taps) > CHUNK:
+        # A tap that reaches over a whole chunk would need the factors of more than two chunks a column.
+        yield from tiled.reduced_rows(factors, shape, left, taps, rows=rows)
+        return
+    batch, length, heads, state = shape
+    step = max(1, INNER // state)
+    for start in range(0, length, rows):
+        part = slice(start, min(start + rows, length))
+        block: Tensor | None = None
+        for first in range(0, heads, step):
+            tile = slice(first, min(first + step, heads))
+            for panel in panels(factors, part, tile, left, taps, COLUMNS):
+                if block is None:
+                    block = panel.read.new_zeros(batch, part.stop - start, length)
+                add_far(block, panel, precision)
+            assert block is not None
+            add_diagonal(block, factors, part, tile, left, taps, precision)
+        assert block is not None
+        yield part, block
+
+
+def held_numbers(rows: int, shape: tuple[int, int, int, int]) -> int:
+    """Return how many numbers `reduced_rows` holds for blocks of so many rows, the block included."""
+    batch, length, heads, state = shape
+    inner = min(heads, max(1, INNER // state)) * state
+    rows = -(-min(rows, length) // CHUNK) * CHUNK
+    columns = -(-max(rows, min(COLUMNS, length)) // CHUNK) * CHUNK
+    # Query, key, decay, what they leave, its two planes and a part in hand, and a decay for each pair of chunks.
+    return batch * (rows * length + inner * (rows + 7 * columns + rows * columns // CHUNK**2))
+
+
+def panels(
+    factors: Factors, rows: slice, heads: slice, left: Tensor | None, taps: Taps | None, columns: int
+) -> Iterator[Panel]:
+    """Yield the rows' own columns, then those before them from the nearest back, as factors of products."""
+    row = -(-rows.start // CHUNK)
+    origin, stop = rows.start - row * CHUNK, rows.stop
+    end = row + -(-(stop - rows.start) // CHUNK)
+    read, own, own_total = _chunks(factors, (row, end), origin, stop, heads, left, read=True)
+    assert read is not None
+    nothing = torch.zeros_like(own_total[:, :1])
+    fade = _fade(torch.zeros_like(own_total), own_total, row, row)
+    next_chunk = own.unflatten(1, (-1, CHUNK))[:, :1]
+    write = _planes(own, None, own_total, (row, end), origin, stop, heads, taps)
+    yield Panel(read, write, fade, (row, end), row, origin, stop)
+    step = max(1, columns // CHUNK)
+    # The decays from after chunk `last` to the rows, without that chunk and with it.
+    after, crossed, last_total = nothing, nothing, own_total[:, :1]
+    for last in range(row, 0, -step):
+        chunks = max(0, last - step), last
+        _, written, total = _chunks(factors, chunks, origin, stop, heads, None, read=False)
+        inside = functional.pad(total[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
+        across = inside + crossed
+        table = across if taps is None else torch.cat([across, after], dim=1)
+        fade = _fade(table, own_total, chunks[0], row)
+        write = _planes(written, next_chunk, torch.cat([total, last_total], dim=1), chunks, origin, stop, heads, taps)
+        yield Panel(read, write, fade, chunks, row, origin, stop)
+        next_chunk = written.unflatten(1, (-1, CHUNK))[:, :1]
+        after, crossed, last_total = across[:, :1], across[:, :1] + total[:, :1], total[:, :1]
+
+
+def add_far(out: Float[Tensor, "batch row col"], panel: Panel, precision: Precision, *, band: bool = False) -> None:
+    """Add the tiles of a panel whose columns stand in chunks before their rows'.
+
+    `out` holds the rows' whole map; with `band`, of each row the chunk before its own and its own chunk.
+    """
+    first, last = panel.chunks
+    batch, held, inner = panel.read.shape
+    planes = panel.write.shape[0]
+    row_chunks = held // CHUNK
+
+    def grid(sizes: dict[str, int]) -> tuple[int, int]:
+        across = 1 if band else last - first
+        return across * (CHUNK // sizes["COLS"]), batch * row_chunks * (CHUNK // sizes["ROWS"])
+
+    with on(out):
+        far_tiles[grid](
+            panel.read,
+            panel.write,
+            panel.fade,
+            out,
+            out,
+            out,
+            inner,
+            first,
+            last,
+            panel.row,
+            row_chunks,
+            panel.fade.shape[2],
+            panel.origin,
+            panel.stop,
+            *out.stride()[:2],
+            out.shape[1],
+            0,
+            0,
+            0,
+            0,
+            PLANES=planes,
+            CHUNK=CHUNK,
+            KIND="band" if band else "add",
+            PHI="keep",
+            PRECISION=precision,
+        )
+
+
+def add_diagonal(
+    out: Float[Tensor, "batch row col"],
+    factors: Factors,
+    rows: slice,
+    heads: slice,
+    left: Tensor | None,
+    taps: Taps | None,
+    precision: Precision,
+    *,
+    band: bool = False,
+) -> None:
+    """Add what lands in the rows' own chunks; one pass a tap, whose column is where it lands less its lag."""
+    query, key, decay = _whole(factors(rows, heads))
+    batch, count, heads_here, state = decay.shape
+    weight = query if left is None else _of(left, rows, heads, decay)
+    row_chunks = -(-count // CHUNK)
+    landing: Mapping[int, Tensor | None] = taps or {0: None}
+    for lag, tap in landing.items():
+        factor = query if tap is None else _of(tap, rows, heads, decay)
+        with on(out):
+            diagonal_tiles[(row_chunks * (CHUNK // SUB), batch)](
+                query,
+                key,
+                decay,
+                weight,
+                factor,
+                out,
+                heads_here * state,
+                state,
+                count,
+                rows.start,
+                lag,
+                *query.stride(),
+                *key.stride(),
+                *decay.stride(),
+                *weight.stride()[:3],
+                *factor.stride()[:3],
+                *out.stride()[:2],
+                LEFT=left is not None,
+                TAP=tap is not None,
+                CHUNK=CHUNK,
+                BAND=band,
+                PRECISION=precision,
+                INNER=power(min(32, heads_here * state), 16),
+            )
+
+
+def _chunks(
+    factors: Factors,
+    chunks: tuple[int, int],
+    origin: int,
+    stop: int,
+    heads: slice,
+    left: Tensor | None,
+    *,
+    read: bool,
+) -> tuple[Tensor | None, Float[Tensor, "batch col inner"], Float[Tensor, "batch chunk inner"]]:
+    """Return what chunks read, write and by how much they fade all before them, each about its own chunk."""
+    begin = origin + chunks[0] * CHUNK
+    tokens = slice(max(0, begin), min(stop, origin + chunks[1] * CHUNK))
+    query, key, decay = _whole(factors(tokens, heads))
+    batch, _, heads_here, state = decay.shape
+    inner, count = heads_here * state, chunks[1] - chunks[0]
+    written = torch.empty(batch, count * CHUNK, inner, dtype=torch.float32, device=decay.device)
+    reading = torch.empty_like(written) if read else None
+    total = written.new_empty(batch, count, inner)
+    weight = query if left is None else _of(left, tokens, heads, decay)
+    width = power(min(64, inner))
+    with on(written):
+        chunk_factors[(count * -(-inner // width), batch)](
+            query,
+            key,
+            decay,
+            weight,
+            written if reading is None else reading,
+            written,
+            total,
+            inner,
+            state,
+            tokens.start - begin,
+            tokens.stop - begin,
+            count,
+            *query.stride(),
+            *key.stride(),
+            *decay.stride(),
+            *weight.stride()[:3],
+            LEFT=left is not None,
+            READ=read,
+            CHUNK=CHUNK,
+            INNER=width,
+            num_warps=8,
+        )
+    return reading, written, total
+
+
+def _planes(
+    written: Float[Tensor, "batch col inner"],
+    beyond: Tensor | None,
+    total: Float[Tensor, "batch chunk inner"],
+    chunks: tuple[int, int],
+    origin: int,
+    stop: int,
+    heads: slice,
+    taps: Taps | None,
+) -> Float[Tensor, "plane batch col inner"]:
+    """Gather the taps of each column: those that land in its own chunk, and all of them about the next chunk's end.
+
+    written: what a landed token leaves at its chunk's end; beyond: the same of the chunk after the last;
+    total: each chunk's log-decay, with that chunk's.
+    """
+    if taps is None:
+        return written.unsqueeze(0)
+    length = written.shape[1]
+    if beyond is not None:
+        written = torch.cat([written, beyond.flatten(1, 2)], dim=1)
+    here, there = written.new_zeros(2, written.shape[0], length, written.shape[2]).unbind()
+    place = torch.arange(length, device=written.device) % CHUNK
+    begin = origin + chunks[0] * CHUNK
+    tokens = slice(max(0, begin), min(stop, begin + written.shape[1]))
+    around = (0, 0, tokens.start - begin, begin + written.shape[1] - tokens.stop)
+    for lag, tap in taps.items():
+        part = tap[:, :, heads] if tap.shape[1] == 1 else functional.pad(tap[:, tokens, heads], around)
+        each = part.to(written.dtype).repeat_interleave(written.shape[2] // part.shape[2], dim=2)
+        shifted = (written * each)[:, lag : lag + length]
+        shifted = functional.pad(shifted, (0, 0, 0, length - shifted.shape[1]))
+        same = (place + lag < CHUNK)[:, None]
+        here += shifted.where(same, 0)
+        there += shifted.where(~same, 0)
+    following = functional.pad(total[:, 1:], (0, 0, 0, length // CHUNK + 1 - total.shape[1]))
+    later = here.unflatten(1, (-1, CHUNK)) * following.exp().unsqueeze(2)
+    return torch.stack([here, later.flatten(1, 2) + there])
+
+
+def _fade(
+    across: Float[Tensor, "batch colchunk inner"],
+    own_total: Float[Tensor, "batch rowchunk inner"],
+    first: int,
+    row: int,
+) -> Float[Tensor, "batch rowchunk colchunk inner"]:
+    """Return the decay across the chunks between a column's and a row's: sums, from row chunk to row chunk."""
+    current, table = across, []
+    chunk = torch.arange(first, first + across.shape[1], device=across.device)
+    for nth in range(own_total.shape[1]):
+        table.append(current)
+        current = current + own_total[:, nth : nth + 1].where((chunk < row + nth)[:, None], 0)
+    return torch.stack(table, dim=1).exp()
+
+
+def _whole(given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, decay = given
+    return query.expand_as(decay), key.expand_as(decay), decay
+
+
+def _of(factor: Tensor, tokens: slice, heads: slice, like: Tensor) -> Tensor:
+    """Return a weight of some tokens and heads, (batch, token, head), expanded where it is the same for several."""
+    factor = factor[:, :, heads] if factor.shape[1] == 1 else factor[:, tokens, heads]
+    return factor.expand(like.shape[:3])

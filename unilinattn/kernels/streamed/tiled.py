@@ -1,0 +1,34 @@
+"""The streamed reduction from blocks of rows of the reduced map, one at a time; see README.md."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.kernels.reduced_map.tiled import Factors, reduced_rows
+from unilinattn.kernels.streamed.naive import Phi, phi_of
+
+ROWS = 512
+"""Rows a block."""
+
+
+def streamed(
+    factors: Factors,
+    shape: tuple[int, int, int, int],
+    row: Float[Tensor, "batch length"],
+    weight: Float[Tensor, "batch length"] | None = None,
+    left: Float[Tensor, "#batch #length head"] | None = None,
+    taps: Taps | None = None,
+    *,
+    phi: Phi = "keep",
+    rows: int = ROWS,
+) -> Float[Tensor, "batch length"]:
+    """Return out_j = sum_i row_i phi(weight_i m_ij) for the map m of `reduced_rows`; a missing weight is one.
+
+    Time: that of the map. Memory: linear in length, a block of rows.
+    """
+    total = torch.zeros_like(row)
+    for part, block in reduced_rows(factors, shape, left, taps, rows=rows):
+        scaled = block if weight is None else block * weight[:, part, None]
+        total = total + torch.einsum("bi,bij->bj", row[:, part], phi_of(phi, scaled))
+    return total
