@@ -4,7 +4,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,35 @@ def peak(call: Callable[[], Any], device: str) -> dict[str, int | None]:
         result = call()
         torch.cuda.synchronize()
         return {"counted": torch.cuda.max_memory_allocated() - before - _size(result), "resident": None}
-    with suppress(OSError, AttributeError):
-        # Else memory that is free, but not given back to the system, would hide what the call takes.
-        ctypes.CDLL(None).malloc_trim(0)
-    started = _resident("VmRSS") if _forget_peak() else None
-    with PeakBytes() as counted:
-        result = call()
-    ended = None if started is None else _resident("VmHWM")
+    with _giving_back():
+        started = _resident("VmRSS") if _forget_peak() else None
+        with PeakBytes() as counted:
+            result = call()
+        ended = None if started is None else _resident("VmHWM")
     grown = None if started is None or ended is None else max(0, ended - started - _size(result))
     return {"counted": counted.peak - _size(result), "resident": grown}
+
+
+@contextmanager
+def _giving_back() -> Iterator[None]:
+    """Let glibc give large blocks back to the system as soon as they are free, and what is free now.
+
+    Else the process grows by what the allocator keeps for later, too. Afterwards its thresholds are those that it
+    comes to by itself in a process that frees large blocks.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 1 << 20)
+        libc.malloc_trim(0)
+    except (OSError, AttributeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        libc.mallopt(mmap_threshold, 32 << 20)
+        libc.mallopt(trim_threshold, 64 << 20)
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:

@@ -176,7 +176,7 @@ def _memory(figures: Figures) -> str:
         for length in lengths:
             row = by_length.get(length)
             goal = MEMORY_GOALS.get((operation, length))
-            cell = "" if row is None else " / ".join(_bytes(row["memory"]))
+            cell = "" if row is None else " / ".join(filter(None, _bytes(row["memory"])))
             if row is not None and goal is not None:
                 met = max(value or 0 for value in row["memory"].values()) <= goal
                 cell += f" (goal {_size(goal)}: {'met' if met else 'not met'})"
