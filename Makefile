@@ -1,5 +1,6 @@
 # make compare   the trained models side by side: a table, and the report in unilinattn-report/
 # make test      the tests
+# make bench     every operation timed beside its floor: docs/performance.md
 # make fla, make vision, make oldest   the adapters on flash-linear-attention, on timm, and on the oldest transformers
 #                                      that is accepted, each in an environment of its own: these packages change what
 #                                      the others run
@@ -12,7 +13,7 @@ STAMP := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: compare test slow lint install fla vision oldest
+.PHONY: compare test slow bench lint install fla vision oldest
 
 compare: $(STAMP)
 	@echo "Comparing the trained models."
@@ -25,6 +26,10 @@ test: $(STAMP)
 slow: $(STAMP)
 	@echo "Running the slow tests."
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow $(ARGS)
+
+bench: $(STAMP)
+	@echo "Timing every operation beside its floor."
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 fla: .venv-fla/.installed
 	@echo "Running the tests on flash-linear-attention, its kernels interpreted on the CPU."

@@ -71,7 +71,7 @@ def test_the_row_of_a_target_needs_no_map(monkeypatch: pytest.MonkeyPatch) -> No
 
     found = {name: (traced(name), rollout(traced(name), target=-1).scores) for name in ("mamba", "mamba2")}
     for cls in (CoreMixer, DiagonalDecay, ScalarDecay):
-        for operation in ("rows", "tile", "materialize", "blocks", "reduced_rows"):
+        for operation in ("rows", "tile", "materialize", "blocks", "reduced_rows", "streamed"):
             monkeypatch.setattr(cls, operation, refused)
     for trace, expected in found.values():
         assert torch.equal(rollout(trace, target=-1).scores, expected)

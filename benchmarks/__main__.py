@@ -1,0 +1,126 @@
+"""Time every operation beside its floor, in one process, and write the figures, the page and the plot.
+
+python -m benchmarks                  every figure, on two threads of the CPU
+python -m benchmarks --device cuda    the same on a GPU
+python -m benchmarks --table          the page and the plot once more, from the figures that are there
+"""
+
+import argparse
+import gc
+import logging
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import cases, page
+from benchmarks.cases import Case, Place
+from benchmarks.checks import checked
+from benchmarks.machine import machine
+from benchmarks.memory import peak
+from benchmarks.models import NARROW, PUBLISHED
+from benchmarks.timing import interleaved
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
+    """Run a case and its rivals: once each to warm up, which counts the memory, then in turns.
+
+    A case of no rounds runs once, timed while the memory is counted.
+    """
+    found = cases.prepared(case, place)
+    start = time.perf_counter()
+    memory = peak(found.call, place.device)
+    once = time.perf_counter() - start
+    for rival in found.rivals.values():
+        rival.call()
+    calls = {**{name: rival.call for name, rival in found.rivals.items()}, "": found.call}
+    times = interleaved(calls, rounds=case.rounds, least=case.least, seconds=seconds, device=place.device)
+    rivals = {name: _rounded(times[name], rival.times) for name, rival in found.rivals.items()}
+    row: dict[str, Any] = {"operation": case.operation, "structure": case.structure, "length": case.length}
+    row |= {"seconds": _rounded(times[""] or [once]), "rivals": rivals, "goals": case.goals.get(place.device, {})}
+    return {**row, "memory": memory}
+
+
+def everything(device: str, *, quick: bool, seconds: float) -> dict[str, Any]:
+    """Check every operation, then measure every case, a line each."""
+    torch.manual_seed(0)
+    listed = list(cases.all_cases(_shrunk if quick else lambda length: length))
+    threads = torch.get_num_threads()
+    # On a narrow layer threads have nothing to share.
+    torch.set_num_threads(1)
+    pairs = sorted({(case.operation, case.structure) for case in listed if not case.operation.startswith("plain")})
+    checks = []
+    for check in checked(iter(pairs), Place(NARROW, device)):
+        checks.append(check)
+        print(f"checked  {check['operation']:<14} {check['structure']:<10} error {check['error']:.1e}", flush=True)
+    torch.set_num_threads(threads)
+    # What imports left is for good; else every collection would walk through it.
+    gc.collect()
+    gc.freeze()
+    place, rows = Place(NARROW if quick else PUBLISHED, device), []
+    for case in listed:
+        row = measured(case, place, seconds)
+        # A goal is for the published sizes.
+        row["goals"] = {} if quick else row["goals"]
+        rows.append(row)
+        print(_line(row), flush=True)
+    settings = {"dtype": "float32", "width": place.sizes.width, "inner": place.sizes.inner, "state": place.sizes.state}
+    return {"device": device, "machine": machine(device), "settings": settings, "checks": checks, "rows": rows}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the arguments and do what they say."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the CPU")
+    parser.add_argument("--seconds", type=float, default=30.0, help="after so long three rounds of five are enough")
+    parser.add_argument("--quick", action="store_true", help="narrow layers and short inputs: shows that it runs")
+    parser.add_argument("--table", action="store_true", help="measure nothing; write the page and the plot again")
+    parser.add_argument("--out", type=Path, help="write the figures and a page into this folder instead of the docs")
+    options = parser.parse_args(arguments)
+    if options.quick and options.out is None:
+        parser.error("--quick measures nothing worth keeping in the docs; name a folder with --out")
+    results, docs = (options.out, options.out) if options.out else (ROOT / "benchmarks" / "results", ROOT / "docs")
+    if not options.table:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            parser.error("--device cuda: torch sees no GPU here")
+        # transformers says once a layer that it runs its own loop, which is what is measured here.
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        torch.set_num_threads(options.threads)
+        with torch.no_grad():
+            figures = everything(options.device, quick=options.quick, seconds=options.seconds)
+        results.mkdir(parents=True, exist_ok=True)
+        (results / f"{options.device}.json").write_text(page.stored(figures))
+    recorded = page.recorded(results)
+    if not recorded:
+        parser.error(f"no figures in {results}: run without --table first")
+    print("\n" + page.section(recorded))
+    page.write(recorded, ROOT / "docs" / "performance.md", docs)
+
+
+def _rounded(seconds: list[float], times: float = 1.0) -> list[float]:
+    return [float(f"{times * s:.4g}") for s in seconds]
+
+
+def _shrunk(length: int) -> int | None:
+    if length >= 512:
+        return length // 32
+    return length if length <= 32 else None
+
+
+def _line(row: dict[str, Any]) -> str:
+    own = median(row["seconds"])
+    beside = "".join(f"  {own / median(times):6.2f} x {name}" for name, times in row["rivals"].items())
+    counted = row["memory"]["counted"] / 2**20
+    start = f"{row['operation']:<14} {row['structure']:<10} L {row['length']:>5}"
+    return f"{start} {own:9.4f} s {counted:9.1f} MiB{beside}"
+
+
+if __name__ == "__main__":
+    main()

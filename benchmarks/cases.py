@@ -1,0 +1,321 @@
+"""What is measured: each operation on each structure and length, and what it is measured beside."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import unilinattn as ula
+from benchmarks import models, plain
+from benchmarks.models import Sizes
+from unilinattn.methods.attribution import gradient_weights
+from unilinattn.methods.maps import carried, unit_rows
+from unilinattn.methods.options import AttributionOptions
+from unilinattn.methods.selection import query_rows
+from unilinattn.operator import MixerOperator
+from unilinattn.standins import through_operators
+from unilinattn.trace import Trace
+
+TILE_PAIRS = 64 * 64
+"""Pairs of tokens in one product of a floor."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """What an operation is measured beside: a call, and how many of it make what is meant."""
+
+    call: Callable[[], Any]
+    times: float = 1.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An operation ready to run, on inputs that are there."""
+
+    call: Callable[[], Any]
+    rivals: Mapping[str, Rival] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how large: the widths of the layers and the device."""
+
+    sizes: Sizes
+    device: str
+
+    def traced(self, kind: str, length: int) -> Trace:
+        """Trace one layer of a kind of model."""
+        return models.traced(kind, length, self.sizes, self.device)
+
+    def operator(self, structure: str, length: int) -> MixerOperator:
+        """Return a layer of a structure, frozen."""
+        if structure == "delta rule":
+            return models.delta_rule(length, self.sizes, self.device)
+        return self.traced(structure, length).layers[0].operator
+
+    def numbers(self, *shape: int) -> Tensor:
+        """Draw numbers of a shape."""
+        return torch.randn(*shape, device=self.device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the benchmark; `goals` are the largest ratios to the rivals that it should take, by device.
+
+    Of `rounds`, `least` are enough for a case that takes long; none for one that is run a single time.
+    """
+
+    operation: str
+    structure: str
+    length: int
+    goals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    rivals: tuple[str, ...] = ()
+    rounds: int = 5
+    least: int = 3
+
+
+def prepared(case: Case, place: Place) -> Prepared:
+    """Make what a case runs; rivals that it does not name are left out."""
+    found = OPERATIONS[case.operation](case.structure, case.length, place)
+    return Prepared(found.call, {name: found.rivals[name] for name in case.rivals})
+
+
+def channel_mean_map(structure: str, length: int, place: Place) -> Prepared:
+    """Fill the mean of all heads' maps, (L, L), from a layer that is there."""
+    operator = place.operator(structure, length)
+    return Prepared(operator.matrix, {"floor": _map_floor(structure, length, place, operator)})
+
+
+def _map_floor(structure: str, length: int, place: Place, operator: MixerOperator) -> Rival:
+    sizes = place.sizes
+    if structure == "softmax":
+        weights = plain.core_of(operator).tile()
+        return Rival(lambda: weights.sum())
+    if structure == "s4d":
+        return Rival(lambda: torch.full((length, length), 0.5, device=place.device))
+    inner = {
+        "mamba": sizes.inner * sizes.state,
+        "mamba2": sizes.mamba2_state + sizes.mamba2_heads,
+        "delta rule": sizes.delta_heads * sizes.delta_state,
+    }[structure]
+    # Two large operands are drawn only where the floor is asked for: `_product` makes them when first called.
+    return Rival(_product(place, length, inner, length), 0.5)
+
+
+def rollout(structure: str, length: int, place: Place) -> Prepared:
+    """Carry the last token's row through one layer, whose factors are made from the layer's input first."""
+    mixer, x = models.mixer_of(structure, place.sizes, place.device), models.hidden(length, place.sizes, place.device)
+    row = functional.one_hot(torch.tensor([[length - 1]], device=place.device), length).to(x)
+
+    def call() -> Tensor:
+        return row + models.frozen(mixer, x).left_multiply(row)
+
+    rivals = {"host": Rival(lambda: mixer(x))}
+    if length <= models.LONGEST_HELD:
+        core = plain.core_of(models.frozen(mixer, x))
+        heads = core.heads
+        value = place.numbers(1, length, heads, place.sizes.inner // heads)
+        rivals["forward"] = Rival(lambda: core.apply(value))
+    return Prepared(call, rivals)
+
+
+def adjoint_scan(structure: str, length: int, place: Place) -> Prepared:
+    """Carry the last token's row back through the core alone, from factors that are there."""
+    core = plain.core_of(
+        models.frozen(
+            models.mixer_of(structure, place.sizes, place.device), models.hidden(length, place.sizes, place.device)
+        )
+    )
+    row = torch.zeros(1, length, 1, 1, device=place.device)
+    row[:, -1] = 1
+    probe, whole = row.expand(-1, -1, core.heads, -1), place.numbers(length, place.sizes.inner)
+    return Prepared(lambda: core.adjoint(probe), {"copy": Rival(whole.clone)})
+
+
+def latim(structure: str, length: int, place: Place) -> Prepared:
+    """Measure the l2 norm of T_ij x_j for all pairs, with the check that the vectors add up to the output."""
+    trace = place.traced(structure, length)
+    call = _explained(trace, "latim")
+    return Prepared(call, {"floor": _vectors_floor(structure, length, place)})
+
+
+def alti(structure: str, length: int, place: Place) -> Prepared:
+    """Fill ALTI's shares of all pairs."""
+    trace = place.traced(structure, length)
+    return Prepared(_explained(trace, "alti"), {"floor": _vectors_floor(structure, length, place)})
+
+
+def _explained(trace: Trace, method: str) -> Callable[[], Tensor]:
+    # The layer's operator is there, as it is for the other operations.
+    _ = trace.layers[0].operator
+    return lambda: ula.explain(trace, method=method, progress=False).scores
+
+
+def _vectors_floor(structure: str, length: int, place: Place) -> Rival:
+    sizes = place.sizes
+    if structure == "softmax":
+        # Each key has vectors of its own, one a head: 64 keys, each with 64 queries.
+        left, right = place.numbers(64, 64, sizes.softmax_heads), place.numbers(64, sizes.softmax_heads, sizes.width)
+    else:
+        left, right = place.numbers(sizes.width, sizes.inner), place.numbers(sizes.inner, TILE_PAIRS)
+    out = torch.matmul(left, right)
+    count = length * length / 2 / TILE_PAIRS
+    times = max(1, round(count))
+
+    def call() -> None:
+        for _ in range(times):
+            torch.matmul(left, right, out=out)
+
+    return Rival(call, count / times)
+
+
+def contributions(structure: str, length: int, place: Place) -> Prepared:
+    """Compute the vectors that every token adds to the last output, (L, d)."""
+    operator = place.operator(structure, length)
+    return Prepared(
+        lambda: operator.contributions(-1),
+        {"floor": Rival(_product(place, length, place.sizes.inner, place.sizes.width))},
+    )
+
+
+def attribution(structure: str, length: int, place: Place) -> Prepared:
+    """Carry the last token's row through one layer's map, times gradients that are there, without its negative part."""
+    trace = place.traced(structure, length)
+    layer, operator = trace.layers[0], place.operator(structure, length)
+    weight = last_weights(trace)
+    rows = query_rows(trace, layer, -1)
+    row, options = unit_rows(rows, layer), AttributionOptions()
+
+    def call() -> Tensor:
+        return row + carried(row, trace, layer, options, target=rows, weight=weight)
+
+    return Prepared(call, {"map": Rival(operator.matrix)})
+
+
+def last_weights(trace: Trace) -> Tensor:
+    """Return the gradients that attribution weighs a map's rows with, for the last token."""
+    return next(gradient_weights(trace, trace.layers, [-1], None))[trace.layers[0].name]
+
+
+def gradient(structure: str, length: int, place: Place) -> Prepared:
+    """Take the gradient of the last token's logit at the layer's output; the model runs forward inside."""
+    model, ids = models.build(structure, place.sizes, place.device), models.tokens(length, place.device)
+    trace = place.traced(structure, length)
+
+    def forward() -> Tensor:
+        with through_operators(model):
+            return model(ids).logits
+
+    return Prepared(lambda: trace.gradient(-1)[0], {"forward": Rival(forward)})
+
+
+def plain_map(structure: str, length: int, place: Place) -> Prepared:
+    """Fill every head's map pair by pair, then take their mean."""
+    operator = place.operator(structure, length)
+    return Prepared(lambda: plain.mean_map(operator, by_pairs=True))
+
+
+def plain_latim(structure: str, length: int, place: Place) -> Prepared:
+    """Fill every channel's map pair by pair, hold all vectors T_ij x_j, take their norms."""
+    operator = place.operator(structure, length)
+    return Prepared(lambda: plain.vectors(operator, by_pairs=True).norm(dim=-1))
+
+
+def plain_gradient(structure: str, length: int, place: Place) -> Prepared:
+    """Take the gradient by the host's own backward pass."""
+    model, ids = models.build(structure, place.sizes, place.device), models.tokens(length, place.device)
+    mixer = models.mixer_of(structure, place.sizes, place.device)
+    return Prepared(lambda: plain.host_gradient(model, mixer, ids))
+
+
+OPERATIONS: dict[str, Callable[[str, int, Place], Prepared]] = {
+    "map": channel_mean_map,
+    "rollout": rollout,
+    "adjoint": adjoint_scan,
+    "attribution": attribution,
+    "gradient": gradient,
+    "latim": latim,
+    "alti": alti,
+    "contributions": contributions,
+    "plain map": plain_map,
+    "plain latim": plain_latim,
+    "plain gradient": plain_gradient,
+}
+
+MAPS = ("mamba", "mamba2", "softmax", "s4d", "delta rule")
+ON_GPU = {"map": {"floor": 2.5}, "latim": {"floor": 2.0}, "alti": {"floor": 2.0}, "adjoint": {"copy": 2.0}}
+"""On a GPU: 40 % of the matrix rate for the map, half of it for norms, half of the copy bandwidth for scans."""
+
+
+def all_cases(lengths: Callable[[int], int | None] = lambda length: length) -> Iterator[Case]:
+    """Yield every case, those of one model and length together; `lengths` changes a length, or leaves it out."""
+    for case in sorted(_cases(), key=lambda case: (case.structure, case.length)):
+        length = lengths(case.length)
+        if length is not None:
+            yield Case(case.operation, case.structure, length, case.goals, case.rivals, case.rounds, case.least)
+
+
+def _cases() -> Iterator[Case]:
+    gpu = {name: {"cuda": goals} for name, goals in ON_GPU.items()}
+    for structure in MAPS:
+        for length, goal in ((512, 5.0), (2048, 3.0)):
+            goals = {**gpu["map"], "cpu": {"floor": goal}} if structure == "mamba" else {}
+            yield Case("map", structure, length, goals, ("floor",))
+    for length in (512, 2048, 8192):
+        yield Case("gradient", "mamba", length, {d: {"forward": 3.0} for d in ("cpu", "cuda")}, ("forward",))
+    yield Case("attribution", "mamba", 2048, {d: {"map": 1.3} for d in ("cpu", "cuda")}, ("map",))
+    goals = {d: {"host": 0.3, "forward": 2.5} for d in ("cpu", "cuda")}
+    yield Case("rollout", "mamba", 2048, goals, ("host", "forward"))
+    yield Case("rollout", "mamba2", 2048, {}, ("host", "forward"))
+    for length in (2048, 8192):
+        yield Case("adjoint", "mamba", length, gpu["adjoint"], ("copy",))
+    for structure in ("mamba", "mamba2", "softmax"):
+        goals = {**gpu["latim"], "cpu": {"floor": 1.7}} if structure == "mamba" else {}
+        yield Case("latim", structure, 512, goals, ("floor",))
+    yield Case("alti", "mamba", 512, gpu["alti"], ("floor",))
+    yield Case("contributions", "mamba", 2048, {}, ("floor",))
+    for length in GROWTH:
+        yield Case("rollout", "mamba", length)
+    for operation, own in SHAPE.items():
+        for length in own:
+            yield Case(operation, "mamba", length, rounds=3, least=1)
+    for operation, own in ONCE.items():
+        for length in own:
+            yield Case(operation, "mamba", length, rounds=0)
+
+
+GROWTH = (4096, 8192, 16384, 32768, 65536)
+"""Lengths at which the time of a rollout is followed."""
+
+SHAPE = {
+    "map": (64, 128, 256, 1024, 4096),
+    "rollout": (64, 128, 256, 512, 1024),
+    "attribution": (64, 128, 256, 512, 1024, 4096),
+    "gradient": (64, 128, 256, 1024, 4096),
+    "latim": (64, 128, 256),
+    "contributions": (64, 128, 256, 512, 1024, 4096),
+}
+"""Further lengths, for the plot."""
+
+ONCE = {
+    "latim": (1024,),
+    "plain map": (16, 32, 64, 128),
+    "plain latim": (16, 32, 64, 128),
+    "plain gradient": (16, 32, 64, 128, 256),
+}
+"""Lengths for the plot that take so long that they run once; plain definitions go as far as a minute reaches."""
+
+
+def _product(place: Place, rows: int, inner: int, columns: int) -> Callable[[], Tensor]:
+    """Return a product of two matrices that are drawn at the first call."""
+    held: list[Tensor] = []
+
+    def call() -> Tensor:
+        if not held:
+            held.extend((place.numbers(rows, inner), place.numbers(inner, columns)))
+        return held[0] @ held[1]
+
+    return call

@@ -1,0 +1,94 @@
+"""Each operation, as it is timed, beside its definition on a narrow layer: a wrong result is never timed."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks import models, plain
+from benchmarks.cases import OPERATIONS, Place, last_weights
+
+LENGTH = 160
+"""Tokens: more than a chunk and than a tile, and a multiple of neither."""
+
+TOLERANCE = 1e-4
+"""Largest relative error, in float32."""
+
+
+def checked(pairs: Iterator[tuple[str, str]], place: Place) -> Iterator[dict[str, object]]:
+    """Yield the relative error of each (operation, structure); raise `ArithmeticError` where one is too large."""
+    for operation, structure in pairs:
+        with torch.no_grad():
+            got = OPERATIONS[operation](structure, LENGTH, place).call().double().squeeze()
+            expected = REFERENCES[operation](structure, place).squeeze()
+        assert got.shape == expected.shape, (operation, structure, got.shape, expected.shape)
+        error = float((got - expected).norm() / expected.norm())
+        if not error <= TOLERANCE:
+            raise ArithmeticError(f"{operation} of {structure} is off its definition by {error:.1e} (relative)")
+        yield {"operation": operation, "structure": structure, "length": LENGTH, "error": float(f"{error:.1e}")}
+
+
+def _map(structure: str, place: Place) -> Tensor:
+    if structure == "softmax":
+        layer = place.traced(structure, LENGTH).layers[0]
+        attention = models.build(structure, place.sizes, place.device).get_submodule("transformer.h.0.attn")
+        return plain.softmax_map(attention, layer.input, place.sizes.softmax_heads)
+    return plain.mean_map(place.operator(structure, LENGTH))
+
+
+def _rollout(structure: str, place: Place) -> Tensor:
+    mixer = models.mixer_of(structure, place.sizes, place.device)
+    found = plain.mean_map(models.frozen(mixer, models.hidden(LENGTH, place.sizes, place.device)))[0, -1]
+    found[-1] += 1
+    return found
+
+
+def _adjoint(structure: str, place: Place) -> Tensor:
+    mixer = models.mixer_of(structure, place.sizes, place.device)
+    core = plain.core_of(models.frozen(mixer, models.hidden(LENGTH, place.sizes, place.device)))
+    return plain.head_maps(core)[:, -1].T
+
+
+def _attribution(structure: str, place: Place) -> Tensor:
+    weight = last_weights(place.traced(structure, LENGTH)).double()
+    found = (weight[0, -1] * plain.mean_map(place.operator(structure, LENGTH))[0, -1]).clamp_min(0)
+    found[-1] += 1
+    return found
+
+
+def _gradient(structure: str, place: Place) -> Tensor:
+    model = models.build(structure, place.sizes, place.device)
+    mixer = models.mixer_of(structure, place.sizes, place.device)
+    return plain.host_gradient(model, mixer, models.tokens(LENGTH, place.device)).double()
+
+
+def _latim(structure: str, place: Place) -> Tensor:
+    return plain.vectors(place.operator(structure, LENGTH)).norm(dim=-1)
+
+
+def _contributions(structure: str, place: Place) -> Tensor:
+    return plain.vectors(place.operator(structure, LENGTH))[-1]
+
+
+def _alti(structure: str, place: Place) -> Tensor:
+    layer = place.traced(structure, LENGTH).layers[0]
+    assert layer.residual is not None
+    stream = layer.residual[0].double()
+    output, shares = stream + layer.output[0].double(), plain.vectors(layer.operator)
+    shares.diagonal(dim1=0, dim2=1).add_(stream.T)
+    gain = (output.abs().sum(-1)[:, None] - (output[:, None] - shares).abs().sum(-1)).clamp_min(0)
+    # What comes later than a row adds nothing to it.
+    gain = gain.tril()
+    return gain / gain.sum(-1, keepdim=True)
+
+
+REFERENCES: dict[str, Callable[[str, Place], Tensor]] = {
+    "map": _map,
+    "rollout": _rollout,
+    "adjoint": _adjoint,
+    "attribution": _attribution,
+    "gradient": _gradient,
+    "latim": _latim,
+    "contributions": _contributions,
+    "alti": _alti,
+}

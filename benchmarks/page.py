@@ -1,0 +1,272 @@
+"""The page of the docs and its plot, from the recorded figures."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.cases import GROWTH, MAPS, OPERATIONS
+
+Figures = Mapping[str, Any]
+"""What one run wrote: the machine, the checks, and a row a case."""
+
+PLOTS = {"cpu": "performance.png", "cuda": "performance-gpu.png"}
+"""The file of each device's plot."""
+
+BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
+
+NAMES = {
+    "map": "channel-mean map",
+    "rollout": "last-token rollout",
+    "adjoint": "adjoint scan",
+    "attribution": "attribution, one target",
+    "gradient": "gradients of one target",
+    "latim": "LaTIM l2, all pairs",
+    "alti": "ALTI, all pairs",
+    "contributions": "contributions to one row",
+}
+"""What the page calls an operation."""
+
+STRUCTURES = {"mamba": "Mamba-1", "mamba2": "Mamba-2", "softmax": "softmax", "s4d": "S4D", "delta rule": "delta rule"}
+
+RIVALS = {
+    "floor": "floor",
+    "host": "the host's forward",
+    "forward": "our forward",
+    "copy": "copy",
+    "map": "channel-mean map",
+}
+
+MEMORY_GOALS = {("map", 4096): 1 << 30, ("latim", 512): 256 << 20}
+"""Bytes that an operation should take at most beside inputs and result."""
+
+GROWTH_GOAL = 2.3
+"""How many times as long a rollout should take at twice the length, at most."""
+
+MEMORY_LENGTHS = (512, 1024, 2048, 4096)
+
+LINES = {
+    "map": ("#1b6ca8", "plain map"),
+    "latim": ("#c2410c", "plain latim"),
+    "gradient": ("#6d28a8", "plain gradient"),
+    "attribution": ("#0f8f7e", None),
+    "contributions": ("#8a6d00", None),
+    "rollout": ("#be185d", None),
+}
+"""Colour of each operation in the plot, and its plain definition."""
+
+INK, FAINT = "#1c1f2b", "#737a8c"
+
+
+def stored(figures: Figures) -> str:
+    """Return figures as JSON, a line a row."""
+    head = json.dumps({key: value for key, value in figures.items() if key not in ("checks", "rows")}, indent=2)
+    lists = [
+        f'  "{key}": [\n' + ",\n".join(f"    {json.dumps(row)}" for row in figures[key]) + "\n  ]"
+        for key in ("checks", "rows")
+    ]
+    return head.removesuffix("\n}") + ",\n" + ",\n".join(lists) + "\n}\n"
+
+
+def recorded(folder: Path) -> list[Figures]:
+    """Read what was recorded in a folder, the CPU's first."""
+    found = (folder / f"{device}.json" for device in ("cpu", "cuda"))
+    return [json.loads(path.read_text()) for path in found if path.exists()]
+
+
+def section(runs: Sequence[Figures]) -> str:
+    """Return the tables of all runs in Markdown."""
+    return "\n\n".join(_run(figures) for figures in runs)
+
+
+def shown(page: str) -> str:
+    """Return what stands between the markers of a page."""
+    return page.split(BEGIN)[1].split(END)[0].strip()
+
+
+def write(runs: Sequence[Figures], template: Path, folder: Path) -> None:
+    """Put the tables into the page, and draw a plot of each run beside it."""
+    text = template.read_text()
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    (folder / "performance.md").write_text(f"{head}{BEGIN}\n\n{section(runs)}\n\n{END}{tail}")
+    for figures in runs:
+        plot(figures).savefig(folder / PLOTS[figures["device"]], dpi=150, metadata={"Software": None})
+
+
+def ratio(row: Figures, rival: str) -> float:
+    """Return how many times a rival's median time the operation's is."""
+    return median(row["seconds"]) / median(row["rivals"][rival])
+
+
+def _run(figures: Figures) -> str:
+    machine = figures["machine"]
+    host = machine.get("gpu") or machine["cpu"]
+    title = f"### {'On a GPU' if figures['device'] == 'cuda' else 'On a CPU'}"
+    where = f"{host}; {machine['cores']} cores, {_threads(machine)}, {machine['memory']} of memory"
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "unilinattn"))
+    rounds = sorted({len(row["seconds"]) for row in figures["rows"] if row["rivals"]})
+    counts = " to ".join(str(n) for n in ([rounds[0], rounds[-1]] if len(rounds) > 1 else rounds))
+    worst = max(check["error"] for check in figures["checks"])
+    text = (
+        f"{where}; {versions}; float32. Medians of {counts} rounds, and in brackets the fastest and the slowest. In "
+        f"this run every operation was within {worst:.0e} of its definition."
+    )
+    # The page shows the CPU's at its head.
+    picture = [] if figures["device"] == "cpu" else [f"![Time and extra memory against length]({PLOTS['cuda']})"]
+    return "\n\n".join([title, text, *picture, _beside(figures), _growth(figures), _memory(figures)])
+
+
+def _beside(figures: Figures) -> str:
+    order = {name: at for at, name in enumerate(OPERATIONS)}
+    kinds = {name: at for at, name in enumerate(MAPS)}
+    rows = [row for row in figures["rows"] if row["rivals"]]
+    rows.sort(key=lambda row: (order[row["operation"]], kinds[row["structure"]], row["length"]))
+    lines = [
+        (
+            NAMES[row["operation"]],
+            STRUCTURES[row["structure"]],
+            str(row["length"]),
+            _spread(row["seconds"]),
+            RIVALS[rival],
+            _spread(times),
+            f"**{ratio(row, rival):.2f}**",
+            *_judged(ratio(row, rival), row["goals"].get(rival)),
+        )
+        for row in rows
+        for rival, times in row["rivals"].items()
+    ]
+    return _table(("operation", "layer", "L", "time", "beside", "its time", "ratio", "goal", "met"), lines)
+
+
+def _growth(figures: Figures) -> str:
+    rows = sorted(_rows(figures, "rollout"), key=lambda row: row["length"])
+    first = max(row["length"] for row in rows) // (GROWTH[-1] // GROWTH[0])
+    lines: list[tuple[str, ...]] = []
+    before: float | None = None
+    for row in (row for row in rows if row["length"] >= first):
+        time = median(row["seconds"])
+        growth = None if before is None else time / before
+        judged = ("", "") if growth is None else _judged(growth, GROWTH_GOAL)
+        lines.append(
+            (
+                str(row["length"]),
+                _spread(row["seconds"]),
+                "" if growth is None else f"**{growth:.2f}**",
+                *judged,
+                *_bytes(row["memory"]),
+                f"{row['memory']['counted'] / row['length'] / 1024:.1f} KiB",
+            )
+        )
+        before = time
+    header = ("L", "time", "times the half", "goal", "met", "extra memory", "the process grew", "a token")
+    return "Last-token rollout through one Mamba-1 layer, by length:\n\n" + _table(header, lines)
+
+
+def _memory(figures: Figures) -> str:
+    present = {row["length"] for row in figures["rows"]}
+    # Quick runs have other lengths.
+    lengths = [n for n in MEMORY_LENGTHS if n in present] or sorted(present)[:4]
+    lines = []
+    for operation, name in NAMES.items():
+        by_length = {row["length"]: row for row in _rows(figures, operation)}
+        cells = []
+        for length in lengths:
+            row = by_length.get(length)
+            goal = MEMORY_GOALS.get((operation, length))
+            cell = "" if row is None else " / ".join(filter(None, _bytes(row["memory"])))
+            if row is not None and goal is not None:
+                met = max(value or 0 for value in row["memory"].values()) <= goal
+                cell += f" (goal {_size(goal)}: {'met' if met else 'not met'})"
+            cells.append(cell)
+        if any(cells):
+            lines.append((name, *cells))
+    words = "Extra memory of one Mamba-1 layer, tensors counted / growth of the process:\n\n"
+    return words + _table(("operation", *(f"L = {length}" for length in lengths)), lines)
+
+
+def _rows(figures: Figures, operation: str) -> list[Figures]:
+    return [row for row in figures["rows"] if (row["operation"], row["structure"]) == (operation, "mamba")]
+
+
+def _threads(machine: Mapping[str, Any]) -> str:
+    return f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
+
+
+def _judged(value: float, goal: float | None) -> tuple[str, str]:
+    return ("", "") if goal is None else (f"<= {goal:g}", "yes" if value <= goal else "no")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    scale, unit = (1, "s") if median(seconds) >= 1 else (1000, "ms")
+    low, middle, high = (_digits(scale * s) for s in (min(seconds), median(seconds), max(seconds)))
+    return f"{middle} {unit} ({low} to {high})"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _bytes(memory: Mapping[str, int | None]) -> tuple[str, str]:
+    counted, resident = memory["counted"], memory["resident"]
+    return _size(counted or 0), "" if resident is None else _size(resident)
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.{1 if size < 100 << 20 else 0}f} MiB"
+
+
+def plot(figures: Figures) -> Figure:
+    """Draw time and extra memory of one Mamba-1 layer against length, each operation beside its plain definition."""
+    figure = Figure(figsize=(11.5, 5.0), layout="constrained")
+    panels = {
+        "time, seconds": lambda row: median(row["seconds"]),
+        "extra memory, MiB": lambda row: row["memory"]["counted"] / 2**20,
+    }
+    for axes, (label, value) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for operation, (colour, definition) in LINES.items():
+            _draw(axes, _rows(figures, operation), value, colour, "-", NAMES[operation])
+            if definition is not None:
+                _draw(axes, _rows(figures, definition), value, colour, (0, (2, 1.6)), None)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        lengths = sorted({row["length"] for row in figures["rows"]})
+        ticks = [2**n for n in range(4, 17, 2) if lengths[0] <= 2**n <= lengths[-1]]
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens", color=INK)
+        axes.set_title(label, loc="left", color=INK, fontsize=11, fontweight="bold")
+        axes.grid(color="#e6e8ee", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=FAINT, length=0)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color("#c9cdd8")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    (dashed,) = figure.axes[0].plot([], [], color=FAINT, linestyle=(0, (2, 1.6)), linewidth=2)
+    names = [*labels, "its plain definition"]
+    figure.legend([*handles, dashed], names, loc="outside lower center", ncol=4, frameon=False, fontsize=9.5)
+    machine = figures["machine"]
+    host = machine.get("gpu") or f"{machine['cpu'].split(',')[0]}, {_threads(machine)}"
+    figure.suptitle(
+        f"One Mamba-1 layer, {figures['settings']['inner']} channels, on {host}",
+        x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold",
+    )  # fmt: skip
+    return figure
+
+
+def _draw(axes: Any, rows: Sequence[Figures], value: Any, colour: str, style: Any, name: str | None) -> None:
+    points = sorted((row["length"], value(row)) for row in rows)
+    points = [(x, y) for x, y in points if y > 0]
+    if points:
+        x, y = zip(*points, strict=True)
+        # Attribution takes as much memory as the map, and is drawn over it.
+        width = 4 if name == NAMES["map"] else 2
+        axes.plot(x, y, color=colour, linestyle=style, linewidth=width, marker="o", markersize=3.5, label=name)

@@ -1,0 +1,119 @@
+"""The benchmark runs, measures only what is right, and the page shows what was recorded."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import cases, checks, models, page
+from benchmarks.cases import Place, Prepared
+from benchmarks.memory import PeakBytes, peak
+from benchmarks.timing import interleaved
+
+ROOT = Path(__file__).parents[1]
+NARROW = Place(models.NARROW, "cpu")
+
+
+def test_the_whole_run_on_narrow_layers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--threads", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "cpu.json").read_text()
+    found = json.loads(text)
+    assert {row["operation"] for row in found["rows"]} == set(cases.OPERATIONS)
+    checked = {(check["operation"], check["structure"]) for check in found["checks"]}
+    assert checked == {(c.operation, c.structure) for c in cases.all_cases() if c.operation in checks.REFERENCES}
+    assert all(len(row["seconds"]) == 5 for row in found["rows"] if row["rivals"])
+    assert all(row["memory"]["counted"] >= 0 for row in found["rows"])
+    assert str(tmp_path) not in text and str(ROOT) not in text
+    assert platform.node() not in json.dumps(found["machine"])
+    assert page.shown((tmp_path / "performance.md").read_text()) == page.section([found])
+    assert (tmp_path / "performance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_shows_what_was_recorded() -> None:
+    recorded = page.recorded(ROOT / "benchmarks" / "results")
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert recorded
+    assert page.shown(text) == page.section(recorded)
+    for name in page.NAMES.values():
+        assert name.split(",")[0] in text.split(page.BEGIN)[0], name
+    for figures in recorded:
+        assert page.stored(figures) == (ROOT / "benchmarks" / "results" / f"{figures['device']}.json").read_text()
+
+
+def test_every_case_names_what_exists() -> None:
+    listed = list(cases.all_cases())
+    assert len({(case.operation, case.structure, case.length) for case in listed}) == len(listed)
+    assert {case.operation for case in listed} == set(cases.OPERATIONS)
+    for case in listed:
+        for device in ("cpu", "cuda"):
+            assert set(case.goals.get(device, {})) <= set(case.rivals) <= set(page.RIVALS)
+        if case.length <= 512:
+            assert set(cases.prepared(replace(case, length=16), NARROW).rivals) == set(case.rivals)
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cases.OPERATIONS["map"]
+
+    def wrong(structure: str, length: int, place: Place) -> Prepared:
+        found = right(structure, length, place).call()
+        return Prepared(lambda: found * (1 + 2 * checks.TOLERANCE))
+
+    monkeypatch.setitem(cases.OPERATIONS, "map", wrong)
+    with pytest.raises(ArithmeticError, match="map of s4d is off"):
+        list(checks.checked(iter([("map", "s4d")]), NARROW))
+
+
+def test_calls_take_turns_and_stop_early_after_the_least_rounds() -> None:
+    seen: list[str] = []
+    calls = {"floor": lambda: seen.append("floor"), "own": lambda: seen.append("own")}
+    found = interleaved(calls, rounds=5, least=3, seconds=60.0, device="cpu")
+    assert seen == ["floor", "own"] * 5
+    assert {name: len(times) for name, times in found.items()} == {"floor": 5, "own": 5}
+    assert len(interleaved(calls, rounds=5, least=3, seconds=0.0, device="cpu")["own"]) == 3
+
+
+def test_the_peak_counts_what_lives_at_the_same_time() -> None:
+    given = torch.ones(1000)
+
+    def in_turn() -> torch.Tensor:
+        for _ in range(3):
+            made = given * 2
+            made += 1
+            made = made.view(10, 100).T
+        return made + given.view(100, 10)
+
+    # One tensor of 4000 bytes at a time and the next before it is freed; views and writes in place are no tensors.
+    with PeakBytes() as counted:
+        in_turn()
+    assert counted.peak == 8000
+    assert counted.now == 0
+    assert peak(in_turn, "cpu")["counted"] == 4000
+
+
+def test_the_peak_counts_what_a_backward_pass_keeps() -> None:
+    weight = torch.ones(1000, requires_grad=True)
+
+    def backward() -> torch.Tensor:
+        product = weight
+        for _ in range(10):
+            product = product.exp()
+        return torch.autograd.grad(product.sum(), weight)[0]
+
+    counted = peak(backward, "cpu")["counted"]
+    assert counted is not None
+    assert 10 * 4000 <= counted <= 14 * 4000
+
+
+def test_the_growth_of_the_process_is_seen() -> None:
+    found = peak(lambda: torch.ones(1 << 24).sum(), "cpu")
+    assert found["counted"] == 1 << 26
+    if found["resident"] is not None:
+        assert 0.9 * (1 << 26) <= found["resident"] <= 1.5 * (1 << 26)
