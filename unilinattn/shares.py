@@ -30,14 +30,17 @@ class Shares:
     tail: Chain
     shape: tuple[int, int, int, int]
 
-    def tiles(self, columns: int = TILE) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row col"]]]:
+    def tiles(
+        self, rows: int | None = None, columns: int = TILE
+    ) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row col"]]]:
         """Yield (rows, columns, T_ij x_j), every pair once but those that a causal layer leaves at zero.
 
-        Rows come from the first to the last; the tile is the caller's to write into.
+        Rows come from the first to the last; the tile is the caller's to write into. `rows`: at most so many at a
+        time, see `rows`.
         """
         _, queries, keys, _ = self.shape
         causal = all(term.mixer is None or term.mixer.is_lower_triangular for term in self.found)
-        rows = self._rows(columns)
+        rows = self.rows(columns=columns) if rows is None else rows
         streams = [None if term.mixer is None else term.mixer.blocks(rows) for term in self.found]
         for start in range(0, queries, rows):
             part = slice(start, min(start + rows, queries))
@@ -50,18 +53,24 @@ class Shares:
                     vectors = stage.apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
                 yield part, cols, vectors
 
+    def rows(self, beside: int = 0, parts: int = 1, columns: int = TILE) -> int:
+        """Return how many rows of a tile `max_memory` allows, or a part of it.
+
+        `beside`: how many more tiles the caller will hold. Raises `MemoryLimitError` if not even one row fits.
+        """
+        batch, _, _, out = self.shape
+        width = parts * self._values.element_size()
+        more = beside * batch * min(columns, self.shape[2]) * out
+        return rows_within(lambda n: (self.numbers(n, columns) + n * more) * width, TILE, "vectors T_i(x_j)")
+
     def numbers(self, rows: int, columns: int = TILE) -> int:
         """Return how many numbers tiles of so many rows take."""
-        batch, _, _, out = self.shape
+        batch, _, keys, out = self.shape
         channels = out if self.weight is None else self.weight.shape[1]
         heads = max((term.mixer.heads for term in self.found if term.mixer is not None), default=1)
         inner = heads if self.folded is not None else 2 * channels
         states = sum(term.mixer.carried_size for term in self.found if term.mixer is not None)
-        return batch * rows * columns * (inner + 2 * out + heads) + states
-
-    def _rows(self, columns: int) -> int:
-        width = self._values.element_size()
-        return rows_within(lambda rows: self.numbers(rows, columns) * width, TILE, "vectors T_i(x_j)")
+        return batch * rows * min(columns, keys) * (inner + 2 * out + heads) + states
 
     def _tile(self, rows: slice, cols: slice, blocks: Sequence[Block | None]) -> Tensor:
         total: Tensor | None = None

@@ -8,10 +8,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.attribution import Attribution
-from unilinattn.methods.maps import added, attention_map, carried, composed, unit_rows
+from unilinattn.memory import reserved
+from unilinattn.methods.maps import (
+    ONE_ROW,
+    added,
+    attention_map,
+    blank_padding,
+    carried,
+    composed,
+    map_bytes,
+    unit_rows,
+)
 from unilinattn.methods.options import AttributionOptions
-from unilinattn.methods.results import labelled
-from unilinattn.methods.selection import composable_steps, layers_from, query_rows, real_pairs
+from unilinattn.methods.results import labelled, room
+from unilinattn.methods.selection import composable_steps, layers_from, query_rows
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.trace import Layer, Logit, Target, Trace
@@ -37,16 +47,17 @@ def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -
     layers = layers_from(trace, "attribution", chosen.start_layer)
     steps = composable_steps(trace, "attribution", layers)
     rows = query_rows(trace, layers[0], target)
+    rho = room("attribution", layers, target)
     if target is not None:
         rho = _row(trace, steps, chosen, rows, next(gradient_weights(trace, layers, [target], chosen.logit)), {})
     elif _one_gradient(trace, chosen.logit):
         weights = next(gradient_weights(trace, layers, [-1], chosen.logit))
-        rho = unit_rows(rows, layers[0])
+        rho.scatter_(2, rows.unsqueeze(-1), 1.0)
         for together in progress(steps, "attribution"):
             rho = composed(rho, trace, together, chosen, weights)
     else:
-        rho = _row_by_row(trace, steps, chosen, layers)
-    rho = rho.masked_fill(~real_pairs(trace, layers[0], rows), 0)
+        _row_by_row(rho, trace, steps, chosen, layers)
+    blank_padding(rho, trace, layers[0], rows)
     rho = rho if target is None else rho.squeeze(1)
     return labelled(trace, "attribution", layers, rho, options=chosen, target=target, scope=chosen.scope)
 
@@ -94,20 +105,24 @@ def _row(
 
 
 def _row_by_row(
-    trace: Trace, steps: Steps, options: AttributionOptions, layers: Sequence[Layer]
-) -> Float[Tensor, "batch query key"]:
-    attention = {}
-    if not options.is_linear:
-        attention = {layer.name: attention_map(layer, options) for layer in layers}
+    rho: Float[Tensor, "batch query key"],
+    trace: Trace,
+    steps: Steps,
+    options: AttributionOptions,
+    layers: Sequence[Layer],
+) -> None:
     first = layers[0]
-    rho = torch.zeros_like(unit_rows(query_rows(trace, first), first))
     batch, length = rho.shape[:2]
     counts = torch.full((batch,), length) if first.mask is None else first.mask.sum(1).cpu()
     # A shorter sequence repeats its last row while the longer ones go on.
     targets = [torch.clamp(counts - 1, max=nth) for nth in range(int(counts.max()))]
-    found = zip(targets, gradient_weights(trace, layers, targets, options.logit), strict=True)
-    for own, weights in progress(found, "attribution", total=len(targets)):
-        target = query_rows(trace, first, own)
-        row = _row(trace, steps, options, target, weights, attention)
-        rho.scatter_(1, target.unsqueeze(-1).expand(-1, -1, length), row)
-    return rho
+    # Each row weighs the maps anew, so all of them are kept.
+    known = () if options.is_linear else layers
+    what = f"attribution without a target keeps the maps of {len(known)} layers, which together"
+    with reserved(sum(map(map_bytes, known)), what, ONE_ROW):
+        attention = {layer.name: attention_map(layer, options) for layer in known}
+        found = zip(targets, gradient_weights(trace, layers, targets, options.logit), strict=True)
+        for own, weights in progress(found, "attribution", total=len(targets)):
+            target = query_rows(trace, first, own)
+            row = _row(trace, steps, options, target, weights, attention)
+            rho.scatter_(1, target.unsqueeze(-1).expand(-1, -1, length), row)

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+from jaxtyping import Float, Int
+from torch import Tensor
+
 from unilinattn.attribution import Attribution
-from unilinattn.methods.maps import SIGNS, attention_map, attention_rows, picked, treated
+from unilinattn.methods.maps import attention_rows, fill_attention, treat
 from unilinattn.methods.options import RawOptions
-from unilinattn.methods.results import stacked
-from unilinattn.methods.selection import query_rows, real_pairs, stackable_layers
-from unilinattn.progress import progress
+from unilinattn.methods.results import filled, stacked
+from unilinattn.methods.selection import stackable_layers
 from unilinattn.registry import register_method
-from unilinattn.trace import Target, Trace
+from unilinattn.trace import Layer, Target, Trace
 
 
 @register_method("raw")
@@ -22,14 +24,14 @@ def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attrib
     """
     chosen = RawOptions.of("raw", options)
     layers = stackable_layers(trace, "raw", chosen.layers)
-    maps = []
-    for layer in progress(layers, "raw"):
-        wanted = query_rows(trace, layer, target)
-        # The map's own minimum and maximum need the whole of it.
-        rows = query_rows(trace, layer) if chosen.normalize == "min-max" else wanted
-        whole = target is None or rows is not wanted
-        scores = SIGNS[chosen.sign](attention_map(layer, chosen) if whole else attention_rows(layer, chosen, rows))
-        real = real_pairs(trace, layer, rows)
-        scores = treated(scores, real, rows, discard=chosen.discard, normalize=chosen.normalize)
-        maps.append(picked(scores, wanted) if rows is not wanted else scores)
-    return stacked(trace, "raw", layers, maps, options=chosen, target=target, scope=chosen.scope)
+
+    def fill(layer: Layer, rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch row key"]) -> None:
+        if rows.shape[1] == layer.output.shape[1]:
+            fill_attention(out, layer, chosen)
+        else:
+            out.copy_(attention_rows(layer, chosen, rows))
+        treat(out, trace, layer, rows, sign=chosen.sign, discard=chosen.discard, normalize=chosen.normalize)
+
+    # The map's own minimum and maximum need the whole of it.
+    scores = filled(trace, "raw", layers, target, chosen, fill, whole=chosen.normalize == "min-max")
+    return stacked(trace, "raw", layers, scores, options=chosen, target=target, scope=chosen.scope)
