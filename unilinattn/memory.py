@@ -48,6 +48,13 @@ def require(size: int, what: str, instead: str) -> None:
 def reserved(size: int, what: str, instead: str) -> Iterator[None]:
     """Take so many bytes off what operations inside may take; raise as `require` does if they are not there."""
     require(size, what, instead)
+    with without(size):
+        yield
+
+
+@contextmanager
+def without(size: int) -> Iterator[None]:
+    """Take so many bytes off what operations inside may take, be they there or not: to estimate."""
     token = _reserved.set(_reserved.get() + size)
     try:
         yield
@@ -61,13 +68,14 @@ def require_result(shape: tuple[int, ...], width: int, what: str, instead: str) 
     require(prod(shape) * width, f"{what}, {sizes} numbers of {width} bytes,", instead)
 
 
-def rows_within(size: Callable[[int], int], most: int, what: str) -> int:
+def rows_within(size: Callable[[int], int], most: int, what: str | None) -> int:
     """Return the largest power of two of rows, at most `most`, that takes no more bytes than allowed.
 
-    Raises `MemoryLimitError` if not even one row fits.
+    Raises `MemoryLimitError` if not even one row of `what` fits; without a name it returns 1, to estimate.
     """
     rows = 1
-    require(size(rows), f"one row of {what}", "take fewer sequences or a shorter one")
+    if what is not None:
+        require(size(rows), f"one row of {what}", "take fewer sequences or a shorter one")
     while 2 * rows <= most and size(2 * rows) <= allowed():
         rows *= 2
     return rows

@@ -1,6 +1,7 @@
 """`MixerOperator`: one layer of a model as a frozen linear map between tokens, kept as a chain of stages."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Literal
 
 import torch
@@ -8,13 +9,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.contributions import contributions, rows_of, split_taps, tap_function, tapwise
+from unilinattn.costs import pass_cost, rows_cost
 from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.memory import require_result, rows_within
+from unilinattn.mixers.base import Cost
 from unilinattn.scopes import SCOPES, scoped
 from unilinattn.shares import Shares, shares_of
 from unilinattn.stages import Branch, Chain, Matrix, channel_groups, run, run_adjoint, walk
-from unilinattn.terms import reduced_blocks, reduced_size, terms
+from unilinattn.terms import reduced_blocks, reduced_operations, reduced_size, terms
 
 REDUCTIONS = {
     "mean": lambda m: m.mean(1),
@@ -157,11 +160,8 @@ class MixerOperator:
         if not queries:
             yield slice(0, 0), self._no_rows(heads, groups * repeat, port)
             return
-        held = self.block_size(scope=scope, heads=heads, port=port)
-        per_row = self._map_shape(port)[0] * self._map_shape(port)[2] * self.output.element_size() * beside
-        size = rows_within(
-            lambda rows: held(rows) + rows * per_row, min(ROWS, queries), f"the {scope} map of {self.name}"
-        )
+        what = f"the {scope} map of {self.name}"
+        size, _ = self.block_rows(scope=scope, heads=heads, port=port, beside=beside, what=what)
         found = terms(chain) if _is_mean(heads) else None
         if found is not None:
             yield from reduced_blocks(found, self._map_shape(port), size, self.output)
@@ -170,18 +170,58 @@ class MixerOperator:
             part = slice(start, min(start + size, queries))
             yield part, self.rows(range(part.start, part.stop), scope=scope, heads=heads, port=port)
 
-    def block_size(
-        self, *, scope: str = "core", heads: Heads = "mean", port: str | None = None
-    ) -> Callable[[int], int]:
-        """Return how many bytes `row_blocks` holds, as a function of the rows of a block."""
+    def block_rows(
+        self,
+        *,
+        scope: str = "core",
+        heads: Heads = "mean",
+        port: str | None = None,
+        beside: int = 0,
+        what: str | None = None,
+    ) -> tuple[int, int]:
+        """Return how many rows a block of `row_blocks` has within `max_memory`, and the bytes that it then holds.
+
+        Raises `MemoryLimitError` if not even one row of `what` fits; without a name it takes one row all the same.
+        """
         chain, groups, repeat = self._scoped(scope, port)
-        shape, width = self._map_shape(port), self.output.element_size()
+        (batch, queries, keys), width = self._map_shape(port), self.output.element_size()
+        found = terms(chain) if _is_mean(heads) else None
+        kept = 0 if isinstance(heads, (str, int)) else 2 * _count(heads, groups * repeat)
+
+        def size(rows: int) -> int:
+            own = batch * rows * keys * (4 * groups + kept)
+            own = own if found is None else reduced_size(found, (batch, queries, keys), rows)
+            return width * (own + batch * rows * keys * beside)
+
+        rows = rows_within(size, min(ROWS, queries), what)
+        return rows, size(min(rows, queries))
+
+    def map_operations(self, *, scope: str = "core", heads: Heads = "mean", port: str | None = None) -> int:
+        """Return how much `row_blocks` multiplies for all rows."""
+        chain, groups, _ = self._scoped(scope, port)
+        shape = self._map_shape(port)
         found = terms(chain) if _is_mean(heads) else None
         if found is not None:
-            return lambda rows: width * reduced_size(found, shape, rows)
-        batch, _, keys = shape
-        kept = 0 if isinstance(heads, (str, int)) else 2 * _count(heads, groups * repeat)
-        return lambda rows: width * batch * rows * keys * (4 * groups + kept)
+            return reduced_operations(found, shape)
+        return rows_cost(chain, shape[0] * shape[2], groups, shape[1]).operations
+
+    def rows_cost(self, rows: int, *, scope: str = "core", port: str | None = None) -> Cost:
+        """Return what `rows` costs for so many rows."""
+        chain, groups, _ = self._scoped(scope, port)
+        return rows_cost(chain, prod(self._map_shape(port)[::2]), groups, rows)
+
+    def left_multiply_cost(self, rows: int, *, scope: str = "core", port: str | None = None) -> Cost:
+        """Return what `left_multiply` costs for so many rows."""
+        chain, groups, _ = self._scoped(scope, port)
+        return pass_cost(chain, prod(self._map_shape(port)[:2]), groups, rows)
+
+    def apply_cost(self) -> Cost:
+        """Return what `apply` costs."""
+        found = [
+            pass_cost(chain, prod(self._map_shape(port)[::2]), self.inputs[port].shape[2])
+            for port, chain in self.chains.items()
+        ]
+        return Cost(max(cost.numbers for cost in found), sum(cost.operations for cost in found))
 
     def matrix(self, scope: str = "core", heads: Heads = "mean", *, port: str | None = None) -> Float[Tensor, "..."]:
         """Materialize the scope's matrix: (batch, query, key), or (batch, head, query, key) with `heads=None`.

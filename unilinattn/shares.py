@@ -11,7 +11,7 @@ from unilinattn.contributions import shifted
 from unilinattn.memory import rows_within
 from unilinattn.mixers.base import Block
 from unilinattn.stages import Chain, Matrix, Scale, run
-from unilinattn.terms import Term, add_band, terms, widened
+from unilinattn.terms import Term, add_band, terms, widened, widened_size
 
 TILE = 64
 """Rows and columns of a tile: enough for the product with the output projection to run at its rate."""
@@ -53,7 +53,7 @@ class Shares:
                     vectors = stage.apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
                 yield part, cols, vectors
 
-    def rows(self, beside: int = 0, parts: int = 1, columns: int = TILE) -> int:
+    def rows(self, beside: int = 0, parts: int = 1, columns: int = TILE, name: str | None = "vectors T_i(x_j)") -> int:
         """Return how many rows of a tile `max_memory` allows, or a part of it.
 
         `beside`: how many more tiles the caller will hold. Raises `MemoryLimitError` if not even one row fits.
@@ -61,16 +61,34 @@ class Shares:
         batch, _, _, out = self.shape
         width = parts * self._values.element_size()
         more = beside * batch * min(columns, self.shape[2]) * out
-        return rows_within(lambda n: (self.numbers(n, columns) + n * more) * width, TILE, "vectors T_i(x_j)")
+        return rows_within(lambda n: (self.numbers(n, columns) + n * more) * width, TILE, name)
 
     def numbers(self, rows: int, columns: int = TILE) -> int:
-        """Return how many numbers tiles of so many rows take."""
+        """Return how many numbers tiles of so many rows take, and the values that they are made of."""
         batch, _, keys, out = self.shape
         channels = out if self.weight is None else self.weight.shape[1]
         heads = max((term.mixer.heads for term in self.found if term.mixer is not None), default=1)
-        inner = heads if self.folded is not None else 2 * channels
+        inner = heads if self.folded is not None else 3 * channels
         states = sum(term.mixer.carried_size for term in self.found if term.mixer is not None)
-        return batch * rows * min(columns, keys) * (inner + 2 * out + heads) + states
+        return batch * rows * min(columns, keys) * (inner + 2 * out + heads) + states + self.values_size
+
+    def operations(self) -> int:
+        """Return how much tiles of all pairs multiply."""
+        batch, queries, keys, out = self.shape
+        causal = all(term.mixer is None or term.mixer.is_lower_triangular for term in self.found)
+        pairs = batch * queries * min(keys, (keys + TILE) // 2 if causal else keys)
+        if self.folded is not None:
+            return pairs * self.folded.shape[2] * out
+        channels = out if self.weight is None else self.weight.shape[1]
+        inner = sum(term.mixer.state_size + len(term.taps or ()) for term in self.found if term.mixer is not None)
+        return pairs * channels * (inner + (0 if self.weight is None else out))
+
+    @property
+    def values_size(self) -> int:
+        """How many numbers the values of all terms take: linear in length."""
+        if self.folded is not None:
+            return self.folded.numel()
+        return sum(widened_size(term) for term in self.found)
 
     def _tile(self, rows: slice, cols: slice, blocks: Sequence[Block | None]) -> Tensor:
         total: Tensor | None = None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unilinattn.attribution import Attribution
 from unilinattn.memory import reserved
+from unilinattn.methods.costs import Estimate, estimated, shares_cost
 from unilinattn.methods.latim import add_to_own, residual_of, share_tiles
 from unilinattn.methods.maps import ONE_ROW, added, blank_padding, map_bytes, map_shape, picked
 from unilinattn.methods.options import AltiOptions
@@ -18,7 +19,29 @@ from unilinattn.registry import register_method
 from unilinattn.trace import Layer, Target, Trace
 
 
-@register_method("alti")
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return what `alti` takes: tiles of vectors, or those of a few rows; composed, a map and a product beside."""
+    chosen = AltiOptions.of("alti", options)
+    layers = stackable_layers(trace, "alti", chosen.layers)
+    together: dict[str, tuple[Layer, ...]] = {layer.name: (layer,) for layer in layers}
+    held = 0
+    if chosen.rollout:
+        steps = composable_steps(trace, "alti", layers)
+        together = {layer.name: step for step in steps for layer in step}
+        held = (2 if target is None else 1) * map_bytes(layers[0])
+
+    def of(layer: Layer) -> tuple[int, int]:
+        batch, queries, keys = map_shape(layer)
+        rows = queries if target is None or chosen.rollout else 1
+        apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" else 0
+        size, operations = shares_cost(together[layer.name], rows, beside=2, exact=chosen.activation == "exact")
+        product = batch * queries * keys * (queries if target is None else 1) if chosen.rollout else 0
+        return apart + size, operations // len(together[layer.name]) + product
+
+    return estimated("alti", layers, target, chosen, of, held=held)
+
+
+@register_method("alti", cost=cost)
 def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """ALTI: C_ij proportional to [||y_i||_1 - ||y_i - T_i(x_j)||_1]^+, rows that sum to 1 (LaTIM Eq. 6).
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unilinattn.attribution import Attribution
 from unilinattn.memory import reserved
+from unilinattn.methods.costs import Estimate, carried_cost, composed_cost, estimated, map_cost
 from unilinattn.methods.maps import (
     ONE_ROW,
     added,
@@ -30,7 +31,30 @@ Weights = dict[str, Float[Tensor, "batch query"]]
 Steps = Sequence[tuple[Layer, ...]]
 
 
-@register_method("attribution")
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return what `attribution` takes beside its gradients: a rollout's share, or all maps where each row has its own.
+
+    The gradients run the model forward and backward; what that takes is the model's own.
+    """
+    chosen = AttributionOptions.of("attribution", options)
+    layers = layers_from(trace, "attribution", chosen.start_layer)
+    composable_steps(trace, "attribution", layers)
+    if target is not None:
+        return estimated("attribution", layers, target, chosen, lambda layer: carried_cost(layer, chosen))
+    if _one_gradient(trace, chosen.logit):
+        held = map_bytes(layers[0])
+        return estimated("attribution", layers, None, chosen, lambda layer: composed_cost(layer, chosen), held=held)
+
+    def of(layer: Layer) -> tuple[int, int]:
+        size, operations = carried_cost(layer, chosen, known=not chosen.is_linear)
+        filling, once = (0, 0) if chosen.is_linear else map_cost(layer, chosen)
+        return max(size, filling), once + layer.output.shape[1] * operations
+
+    held = 0 if chosen.is_linear else sum(map(map_bytes, layers))
+    return estimated("attribution", layers, None, chosen, of, held=held)
+
+
+@register_method("attribution", cost=cost)
 def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Mamba-Attribution: rho = B_n ... B_1 with B_ij = delta_ij + (g_i abar_ij)^+ (HMA ACL Eq. 24).
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from unilinattn.attribution import Attribution
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import rows_within
-from unilinattn.methods.maps import added, picked, treat
+from unilinattn.methods.costs import Estimate, estimated, shares_cost
+from unilinattn.methods.maps import added, map_shape, picked, treat, treatment_bytes
 from unilinattn.methods.options import LatimOptions
 from unilinattn.methods.results import filled, stacked
 from unilinattn.methods.selection import only_port, query_rows, stackable_layers
@@ -19,7 +20,27 @@ from unilinattn.shares import TILE
 from unilinattn.trace import Layer, Target, Trace
 
 
-@register_method("latim")
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return what `latim` takes: tiles of vectors, or the vectors of a few rows."""
+    chosen = LatimOptions.of("latim", options)
+    layers = stackable_layers(trace, "latim", chosen.layers)
+    extremes, width = chosen.normalize == "min-max", layers[0].output.element_size()
+
+    def of(layer: Layer) -> tuple[int, int]:
+        batch, queries, keys = map_shape(layer)
+        rows = queries if target is None or extremes else 1
+        apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" or target else 0
+        size, operations = shares_cost((layer,), rows, beside=1, exact=chosen.activation == "exact")
+        treatment = treatment_bytes((batch, rows, keys), layer.output.element_size(), chosen.discard)
+        return apart + max(size, treatment), operations
+
+    batch, queries, _ = map_shape(layers[0])
+    biases = batch * (queries if target is None else 1) * (1 if chosen.layers == "mean" else len(layers))
+    extras = 8 * len(layers) + (width * biases if chosen.bias == "column" else 0)
+    return estimated("latim", layers, target, chosen, of, extras=extras)
+
+
+@register_method("latim", cost=cost)
 def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """LaTIM: C_ij = ||T_i(x_j)||_p, the size of what token j adds to output i (LaTIM Eq. 5, Table 1).
 

@@ -113,6 +113,13 @@ def treatment_size(discard: float) -> int:
     return 14 if discard else 4
 
 
+def treatment_bytes(scores: tuple[int, int, int], width: int, discard: float) -> int:
+    """Return what `treat` holds of scores (batch, row, key) whose numbers have so many bytes."""
+    batch, count, keys = scores
+    each = batch * keys * treatment_size(discard) * max(4, width)
+    return min(count, rows_within(lambda rows: rows * each, max(1, count), None)) * each
+
+
 def _parts(scores: Float[Tensor, "batch row key"], numbers: int, what: str) -> list[slice]:
     """Split rows so that so many numbers of four bytes for each score stay within what is allowed."""
     batch, count, keys = scores.shape

@@ -6,15 +6,36 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.attribution import Attribution
-from unilinattn.methods.maps import attention_rows, fill_attention, treat
+from unilinattn.methods.costs import Estimate, estimated, map_cost
+from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, treat, treatment_bytes
 from unilinattn.methods.options import RawOptions
 from unilinattn.methods.results import filled, stacked
-from unilinattn.methods.selection import stackable_layers
+from unilinattn.methods.selection import only_port, stackable_layers
 from unilinattn.registry import register_method
 from unilinattn.trace import Layer, Target, Trace
 
 
-@register_method("raw")
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return what `raw` takes: blocks of a map or a few rows, and their treatment."""
+    chosen = RawOptions.of("raw", options)
+    layers = stackable_layers(trace, "raw", chosen.layers)
+    extremes = chosen.normalize == "min-max"
+
+    def of(layer: Layer) -> tuple[int, int]:
+        batch, queries, keys = map_shape(layer)
+        rows, width = queries if target is None or extremes else 1, layer.output.element_size()
+        apart = batch * rows * keys * width if chosen.layers == "mean" or rows < queries or target is not None else 0
+        if rows == queries:
+            size, operations = map_cost(layer, chosen)
+        else:
+            numbers, operations = only_port(layer).rows_cost(rows, scope=chosen.scope)
+            size = numbers * width
+        return apart + max(size, treatment_bytes((batch, rows, keys), width, chosen.discard)), operations
+
+    return estimated("raw", layers, target, chosen, of)
+
+
+@register_method("raw", cost=cost)
 def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """The attention map of each layer, mean_h alpha_h (HMA ACL 4.2).
 

@@ -10,7 +10,7 @@ from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
 from unilinattn.kernels.reduced_map.tiled import held_numbers, reduced_rows
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
 from unilinattn.kernels.scan.tiled import CHUNK, recur
-from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost, check_factors
 
 PAIR_BUDGET = 1 << 22
 """Elements that a product over (head, state) holds at once in `tile` and `rows`."""
@@ -214,6 +214,19 @@ class DiagonalDecay(CoreMixer):
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)
+
+    def rows_cost(self, rows: int) -> Cost:
+        """Return what `rows` costs: a few vectors over (token, head, state) for each row, some heads at a time."""
+        batch, heads, length, _ = self.shape
+        every = batch * rows * length * heads * self.state_size
+        return Cost(6 * min(every, PAIR_BUDGET) + 2 * batch * rows * heads * length, 2 * every)
+
+    def map_operations(self, channels: int) -> int:
+        """Return how much `reduced_rows` multiplies: half of one product with an inner H N."""
+        batch, heads, length, _ = self.shape
+        if channels not in (1, heads):
+            return super().map_operations(channels)
+        return batch * length * (length + 64) // 2 * heads * self.state_size
 
 
 def _of_heads(factor: Float[Tensor, "batch token group state"], heads: slice, total: int) -> Tensor:

@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+IN_PLACE = {torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
+"""Products that torch's counter knows under the name of the one that allocates."""
+
 ELEMENTWISE = ("mul", "mul_", "addcmul", "addcmul_")
 """Elementwise operations that multiply: one for each number that they return."""
 
@@ -23,7 +26,8 @@ class Peak(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and the most there ever were.
-        multiplications: of matrix products (half of what `torch.utils.flop_counter` counts) and elementwise ones.
+        multiplications: of matrix products (half of what `torch.utils.flop_counter` counts) and elementwise ones,
+            and those of Fourier transforms, the logarithm of the length for each number.
     """
 
     def __init__(self) -> None:
@@ -40,11 +44,13 @@ class Peak(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
                 self._note(tensor.untyped_storage())
-        packet = func._overloadpacket
+        packet = IN_PLACE.get(func._overloadpacket, func._overloadpacket)
         if packet in flop_registry:
             self.multiplications += flop_registry[packet](*args, **kwargs, out_val=result) // 2
         elif packet.__name__ in ELEMENTWISE:
             self.multiplications += prod(result.shape)
+        elif packet.__name__.startswith("_fft"):
+            self.multiplications += prod(result.shape) * result.shape[args[1][-1]].bit_length()
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
