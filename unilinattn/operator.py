@@ -16,7 +16,7 @@ from unilinattn.memory import require_result, rows_within
 from unilinattn.mixers.base import Cost
 from unilinattn.scopes import SCOPES, scoped
 from unilinattn.shares import Shares, shares_of
-from unilinattn.stages import Branch, Chain, Matrix, channel_groups, run, run_adjoint, walk
+from unilinattn.stages import Branch, Chain, Matrix, Mix, channel_groups, run, run_adjoint, walk
 from unilinattn.terms import reduced_blocks, reduced_operations, reduced_size, terms
 
 REDUCTIONS = {
@@ -198,12 +198,12 @@ class MixerOperator:
 
     def map_operations(self, *, scope: str = "core", heads: Heads = "mean", port: str | None = None) -> int:
         """Return how much `row_blocks` multiplies for all rows."""
-        chain, groups, _ = self._scoped(scope, port)
+        chain, _, _ = self._scoped(scope, port)
         shape = self._map_shape(port)
         found = terms(chain) if _is_mean(heads) else None
         if found is not None:
             return reduced_operations(found, shape)
-        return rows_cost(chain, shape[0] * shape[2], groups, shape[1]).operations
+        return sum(stage.mixer.map_operations(1) for stage in walk(chain) if isinstance(stage, Mix))
 
     def rows_cost(self, rows: int, *, scope: str = "core", port: str | None = None) -> Cost:
         """Return what `rows` costs for so many rows."""
@@ -250,6 +250,8 @@ class MixerOperator:
 
         What rollout asks of a layer: r <- r (I + mean_h alpha) (HMA ACL Eq. 21-22).
         """
+        batch, queries, _ = self._map_shape(port)
+        self._check("rows", rows, self.output.new_empty(()).expand(batch, rows.shape[1], queries))
         chain, groups, _ = self._scoped(scope, port)
         columns = rows.to(self._dtype).transpose(1, 2).unsqueeze(2).expand(-1, -1, groups, -1)
         return run_adjoint(chain, columns).real.mean(2).transpose(1, 2)
@@ -361,6 +363,8 @@ class MixerOperator:
                 f"{self.name} was frozen on shape {tuple(expected.shape)} for {what}, got {tuple(got.shape)}; "
                 "an operator applies to that shape only. Trace again for other inputs."
             )
+        if got.device != expected.device:
+            raise InputError(f"{self.name} is on {expected.device}, got {what} on {got.device}; move it there.")
 
 
 def worst_error(

@@ -38,7 +38,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         product = batch * queries * keys * (queries if target is None else 1) if chosen.rollout else 0
         return apart + size, operations // len(together[layer.name]) + product
 
-    return estimated("alti", layers, target, chosen, of, held=held)
+    return estimated("alti", layers, target, None if chosen.rollout else chosen, of, held=held)
 
 
 @register_method("alti", cost=cost)

@@ -78,7 +78,7 @@ def estimated(
     method: str,
     layers: Sequence[Layer],
     target: Target | None,
-    options: Options,
+    options: Options | None,
     cost: Callable[[Layer], tuple[int, int]],
     *,
     held: int = 0,

@@ -160,7 +160,14 @@ class CoreMixer(ABC):
 
 
 def check_factors(**factors: Tensor | None) -> None:
-    """Refuse factors with NaN or infinity, by name; a log-decay may be -inf nowhere either: it would hide a reset."""
+    """Refuse factors with NaN or infinity, by name; a log-decay may be -inf nowhere either: it would hide a reset.
+
+    Factors on several devices are refused too.
+    """
+    places = {name: str(factor.device) for name, factor in factors.items() if factor is not None}
+    if len(set(places.values())) > 1:
+        named = ", ".join(f"{name!r} on {place}" for name, place in places.items())
+        raise FactorError(f"factors lie on several devices: {named}; one is needed.")
     for name, factor in factors.items():
         if factor is not None and not torch.isfinite(factor).all():
             bad = int((~torch.isfinite(factor)).sum())

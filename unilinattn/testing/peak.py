@@ -55,7 +55,7 @@ class Peak(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         place, size = storage._cdata, storage.nbytes()
-        if place in self._storages or not size:
+        if place in self._storages or not size or storage.device.type == "meta":
             return
 
         def gone(_: object) -> None:
