@@ -1,7 +1,8 @@
 """unilinattn: the attention matrix hidden in linear RNNs and Transformers, extracted exactly and explained.
 
 `trace` runs a model once and hands over its token-mixing layers, each an exact `MixerOperator`; `explain` and
-`compare` turn them into scores. `architectures` and `methods` tell what is registered.
+`compare` turn them into scores, and `estimate` says beforehand what that takes. `architectures` and `methods` tell
+what is registered.
 """
 
 # The modules `architectures`, `methods` and `trace` share their names with functions of the public surface: they
@@ -11,7 +12,7 @@ from unilinattn import methods as _methods  # noqa: F401
 from unilinattn.attribution import Attribution, Comparison
 from unilinattn.errors import UnilinattnError
 from unilinattn.flow import Flow
-from unilinattn.methods.run import compare, explain
+from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.operator import MixerOperator
 from unilinattn.registry import architectures, methods, register_architecture, register_method
 from unilinattn.standins import through_operators
@@ -28,6 +29,7 @@ __all__ = [
     "UnilinattnError",
     "architectures",
     "compare",
+    "estimate",
     "explain",
     "methods",
     "register_architecture",

@@ -37,7 +37,7 @@ class CheckpointError(UnilinattnError, OSError):
 
 
 class FactorError(UnilinattnError, ValueError):
-    """A factor of an operator holds NaN or infinity where a finite number is needed."""
+    """A factor of an operator holds NaN or infinity where a finite number is needed, or lies on another device."""
 
 
 class MemoryLimitError(UnilinattnError, MemoryError):

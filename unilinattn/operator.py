@@ -1,6 +1,7 @@
 """`MixerOperator`: one layer of a model as a frozen linear map between tokens, kept as a chain of stages."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Literal
 
 import torch
@@ -8,14 +9,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.contributions import contributions, rows_of, split_taps, tap_function, tapwise
+from unilinattn.costs import pass_cost, rows_cost
 from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.streamed.naive import Phi, phi_of
-from unilinattn.memory import rows_within
+from unilinattn.memory import require_result, rows_within
+from unilinattn.mixers.base import Cost
 from unilinattn.scopes import SCOPES, scoped
 from unilinattn.shares import Shares, shares_of
-from unilinattn.stages import Branch, Chain, Matrix, channel_groups, run, run_adjoint, walk
-from unilinattn.terms import reduced_blocks, reduced_size, streamed, terms
+from unilinattn.stages import Branch, Chain, Matrix, Mix, channel_groups, run, run_adjoint, walk
+from unilinattn.terms import reduced_blocks, reduced_operations, reduced_size, streamed, terms
 
 REDUCTIONS = {
     "mean": lambda m: m.mean(1),
@@ -133,6 +136,7 @@ class MixerOperator:
         """
         chosen, single = self._positions(index)
         chain, groups, repeat = self._scoped(scope, port)
+        _check_heads(heads, groups * repeat)
         step = self._rows_at_once(groups)
         parts = [
             # Of a complex mode the real part is reported: what it passes from real input to real output.
@@ -143,23 +147,26 @@ class MixerOperator:
         return rows.squeeze(-2) if single else rows
 
     def row_blocks(
-        self, *, scope: str = "core", heads: Heads = "mean", port: str | None = None
+        self, *, scope: str = "core", heads: Heads = "mean", port: str | None = None, beside: int = 0
     ) -> Iterator[tuple[slice, Float[Tensor, "..."]]]:
         """Yield the scope's matrix from its first rows to its last, as many at a time as `max_memory` allows.
 
         Each is a slice of queries with their (batch, [head,] row, key). The mean over heads is taken without the
-        heads' own maps where the structure allows it.
+        heads' own maps where the structure allows it. `beside`: how many numbers the caller will hold for each
+        entry of a block without heads, beside the block.
         """
-        chain, groups, _ = self._scoped(scope, port)
-        batch, queries = self.output.shape[:2]
-        shape = (batch, queries, self.inputs[port or self.ports[0]].shape[1])
-        width, what = self.output.element_size(), f"the {scope} map of {self.name}"
-        found = terms(chain) if isinstance(heads, str) and heads == "mean" else None
-        if found is not None:
-            size = rows_within(lambda rows: width * reduced_size(found, shape, rows), ROWS, what)
-            yield from reduced_blocks(found, shape, size, self.output)
+        chain, groups, repeat = self._scoped(scope, port)
+        _check_heads(heads, groups * repeat)
+        queries = self.output.shape[1]
+        if not queries:
+            yield slice(0, 0), self._no_rows(heads, groups * repeat, port)
             return
-        size = rows_within(lambda rows: width * 4 * batch * groups * rows * shape[2], ROWS, what)
+        what = f"the {scope} map of {self.name}"
+        size, _ = self.block_rows(scope=scope, heads=heads, port=port, beside=beside, what=what)
+        found = terms(chain) if _is_mean(heads) else None
+        if found is not None:
+            yield from reduced_blocks(found, self._map_shape(port), size, self.output)
+            return
         for start in range(0, queries, size):
             part = slice(start, min(start + size, queries))
             yield part, self.rows(range(part.start, part.stop), scope=scope, heads=heads, port=port)
@@ -189,13 +196,78 @@ class MixerOperator:
         size = rows_within(lambda rows: width * reduced_size(found, shape, rows), ROWS, what)
         return streamed(found, shape, size, row, weight, phi)
 
+    def block_rows(
+        self,
+        *,
+        scope: str = "core",
+        heads: Heads = "mean",
+        port: str | None = None,
+        beside: int = 0,
+        what: str | None = None,
+    ) -> tuple[int, int]:
+        """Return how many rows a block of `row_blocks` has within `max_memory`, and the bytes that it then holds.
+
+        Raises `MemoryLimitError` if not even one row of `what` fits; without a name it takes one row all the same.
+        """
+        chain, groups, repeat = self._scoped(scope, port)
+        (batch, queries, keys), width = self._map_shape(port), self.output.element_size()
+        found = terms(chain) if _is_mean(heads) else None
+        kept = 0 if isinstance(heads, (str, int)) else 2 * _count(heads, groups * repeat)
+
+        def size(rows: int) -> int:
+            own = batch * rows * keys * (4 * groups + kept)
+            own = own if found is None else reduced_size(found, (batch, queries, keys), rows)
+            return width * (own + batch * rows * keys * beside)
+
+        rows = rows_within(size, min(ROWS, queries), what)
+        return rows, size(min(rows, queries))
+
+    def map_operations(self, *, scope: str = "core", heads: Heads = "mean", port: str | None = None) -> int:
+        """Return how much `row_blocks` multiplies for all rows."""
+        chain, _, _ = self._scoped(scope, port)
+        shape = self._map_shape(port)
+        found = terms(chain) if _is_mean(heads) else None
+        if found is not None:
+            return reduced_operations(found, shape)
+        return sum(stage.mixer.map_operations(1) for stage in walk(chain) if isinstance(stage, Mix))
+
+    def rows_cost(self, rows: int, *, scope: str = "core", port: str | None = None) -> Cost:
+        """Return what `rows` costs for so many rows."""
+        chain, groups, _ = self._scoped(scope, port)
+        return rows_cost(chain, prod(self._map_shape(port)[::2]), groups, rows)
+
+    def left_multiply_cost(self, rows: int, *, scope: str = "core", port: str | None = None) -> Cost:
+        """Return what `left_multiply` costs for so many rows."""
+        chain, groups, _ = self._scoped(scope, port)
+        return pass_cost(chain, prod(self._map_shape(port)[:2]), groups, rows)
+
+    def apply_cost(self) -> Cost:
+        """Return what `apply` costs."""
+        found = [
+            pass_cost(chain, prod(self._map_shape(port)[::2]), self.inputs[port].shape[2])
+            for port, chain in self.chains.items()
+        ]
+        return Cost(max(cost.numbers for cost in found), sum(cost.operations for cost in found))
+
     def matrix(self, scope: str = "core", heads: Heads = "mean", *, port: str | None = None) -> Float[Tensor, "..."]:
         """Materialize the scope's matrix: (batch, query, key), or (batch, head, query, key) with `heads=None`.
 
         An index, a slice or a list selects heads; "max", "min", "abs-mean" and "product" reduce over them.
-        Raises `OptionError` for an unknown scope or for `layer`, whose entries are matrices: use `contributions`.
+        Raises `OptionError` for an unknown scope or for `layer`, whose entries are matrices: use `contributions`;
+        `MemoryLimitError` before it fills a matrix that is larger than `max_memory`.
         """
-        return torch.cat([block for _, block in self.row_blocks(scope=scope, heads=heads, port=port)], dim=-2)
+        _, groups, repeat = self._scoped(scope, port)
+        _check_heads(heads, groups * repeat)
+        batch, queries, keys = self._map_shape(port)
+        of_heads = () if isinstance(heads, (str, int)) else (_count(heads, groups * repeat),)
+        shape = (batch, *of_heads, queries, keys)
+        what = f"the {scope} matrix of {self.name} with heads={heads!r}"
+        instead = "ask for some rows with `rows`, take `row_blocks`, or reduce the heads with heads='mean'"
+        require_result(shape, self.output.element_size(), what, instead)
+        whole = self.output.new_empty(shape)
+        for part, block in self.row_blocks(scope=scope, heads=heads, port=port):
+            whole[..., part, :] = block
+        return whole
 
     def left_multiply(
         self, rows: Float[Tensor, "batch row query"], *, scope: str = "core", port: str | None = None
@@ -204,6 +276,8 @@ class MixerOperator:
 
         What rollout asks of a layer: r <- r (I + mean_h alpha) (HMA ACL Eq. 21-22).
         """
+        batch, queries, _ = self._map_shape(port)
+        self._check("rows", rows, self.output.new_empty(()).expand(batch, rows.shape[1], queries))
         chain, groups, _ = self._scoped(scope, port)
         columns = rows.to(self._dtype).transpose(1, 2).unsqueeze(2).expand(-1, -1, groups, -1)
         return run_adjoint(chain, columns).real.mean(2).transpose(1, 2)
@@ -247,6 +321,16 @@ class MixerOperator:
         prefix = slice(reference.shape[1])
         mask = None if self.mask is None else self.mask[:, prefix]
         return worst_error(self._run(self.inputs, bias=True)[:, prefix], reference, mask)
+
+    def _map_shape(self, port: str | None) -> tuple[int, int, int]:
+        """Return (batch, query, key) of a port's map."""
+        batch, queries = self.output.shape[:2]
+        return batch, queries, self.inputs[port or self.ports[0]].shape[1]
+
+    def _no_rows(self, heads: Heads, total: int, port: str | None) -> Tensor:
+        of_heads = () if isinstance(heads, (str, int)) else (_count(heads, total),)
+        batch, _, keys = self._map_shape(port)
+        return self.output.new_zeros(batch, *of_heads, 0, keys)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -305,6 +389,8 @@ class MixerOperator:
                 f"{self.name} was frozen on shape {tuple(expected.shape)} for {what}, got {tuple(got.shape)}; "
                 "an operator applies to that shape only. Trace again for other inputs."
             )
+        if got.device != expected.device:
+            raise InputError(f"{self.name} is on {expected.device}, got {what} on {got.device}; move it there.")
 
 
 def worst_error(
@@ -323,11 +409,35 @@ def worst_error(
     return float((norms[0] / norms[1].clamp_min(torch.finfo(reference.dtype).tiny)).max())
 
 
-def _reduce(rows: Float[Tensor, "batch head row key"], heads: Heads, repeat: int) -> Tensor:
-    """Reduce or select the head axis, each of whose entries stands for `repeat` equal ones."""
+def _is_mean(heads: Heads) -> bool:
+    return isinstance(heads, str) and heads == "mean"
+
+
+def _count(heads: slice | Sequence[int] | None, total: int) -> int:
+    """Return how many of the heads are selected."""
+    return (
+        len(range(total)[slice(None) if heads is None else heads])
+        if heads is None or isinstance(heads, slice)
+        else len(heads)
+    )
+
+
+def _check_heads(heads: Heads, total: int) -> None:
+    """Refuse an unknown reduction and heads that do not exist."""
     if isinstance(heads, str):
         if heads not in REDUCTIONS:
             raise OptionError(f"unknown reduction over heads {heads!r}" + nearest(heads, REDUCTIONS))
+        return
+    if heads is None or isinstance(heads, slice):
+        return
+    wanted = [heads] if isinstance(heads, int) else list(heads)
+    if any(not -total <= head < total for head in wanted):
+        raise OptionError(f"heads {wanted} are out of range: this scope has {total} heads, 0 to {total - 1}.")
+
+
+def _reduce(rows: Float[Tensor, "batch head row key"], heads: Heads, repeat: int) -> Tensor:
+    """Reduce or select the head axis, each of whose entries stands for `repeat` equal ones."""
+    if isinstance(heads, str):
         reduced = REDUCTIONS[heads](rows)
         return reduced**repeat if heads == "product" else reduced
     rows = rows.repeat_interleave(repeat, dim=1) if repeat > 1 else rows
@@ -335,9 +445,5 @@ def _reduce(rows: Float[Tensor, "batch head row key"], heads: Heads, repeat: int
         return rows
     if isinstance(heads, slice):
         return rows[:, heads]
-    total = rows.shape[1]
-    wanted = [heads] if isinstance(heads, int) else list(heads)
-    if any(not -total <= head < total for head in wanted):
-        raise OptionError(f"heads {wanted} are out of range: this scope has {total} heads, 0 to {total - 1}.")
-    picked = rows[:, wanted]
+    picked = rows[:, [heads] if isinstance(heads, int) else list(heads)]
     return picked.squeeze(1) if isinstance(heads, int) else picked

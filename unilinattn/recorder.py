@@ -208,6 +208,7 @@ def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
             f"inputs are a {type(inputs).__name__}; give a tensor of token ids or pixels, or a mapping of the "
             "model's keyword arguments (as a tokenizer returns it)."
         )
+    _check_tensors(model, given)
     _check_ids(model, given)
     parameters = inspect.signature(model.forward).parameters
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -249,6 +250,24 @@ def _check_ids(model: nn.Module, given: dict[str, Any]) -> None:
         raise InputError(
             f"input_ids reach from {int(ids.min())} to {int(ids.max())}; the model knows ids 0 to {size - 1}."
         )
+
+
+def _check_tensors(model: nn.Module, given: dict[str, Any]) -> None:
+    """Refuse inputs without a number, and inputs elsewhere than a model that lies on one device as a whole."""
+    places = {parameter.device for parameter in model.parameters()}
+    # Packages that spread a model over devices also move its inputs.
+    moved = any(hasattr(module, "_hf_hook") for module in model.modules())
+    for name, value in given.items():
+        if not isinstance(value, Tensor) or not value.ndim:
+            continue
+        if not value.numel():
+            raise InputError(f"{name} has shape {tuple(value.shape)}; at least one sequence of one token is needed.")
+        if len(places) == 1 and value.device not in places and not moved:
+            (place,) = places
+            raise InputError(
+                f"{name} is on {value.device}, and {type(model).__name__} is on {place}; move one of them with "
+                f".to({str(place)!r})."
+            )
 
 
 def _first_parameter(model: nn.Module) -> str:

@@ -43,11 +43,15 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to turn operators into scores: `function(trace, *, target, **options)` returns an `Attribution`."""
+    """A way to turn operators into scores: `function(trace, *, target, **options)` returns an `Attribution`.
+
+    `cost` takes the same and returns an `Estimate` of it; None for a method that does not say.
+    """
 
     name: str
     summary: str
     function: Callable[..., Any]
+    cost: Callable[..., Any] | None = None
 
 
 _architectures: dict[str, Architecture] = {}
@@ -84,8 +88,12 @@ def register_architecture(
     return decorate
 
 
-def register_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_method(
+    name: str, *, cost: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a method under a name; its docstring opens with its one-line summary.
+
+    `cost(trace, *, target, **options)` returns the `Estimate` of a call, for `estimate`.
 
     Raises `OptionError` if the name is taken.
     """
@@ -93,7 +101,7 @@ def register_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if name in _methods:
             raise OptionError(f"method {name!r} is registered already; choose another name.")
-        _methods[name] = Method(name, _first_line(function), function)
+        _methods[name] = Method(name, _first_line(function), function, cost)
         return function
 
     return decorate

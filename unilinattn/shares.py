@@ -11,7 +11,7 @@ from unilinattn.contributions import shifted
 from unilinattn.memory import rows_within
 from unilinattn.mixers.base import Block
 from unilinattn.stages import Chain, Matrix, Scale, run
-from unilinattn.terms import Term, add_band, terms, widened
+from unilinattn.terms import Term, add_band, terms, widened, widened_size
 
 TILE = 64
 """Rows and columns of a tile: enough for the product with the output projection to run at its rate."""
@@ -36,14 +36,15 @@ class Shares:
         return all(term.mixer is None or term.mixer.is_lower_triangular for term in self.found)
 
     def tiles(
-        self, causal: bool, columns: int = TILE
+        self, causal: bool, rows: int | None = None, columns: int = TILE
     ) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row col"]]]:
         """Yield (rows, columns, T_ij x_j), every pair once, from the first row to the last.
 
-        With `causal`, which is only for layers that are, most of the pairs that are zero are left out.
+        With `causal`, which is only for layers that are, most of the pairs that are zero are left out. `rows`: at most
+        so many at a time, see `rows`. The tile is the caller's to write into.
         """
         _, queries, keys, _ = self.shape
-        rows = self._rows(columns)
+        rows = self.rows(columns=columns) if rows is None else rows
         streams = [_stream(term, rows) for term in self.found]
         for start in range(0, queries, rows):
             part = slice(start, min(start + rows, queries))
@@ -56,18 +57,43 @@ class Shares:
                     vectors = stage.at(self._index(own)).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
                 yield own, cols, vectors
 
-    def numbers(self, rows: int, columns: int = TILE) -> int:
-        """Return how many numbers tiles of so many rows take."""
+    def rows(self, beside: int = 0, parts: int = 1, columns: int = TILE, name: str | None = "vectors T_i(x_j)") -> int:
+        """Return how many rows of a tile `max_memory` allows, or a part of it.
+
+        `beside`: how many more tiles the caller will hold. Raises `MemoryLimitError` if not even one row fits.
+        """
         batch, _, _, out = self.shape
+        width = parts * self._values.element_size()
+        more = beside * batch * min(columns, self.shape[2]) * out
+        return rows_within(lambda n: (self.numbers(n, columns) + n * more) * width, TILE, name)
+
+    def numbers(self, rows: int, columns: int = TILE) -> int:
+        """Return how many numbers tiles of so many rows take, and the values that they are made of."""
+        batch, _, keys, out = self.shape
         channels = out if self.weight is None else self.weight.shape[1]
         heads = max((term.mixer.heads for term in self.found if term.mixer is not None), default=1)
-        inner = heads if self.folded is not None else 2 * channels
-        states = sum(term.mixer.carried_size for term in self.found if term.mixer is not None)
-        return batch * rows * columns * (inner + 2 * out + heads) + states
+        inner = heads if self.folded is not None else 3 * channels
+        mixers = [(term.mixer, len(term.taps or ())) for term in self.found if term.mixer is not None]
+        states = sum(mixer.carried_size + mixer.weighted_size(rows, lags) for mixer, lags in mixers)
+        return batch * rows * min(columns, keys) * (inner + 2 * out + heads) + states + self.values_size
 
-    def _rows(self, columns: int) -> int:
-        width = self._values.element_size()
-        return rows_within(lambda rows: self.numbers(rows, columns) * width, TILE, "vectors T_i(x_j)")
+    def operations(self) -> int:
+        """Return how much tiles of all pairs multiply."""
+        batch, queries, keys, out = self.shape
+        causal = all(term.mixer is None or term.mixer.is_lower_triangular for term in self.found)
+        pairs = batch * queries * min(keys, (keys + TILE) // 2 if causal else keys)
+        if self.folded is not None:
+            return pairs * self.folded.shape[2] * out
+        channels = out if self.weight is None else self.weight.shape[1]
+        inner = sum(term.mixer.state_size + len(term.taps or ()) for term in self.found if term.mixer is not None)
+        return pairs * channels * (inner + (0 if self.weight is None else out))
+
+    @property
+    def values_size(self) -> int:
+        """How many numbers the values of all terms take: linear in length."""
+        if self.folded is not None:
+            return self.folded.numel()
+        return sum(widened_size(term) for term in self.found)
 
     def _vectors(self, part: slice, own: slice, cols: slice, blocks: Sequence[Block | None]) -> Tensor:
         """Return W v_ij for some of the rows of a block."""

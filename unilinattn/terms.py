@@ -99,12 +99,30 @@ def streamed(
 def reduced_size(found: Sequence[Term], shape: tuple[int, int, int], rows: int) -> int:
     """Return how many numbers `reduced_blocks` holds for so many rows."""
     batch, _, keys = shape
-    held = [
-        term.mixer.reduced_size(rows, term.channels if term.left is not None or term.taps is not None else 1)
-        for term in found
-        if term.mixer is not None
-    ]
-    return 2 * batch * rows * keys + sum(held)
+    held = 0
+    for term in found:
+        if term.mixer is not None:
+            weighed = term.left is not None or term.taps is not None
+            streams = len(term.taps or (0,)) if term.mixer.streams_by_lag else 1
+            held += streams * term.mixer.reduced_size(rows, term.channels if weighed else 1) + widened_size(term)
+    return 2 * batch * rows * keys + held
+
+
+def reduced_operations(found: Sequence[Term], shape: tuple[int, int, int]) -> int:
+    """Return how much `reduced_blocks` multiplies for all rows."""
+    total = 0
+    for term in found:
+        if term.mixer is not None:
+            weighed = term.left is not None or term.taps is not None
+            lags = len(term.taps or (0,)) if term.mixer.streams_by_lag else 1
+            total += lags * term.mixer.map_operations(term.channels if weighed else 1)
+    return total
+
+
+def widened_size(term: Term) -> int:
+    """Return how many numbers a term's factors take with a channel of its own each: linear in length."""
+    factors = [*(term.taps or {}).values(), *([] if term.left is None else [term.left])]
+    return sum(factor.shape[0] * factor.shape[1] * term.channels for factor in factors)
 
 
 def add_band(

@@ -5,6 +5,6 @@ from unilinattn.methods.attribution import attribution
 from unilinattn.methods.latim import latim
 from unilinattn.methods.raw import raw
 from unilinattn.methods.rollout import rollout
-from unilinattn.methods.run import compare, explain
+from unilinattn.methods.run import compare, estimate, explain
 
-__all__ = ["alti", "attribution", "compare", "explain", "latim", "raw", "rollout"]
+__all__ = ["alti", "attribution", "compare", "estimate", "explain", "latim", "raw", "rollout"]

@@ -3,23 +3,46 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.attribution import Attribution
 from unilinattn.kernels.contribution_norms.tiled import reduced_vectors
+from unilinattn.memory import reserved
+from unilinattn.methods.costs import Estimate, estimated, shares_cost
 from unilinattn.methods.latim import add_to_own, residual_of, share_tiles
-from unilinattn.methods.maps import added, picked, unit_rows
+from unilinattn.methods.maps import ONE_ROW, added, blank_padding, map_bytes, map_shape, picked
 from unilinattn.methods.options import AltiOptions
-from unilinattn.methods.results import labelled, stacked
-from unilinattn.methods.selection import composable_steps, only_port, query_rows, real_pairs, stackable_layers
+from unilinattn.methods.results import filled, labelled, room, stacked
+from unilinattn.methods.selection import composable_steps, query_rows, stackable_layers
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.trace import Layer, Target, Trace
 
 
-@register_method("alti")
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return what `alti` takes: tiles of vectors, or those of a few rows; composed, a map and a product beside."""
+    chosen = AltiOptions.of("alti", options)
+    layers = stackable_layers(trace, "alti", chosen.layers)
+    together: dict[str, tuple[Layer, ...]] = {layer.name: (layer,) for layer in layers}
+    held = 0
+    if chosen.rollout:
+        steps = composable_steps(trace, "alti", layers)
+        together = {layer.name: step for step in steps for layer in step}
+        held = (2 if target is None else 1) * map_bytes(layers[0])
+
+    def of(layer: Layer) -> tuple[int, int]:
+        batch, queries, keys = map_shape(layer)
+        rows = queries if target is None or chosen.rollout else 1
+        apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" else 0
+        size, operations = shares_cost(together[layer.name], rows, beside=2, exact=chosen.activation == "exact")
+        product = batch * queries * keys * (queries if target is None else 1) if chosen.rollout else 0
+        return apart + size, operations // len(together[layer.name]) + product
+
+    return estimated("alti", layers, target, None if chosen.rollout else chosen, of, held=held)
+
+
+@register_method("alti", cost=cost)
 def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """ALTI: C_ij proportional to [||y_i||_1 - ||y_i - T_i(x_j)||_1]^+, rows that sum to 1 (LaTIM Eq. 6).
 
@@ -34,39 +57,48 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
     chosen = AltiOptions.of("alti", options)
     layers = stackable_layers(trace, "alti", chosen.layers)
     if not chosen.rollout:
-        maps = [
-            mixing(trace, (layer,), query_rows(trace, layer, target), chosen.activation)
-            for layer in progress(layers, "alti")
-        ]
-        return stacked(trace, "alti", layers, maps, options=chosen, target=target, scope="layer")
+
+        def fill(layer: Layer, rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch row key"]) -> None:
+            mixing(out, trace, (layer,), rows, chosen.activation)
+
+        scores = filled(trace, "alti", layers, target, chosen, fill)
+        return stacked(trace, "alti", layers, scores, options=chosen, target=target, scope="layer")
     rows = query_rows(trace, layers[0], target)
-    rho = unit_rows(rows, layers[0])
+    rho = room("alti", layers, target).scatter_(2, rows.unsqueeze(-1), 1.0)
     steps = composable_steps(trace, "alti", layers)
-    for together in progress(steps if target is None else steps[::-1], "alti"):
-        share = mixing(trace, together, query_rows(trace, together[0]), chosen.activation).to(rho)
-        rho = share @ rho if target is None else rho @ share
-    rho = rho.masked_fill(~real_pairs(trace, layers[0], rows), 0)
+    size = map_bytes(layers[0])
+    with reserved(size + rho.numel() * rho.element_size(), "alti: the map of a step and its product", ONE_ROW):
+        for together in progress(steps if target is None else steps[::-1], "alti"):
+            share = together[0].output.new_zeros(map_shape(together[0]))
+            mixing(share, trace, together, query_rows(trace, together[0]), chosen.activation)
+            share = share.to(rho)
+            rho = share @ rho if target is None else rho @ share
+    blank_padding(rho, trace, layers[0], rows)
     rho = rho if target is None else rho.squeeze(1)
     return labelled(trace, "alti", layers, rho, options=chosen, target=target, scope="layer")
 
 
 def mixing(
-    trace: Trace, together: Sequence[Layer], rows: Int[Tensor, "batch row"], activation: str
-) -> Float[Tensor, "batch row key"]:
-    """Return P of one step at selected rows: what each real token is to stream plus layers; rows sum to 1."""
+    out: Float[Tensor, "batch row key"],
+    trace: Trace,
+    together: Sequence[Layer],
+    rows: Int[Tensor, "batch row"],
+    activation: str,
+) -> None:
+    """Write P of one step at selected rows into zeros: what each real token is to stream plus layers; rows sum to 1."""
     first = together[0]
     stream = residual_of(first, "alti")
     output = added([stream, *(layer.multiplier * layer.output for layer in together)])
     factors = [layer.multiplier for layer in together]
-    keys = only_port(first).inputs["x"].shape[1]
     # A pair without a tile adds nothing, so it brings no row closer to its output.
-    gain = output.new_zeros(*rows.shape, keys)
-    for part, cols, tile in share_tiles(together, factors, rows, activation):
+    for part, cols, tile in share_tiles(together, factors, rows, activation, beside=2):
         own = rows[:, part]
         shares = add_to_own(tile, own, cols, picked(stream, own))
-        gain[:, part, cols] = reduced_vectors(shares, "alti", picked(output, own))
-    real = real_pairs(trace, first, rows)
-    gain = gain.clamp_min(0).masked_fill(~real, 0)
-    total = gain.sum(-1, keepdim=True)
-    share = torch.where(total > 0, gain / total.masked_fill(total == 0, 1), unit_rows(rows, first))
-    return share.masked_fill(~real, 0)
+        out[:, part, cols] = reduced_vectors(shares, "alti", picked(output, own))
+    out.clamp_min_(0)
+    blank_padding(out, trace, first, rows)
+    total = out.sum(-1, keepdim=True)
+    out.div_(total.masked_fill(total == 0, 1))
+    # A row in which everything is clipped is one-hot on its own token; one of padding stays empty.
+    out.scatter_add_(2, rows.unsqueeze(-1), (total == 0).to(out))
+    blank_padding(out, trace, first, rows)

@@ -11,17 +11,37 @@ from unilinattn.attribution import Attribution
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.contribution_norms.tiled import reduced_vectors
 from unilinattn.memory import rows_within
-from unilinattn.methods.maps import added, picked, treated
+from unilinattn.methods.costs import Estimate, estimated, shares_cost
+from unilinattn.methods.maps import added, map_shape, picked, treat, treatment_bytes
 from unilinattn.methods.options import LatimOptions
-from unilinattn.methods.results import stacked
-from unilinattn.methods.selection import only_port, query_rows, real_pairs, stackable_layers
-from unilinattn.progress import progress
+from unilinattn.methods.results import filled, stacked
+from unilinattn.methods.selection import only_port, query_rows, stackable_layers
 from unilinattn.registry import register_method
 from unilinattn.shares import TILE
 from unilinattn.trace import Layer, Target, Trace
 
 
-@register_method("latim")
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return what `latim` takes: tiles of vectors, or the vectors of a few rows."""
+    chosen = LatimOptions.of("latim", options)
+    layers = stackable_layers(trace, "latim", chosen.layers)
+    extremes, width = chosen.normalize == "min-max", layers[0].output.element_size()
+
+    def of(layer: Layer) -> tuple[int, int]:
+        batch, queries, keys = map_shape(layer)
+        rows = queries if target is None or extremes else 1
+        apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" or target else 0
+        size, operations = shares_cost((layer,), rows, beside=1, exact=chosen.activation == "exact")
+        treatment = treatment_bytes((batch, rows, keys), layer.output.element_size(), chosen.discard)
+        return apart + max(size, treatment), operations
+
+    batch, queries, _ = map_shape(layers[0])
+    biases = batch * (queries if target is None else 1) * (1 if chosen.layers == "mean" else len(layers))
+    extras = 8 * len(layers) + (width * biases if chosen.bias == "column" else 0)
+    return estimated("latim", layers, target, chosen, of, extras=extras)
+
+
+@register_method("latim", cost=cost)
 def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """LaTIM: C_ij = ||T_i(x_j)||_p, the size of what token j adds to output i (LaTIM Eq. 5, Table 1).
 
@@ -38,20 +58,22 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     """
     chosen = LatimOptions.of("latim", options)
     layers = stackable_layers(trace, "latim", chosen.layers)
-    maps, biases, errors = [], [], []
-    for layer in progress(layers, "latim"):
+    biases: list[Tensor] = []
+    errors: list[float] = []
+
+    def fill(layer: Layer, rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch row key"]) -> None:
+        bias, error = _fill(out, trace, layer, rows, chosen)
         wanted = query_rows(trace, layer, target)
-        # The map's own minimum and maximum need the whole of it.
-        rows = query_rows(trace, layer) if chosen.normalize == "min-max" else wanted
-        scores, bias, error = _layer(trace, layer, rows, chosen)
-        maps.append(picked(scores, wanted) if rows is not wanted else scores)
-        biases.append(bias.gather(1, wanted) if rows is not wanted else bias)
+        biases.append(bias.gather(1, wanted) if rows.shape[1] != wanted.shape[1] else bias)
         errors.append(error)
+
+    # The map's own minimum and maximum need the whole of it.
+    scores = filled(trace, "latim", layers, target, chosen, fill, whole=chosen.normalize == "min-max")
     return stacked(
         trace,
         "latim",
         layers,
-        maps,
+        scores,
         options=chosen,
         target=target,
         scope="layer",
@@ -61,30 +83,45 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
 
 
 def share_tiles(
-    layers: Sequence[Layer], factors: Sequence[float], rows: Int[Tensor, "batch row"], activation: str
+    layers: Sequence[Layer],
+    factors: Sequence[float],
+    rows: Int[Tensor, "batch row"],
+    activation: str,
+    beside: int = 0,
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row key"]]]:
     """Yield T_i(x_j), each layer's times its factor, summed: which of the rows, which keys, and the vectors.
 
     Tiles of all pairs where every layer has such a form and every row is asked for; else some rows at a time.
-    Pairs that a causal layer leaves at zero may be missing.
+    Pairs that a causal layer leaves at zero may be missing. The tile is the caller's to write into; `beside`: how
+    many more of its size the caller will hold.
     """
     ops = [only_port(layer) for layer in layers]
-    forms = [op.shares() if activation == "exact" else None for op in ops]
-    whole = rows.shape[1] == layers[0].output.shape[1]
-    if whole and all(form is not None for form in forms):
-        causal = all(form is not None and form.causal for form in forms)
-        for together in zip(*(form.tiles(causal) for form in forms if form is not None), strict=True):
+    tiled = rows.shape[1] == layers[0].output.shape[1] and activation == "exact"
+    forms = [form for op in ops if tiled and (form := op.shares()) is not None]
+    count = len(layers)
+    if len(forms) == count:
+        # A step of several layers holds a tile of each, and all have to be cut alike.
+        held = beside + count - 1
+        size = min(form.rows(held, count) for form in forms)
+        causal = all(form.causal for form in forms)
+        for together in zip(*(form.tiles(causal, size) for form in forms), strict=True):
             part, cols, _ = together[0]
             yield part, cols, added(_times(f, tile) for f, (*_, tile) in zip(factors, together, strict=True))
         return
-    batch, keys, _ = ops[0].inputs[ops[0].ports[0]].shape
-    held = 3 * batch * keys * max(op.width for op in ops) * layers[0].output.element_size()
-    size = rows_within(lambda count: count * held, TILE, "vectors T_i(x_j)")
+    keys, held = ops[0].inputs[ops[0].ports[0]].shape[1], rows_size(layers, beside)
+    size = rows_within(lambda n: n * held, TILE, "vectors T_i(x_j)")
     for start in range(0, rows.shape[1], size):
         part = slice(start, min(start + size, rows.shape[1]))
         found = (op.contributions(rows[:, part], activation=activation) for op in ops)
         shares = added(_times(f, vectors) for f, vectors in zip(factors, found, strict=True))
         yield part, slice(0, keys), shares.permute(0, 3, 1, 2)
+
+
+def rows_size(layers: Sequence[Layer], beside: int) -> int:
+    """Return how many bytes `share_tiles` holds for each row where a layer has no form in tiles."""
+    ops = [only_port(layer) for layer in layers]
+    batch, keys, _ = ops[0].inputs[ops[0].ports[0]].shape
+    return (3 + beside) * batch * keys * max(op.width for op in ops) * layers[0].output.element_size()
 
 
 def add_to_own(
@@ -115,35 +152,37 @@ def residual_of(layer: Layer, method: str) -> Float[Tensor, "batch query out"]:
     return layer.residual
 
 
-def _layer(
-    trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"], options: LatimOptions
-) -> tuple[Float[Tensor, "batch row key"], Float[Tensor, "batch row"], float]:
-    """Return the scores of a layer, the norms of its bias and its decomposition error."""
+def _fill(
+    out: Float[Tensor, "batch row key"],
+    trace: Trace,
+    layer: Layer,
+    rows: Int[Tensor, "batch row"],
+    options: LatimOptions,
+) -> tuple[Float[Tensor, "batch row"], float]:
+    """Write the scores of a layer; return the norms of its bias and its decomposition error."""
     op = only_port(layer)
     if options.bias == "query" and op.ports != ("x",):
         raise UncoveredError(
             f"latim: {layer.name} takes its keys from {op.ports[0]!r}, so no key is the query's own; use bias='column'."
         )
-    bias = op.activation_bias(options.activation)
-    factor, extra = 1.0, torch.zeros_like(picked(bias, rows))
+    bias = picked(op.activation_bias(options.activation), rows)
+    factor, extra = 1.0, torch.zeros_like(bias)
     if options.bias == "query":
-        extra = picked(bias, rows)
+        extra = bias
     if options.residual:
         factor = layer.multiplier
         extra = factor * extra + picked(residual_of(layer, "latim"), rows)
     sums = layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
-    norms = layer.output.new_zeros(*rows.shape, op.inputs[op.ports[0]].shape[1])
-    for part, cols, tile in share_tiles((layer,), (1.0,), rows, options.activation):
+    for part, cols, tile in share_tiles((layer,), (1.0,), rows, options.activation, beside=2):
         sums[:, part] += tile.sum(-1).transpose(1, 2)
         whole = add_to_own(_times(factor, tile), rows[:, part], cols, extra[:, part])
-        norms[:, part, cols] = reduced_vectors(whole, options.p)
-    real = real_pairs(trace, layer, rows)
-    scores = treated(norms, real, rows, discard=options.discard, normalize=options.normalize)
-    kept = real.any(-1)
-    own, output = picked(bias, rows) * kept.unsqueeze(-1), picked(layer.output, rows) * kept.unsqueeze(-1)
+        out[:, part, cols] = reduced_vectors(whole, options.p)
+    treat(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
+    kept = torch.ones_like(rows, dtype=torch.bool) if layer.mask is None else layer.mask.gather(1, rows)
+    own, output = bias * kept.unsqueeze(-1), picked(layer.output, rows) * kept.unsqueeze(-1)
     missed = (sums * kept.unsqueeze(-1) + own - output).flatten(1).norm(dim=1)
     size = output.flatten(1).norm(dim=1).clamp_min(torch.finfo(output.dtype).tiny)
-    return scores, torch.linalg.vector_norm(own, ord=options.p, dim=-1), float((missed / size).max())
+    return torch.linalg.vector_norm(own, ord=options.p, dim=-1), float((missed / size).max())
 
 
 def _times(factor: float, vectors: Tensor) -> Tensor:

@@ -2,17 +2,40 @@
 
 from typing import Any
 
+from jaxtyping import Float, Int
+from torch import Tensor
+
 from unilinattn.attribution import Attribution
-from unilinattn.methods.maps import SIGNS, attention_map, attention_rows, picked, treated
+from unilinattn.methods.costs import Estimate, estimated, map_cost
+from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, treat, treatment_bytes
 from unilinattn.methods.options import RawOptions
-from unilinattn.methods.results import stacked
-from unilinattn.methods.selection import query_rows, real_pairs, stackable_layers
-from unilinattn.progress import progress
+from unilinattn.methods.results import filled, stacked
+from unilinattn.methods.selection import only_port, stackable_layers
 from unilinattn.registry import register_method
-from unilinattn.trace import Target, Trace
+from unilinattn.trace import Layer, Target, Trace
 
 
-@register_method("raw")
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return what `raw` takes: blocks of a map or a few rows, and their treatment."""
+    chosen = RawOptions.of("raw", options)
+    layers = stackable_layers(trace, "raw", chosen.layers)
+    extremes = chosen.normalize == "min-max"
+
+    def of(layer: Layer) -> tuple[int, int]:
+        batch, queries, keys = map_shape(layer)
+        rows, width = queries if target is None or extremes else 1, layer.output.element_size()
+        apart = batch * rows * keys * width if chosen.layers == "mean" or rows < queries or target is not None else 0
+        if rows == queries:
+            size, operations = map_cost(layer, chosen)
+        else:
+            numbers, operations = only_port(layer).rows_cost(rows, scope=chosen.scope)
+            size = numbers * width
+        return apart + max(size, treatment_bytes((batch, rows, keys), width, chosen.discard)), operations
+
+    return estimated("raw", layers, target, chosen, of)
+
+
+@register_method("raw", cost=cost)
 def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """The attention map of each layer, mean_h alpha_h (HMA ACL 4.2).
 
@@ -22,14 +45,14 @@ def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attrib
     """
     chosen = RawOptions.of("raw", options)
     layers = stackable_layers(trace, "raw", chosen.layers)
-    maps = []
-    for layer in progress(layers, "raw"):
-        wanted = query_rows(trace, layer, target)
-        # The map's own minimum and maximum need the whole of it.
-        rows = query_rows(trace, layer) if chosen.normalize == "min-max" else wanted
-        whole = target is None or rows is not wanted
-        scores = SIGNS[chosen.sign](attention_map(layer, chosen) if whole else attention_rows(layer, chosen, rows))
-        real = real_pairs(trace, layer, rows)
-        scores = treated(scores, real, rows, discard=chosen.discard, normalize=chosen.normalize)
-        maps.append(picked(scores, wanted) if rows is not wanted else scores)
-    return stacked(trace, "raw", layers, maps, options=chosen, target=target, scope=chosen.scope)
+
+    def fill(layer: Layer, rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch row key"]) -> None:
+        if rows.shape[1] == layer.output.shape[1]:
+            fill_attention(out, layer, chosen)
+        else:
+            out.copy_(attention_rows(layer, chosen, rows))
+        treat(out, trace, layer, rows, sign=chosen.sign, discard=chosen.discard, normalize=chosen.normalize)
+
+    # The map's own minimum and maximum need the whole of it.
+    scores = filled(trace, "raw", layers, target, chosen, fill, whole=chosen.normalize == "min-max")
+    return stacked(trace, "raw", layers, scores, options=chosen, target=target, scope=chosen.scope)

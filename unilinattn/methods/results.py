@@ -1,25 +1,95 @@
 """From scores to a labelled result."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
+from math import prod
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.attribution import Attribution
 from unilinattn.errors import UncoveredError
+from unilinattn.memory import require_result, reserved
+from unilinattn.methods.maps import ONE_ROW, map_shape, picked
 from unilinattn.methods.options import Layerwise, Options
-from unilinattn.methods.selection import key_mask
+from unilinattn.methods.selection import key_mask, query_rows
+from unilinattn.progress import progress
 from unilinattn.trace import Layer, Target, Trace
 
 DIMS = ("layer", "batch", "query", "key")
+
+
+def result_shape(
+    layers: Sequence[Layer], target: Target | None, options: Options | None = None
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape of what a method finds, and its dtype: ([layer,] batch, query, key), one query for a target.
+
+    With `options` of a layer-wise method there is a layer axis, but for layers="mean".
+    """
+    batch, queries, keys = map_shape(layers[0])
+    shape = (batch, queries if target is None else 1, keys)
+    dtype = reduce(torch.promote_types, (layer.output.dtype for layer in layers))
+    layered = isinstance(options, Layerwise) and options.layers != "mean"
+    return ((len(layers), *shape) if layered else shape), dtype
+
+
+def room(
+    method: str, layers: Sequence[Layer], target: Target | None, options: Options | None = None
+) -> Float[Tensor, "*axes"]:
+    """Return zeros of `result_shape`: the one place where every method allocates its scores.
+
+    Raises `MemoryLimitError` before it does if they are larger than `max_memory`.
+    """
+    shape, dtype = result_shape(layers, target, options)
+    ways = [ONE_ROW] if target is None else ["take fewer sequences or a shorter one"]
+    if len(shape) == 4 and len(layers) > 1:
+        ways.append("for fewer layers with layers=[...]")
+    what = f"{method}: the result ({', '.join(DIMS[4 - len(shape) :])})"
+    require_result(shape, dtype.itemsize, what, ", ".join(ways))
+    return torch.zeros(shape, dtype=dtype, device=layers[0].output.device)
+
+
+def filled(
+    trace: Trace,
+    method: str,
+    layers: Sequence[Layer],
+    target: Target | None,
+    options: Layerwise,
+    fill: Callable[[Layer, Int[Tensor, "batch row"], Float[Tensor, "batch row key"]], None],
+    *,
+    whole: bool = False,
+) -> Float[Tensor, "*axes"]:
+    """Return each layer's scores, or their mean with layers="mean", written by `fill(layer, rows, out)` in place.
+
+    `out` is zeros. `whole`: a layer's map is needed whole even where one row of it is asked for.
+    """
+    scores = room(method, layers, target, options)
+    for at, layer in enumerate(progress(layers, method)):
+        wanted = query_rows(trace, layer, target)
+        rows = query_rows(trace, layer) if whole else wanted
+        own = scores[at] if scores.ndim == 4 else None
+        alike = own is not None and (own.device, own.dtype) == (layer.output.device, layer.output.dtype)
+        if alike and own is not None and rows.shape[1] == own.shape[1]:
+            fill(layer, rows, own)
+            continue
+        shape = (*rows.shape, scores.shape[-1])
+        with reserved(prod(shape) * layer.output.element_size(), f"{method}: the map of {layer.name}", ONE_ROW):
+            out = layer.output.new_zeros(shape)
+            fill(layer, rows, out)
+        out = picked(out, wanted) if rows.shape[1] != wanted.shape[1] else out
+        if own is None:
+            scores.add_(out.to(scores), alpha=1 / len(layers))
+        else:
+            own.copy_(out)
+    return scores
 
 
 def stacked(
     trace: Trace,
     method: str,
     layers: Sequence[Layer],
-    scores: Sequence[Float[Tensor, "batch row key"]],
+    scores: Float[Tensor, "*axes"],
     *,
     options: Layerwise,
     target: Target | None,
@@ -27,32 +97,30 @@ def stacked(
     extras: dict[str, Sequence[Float[Tensor, "batch row"]]] | None = None,
     decomposition_error: Sequence[float] | None = None,
 ) -> Attribution:
-    """Label what a layer-wise method found for each layer; layers="mean" averages here.
+    """Label what `filled` returns.
 
-    `extras` hold a number a row and follow the scores; `decomposition_error` one a layer, the worst of which is
-    the completeness gap.
+    `extras` hold a number a row and a layer, averaged here for layers="mean"; `decomposition_error` one a layer, the
+    worst of which is the completeness gap.
     """
-    device = scores[0].device
-    tensors = {"scores": scores, **(extras or {})}
-    whole = {name: torch.stack([part.to(device) for part in parts]) for name, parts in tensors.items()}
+    more = {name: torch.stack([part.to(scores.device) for part in parts]) for name, parts in (extras or {}).items()}
     if options.layers == "mean":
-        whole = {name: tensor.mean(0) for name, tensor in whole.items()}
+        more = {name: tensor.mean(0) for name, tensor in more.items()}
     if target is not None:
-        whole = {name: tensor.squeeze(-2 if name == "scores" else -1) for name, tensor in whole.items()}
-    found, gap = whole.pop("scores"), None
+        scores, more = scores.squeeze(-2), {name: tensor.squeeze(-1) for name, tensor in more.items()}
+    gap = None
     if decomposition_error is not None:
-        whole["decomposition_error"] = torch.tensor(decomposition_error, dtype=torch.float64)
-        gap = whole["decomposition_error"].max().item()
+        more["decomposition_error"] = torch.tensor(decomposition_error, dtype=torch.float64)
+        gap = more["decomposition_error"].max().item()
     return labelled(
         trace,
         method,
         layers,
-        found,
+        scores,
         dims=DIMS[1:] if options.layers == "mean" else DIMS,
         options=options,
         target=target,
         scope=scope,
-        extras=whole,
+        extras=more,
         completeness_gap=gap,
     )
 

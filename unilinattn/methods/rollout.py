@@ -3,16 +3,30 @@
 from typing import Any
 
 from unilinattn.attribution import Attribution
-from unilinattn.methods.maps import added, carried, composed, unit_rows
+from unilinattn.methods.costs import Estimate, carried_cost, composed_cost, estimated
+from unilinattn.methods.maps import added, blank_padding, carried, composed, map_bytes
 from unilinattn.methods.options import RolloutOptions
-from unilinattn.methods.results import labelled
-from unilinattn.methods.selection import composable_steps, layers_from, query_rows, real_pairs
+from unilinattn.methods.results import labelled, room
+from unilinattn.methods.selection import composable_steps, layers_from, query_rows
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
-from unilinattn.trace import Target, Trace
+from unilinattn.trace import Layer, Target, Trace
 
 
-@register_method("rollout")
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return what `rollout` takes: a second product and blocks of a map, or a row's pass through each layer."""
+    chosen = RolloutOptions.of("rollout", options)
+    layers = layers_from(trace, "rollout", chosen.start_layer)
+    composable_steps(trace, "rollout", layers)
+
+    def of(layer: Layer) -> tuple[int, int]:
+        return composed_cost(layer, chosen) if target is None else carried_cost(layer, chosen)
+
+    held = map_bytes(layers[0]) if target is None else 0
+    return estimated("rollout", layers, target, chosen, of, held=held)
+
+
+@register_method("rollout", cost=cost)
 def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Attention rollout: rho = A_n ... A_1 with A_l = I + mean_h alpha_l (HMA ACL Eq. 21-22).
 
@@ -27,7 +41,7 @@ def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> At
     layers = layers_from(trace, "rollout", chosen.start_layer)
     steps = composable_steps(trace, "rollout", layers)
     rows = query_rows(trace, layers[0], target)
-    rho = unit_rows(rows, layers[0])
+    rho = room("rollout", layers, target).scatter_(2, rows.unsqueeze(-1), 1.0)
     if target is None:
         for together in progress(steps, "rollout"):
             rho = composed(rho, trace, together, chosen)
@@ -35,6 +49,6 @@ def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> At
         for together in progress(steps[::-1], "rollout"):
             below = added(carried(rho, trace, layer, chosen, target=rows) for layer in together)
             rho = rho + below.to(rho)
-    rho = rho.masked_fill(~real_pairs(trace, layers[0], rows), 0)
+    blank_padding(rho, trace, layers[0], rows)
     rho = rho if target is None else rho.squeeze(1)
     return labelled(trace, "rollout", layers, rho, options=chosen, target=target, scope=chosen.scope)

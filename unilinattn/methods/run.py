@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from unilinattn.attribution import Attribution, Comparison
-from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.costs import Estimate
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import method as registered
@@ -47,6 +48,35 @@ def explain(
         found = _traced(model_or_trace, inputs)
         result: Attribution = chosen.function(found, target=target, **options)
     return _with_labels(result, tokens, grid)
+
+
+def estimate(
+    model_or_trace: nn.Module | Trace,
+    inputs: Any = None,
+    *,
+    method: str = "rollout",
+    target: Target | None = None,
+    max_memory: int | None = None,
+    **options: Any,
+) -> Estimate:
+    """Say what `explain` will take with the same arguments: bytes of the result, bytes beside it, multiply-adds.
+
+    A model is run once, to be traced, and operators are built; nothing else is allocated, and nothing is refused for
+    its size. Bytes and operations are within a factor of two of what is measured, at lengths where they matter.
+
+    Raises `UncoveredError` for a method that was registered without its cost, else what `explain` does for wrong
+    arguments.
+    """
+    chosen = registered(method)
+    if chosen.cost is None:
+        known = [name for name, entry in all_methods().items() if entry.cost is not None]
+        raise UncoveredError(
+            f"{method} was registered without its cost, so nothing can be estimated; give register_method a `cost`. "
+            f"Methods that have one: {', '.join(known)}."
+        )
+    with limited_to(max_memory):
+        found: Estimate = chosen.cost(_traced(model_or_trace, inputs), target=target, **options)
+    return found
 
 
 def compare(

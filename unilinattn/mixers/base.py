@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Inexact, Int
@@ -14,6 +14,17 @@ from unilinattn.kernels.reduced_map.dense import Taps, reduced, weighted
 from unilinattn.kernels.streamed.naive import Phi, phi_of
 
 ALL = slice(None)
+
+CHUNK = 64
+"""Tokens of a chunk in the cost of a pass that a structure does not state itself."""
+
+
+class Cost(NamedTuple):
+    """What an operation holds beside its inputs, its result included, and how much it multiplies."""
+
+    numbers: int
+    operations: int
+
 
 Block = Callable[[slice], Tensor]
 """From columns to those of some rows of the matrix: (batch, head, row, col)."""
@@ -115,6 +126,10 @@ class CoreMixer(ABC):
         for part, block in self.blocks(rows):
             yield reduced(block(ALL), part, left, taps)
 
+    def weighted_size(self, rows: int, lags: int) -> int:
+        """Return how many numbers `weighted_blocks` holds for a block of so many rows, beside each tile of it."""
+        return 0
+
     def streamed(
         self,
         row: Float[Tensor, "batch query"],
@@ -136,7 +151,33 @@ class CoreMixer(ABC):
     def reduced_size(self, rows: int, channels: int) -> int:
         """Return how many numbers `reduced_rows` holds for so many rows, with weights on so many channels."""
         batch, heads, _, keys = self.shape
-        return batch * (2 * heads + 1) * rows * keys
+        return batch * (3 * heads + 2) * rows * keys
+
+    @property
+    def state_size(self) -> int:
+        """How many numbers a head remembers of a channel: the inner dimension of a fast form."""
+        query = getattr(self, "_query", None)
+        return 1 if query is None else query.shape[-1]
+
+    def pass_cost(self, channels: int) -> Cost:
+        """Return what `apply` or `adjoint` costs for so many channels a head: states of one chunk, token by token."""
+        batch, heads, length, _ = self.shape
+        each = batch * heads * channels
+        return Cost(each * (2 * length + 5 * min(length, CHUNK) * self.state_size), 3 * each * length * self.state_size)
+
+    def rows_cost(self, rows: int) -> Cost:
+        """Return what `rows` costs for so many rows of each sequence: a pass for each."""
+        return self.pass_cost(rows)
+
+    def map_operations(self, channels: int) -> int:
+        """Return how much `reduced_rows` multiplies for the whole map, with weights on so many channels."""
+        batch, heads, queries, keys = self.shape
+        pairs = batch * queries * keys
+        weighed = pairs * (channels + heads) if channels > 1 else 0
+        return pairs * heads * self.state_size // (2 if self.is_lower_triangular else 1) + weighed
+
+    streams_by_lag: ClassVar[bool] = False
+    """Whether `reduced_rows` holds a block for each lag of the taps."""
 
     @abstractmethod
     def _like(self, shape: tuple[int, ...]) -> Tensor:
@@ -144,7 +185,14 @@ class CoreMixer(ABC):
 
 
 def check_factors(**factors: Tensor | None) -> None:
-    """Refuse factors with NaN or infinity, by name; a log-decay may be -inf nowhere either: it would hide a reset."""
+    """Refuse factors with NaN or infinity, by name; a log-decay may be -inf nowhere either: it would hide a reset.
+
+    Factors on several devices are refused too.
+    """
+    places = {name: str(factor.device) for name, factor in factors.items() if factor is not None}
+    if len(set(places.values())) > 1:
+        named = ", ".join(f"{name!r} on {place}" for name, place in places.items())
+        raise FactorError(f"factors lie on several devices: {named}; one is needed.")
     for name, factor in factors.items():
         # One sum is finite only if every number is; the other way round it may have overflowed.
         if factor is None or torch.isfinite(factor.sum()):

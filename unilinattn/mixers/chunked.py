@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Float
@@ -11,7 +11,7 @@ from torch import Tensor
 from unilinattn.kernels.reduced_map.dense import Taps, reduced
 from unilinattn.kernels.scan.chunks import Chunk, backward, fill, forward
 from unilinattn.kernels.scan.tiled import CHUNK
-from unilinattn.mixers.base import ALL, Block, CoreMixer
+from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost
 
 
 class Chunked(CoreMixer):
@@ -80,14 +80,41 @@ class Chunked(CoreMixer):
 
     @property
     def carried_size(self) -> int:
-        """How many numbers `blocks` carries: a state for every column, and its successor."""
+        """How many numbers `blocks` carries: a state for every column, its successor, and a chunk as it is made."""
         batch, heads, _, keys = self.shape
-        return 2 * batch * heads * keys * self.chunk(self._chunks()[0]).read.shape[-1]
+        return 2 * batch * heads * keys * self.state_size + self._making
+
+    @cached_property
+    def state_size(self) -> int:
+        """How many numbers a head remembers of a channel: the inner dimension of a chunk's matrices."""
+        return self.chunk(self._chunks()[0], slice(0, 1)).read.shape[-1]
+
+    def pass_cost(self, channels: int) -> Cost:
+        """Return what `apply` or `adjoint` costs: the matrices of one chunk and of its making."""
+        batch, heads, length, _ = self.shape
+        chunk, state = min(CHUNK, length), self.state_size
+        each = chunk * chunk + 5 * chunk * state + state * state + channels * (chunk + 3 * state)
+        return Cost(2 * batch * length * heads * channels + self._making, batch * length * heads * each)
+
+    def map_operations(self, channels: int) -> int:
+        """Return how much `reduced_rows` multiplies: every column's state through every chunk after it."""
+        batch, heads, length, _ = self.shape
+        chunk, state = min(CHUNK, length), self.state_size
+        carried = state * (state + chunk) // chunk + 1
+        weighed = length * (channels + heads) if channels > 1 else 0
+        return batch * length * (length * heads * carried // 2 + weighed) + self.pass_cost(0).operations
 
     def reduced_size(self, rows: int, channels: int) -> int:
         """Return how many numbers `reduced_rows` holds: a block of heads, and a state for every column."""
         batch, heads, _, keys = self.shape
-        return batch * keys * (2 * heads * min(rows, CHUNK) + rows) + self.carried_size
+        return batch * keys * (3 * heads * min(rows, CHUNK) + 2 * rows) + self.carried_size
+
+    @property
+    def _making(self) -> int:
+        """How many numbers the matrices of one chunk take while they are made."""
+        batch, heads, length, _ = self.shape
+        chunk = min(CHUNK, length)
+        return 8 * batch * heads * chunk * (chunk + self.state_size)
 
     def _chunks(self) -> list[slice]:
         length = self.shape[2]

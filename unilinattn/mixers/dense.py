@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, CoreMixer, Cost, check_factors
 
 
 class Dense(CoreMixer):
@@ -54,6 +54,25 @@ class Dense(CoreMixer):
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Slice the weights that are held."""
         return self._weights[:, heads, rows, cols]
+
+    def pass_cost(self, channels: int) -> Cost:
+        """Return what `apply` or `adjoint` costs: a product with the weights that are held."""
+        batch, heads, queries, keys = self.shape
+        return Cost(batch * queries * heads * channels, batch * heads * queries * keys * channels)
+
+    def rows_cost(self, rows: int) -> Cost:
+        """Return what `rows` costs: a copy of them."""
+        batch, heads, _, keys = self.shape
+        return Cost(2 * batch * heads * rows * keys, 0)
+
+    def reduced_size(self, rows: int, channels: int) -> int:
+        """Return how many numbers `reduced_rows` holds: the sum alone where nothing weighs the heads that are held."""
+        batch, heads, _, keys = self.shape
+        return batch * rows * keys * (1 if channels == 1 else 2 * heads + 2)
+
+    def map_operations(self, channels: int) -> int:
+        """Return how much `reduced_rows` multiplies: nothing for a sum over heads."""
+        return super().map_operations(channels) if channels > 1 else 0
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return each token's weight on itself."""

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from unilinattn.kernels.backend import form
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import square
+from unilinattn.kernels.reduced_map.tiled import square, square_rows
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
 from unilinattn.kernels.scan.tiled import diagonal_factors, of_heads
 from unilinattn.kernels.streamed.naive import Phi
-from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost, check_factors
 
 PAIR_BUDGET = 1 << 22
 """Elements that a product over (head, state) holds at once in `tile` and `rows`."""
@@ -110,6 +110,12 @@ class DiagonalDecay(CoreMixer):
             )
             near, read = (t.unflatten(0, (self.shape[0], self.heads)) for t in (near, read))
             yield part, partial(self._near_and_far, part, near, read, taps)
+
+    def weighted_size(self, rows: int, lags: int) -> int:
+        """Return how many numbers `weighted_blocks` holds: a square of each head, and the factors it is made of."""
+        batch, heads, _, _ = self.shape
+        size = square_rows(rows)
+        return batch * heads * size * (2 * (size + lags) + (6 + 2 * lags) * self._query.shape[-1])
 
     def _near_and_far(
         self,
@@ -235,6 +241,19 @@ class DiagonalDecay(CoreMixer):
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)
+
+    def rows_cost(self, rows: int) -> Cost:
+        """Return what `rows` costs: a few vectors over (token, head, state) for each row, some heads at a time."""
+        batch, heads, length, _ = self.shape
+        every = batch * rows * length * heads * self.state_size
+        return Cost(6 * min(every, PAIR_BUDGET) + 2 * batch * rows * heads * length, 2 * every)
+
+    def map_operations(self, channels: int) -> int:
+        """Return how much `reduced_rows` multiplies: half of one product with an inner H N."""
+        batch, heads, length, _ = self.shape
+        if channels not in (1, heads):
+            return super().map_operations(channels)
+        return batch * length * (length + 64) // 2 * heads * self.state_size
 
 
 def _head_by_head(factor: Float[Tensor, "batch token head *state"]) -> Float[Tensor, "batchhead token 1 *state"]:

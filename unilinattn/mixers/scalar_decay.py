@@ -9,8 +9,9 @@ from torch import Tensor
 
 from unilinattn.kernels.backend import form
 from unilinattn.kernels.reduced_map.dense import Taps
-from unilinattn.kernels.scan.tiled import spread
-from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.kernels.reduced_map.tiled import held_numbers
+from unilinattn.kernels.scan.tiled import CHUNK, spread
+from unilinattn.mixers.base import ALL, CoreMixer, Cost, check_factors
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
 
@@ -31,6 +32,7 @@ class ScalarDecay(CoreMixer):
     structure = "scalar decay"
     causal = True
     data_controlled = True
+    streams_by_lag = True
 
     def __init__(
         self,
@@ -114,8 +116,32 @@ class ScalarDecay(CoreMixer):
         """Return how many numbers `reduced_rows` holds: the products of each group, and decays reduced one by one."""
         batch, heads, length, _ = self.shape
         groups = self._query.shape[2]
-        fading = self._fading_of(0, max(channels, heads)).reduced_size(rows, max(channels, heads) // groups)
+        inner = max(channels, heads) // groups
+        # Each group's stream keeps its block, its decays and its scales while the others go on.
+        fading = groups * (held_numbers(rows, (batch, length, inner, 1)) + 2 * batch * length * inner)
         return fading + batch * (groups + 2) * rows * length
+
+    def pass_cost(self, channels: int) -> Cost:
+        """Return what `apply` or `adjoint` costs: one chunk's pairs of tokens, in float64 where they are summed."""
+        batch, heads, length, _ = self.shape
+        groups, chunk = self._query.shape[2], min(CHUNK, length)
+        pairs, vectors = heads * chunk, heads * (2 * self.state_size + 3 * channels)
+        numbers = batch * (3 * length * heads * channels + chunk * (6 * pairs + vectors))
+        each = groups * chunk * self.state_size + pairs + heads * channels * (chunk + 2 * self.state_size)
+        return Cost(numbers, batch * length * each)
+
+    def rows_cost(self, rows: int) -> Cost:
+        """Return what `rows` costs: scores of groups, decays of heads."""
+        batch, heads, length, _ = self.shape
+        groups = self._query.shape[2]
+        every = batch * rows * length
+        return Cost(every * (groups + 5 * heads), every * (groups * self.state_size + 2 * heads))
+
+    def map_operations(self, channels: int) -> int:
+        """Return how much `reduced_rows` multiplies: a product with an inner N a group, decays with one a channel."""
+        batch, heads, length, _ = self.shape
+        groups = self._query.shape[2]
+        return batch * length * length * (groups * (self.state_size + 1) + max(channels, heads) // 2)
 
     def _scores(self, rows: slice, cols: slice) -> Float[Tensor, "batch group row col"]:
         return torch.einsum("bign,bjgn->bgij", self._query[:, rows], self._key[:, cols])

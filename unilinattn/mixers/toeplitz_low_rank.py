@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.scan.tiled import spread
-from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, CoreMixer, Cost, check_factors
 from unilinattn.mixers.toeplitz import Toeplitz
 
 
@@ -62,6 +62,17 @@ class ToeplitzLowRank(CoreMixer):
         """Multiply the convolution's block by one product of queries and keys a group."""
         scores = torch.einsum("bign,bjgn->bgij", self._query[:, rows], self._key[:, cols])
         return self._toeplitz.tile(rows, cols, heads) * spread(scores, self.heads, 1)[:, heads]
+
+    def pass_cost(self, channels: int) -> Cost:
+        """Return what `apply` or `adjoint` costs: a convolution for each coordinate of the rank."""
+        return self._toeplitz.pass_cost(channels * self.state_size)
+
+    def rows_cost(self, rows: int) -> Cost:
+        """Return what `rows` costs: the convolution's rows and the products of the queries."""
+        numbers, operations = self._toeplitz.rows_cost(rows)
+        batch, heads, _, keys = self.shape
+        every = batch * rows * keys * heads
+        return Cost(numbers + 2 * every, operations + every * self.state_size)
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return K[0] (q_i . k_i)."""

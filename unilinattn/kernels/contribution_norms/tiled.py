@@ -46,7 +46,7 @@ def reduced_vectors(
     if kind == "alti":
         assert reference is not None
         y = reference.transpose(1, 2).unsqueeze(3)
-        return y.abs().sum(1) - (y - vectors).abs().sum(1)
+        return y.abs().sum(1) - (vectors - y).abs_().sum(1)
     if kind == "l1" or p == 1:
         return vectors.abs().sum(1)
     if kind == "max":

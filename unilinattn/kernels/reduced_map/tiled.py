@@ -64,10 +64,16 @@ def held_numbers(rows: int, shape: tuple[int, int, int, int]) -> int:
     """Return how many numbers `reduced_rows` holds for blocks of so many rows, the block included."""
     batch, length, heads, state = shape
     tile = min(heads, max(1, INNER // state)) * state
-    size = LEAF
-    while size < min(rows, length):
-        size *= 2
+    size = square_rows(min(rows, length))
     return batch * (size * length + 2 * size * size + 5 * max(size, min(COLUMNS, length)) * tile)
+
+
+def square_rows(rows: int) -> int:
+    """Return how many rows `square` pads so many to: leaves in pairs, and pairs of pairs."""
+    size = LEAF
+    while size < rows:
+        size *= 2
+    return size
 
 
 def square(
@@ -85,9 +91,7 @@ def square(
     """
     batch, count = decay.shape[:2]
     reach = max(taps, default=0) if taps else 0
-    size = LEAF
-    while size < count:
-        size *= 2
+    size = square_rows(count)
     pad = (0, 0, 0, 0, 0, size - count)
     kept = functional.pad(decay.exp(), pad, value=1.0)
     heads_here, state = kept.shape[2:]

@@ -1,0 +1,133 @@
+"""`estimate` against what is counted: bytes and multiplications within a factor of two, for every method and host."""
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import unilinattn as ula
+from tests.memory.hosts import NAMES, linear, traced
+from unilinattn.errors import InputError, MemoryLimitError, OptionError, UncoveredError
+from unilinattn.registry import Method
+from unilinattn.testing.hosts import host
+from unilinattn.testing.peak import Peak, peak_of
+from unilinattn.trace import Layer, Trace
+
+LENGTH = 192
+SHORT = 40
+"""Where each row has gradients of its own, and each runs through every layer."""
+METHODS = ("alti", "attribution", "latim", "raw", "rollout")
+
+
+@pytest.fixture
+def gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that cost nothing: to compute them is the model's own run, which no estimate counts."""
+
+    def ones(trace: Trace, layers: Sequence[Layer], targets: Sequence[Any], logit: Any) -> Iterator[dict[str, Any]]:
+        for _ in targets:
+            yield {layer.name: torch.ones(layer.output.shape[:2]) for layer in layers}
+
+    monkeypatch.setattr(import_module("unilinattn.methods.attribution"), "gradient_weights", ones)
+
+
+def measured(found: Trace, **arguments: Any) -> tuple[int, Peak]:
+    """The bytes of a result, and what was counted while it was made."""
+    results: list[ula.Attribution] = []
+    counted = peak_of(lambda: results.append(ula.explain(found, **arguments)))
+    (result,) = results
+    return result.scores.nbytes + sum(extra.nbytes for extra in result.extras.values()), counted
+
+
+def compared(found: Trace, **arguments: Any) -> None:
+    said = ula.estimate(found, **arguments)
+    result, counted = measured(found, **arguments)
+    assert said.result == result
+    assert 0.5 <= said.beside / (counted.peak - result) <= 2, (said.beside, counted.peak - result)
+    assert 0.5 <= said.operations / counted.multiplications <= 2, (said.operations, counted.multiplications)
+
+
+@pytest.mark.parametrize(("method", "target"), [(m, t) for m in METHODS for t in (None, -1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_estimates_are_what_is_counted(name: str, method: str, target: int | None, gradients: None) -> None:
+    length = SHORT if (method, target) == ("attribution", None) else LENGTH
+    compared(traced(name, length), method=method, target=target)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("raw", {"layers": "mean"}),
+        ("raw", {"layers": [0], "heads": "max"}),
+        ("raw", {"normalize": "rows", "discard": 0.3}),
+        ("rollout", {"sign": "abs"}),
+        ("rollout", {"scope": "unified", "start_layer": 1}),
+        ("latim", {"layers": [-1], "p": 1, "bias": "query"}),
+        ("alti", {"rollout": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "gpt2"])
+def test_options_are_taken_into_account(name: str, method: str, options: dict[str, Any]) -> None:
+    compared(traced(name, LENGTH), method=method, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [3 << 18, 3 << 19])
+@pytest.mark.parametrize("target", [None, -1])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_stays_within_the_limit_or_is_refused(
+    name: str, method: str, target: int | None, limit: int, gradients: None
+) -> None:
+    found = traced(name, SHORT if (method, target) == ("attribution", None) else LENGTH)
+    try:
+        result, counted = measured(found, method=method, target=target, max_memory=limit)
+    except MemoryLimitError:
+        # What can only be had whole is refused by the smallest limits alone.
+        assert limit == 3 << 18
+        return
+    assert counted.peak - result <= limit + linear(found)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_allocated_to_estimate(method: str) -> None:
+    found = traced("mamba2", LENGTH)
+    assert peak_of(lambda: ula.estimate(found, method=method)).peak <= linear(found)
+
+
+def test_it_prints_a_table() -> None:
+    said = ula.estimate(traced("mamba", LENGTH), method="raw")
+    lines = repr(said).splitlines()
+    assert lines[0].startswith("Estimate of raw: result (2, 1, 192, 192), 288.0 KiB; ")
+    assert [line.split()[0] for line in lines[1:]] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
+    assert all(line.endswith("Mamba-1 (S6)") for line in lines[1:])
+    assert "all along" in repr(ula.estimate(traced("mamba", LENGTH)))
+    with pytest.raises(AttributeError):
+        said.result = 1  # type: ignore[misc]
+
+
+def test_what_is_too_large_is_estimated_and_not_refused() -> None:
+    said = ula.estimate(traced("mamba", LENGTH), max_memory=1000)
+    assert said.allowed == 1000
+    assert said.result == 4 * LENGTH**2
+
+
+def test_a_model_is_traced() -> None:
+    entry = host("mamba")
+    assert ula.estimate(entry.model(), entry.inputs()).shape == (2, 13, 13)
+
+
+def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = traced("mamba", LENGTH)
+    with pytest.raises(OptionError, match="did you mean 'rollout'"):
+        ula.estimate(found, method="rolout")
+    with pytest.raises(OptionError, match="rollout takes no option 'scop'"):
+        ula.estimate(found, scop="core")
+    with pytest.raises(InputError, match="needs inputs"):
+        ula.estimate(host("mamba").model())
+    uncosted = Method("own", "a method", lambda trace, target: None)
+    monkeypatch.setattr(import_module("unilinattn.methods.run"), "registered", lambda name: uncosted)
+    with pytest.raises(UncoveredError, match="own was registered without its cost"):
+        ula.estimate(found, method="own")

@@ -1,0 +1,74 @@
+"""Counts what an operation holds and does, for tests: torch keeps no statistics of memory on the CPU."""
+
+import weakref
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+IN_PLACE = {torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
+"""Products that torch's counter knows under the name of the one that allocates."""
+
+ELEMENTWISE = ("mul", "mul_", "addcmul", "addcmul_")
+"""Elementwise operations that multiply: one for each number that they return."""
+
+
+class Peak(TorchDispatchMode):
+    """Counts, while it is entered, the bytes of live tensors that were made inside, and the multiplications.
+
+    A storage counts from the operation that makes it until nothing refers to it any more. What an operation of torch
+    takes for itself while it runs is not seen.
+
+    Attributes:
+        live, peak: bytes now, and the most there ever were.
+        multiplications: of matrix products (half of what `torch.utils.flop_counter` counts) and elementwise ones,
+            and those of Fourier transforms, the logarithm of the length for each number.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        super().__init__()
+        self.live = self.peak = self.multiplications = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """Run the operation and note what it made."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._note(tensor.untyped_storage())
+        packet = IN_PLACE.get(func._overloadpacket, func._overloadpacket)
+        if packet in flop_registry:
+            self.multiplications += flop_registry[packet](*args, **kwargs, out_val=result) // 2
+        elif packet.__name__ in ELEMENTWISE:
+            self.multiplications += prod(result.shape)
+        elif packet.__name__.startswith("_fft"):
+            self.multiplications += prod(result.shape) * result.shape[args[1][-1]].bit_length()
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place in self._storages or not size or storage.device.type == "meta":
+            return
+
+        def gone(_: object) -> None:
+            if self._storages.pop(place, None) is not None:
+                self.live -= size
+
+        self._storages[place] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def peak_of(run: Callable[[], Any]) -> Peak:
+    """Run a function without gradients and return what it held at its peak and did; its result counts too."""
+    with torch.no_grad(), Peak() as counted:
+        run()
+    return counted
