@@ -31,7 +31,7 @@ class Shares:
     shape: tuple[int, int, int, int]
 
     def tiles(
-        self, rows: int | None = None, columns: int = TILE
+        self, columns: int = TILE, rows: int | None = None
     ) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row col"]]]:
         """Yield (rows, columns, T_ij x_j), every pair once but those that a causal layer leaves at zero.
 

@@ -102,7 +102,7 @@ def share_tiles(
         # A step of several layers holds a tile of each, and all have to be cut alike.
         held = beside + count - 1
         size = min(form.rows(held, count) for form in forms)
-        for together in zip(*(form.tiles(size) for form in forms), strict=True):
+        for together in zip(*(form.tiles(rows=size) for form in forms), strict=True):
             part, cols, _ = together[0]
             yield part, cols, added(_times(f, tile) for f, (*_, tile) in zip(factors, together, strict=True))
         return
