@@ -36,7 +36,7 @@ class Shares:
         return all(term.mixer is None or term.mixer.is_lower_triangular for term in self.found)
 
     def tiles(
-        self, causal: bool, rows: int | None = None, columns: int = TILE
+        self, causal: bool, columns: int = TILE, rows: int | None = None
     ) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row col"]]]:
         """Yield (rows, columns, T_ij x_j), every pair once, from the first row to the last.
 

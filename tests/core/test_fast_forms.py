@@ -25,7 +25,7 @@ def check_maps(op: MixerOperator, scope: str) -> None:
     except UncoveredError:
         return
     assert relative_error(op.matrix(scope), every.mean(1)) <= CLOSE
-    with max_memory(1 << 20):
+    with max_memory(1 << 23):
         parts = dict(enumerate(op.row_blocks(scope=scope)))
     for part, block in parts.values():
         assert relative_error(block, every.mean(1)[:, part]) <= CLOSE

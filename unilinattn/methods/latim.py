@@ -104,7 +104,7 @@ def share_tiles(
         held = beside + count - 1
         size = min(form.rows(held, count) for form in forms)
         causal = all(form.causal for form in forms)
-        for together in zip(*(form.tiles(causal, size) for form in forms), strict=True):
+        for together in zip(*(form.tiles(causal, rows=size) for form in forms), strict=True):
             part, cols, _ = together[0]
             yield part, cols, added(_times(f, tile) for f, (*_, tile) in zip(factors, together, strict=True))
         return
