@@ -72,9 +72,11 @@ class Shares:
         batch, _, keys, out = self.shape
         channels = out if self.weight is None else self.weight.shape[1]
         heads = max((term.mixer.heads for term in self.found if term.mixer is not None), default=1)
-        inner = heads if self.folded is not None else 3 * channels
+        inner = heads if self.folded is not None else 2 * channels
         mixers = [(term.mixer, len(term.taps or ())) for term in self.found if term.mixer is not None]
-        states = sum(mixer.carried_size + mixer.weighted_size(rows, lags) for mixer, lags in mixers)
+        states = sum(mixer.carried_size for mixer, _ in mixers)
+        if self.folded is None:
+            states += sum(mixer.weighted_size(rows, min(columns, keys), channels, lags) for mixer, lags in mixers)
         return batch * rows * min(columns, keys) * (inner + 2 * out + heads) + states + self.values_size
 
     def operations(self) -> int:

@@ -7,7 +7,6 @@ the channel axis ride along, so that one pass serves many right-hand sides.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import lcm
 
 from jaxtyping import Float, Inexact, Int
@@ -106,10 +105,18 @@ class Scale(Stage):
     factor: Float[Tensor, "batch length group"] | Callable[[], Float[Tensor, "batch length group"]]
     bias: Float[Tensor, " channel"] | None = None
 
-    @cached_property
+    @property
     def scale(self) -> Float[Tensor, "batch length group"]:
         """The factors themselves."""
-        return self.factor if isinstance(self.factor, Tensor) else self.factor()
+        if isinstance(self.factor, Tensor):
+            return self.factor
+        found: Tensor | None = vars(self).get("_made")
+        if found is None:
+            found = self.factor()
+            # What has a shape alone, as where costs are estimated, is nothing to keep.
+            if type(found) is Tensor:
+                vars(self)["_made"] = found
+        return found
 
     @property
     def groups(self) -> int | None:

@@ -134,7 +134,10 @@ def carried_cost(layer: Layer, options: MapOptions, *, known: bool = False) -> t
     if options.is_linear and not known:
         numbers, operations = only_port(layer).left_multiply_cost(1, scope=options.scope)
         return numbers * layer.output.element_size(), operations
-    size, operations = treated_cost(layer, options, known=known)
+    if options.is_plain and not known:
+        size, operations = map_cost(layer, options)
+    else:
+        size, operations = treated_cost(layer, options, known=known)
     # Each pair may be weighed, and is multiplied by the row.
     return size, operations + 2 * batch * queries * keys
 

@@ -126,9 +126,9 @@ class CoreMixer(ABC):
         for part, block in self.blocks(rows):
             yield reduced(block(ALL), part, left, taps)
 
-    def weighted_size(self, rows: int, lags: int) -> int:
-        """Return how many numbers `weighted_blocks` holds for a block of so many rows, beside each tile of it."""
-        return 0
+    def weighted_size(self, rows: int, cols: int, channels: int, lags: int) -> int:
+        """Return how many numbers `weighted_blocks` holds for a block of so many rows, beside two tiles of it."""
+        return self.shape[0] * channels * rows * cols
 
     def streamed(
         self,

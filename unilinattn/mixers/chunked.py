@@ -107,7 +107,7 @@ class Chunked(CoreMixer):
     def reduced_size(self, rows: int, channels: int) -> int:
         """Return how many numbers `reduced_rows` holds: a block of heads, and a state for every column."""
         batch, heads, _, keys = self.shape
-        return batch * keys * (3 * heads * min(rows, CHUNK) + 2 * rows) + self.carried_size
+        return batch * keys * (2 * heads * min(rows, CHUNK) + 2 * rows) + self.carried_size
 
     @property
     def _making(self) -> int:

@@ -11,7 +11,7 @@ from unilinattn.kernels.backend import form
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
 from unilinattn.kernels.reduced_map.tiled import square, square_rows
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
-from unilinattn.kernels.scan.tiled import diagonal_factors, of_heads
+from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors, of_heads
 from unilinattn.kernels.streamed.naive import Phi
 from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost, check_factors
 
@@ -111,11 +111,13 @@ class DiagonalDecay(CoreMixer):
             near, read = (t.unflatten(0, (self.shape[0], self.heads)) for t in (near, read))
             yield part, partial(self._near_and_far, part, near, read, taps)
 
-    def weighted_size(self, rows: int, lags: int) -> int:
+    def weighted_size(self, rows: int, cols: int, channels: int, lags: int) -> int:
         """Return how many numbers `weighted_blocks` holds: a square of each head, and the factors it is made of."""
         batch, heads, _, _ = self.shape
+        if channels != heads:
+            return super().weighted_size(rows, cols, channels, lags)
         size = square_rows(rows)
-        return batch * heads * size * (2 * (size + lags) + (6 + 2 * lags) * self._query.shape[-1])
+        return batch * heads * size * (2 * (size + lags) + (5 + lags) * self._query.shape[-1])
 
     def _near_and_far(
         self,
@@ -241,6 +243,13 @@ class DiagonalDecay(CoreMixer):
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)
+
+    def pass_cost(self, channels: int) -> Cost:
+        """Return what `apply` or `adjoint` costs for so many channels a head: the states of a few tokens at once."""
+        batch, heads, length, _ = self.shape
+        each = batch * heads * channels
+        held = 5 * min(length, STEPS) * self.state_size
+        return Cost(each * (2 * length + held), 3 * each * length * self.state_size)
 
     def rows_cost(self, rows: int) -> Cost:
         """Return what `rows` costs: a few vectors over (token, head, state) for each row, some heads at a time."""

@@ -122,11 +122,11 @@ class ScalarDecay(CoreMixer):
         return fading + batch * (groups + 2) * rows * length
 
     def pass_cost(self, channels: int) -> Cost:
-        """Return what `apply` or `adjoint` costs: one chunk's pairs of tokens, in float64 where they are summed."""
+        """Return what `apply` or `adjoint` costs: one chunk's pairs of tokens."""
         batch, heads, length, _ = self.shape
         groups, chunk = self._query.shape[2], min(CHUNK, length)
         pairs, vectors = heads * chunk, heads * (2 * self.state_size + 3 * channels)
-        numbers = batch * (3 * length * heads * channels + chunk * (6 * pairs + vectors))
+        numbers = batch * (3 * length * heads * channels + chunk * (3 * pairs + vectors))
         each = groups * chunk * self.state_size + pairs + heads * channels * (chunk + 2 * self.state_size)
         return Cost(numbers, batch * length * each)
 
