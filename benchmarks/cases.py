@@ -110,8 +110,10 @@ def rollout(structure: str, length: int, place: Place) -> Prepared:
     mixer, x = models.mixer_of(structure, place.sizes, place.device), models.hidden(length, place.sizes, place.device)
     row = functional.one_hot(torch.tensor([[length - 1]], device=place.device), length).to(x)
 
+    output = models.frozen(mixer, x).output
+
     def call() -> Tensor:
-        return row + models.frozen(mixer, x).left_multiply(row)
+        return row + models.frozen(mixer, x, output).left_multiply(row)
 
     rivals = {"host": Rival(lambda: mixer(x))}
     if length <= models.LONGEST_HELD:
@@ -201,9 +203,12 @@ def last_weights(trace: Trace) -> Tensor:
 
 
 def gradient(structure: str, length: int, place: Place) -> Prepared:
-    """Take the gradient of the last token's logit at the layer's output; the model runs forward inside."""
-    model, ids = models.build(structure, place.sizes, place.device), models.tokens(length, place.device)
-    trace = place.traced(structure, length)
+    """Take the gradient of the last token's logit at the first of two layers' output, back through the second's mixer.
+
+    The model runs forward inside.
+    """
+    model, ids = models.build(structure, place.sizes, place.device, 2), models.tokens(length, place.device)
+    trace = models.traced(structure, length, place.sizes, place.device, 2)
 
     def forward() -> Tensor:
         with through_operators(model):

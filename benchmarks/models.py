@@ -50,10 +50,10 @@ NARROW = Sizes(32, 16, 4, 16, 4, 4, 16)
 
 
 @cache
-def build(kind: str, sizes: Sizes = PUBLISHED, device: str = "cpu") -> nn.Module:
-    """Build a one-layer language model: "mamba", "mamba2", "softmax" or "s4d"."""
+def build(kind: str, sizes: Sizes = PUBLISHED, device: str = "cpu", layers: int = 1) -> nn.Module:
+    """Build a language model of one layer, or of some: "mamba", "mamba2", "softmax" or "s4d"."""
     torch.manual_seed(0)
-    common = dict(hidden_size=sizes.width, num_hidden_layers=1)
+    common = dict(hidden_size=sizes.width, num_hidden_layers=layers)
     if kind == "mamba":
         config = transformers.MambaConfig(state_size=sizes.state, **common, **IDS)
         model: nn.Module = transformers.MambaForCausalLM(config)
@@ -62,10 +62,10 @@ def build(kind: str, sizes: Sizes = PUBLISHED, device: str = "cpu") -> nn.Module
         config = transformers.Mamba2Config(state_size=sizes.mamba2_state, chunk_size=256, **heads, **common, **IDS)
         model = transformers.Mamba2ForCausalLM(config)
     elif kind == "softmax":
-        shape = dict(n_embd=sizes.width, n_head=sizes.softmax_heads, n_layer=1, n_positions=4096)
+        shape = dict(n_embd=sizes.width, n_head=sizes.softmax_heads, n_layer=layers, n_positions=4096)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **IDS))
     else:
-        model = S4DForCausalLM(S4DConfig(VOCABULARY, sizes.width, 1))
+        model = S4DForCausalLM(S4DConfig(VOCABULARY, sizes.width, layers))
     return model.to(device).eval()
 
 
@@ -75,10 +75,10 @@ def tokens(length: int, device: str = "cpu") -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def traced(kind: str, length: int, sizes: Sizes = PUBLISHED, device: str = "cpu") -> Trace:
-    """Trace one layer."""
+def traced(kind: str, length: int, sizes: Sizes = PUBLISHED, device: str = "cpu", layers: int = 1) -> Trace:
+    """Trace one layer, or some."""
     with torch.no_grad():
-        return trace(build(kind, sizes, device), tokens(length, device))
+        return trace(build(kind, sizes, device, layers), tokens(length, device))
 
 
 def mixer_of(kind: str, sizes: Sizes = PUBLISHED, device: str = "cpu") -> nn.Module:
@@ -92,13 +92,18 @@ def hidden(length: int, sizes: Sizes = PUBLISHED, device: str = "cpu") -> Tensor
     return torch.randn(1, length, sizes.width, generator=torch.Generator().manual_seed(length)).to(device)
 
 
-def frozen(mixer: nn.Module, x: Tensor) -> MixerOperator:
-    """Build the operator of a Mamba mixer on its input, as the layer of a trace does when first asked for it."""
+def frozen(mixer: nn.Module, x: Tensor, output: Tensor | None = None) -> MixerOperator:
+    """Build the operator of a Mamba mixer on its input, as the layer of a trace does when first asked for it.
+
+    `output` is what the mixer made of the input, as a trace keeps it; without it the operator's own stands in.
+    """
     architecture = architecture_of(type(mixer))
     assert architecture is not None
     with torch.no_grad():
         flow = build_flow(architecture, Call(mixer, "mixer", {"hidden_states": x}, x))
-        return MixerOperator(flow.chains, inputs=flow.inputs, output=flow.value, name="mixer")
+        return MixerOperator(
+            flow.chains, inputs=flow.inputs, output=flow.value if output is None else output, name="mixer"
+        )
 
 
 def delta_rule(length: int, sizes: Sizes = PUBLISHED, device: str = "cpu") -> MixerOperator:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from unilinattn.kernels.scan import tiled
 from unilinattn.kernels.scan.naive import decay_map, decay_scan
 from unilinattn.kernels.scan.pairs import between
 from unilinattn.kernels.scan.tiled import CHUNK, recur, scalar_scan, scalar_scan_adjoint, spread
@@ -99,3 +100,42 @@ def test_decays_within_a_chunk_mask_before_the_exponential() -> None:
     assert torch.equal(decays.detach()[0, 0], torch.eye(5))
     (grad,) = torch.autograd.grad(decays.sum(), log_decay)
     assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("length", [17, 70])
+@pytest.mark.parametrize("passed", ["diagonal_scan", "diagonal_scan_adjoint"])
+def test_states_that_are_made_again_have_the_same_gradients(
+    length: int, passed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(3))
+    decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
+    value = torch.randn(2, length, 4, 2, dtype=torch.float64)
+    given = [t.double().requires_grad_() for t in (query, key, decay, scale, rate, value)]
+    weights = torch.randn(2, length, 4, 2, dtype=torch.float64)
+
+    def gradients() -> list[Tensor]:
+        *factors, vectors = given
+        total = (getattr(tiled, passed)(*factors, None, vectors) * weights).sum()
+        return list(torch.autograd.grad(total, given))
+
+    kept = gradients()
+    monkeypatch.setattr(tiled, "KEPT", 8)
+    monkeypatch.setattr(tiled, "GROUP", 20)
+    for once, again in zip(kept, gradients(), strict=True):
+        assert relative_error(again, once) < 1e-13
+
+
+def test_a_long_pass_keeps_vectors_and_no_states_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "KEPT", 8)
+    monkeypatch.setattr(tiled, "GROUP", 32)
+    held = []
+    for length in (128, 256):
+        numbers: list[int] = []
+        value = torch.randn(1, length, 4, 1, requires_grad=True)
+        factors = torch.randn(1, length, 1, 16), torch.randn(1, length, 1, 16), -torch.rand(1, length, 4, 16)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t):
+            tiled.diagonal_scan(*factors, None, None, None, value)
+        held.append(sum(numbers))
+    # All states would be four heads of sixteen numbers for each token, twice.
+    assert held[1] <= 2.2 * held[0]
+    assert held[1] < 256 * 4 * 16

@@ -5,10 +5,13 @@ Masks are applied to the exponents, before the exponential, so that gradients st
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Inexact
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from unilinattn.kernels.scan.pairs import between, from_token, to_token
 
@@ -20,6 +23,12 @@ CHUNK = 64
 STEPS = 16
 """Tokens whose states of a diagonal decay are held at once: few, so that they stay in cache."""
 
+KEPT = 2048
+"""Tokens up to which a pass that will be differentiated keeps all of its states."""
+
+GROUP = 512
+"""Tokens of a longer pass whose states are made again together when its gradient is taken."""
+
 
 def recur(
     state: Float[Tensor, "#batch #head #state #channel"],
@@ -27,7 +36,10 @@ def recur(
     increment: Float[Tensor, "batch length #head state channel"],
 ) -> Float[Tensor, "batch length head state channel"]:
     """Return every state of S_t = decay_t S_{t-1} + increment_t after a given first one."""
-    return _states(state, decay.unsqueeze(-1).unbind(1), increment, range(decay.shape[1]))
+    crossed = decay.unsqueeze(-1)
+    if _differentiated(state, decay, increment):
+        return _Recurrence.apply(state, crossed, increment, False)
+    return _states(state, crossed.unbind(1), increment, range(decay.shape[1]))
 
 
 def recur_back(
@@ -37,25 +49,59 @@ def recur_back(
     increment: Float[Tensor, "batch length #head state channel"],
 ) -> Float[Tensor, "batch length head state channel"]:
     """Return every state of S_t = decay_{t+1} S_{t+1} + increment_t before a given last one, `later` its own decay."""
-    length = decay.shape[1]
-    crossed = (*decay.unsqueeze(-1).unbind(1)[1:], later.unsqueeze(-1))
-    return _states(state, crossed, increment, range(length - 1, -1, -1))
+    last = later.unsqueeze(-1)
+    if _differentiated(state, decay, later, increment):
+        crossed = torch.cat([decay[:, 1:].unsqueeze(-1), last.expand(decay[:, 0].unsqueeze(-1).shape).unsqueeze(1)], 1)
+        return _Recurrence.apply(state, crossed, increment, True)
+    crossed_by_token = (*decay.unsqueeze(-1).unbind(1)[1:], last)
+    return _states(state, crossed_by_token, increment, range(decay.shape[1] - 1, -1, -1))
 
 
-def _states(state: Tensor, decay: Sequence[Tensor], increment: Tensor, order: range) -> Tensor:
-    # The time axis is unbound once, so that the backward pass costs one stack and not one zero-filled copy a token.
+def _differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _states(state: Tensor, crossed: Sequence[Tensor], increment: Tensor, order: range) -> Tensor:
+    """Run S = crossed_t S + increment_t over tokens in an order, and put every state in its token's place."""
     increments = increment.unbind(1)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (state, decay[0], increment)):
-        states = {}
-        for t in order:
-            states[t] = state = torch.addcmul(increments[t], decay[t], state)
-        return torch.stack([states[t] for t in range(len(order))], dim=1)
-    shape = torch.broadcast_shapes(state.shape, increments[0].shape, decay[0].shape, decay[-1].shape)
+    shape = torch.broadcast_shapes(state.shape, increments[0].shape, crossed[0].shape, crossed[-1].shape)
     found = increment.new_empty(shape[0], len(order), *shape[1:])
     places = found.unbind(1)
     for t in order:
-        state = torch.addcmul(increments[t], decay[t], state, out=places[t])
+        state = torch.addcmul(increments[t], crossed[t], state, out=places[t])
     return found
+
+
+class _Recurrence(torch.autograd.Function):
+    """`_states` with a gradient by the same recurrence run the other way: two tensors are kept, not a node a token."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, crossed: Tensor, increment: Tensor, backward_in_time: bool) -> Tensor:
+        length = crossed.shape[1]
+        order = range(length - 1, -1, -1) if backward_in_time else range(length)
+        found = _states(state, crossed.unbind(1), increment, order)
+        ctx.save_for_backward(state, crossed, found)
+        ctx.order, ctx.increment_shape = order, increment.shape
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        state, crossed, found = ctx.saved_tensors
+        first, length = ctx.order[0], len(ctx.order)
+        forwards = first == 0
+        # What reaches a state passes the step that reads it, the next in the order; to the last one comes nothing.
+        steps = crossed.unbind(1)
+        passed = (*steps[1:], steps[0]) if forwards else (steps[-1], *steps[:-1])
+        flow = _states(grad.new_zeros(()).expand_as(state), passed, grad, ctx.order[::-1])
+        own = torch.empty_like(flow)
+        here, before = (
+            (slice(1, length), slice(0, length - 1)) if forwards else (slice(0, length - 1), slice(1, length))
+        )
+        torch.mul(flow[:, here], found[:, before], out=own[:, here])
+        own[:, first] = flow[:, first] * state
+        begun = (crossed[:, first] * flow[:, first]).sum_to_size(state.shape)
+        return begun, own.sum_to_size(crossed.shape), flow.sum_to_size(ctx.increment_shape), None
 
 
 def read_states(
@@ -107,13 +153,34 @@ def diagonal_scan(
     written = value if key_scale is None else value * key_scale.unsqueeze(-1)
     state = value.new_zeros(1, 1, 1, 1)
     outputs = []
-    for tokens in _steps(value.shape[1]):
-        q, k = (of_heads(t[:, tokens], ALL, heads) for t in (query, key))
-        kept = _kept(log_decay, rate, reset, tokens)
-        states = recur(state, kept, k.unsqueeze(-1) * written[:, tokens].unsqueeze(-2))
-        outputs.append(read_states(states, q))
-        state = states[:, -1]
+    held = GROUP if _differentiated(query, key, log_decay, written) and value.shape[1] > KEPT else value.shape[1]
+    for parts in _cut(held, query, key, log_decay, reset, written):
+        if held < value.shape[1]:
+            # The states of a long pass are made again when its gradient needs them: vectors alone are kept.
+            found, state = checkpoint(_group, state, rate, heads, *parts, use_reentrant=False)
+        else:
+            found, state = _group(state, rate, heads, *parts)
+        outputs.append(found)
     return torch.cat(outputs, dim=1)
+
+
+def _group(
+    state: Tensor,
+    rate: Tensor | None,
+    heads: int,
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    reset: Tensor | None,
+    value: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Run `diagonal_scan` from a state over some tokens; return what they read and the last state."""
+    outputs = []
+    for q, k, g, begins, v in _cut(STEPS, query, key, log_decay, reset, value):
+        states = recur(state, _kept(g, rate, begins), of_heads(k, ALL, heads).unsqueeze(-1) * v.unsqueeze(-2))
+        outputs.append(read_states(states, of_heads(q, ALL, heads)))
+        state = states[:, -1]
+    return torch.cat(outputs, dim=1), state
 
 
 def diagonal_scan_adjoint(
@@ -132,30 +199,29 @@ def diagonal_scan_adjoint(
         grad = grad[:, :, :1]
     state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, heads, 1)
     outputs = []
-    for tokens in reversed(_steps(grad.shape[1])):
-        q, k = (of_heads(t[:, tokens], ALL, heads) for t in (query, key))
-        kept = _kept(log_decay, rate, reset, tokens)
-        states = recur_back(state, kept, later, q.unsqueeze(-1) * grad[:, tokens].unsqueeze(-2))
-        outputs.append(read_states(states, k))
+    for q, k, g, begins, y in reversed(_cut(STEPS, query, key, log_decay, reset, grad)):
+        kept = _kept(g, rate, begins)
+        states = recur_back(state, kept, later, of_heads(q, ALL, heads).unsqueeze(-1) * y.unsqueeze(-2))
+        outputs.append(read_states(states, of_heads(k, ALL, heads)))
         state, later = states[:, 0], kept[:, 0]
     passed = torch.cat(outputs[::-1], dim=1)
     return passed if key_scale is None else passed * key_scale.unsqueeze(-1)
 
 
 def _kept(
-    log_decay: Inexact[Tensor, "batch length head staten"],
+    log_decay: Inexact[Tensor, "batch token head staten"],
     rate: Inexact[Tensor, "head state"] | None,
-    reset: Bool[Tensor, "batch length"] | None,
-    tokens: slice,
+    reset: Bool[Tensor, "batch token"] | None,
 ) -> Inexact[Tensor, "batch token head state"]:
     """Return what each step keeps of the state: exp(g), nothing where a segment begins."""
-    decay = log_decay[:, tokens]
-    kept = (decay if rate is None else decay * rate).exp()
-    return kept if reset is None else kept.masked_fill(reset[:, tokens, None, None], 0)
+    kept = (log_decay if rate is None else log_decay * rate).exp()
+    return kept if reset is None else kept.masked_fill(reset[..., None, None], 0)
 
 
-def _steps(length: int) -> list[slice]:
-    return [slice(start, min(start + STEPS, length)) for start in range(0, length, STEPS)]
+def _cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
+    """Cut tensors into some tokens at a time: at once, since the gradient of each single slice is as long as all."""
+    count = next(-(-t.shape[1] // size) for t in tensors if t is not None)
+    return list(zip(*([None] * count if t is None else t.split(size, dim=1) for t in tensors), strict=True))
 
 
 def of_heads(factor: Inexact[Tensor, "batch token group state"], heads: slice, total: int) -> Tensor:
