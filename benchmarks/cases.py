@@ -231,9 +231,8 @@ def plain_latim(structure: str, length: int, place: Place) -> Prepared:
 
 def plain_gradient(structure: str, length: int, place: Place) -> Prepared:
     """Take the gradient by the host's own backward pass."""
-    model, ids = models.build(structure, place.sizes, place.device), models.tokens(length, place.device)
-    mixer = models.mixer_of(structure, place.sizes, place.device)
-    return Prepared(lambda: plain.host_gradient(model, mixer, ids))
+    model, ids = models.build(structure, place.sizes, place.device, 2), models.tokens(length, place.device)
+    return Prepared(lambda: plain.host_gradient(model, model.backbone.layers[0].mixer, ids))
 
 
 OPERATIONS: dict[str, Callable[[str, int, Place], Prepared]] = {

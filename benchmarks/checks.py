@@ -57,9 +57,9 @@ def _attribution(structure: str, place: Place) -> Tensor:
 
 
 def _gradient(structure: str, place: Place) -> Tensor:
-    model = models.build(structure, place.sizes, place.device)
-    mixer = models.mixer_of(structure, place.sizes, place.device)
-    return plain.host_gradient(model, mixer, models.tokens(LENGTH, place.device)).double()
+    """The host's own backward pass, to the first of two layers."""
+    model = models.build(structure, place.sizes, place.device, 2)
+    return plain.host_gradient(model, model.backbone.layers[0].mixer, models.tokens(LENGTH, place.device)).double()
 
 
 def _latim(structure: str, place: Place) -> Tensor:
