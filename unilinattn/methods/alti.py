@@ -35,7 +35,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None or chosen.rollout else 1
         apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" else 0
-        size, operations = shares_cost(together[layer.name], rows, beside=2, exact=chosen.activation == "exact")
+        size, operations = shares_cost(together[layer.name], rows, beside=3, exact=chosen.activation == "exact")
         product = batch * queries * keys * (queries if target is None else 1) if chosen.rollout else 0
         return apart + size, operations // len(together[layer.name]) + product
 
@@ -91,7 +91,7 @@ def mixing(
     output = added([stream, *(layer.multiplier * layer.output for layer in together)])
     factors = [layer.multiplier for layer in together]
     # A pair without a tile adds nothing, so it brings no row closer to its output.
-    for part, cols, tile in share_tiles(together, factors, rows, activation, beside=2):
+    for part, cols, tile in share_tiles(together, factors, rows, activation, beside=3):
         own = rows[:, part]
         shares = add_to_own(tile, own, cols, picked(stream, own))
         out[:, part, cols] = reduced_vectors(shares, "alti", picked(output, own))

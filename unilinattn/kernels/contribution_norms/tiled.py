@@ -46,7 +46,9 @@ def reduced_vectors(
     if kind == "alti":
         assert reference is not None
         y = reference.transpose(1, 2).unsqueeze(3)
-        return y.abs().sum(1) - (vectors - y).abs_().sum(1)
+        # |y| - |y - T| without the difference, which leaves only rounding of a small T.
+        along = torch.where(y < 0, -1, 1) * vectors
+        return torch.minimum(along, 2 * y.abs() - along, out=along).sum(1)
     if kind == "l1" or p == 1:
         return vectors.abs().sum(1)
     if kind == "max":
