@@ -17,7 +17,7 @@ from unilinattn.memory import require_result, rows_within
 from unilinattn.mixers.base import Cost
 from unilinattn.scopes import SCOPES, scoped
 from unilinattn.shares import Shares, shares_of
-from unilinattn.stages import Branch, Chain, Matrix, Mix, channel_groups, run, run_adjoint, walk
+from unilinattn.stages import Branch, Chain, Matrix, Mix, Scale, channel_groups, run, run_adjoint, walk
 from unilinattn.terms import reduced_blocks, reduced_operations, reduced_size, streamed, terms
 
 REDUCTIONS = {
@@ -61,7 +61,10 @@ class MixerOperator:
         name: str = "operator",
         expected: Float[Tensor, "batch prefix out"] | None = None,
     ) -> None:
-        """Hold the chains with what the host put in and got out."""
+        """Hold the chains with what the host put in and got out; raise `FactorError` for NaN in a factor."""
+        for stage in (stage for chain in chains.values() for stage in walk(chain)):
+            if isinstance(stage, Scale):
+                stage.check(name)
         self.expected = expected
         self.chains = dict(chains)
         self.inputs = dict(inputs)

@@ -12,8 +12,9 @@ from math import lcm
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
-from unilinattn.errors import UncoveredError
+from unilinattn.errors import FactorError, UncoveredError
 from unilinattn.mixers import CoreMixer
+from unilinattn.mixers.base import check_factors
 
 ROLES = ("input", "shift", "conv", "act", "core", "skip", "gate", "norm", "output")
 """What a stage is for; scopes are cut by these."""
@@ -113,10 +114,26 @@ class Scale(Stage):
         found: Tensor | None = vars(self).get("_made")
         if found is None:
             found = self.factor()
+            self._refuse_infinite(found)
             # What has a shape alone, as where costs are estimated, is nothing to keep.
             if type(found) is Tensor:
                 vars(self)["_made"] = found
         return found
+
+    def check(self, layer: str) -> None:
+        """Raise `FactorError` with the layer's name for NaN or infinity in the factors, now or when they are made."""
+        vars(self)["_layer"] = layer
+        made = self.factor if isinstance(self.factor, Tensor) else vars(self).get("_made")
+        if made is not None:
+            self._refuse_infinite(made)
+
+    def _refuse_infinite(self, factor: Tensor) -> None:
+        # What has a shape alone has no numbers.
+        if type(factor) is Tensor and "_layer" in vars(self):
+            try:
+                check_factors(**{self.role: factor})
+            except FactorError as error:
+                raise FactorError(f"{vars(self)['_layer']}: {error}") from None
 
     @property
     def groups(self) -> int | None:

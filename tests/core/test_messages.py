@@ -10,8 +10,17 @@ from torch import nn
 
 from tests.core.models import Block, Model, added, ids
 from unilinattn import trace
-from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError, UnknownArchitectureError
+from unilinattn.errors import (
+    FactorError,
+    InputError,
+    OptionError,
+    UncoveredError,
+    UnilinattnError,
+    UnknownArchitectureError,
+)
 from unilinattn.models import S4D
+from unilinattn.operator import MixerOperator
+from unilinattn.stages import Scale
 from unilinattn.testing import left_as_found
 from unilinattn.testing.hosts import host, transformers_model
 
@@ -183,6 +192,33 @@ def test_numbers_that_are_not_finite_are_named_with_their_layer(name: str) -> No
     found.layers[0].operator  # noqa: B018
     with pytest.raises(UnilinattnError, match=rf"{found.layers[1].name}: factor '.*' of shape .* holds \d+ NaN"):
         found.layers[1].operator  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "row", "role"),
+    [
+        ("mamba", "in_proj", -1, "gate"),
+        ("mamba2", "norm", 0, "norm"),
+        ("mamba2", "in_proj", 0, "gate"),
+    ],
+)
+def test_a_gate_or_norm_that_is_not_finite_is_named(name: str, weight: str, row: int, role: str) -> None:
+    model = host(name).model()
+    mixer = model.backbone.layers[1].mixer
+    with torch.no_grad():
+        getattr(mixer, weight).weight[row] = torch.nan
+    found = trace(model, host(name).inputs()).layers[1]
+    with pytest.raises(FactorError, match=rf"{found.name}: factor '{role}' of shape .* holds \d+ NaN"):
+        found.operator.apply(found.operator.inputs)
+
+
+def test_a_gate_that_is_made_late_is_named_then() -> None:
+    x = torch.randn(1, 4, 2)
+    gate = torch.ones(1, 4, 2)
+    gate[0, 1] = torch.inf
+    op = MixerOperator({"x": (Scale("gate", lambda: gate),)}, inputs={"x": x}, output=x, name="layer 7")
+    with pytest.raises(FactorError, match=r"layer 7: factor 'gate' of shape .* holds 2 NaN or infinite"):
+        op.apply(x)
 
 
 def test_a_mixer_by_itself_may_be_traced() -> None:
