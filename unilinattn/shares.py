@@ -1,20 +1,99 @@
 """T_ij x_j of all pairs, tile by tile: vectors that are reduced as soon as they are there."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.contributions import shifted
+from unilinattn.kernels.backend import form
+from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.memory import rows_within
 from unilinattn.mixers.base import Block
 from unilinattn.stages import Chain, Matrix, Scale, run
 from unilinattn.terms import Term, add_band, terms, widened, widened_size
 
 TILE = 64
-"""Rows and columns of a tile: enough for the product with the output projection to run at its rate."""
+"""Rows of a tile, and columns on a CPU: enough for the product with the output projection to run at its rate."""
+
+COLUMNS = {"cuda": 256}
+"""Columns of a tile on other devices: a GPU is filled by more pairs at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """T_ij x_j = W v_ij for some rows and columns, v there and T not yet.
+
+    Attributes:
+        rows, cols: which of the rows, and which keys.
+        inner: v; where each key has a W of its own it is a group, and the columns are one.
+        weight: W, None where v is T already.
+        own: the column in this tile of each row's own token, outside of it for a token that is elsewhere.
+        holds_own: whether any of these tokens may be here.
+    """
+
+    rows: slice
+    cols: slice
+    inner: Float[Tensor, "group channel row col"]
+    weight: Float[Tensor, "#group out channel"] | None
+    own: Int[Tensor, "batch row"]
+    holds_own: bool = True
+
+    def norms(
+        self,
+        order: Order,
+        *,
+        extra: Float[Tensor, "batch row out"] | None = None,
+        reference: Float[Tensor, "batch row out"] | None = None,
+    ) -> Float[Tensor, "batch row col"]:
+        """Reduce each T_ij x_j, see `kernels.contribution_norms`; `extra` is added to each row's T_ii x_i first."""
+        reduce = form("contribution_norms", self.inner).norms
+        found: Tensor = self._split(reduce(self.inner, self.weight, order=order, reference=reference))
+        found = found.transpose(1, 2).flatten(2)
+        if extra is None or not self.holds_own:
+            return found
+        at = self.own.clamp(0, found.shape[2] - 1)
+        vectors = (self._picked(at) + extra.transpose(1, 2)).unsqueeze(3)
+        norm = reduce(vectors, None, order=order, reference=reference)
+        at, here = at.unsqueeze(2), (at == self.own).unsqueeze(2)
+        return found.scatter(2, at, torch.where(here, norm, found.gather(2, at)))
+
+    def total(self) -> Float[Tensor, "batch row out"]:
+        """Return each row's sum of T_ij x_j over the columns."""
+        summed = self._split(self.inner.sum(3))
+        if self.weight is None:
+            return summed.sum(1).transpose(1, 2)
+        return torch.einsum("bkoc,bkcr->bro", self._weights(self.weight), summed)
+
+    def vectors(self) -> Float[Tensor, "batch out row col"]:
+        """Return the T_ij x_j themselves."""
+        if self.weight is None:
+            return self._columns(self.inner)
+        return self._columns((self.weight @ self.inner.flatten(2)).unflatten(2, self.inner.shape[2:]))
+
+    def _picked(self, at: Int[Tensor, "batch row"]) -> Float[Tensor, "batch out row"]:
+        """Return each row's T_ij x_j for a column of its own."""
+        v = self._columns(self.inner)
+        v = v.gather(3, at[:, None, :, None].expand(-1, v.shape[1], -1, 1)).squeeze(3)
+        if self.weight is None:
+            return v
+        weight = self._weights(self.weight)
+        if weight.shape[1] > 1:
+            weight = weight[torch.arange(len(at), device=at.device).unsqueeze(1), at]
+        return torch.einsum("broc,bcr->bor", weight, v)
+
+    def _weights(self, weight: Float[Tensor, "#group out channel"]) -> Float[Tensor, "#batch #col out channel"]:
+        """Return W by sequence and key, ones for a W that all share."""
+        return weight.unflatten(0, (len(self.own) if len(weight) == len(self.inner) else 1, -1))
+
+    def _columns(self, found: Float[Tensor, "group any row col"]) -> Float[Tensor, "batch any row allcol"]:
+        return self._split(found).permute(0, 2, 3, 1, 4).flatten(3)
+
+    def _split(self, found: Tensor) -> Tensor:
+        """Return (group, ...) as (batch, group of a sequence, ...)."""
+        return found.unflatten(0, (len(self.own), -1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +114,24 @@ class Shares:
         """Whether no key adds anything to an earlier row."""
         return all(term.mixer is None or term.mixer.is_lower_triangular for term in self.found)
 
-    def tiles(
-        self, causal: bool, columns: int = TILE, rows: int | None = None
-    ) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row col"]]]:
-        """Yield (rows, columns, T_ij x_j), every pair once, from the first row to the last.
+    def times(self, factor: float) -> "Shares":
+        """Return the form of so many times the layer."""
+        if factor == 1:
+            return self
+        if self.weight is not None:
+            folded = None if self.folded is None else factor * self.folded
+            return replace(self, weight=factor * self.weight, folded=folded)
+        taps = ({lag: factor * tap for lag, tap in (term.taps or {}).items()} for term in self.found)
+        return replace(self, found=[replace(t, taps=own) for t, own in zip(self.found, taps, strict=True)])
+
+    def tiles(self, causal: bool, columns: int | None = None, rows: int | None = None) -> Iterator[Tile]:
+        """Yield every pair once, from the first row to the last.
 
         With `causal`, which is only for layers that are, most of the pairs that are zero are left out. `rows`: at most
-        so many at a time, see `rows`. The tile is the caller's to write into.
+        so many at a time, see `rows`.
         """
         _, queries, keys, _ = self.shape
+        columns = self._step(columns)
         rows = self.rows(columns=columns) if rows is None else rows
         streams = [_stream(term, rows) for term in self.found]
         for start in range(0, queries, rows):
@@ -51,33 +139,38 @@ class Shares:
             blocks = [None if stream is None else next(stream)[1] for stream in streams]
             for cols in _columns(keys, columns, part if causal else None):
                 # Columns that begin inside the block are zero in the rows before them.
-                own = slice(max(start, cols.start), part.stop) if causal else part
-                vectors = self._vectors(part, own, cols, blocks)
-                for stage in self.tail:
-                    vectors = stage.at(self._index(own)).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
-                yield own, cols, vectors
+                yield self._tile(part, slice(max(start, cols.start), part.stop) if causal else part, cols, blocks)
 
-    def rows(self, beside: int = 0, parts: int = 1, columns: int = TILE, name: str | None = "vectors T_i(x_j)") -> int:
+    def rows(
+        self, beside: int = 0, parts: int = 1, columns: int | None = None, name: str | None = "vectors T_i(x_j)"
+    ) -> int:
         """Return how many rows of a tile `max_memory` allows, or a part of it.
 
-        `beside`: how many more tiles the caller will hold. Raises `MemoryLimitError` if not even one row fits.
+        `beside`: how many tiles of vectors the caller will hold. Raises `MemoryLimitError` if not even one row fits.
         """
-        batch, _, _, out = self.shape
         width = parts * self._values.element_size()
-        more = beside * batch * min(columns, self.shape[2]) * out
-        return rows_within(lambda n: (self.numbers(n, columns) + n * more) * width, TILE, name)
+        return rows_within(lambda n: self.numbers(n, columns, beside) * width, TILE, name)
 
-    def numbers(self, rows: int, columns: int = TILE) -> int:
-        """Return how many numbers tiles of so many rows take, and the values that they are made of."""
+    def numbers(self, rows: int, columns: int | None = None, beside: int = 0) -> int:
+        """Return how many numbers tiles of so many rows take with their norms, and the values they are made of."""
         batch, _, keys, out = self.shape
-        channels = out if self.weight is None else self.weight.shape[1]
-        heads = max((term.mixer.heads for term in self.found if term.mixer is not None), default=1)
-        inner = heads if self.folded is not None else 2 * channels
-        mixers = [(term.mixer, len(term.taps or ())) for term in self.found if term.mixer is not None]
-        states = sum(mixer.carried_size for mixer, _ in mixers)
-        if self.folded is None:
-            states += sum(mixer.weighted_size(rows, min(columns, keys), channels, lags) for mixer, lags in mixers)
-        return batch * rows * min(columns, keys) * (inner + 2 * out + heads) + states + self.values_size
+        columns = min(self._step(columns), keys)
+        pairs = batch * rows * columns
+        held = sum(term.mixer.carried_size for term in self.found if term.mixer is not None) + self.values_size
+        if self.folded is not None:
+            heads = self.folded.shape[2]
+            inner = (batch * columns, heads, rows, 1)
+            held += 3 * pairs * heads
+        else:
+            channels = out if self.weight is None else self.weight.shape[1]
+            inner = (batch, channels, rows, columns)
+            mixers = [(term.mixer, len(term.taps or ())) for term in self.found if term.mixer is not None]
+            held += sum(mixer.weighted_size(rows, columns, channels, lags) for mixer, lags in mixers)
+            # Terms are added up two at a time; a head's weights stand beside those that its channels make of them.
+            held += pairs * (max((mixer.heads for mixer, _ in mixers), default=0) + channels * min(2, len(self.found)))
+        formed = 3 if self.tail else 0
+        norms: int = form("contribution_norms", self._values).held_numbers(inner, out)
+        return held + norms + pairs * out * (formed + beside)
 
     def operations(self) -> int:
         """Return how much tiles of all pairs multiply."""
@@ -97,13 +190,27 @@ class Shares:
             return self.folded.numel()
         return sum(widened_size(term) for term in self.found)
 
-    def _vectors(self, part: slice, own: slice, cols: slice, blocks: Sequence[Block | None]) -> Tensor:
-        """Return W v_ij for some of the rows of a block."""
+    def _tile(self, part: slice, own: slice, cols: slice, blocks: Sequence[Block | None]) -> Tile:
+        """Return the tile of some of the rows of a block."""
+        index = torch.arange(own.start, own.stop, device=self._values.device).expand(self.shape[0], -1)
+        inner, weight = self._inner(part, own, cols, blocks)
+        tile = Tile(own, cols, inner, weight, index - cols.start, own.start < cols.stop and cols.start < own.stop)
+        if not self.tail:
+            return tile
+        vectors = tile.vectors()
+        for stage in self.tail:
+            vectors = stage.at(index).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
+        return replace(tile, inner=vectors, weight=None)
+
+    def _inner(
+        self, part: slice, own: slice, cols: slice, blocks: Sequence[Block | None]
+    ) -> tuple[Float[Tensor, "group channel row col"], Float[Tensor, "#group out channel"] | None]:
+        """Return v and W as a `Tile` has them."""
         skipped = own.start - part.start
         if self.folded is not None:
             assert blocks[0] is not None
-            alpha = blocks[0](cols)[:, :, skipped:].permute(0, 3, 2, 1)
-            return (alpha @ self.folded[:, cols]).permute(0, 3, 2, 1)
+            alpha = blocks[0](cols)[:, :, skipped:].permute(0, 3, 1, 2)
+            return alpha.flatten(0, 1).unsqueeze(3), self.folded[:, cols].flatten(0, 1).mT
         found = [block(cols)[:, :, skipped:] for block in blocks if block is not None]
         channels = next(iter((self.found[0].taps or {}).values())).shape[2]
         v = (
@@ -117,10 +224,10 @@ class Shares:
             if term.mixer is None:
                 for lag, tap in (term.taps or {}).items():
                     add_band(v, own, cols.start, lag, tap.transpose(1, 2))
-        return v if self.weight is None else (self.weight @ v.flatten(2)).unflatten(2, v.shape[2:])
+        return v, None if self.weight is None else self.weight.unsqueeze(0)
 
-    def _index(self, rows: slice) -> Tensor:
-        return torch.arange(rows.start, rows.stop, device=self._values.device).expand(self.shape[0], -1)
+    def _step(self, columns: int | None) -> int:
+        return COLUMNS.get(self._values.device.type, TILE) if columns is None else columns
 
     @property
     def _values(self) -> Tensor:

@@ -39,9 +39,12 @@ def check_vectors(op: MixerOperator) -> None:
     for columns in (1, 4, 64):
         for causal in {False, form.causal}:
             got = torch.zeros_like(expected)
-            for rows, cols, vectors in form.tiles(causal, columns):
-                got[:, rows, cols] = vectors.permute(0, 2, 3, 1)
+            total = torch.zeros_like(op.output)
+            for tile in form.tiles(causal, columns):
+                got[:, tile.rows, tile.cols] = tile.vectors().permute(0, 2, 3, 1)
+                total[:, tile.rows] += tile.total()
             assert relative_error(got, expected) <= CLOSE
+            assert relative_error(total, expected.sum(2)) <= CLOSE
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)

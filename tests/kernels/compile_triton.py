@@ -19,7 +19,7 @@ POINTERS = {
     "scan": {"read", "write", "query", "key", "decay", "rate", "scale", "value", "grad", "entering", "total", "out"}
     | {"states", "before", "after"}
     | {f"{name}_grad" for name in ("query", "key", "decay", "rate", "scale", "value")},
-    "contribution_norms": {"read", "write", "alpha", "weight", "reference", "out"},
+    "contribution_norms": {"vectors", "weight", "reference", "out"},
 }
 
 
@@ -85,15 +85,10 @@ def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
     found.append(("carry", scan.carry, pointers, {"SIZE": 256}, {}))
     constants = {"PRECISION": "ieee", "CHUNK": 32, "COLUMNS": 32, "STATES": 128}
     found.append(("scalar_decay_gradient", scan.scalar_decay_gradient, pointers - {"states"}, constants, wide))
-    for kind, mapped, precision, size in (
-        ("l2", False, "ieee", 8),
-        ("alti", True, "tf32", 16),
-        ("lp", False, "bf16", 16),
-    ):
-        constants = {"MAPPED": mapped, "LEFT": mapped, "KIND": kind, "PRECISION": precision}
-        constants |= {"ROWS": 8, "COLS": size, "OUT": 8 * size, "CHANNELS": 32}
-        wide = {"num_warps": size // 2, "num_stages": 2}
-        found.append((f"pair_norms {kind}", norms.pair_norms, POINTERS["contribution_norms"], constants, wide))
+    for kind, precision in (("l2", "ieee"), ("alti", "tf32"), ("lp", "bf16")):
+        constants = {"KIND": kind, "PRECISION": precision, "OUT": norms.OUT, "PAIRS": 128, "CHANNELS": 32}
+        pointers = POINTERS["contribution_norms"]
+        found.append((f"pair_norms {kind}", norms.pair_norms, pointers, constants, {"num_warps": 8, "num_stages": 3}))
     return found
 
 

@@ -1,35 +1,80 @@
-"""Reductions of vectors that are there against their definition, small ones and both memory layouts."""
+"""The contribution norms in torch against their definition: any size and layout, small shares, Gram matrices."""
 
 import pytest
 import torch
+from torch import Tensor
 
-from unilinattn.kernels.contribution_norms import naive, tiled
+from unilinattn.errors import OptionError
+from unilinattn.kernels.contribution_norms import gram, naive, tiled
+from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.testing import relative_error
 
-ROWS, COLS, CHANNELS, OUT = 5, 7, 6, 9
+ORDERS: list[Order] = [1.0, 2.0, 3.5, float("inf"), "alti", "dot"]
 
 
-@pytest.mark.parametrize("order", ["l1", "l2", "max", 1.0, 2.0, 3.5, float("inf"), "alti", "dot"])
-@pytest.mark.parametrize("innermost", [False, True])
-def test_vectors_are_reduced_as_defined(order: naive.Order, innermost: bool) -> None:
-    read, write = (torch.randn(2, n, CHANNELS, 3, dtype=torch.float64) for n in (ROWS, COLS))
-    weight = torch.randn(OUT, CHANNELS, dtype=torch.float64)
-    shape = {"alti": (2, ROWS, OUT), "dot": (OUT,)}.get(str(order))
-    reference = None if shape is None else torch.randn(shape, dtype=torch.float64)
-    expected = naive.norms(read, write, weight, order=order, reference=reference)
-    vectors = torch.einsum("dc,bicn,bjcn->bdij", weight, read, write)
-    vectors = vectors.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if innermost else vectors
-    assert relative_error(tiled.reduced_vectors(vectors, order, reference), expected) < 1e-13
-    assert relative_error(tiled.norms(read, write, weight, order=order, reference=reference), expected) < 1e-13
+def drawn(
+    order: Order, groups: int, sequences: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor | None]:
+    vectors = torch.randn(groups, 6, 5, 7, dtype=torch.float64)
+    return vectors, torch.randn(sequences, 5, 9, dtype=torch.float64) if isinstance(order, str) else None
+
+
+@pytest.mark.parametrize("part", [1, 100, tiled.PART])
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_they_are_their_definition(order: Order, keyed: bool, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "PART", part)
+    vectors, reference = drawn(order, 6, 2)
+    weight = torch.randn(6 if keyed else 1, 9, 6, dtype=torch.float64)
+    expected = naive.norms(vectors, weight, order=order, reference=reference)
+    assert relative_error(tiled.norms(vectors, weight, order=order, reference=reference), expected) < 1e-13
+    formed = (weight @ vectors.flatten(2)).unflatten(2, (5, 7))
+    innermost = formed.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    for each in (formed, innermost):
+        held = each.clone()
+        assert relative_error(tiled.norms(each, None, order=order, reference=reference), expected) < 1e-13
+        assert torch.equal(each, held)
 
 
 def test_what_a_small_vector_brings_keeps_its_sign_and_digits() -> None:
     # Beside a large output the difference of two norms would be rounding alone.
-    vectors = 1e-9 * torch.randn(1, OUT, 4, 50)
-    reference = torch.randn(1, 4, OUT)
+    vectors = 1e-9 * torch.randn(1, 9, 4, 50)
+    reference = torch.randn(1, 4, 9)
     reference[0, 0, :3] = 0
     y = reference.double().transpose(1, 2).unsqueeze(3)
     exact = (y.abs() - (y - vectors.double()).abs()).sum(1)
-    found = tiled.reduced_vectors(vectors, "alti", reference)
+    found = tiled.norms(vectors, None, order="alti", reference=reference)
     assert torch.equal(found > 0, exact > 0)
     assert relative_error(found, exact) < 1e-6
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_gram_matrices_give_the_same_norms(keyed: bool) -> None:
+    vectors, weight = torch.randn(4, 6, 5, 7), torch.randn(4 if keyed else 1, 12, 6)
+    assert gram.serves(vectors, weight)
+    assert not gram.serves(vectors, weight[:, :11])
+    assert not gram.serves(vectors.double(), weight.double())
+    assert not gram.serves(vectors, None)
+    expected = naive.norms(vectors, weight, order=2.0)
+    # Closer than float32 products come.
+    assert relative_error(gram.norms(vectors, weight), expected) < 1e-7
+    assert torch.equal(tiled.norms(vectors, weight, order=2.0), gram.norms(vectors, weight))
+
+
+def test_vectors_whose_parts_cancel_are_small_by_gram_matrices_too() -> None:
+    weight = torch.randn(1, 40, 1).expand(-1, -1, 2) * torch.tensor([1.0, -1.0])
+    vectors = torch.ones(1, 2, 3, 3)
+    vectors[:, 1] += 1e-5 * torch.randn(3, 3)
+    expected = naive.norms(vectors, weight, order=2.0)
+    assert relative_error(tiled.norms(vectors, weight, order=2.0), expected) < 2e-3
+    # Where all of it cancels nothing but zero is left, and no root of a negative number.
+    assert float(tiled.norms(torch.ones(1, 2, 3, 3), weight, order=2.0).max()) <= 1e-6
+
+
+@pytest.mark.parametrize("order", ["alti", "dot", -1.0, 0.0])
+def test_an_order_that_does_not_fit_is_refused(order: Order) -> None:
+    vectors, _ = drawn(2.0, 1, 1)
+    with pytest.raises(OptionError, match="order"):
+        tiled.norms(vectors, None, order=order)
+    with pytest.raises(OptionError, match="without a reference"):
+        tiled.norms(vectors, None, order=2.0, reference=torch.randn(1, 5, 6))

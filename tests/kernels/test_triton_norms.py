@@ -1,15 +1,21 @@
-"""The Triton contribution norms against their definition, interpreted on the CPU."""
+"""The Triton contribution norms against their definition, interpreted on the CPU, and where methods call them."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from unilinattn.errors import OptionError
-from unilinattn.kernels.contribution_norms import naive
+import unilinattn as ula
+from unilinattn.kernels.backend import using
+from unilinattn.kernels.contribution_norms import naive, tiled
 from unilinattn.kernels.contribution_norms import triton as form
+from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.testing import relative_error
+from unilinattn.testing.hosts import host
+from unilinattn.trace import trace
 
-ORDERS = ["l1", "l2", "max", 3.0, 1.5, float("inf"), "alti", "dot"]
+ORDERS: list[Order] = [1.0, 2.0, 3.0, 1.5, float("inf"), "alti", "dot"]
 
 
 @pytest.fixture(autouse=True)
@@ -19,61 +25,63 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
 
 
-def reference(order: object, rows: int, outs: int) -> Tensor | None:
-    return {"alti": torch.randn(2, rows, outs), "dot": torch.randn(outs)}.get(order)  # type: ignore[call-overload]
+def reference(order: Order, rows: int, outs: int, sequences: int = 2) -> Tensor | None:
+    return torch.randn(sequences, rows, outs) if isinstance(order, str) else None
+
+
+def check(
+    vectors: Tensor, weight: Tensor, order: Order, y: Tensor | None, bound: float = 1e-5, **options: Any
+) -> float:
+    got = form.norms(vectors, weight, order=order, reference=y, **options)
+    error = relative_error(got, naive.norms(vectors, weight, order=order, reference=y))
+    assert error < bound
+    return error
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_they_are_their_definition(order) -> None:
-    read, write = torch.randn(2, 9, 35, 3), torch.randn(2, 17, 35, 3)
-    weight = torch.randn(70, 35)
-    y = reference(order, 9, 70)
-    got = form.norms(read, write, weight, order=order, reference=y)
-    assert relative_error(got, naive.norms(read, write, weight, order=order, reference=y)) < 1e-5
+def test_they_are_their_definition(order: Order) -> None:
+    # More than one program along pairs, outputs and groups.
+    check(torch.randn(2, 35, 9, 17), torch.randn(1, 140, 35), order, reference(order, 9, 140))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_key_may_have_a_weight_of_its_own(order: Order) -> None:
+    check(torch.randn(6, 3, 70, 1), torch.randn(6, 5, 3), order, reference(order, 70, 5))
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 3), (3, 1), (63, 3), (3, 130)])
 def test_sizes_are_ragged(rows: int, cols: int) -> None:
-    read, write, weight = torch.randn(2, rows, 5, 2), torch.randn(2, cols, 5, 2), torch.randn(3, 5)
-    for order in ("l1", "alti"):
-        y = reference(order, rows, 3)
-        got = form.norms(read, write, weight, order=order, reference=y)
-        assert relative_error(got, naive.norms(read, write, weight, order=order, reference=y)) < 1e-5
+    for order in (1.0, "alti"):
+        check(torch.randn(2, 5, rows, cols), torch.randn(1, 3, 5), order, reference(order, rows, 3))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_a_map_gives_the_vectors_too(order, weighted: bool) -> None:
-    alpha, value = torch.randn(2, 3, 9, 17).tril(), torch.randn(2, 17, 36)
-    left = torch.randn(2, 9, 36) if weighted else None
-    weight, y = torch.randn(40, 36), reference(order, 9, 40)
-    got = form.mapped_norms(alpha, value, weight, order=order, left=left, reference=y)
-    expected = naive.mapped_norms(alpha, value, weight, order=order, left=left, reference=y)
-    assert relative_error(got, expected) < 1e-5
+def test_tensors_may_be_strided_and_shared() -> None:
+    vectors = torch.randn(9, 17, 35).permute(2, 0, 1).expand(2, -1, -1, -1)
+    check(vectors, torch.randn(35, 20).T.expand(2, -1, -1), "alti", torch.randn(20, 9).T.expand(2, -1, -1))
+    check(vectors, torch.randn(1, 20, 35), "dot", torch.randn(20).expand(1, 9, -1))
 
 
-def test_factors_may_be_strided_and_shared() -> None:
-    read = torch.randn(3, 35, 9).permute(2, 1, 0).expand(2, -1, -1, -1)
-    write = torch.randn(2, 17, 1, 1).expand(-1, -1, 35, 3)
-    weight = torch.randn(35, 20).T
-    y = torch.randn(20, 9).T.expand(2, -1, -1)
-    got = form.norms(read, write, weight, order="alti", reference=y)
-    assert relative_error(got, naive.norms(read, write, weight, order="alti", reference=y)) < 1e-5
-    alpha, value = torch.randn(2, 9, 17, 5).permute(0, 3, 1, 2), torch.randn(35, 17).T.expand(2, -1, -1)
-    got = form.mapped_norms(alpha, value, weight, order="l2")
-    assert relative_error(got, naive.mapped_norms(alpha, value, weight, order="l2")) < 1e-5
+def test_few_channels_go_by_gram_matrices() -> None:
+    vectors, weight = torch.randn(3, 2, 5, 1), torch.randn(3, 7, 2)
+    assert torch.equal(form.norms(vectors, weight, order=2.0), tiled.norms(vectors, weight, order=2.0))
 
 
 def test_a_coarse_product_rounds_its_inputs_alone() -> None:
-    read, write, weight = torch.randn(2, 9, 35, 3), torch.randn(2, 17, 35, 3), torch.randn(70, 35)
-    got = form.norms(read, write, weight, order="l2", precision="bf16")
-    assert 1e-5 < relative_error(got, naive.norms(read, write, weight, order="l2")) < 8e-3
+    vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, 60, 35)
+    assert check(vectors, weight, 2.0, None, 8e-3, precision="bf16") > 1e-5
 
 
-@pytest.mark.parametrize("order", ["alti", "dot", -1.0, 0.0])
-def test_an_order_that_does_not_fit_is_refused(order) -> None:
-    read = torch.randn(1, 2, 3, 1)
-    with pytest.raises(OptionError, match="order"):
-        form.norms(read, read, torch.randn(4, 3), order=order)
-    with pytest.raises(OptionError, match="without a reference"):
-        form.norms(read, read, torch.randn(4, 3), order="l2", reference=torch.randn(4))
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "gpt2"])
+@pytest.mark.parametrize(("method", "options"), [("latim", {"p": 1.0}), ("latim", {"p": 2.0}), ("alti", {})])
+def test_methods_take_them(name: str, method: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    found = trace(host(name).model(), host(name).inputs())
+    called: list[object] = []
+    norms = form.norms
+    monkeypatch.setattr(form, "norms", lambda *a, **k: called.append(a) or norms(*a, **k))
+    expected = ula.explain(found, method=method, **options).scores
+    assert not called
+    with using("triton"):
+        got = ula.explain(found, method=method, **options).scores
+    assert called
+    assert relative_error(got, expected) < 1e-5

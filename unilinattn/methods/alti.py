@@ -7,14 +7,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.attribution import Attribution
-from unilinattn.kernels.contribution_norms.tiled import reduced_vectors
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import Estimate, estimated, shares_cost
-from unilinattn.methods.latim import add_to_own, residual_of, share_tiles
+from unilinattn.methods.costs import Estimate, estimated
+from unilinattn.methods.latim import residual_of
 from unilinattn.methods.maps import ONE_ROW, added, blank_padding, map_bytes, map_shape, picked
 from unilinattn.methods.options import AltiOptions
 from unilinattn.methods.results import filled, labelled, room, stacked
 from unilinattn.methods.selection import composable_steps, query_rows, stackable_layers
+from unilinattn.methods.vectors import share_tiles, shares_cost
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.trace import Layer, Target, Trace
@@ -35,7 +35,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None or chosen.rollout else 1
         apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" else 0
-        size, operations = shares_cost(together[layer.name], rows, beside=3, exact=chosen.activation == "exact")
+        size, operations = shares_cost(together[layer.name], rows, exact=chosen.activation == "exact")
         product = batch * queries * keys * (queries if target is None else 1) if chosen.rollout else 0
         return apart + size, operations // len(together[layer.name]) + product
 
@@ -91,10 +91,10 @@ def mixing(
     output = added([stream, *(layer.multiplier * layer.output for layer in together)])
     factors = [layer.multiplier for layer in together]
     # A pair without a tile adds nothing, so it brings no row closer to its output.
-    for part, cols, tile in share_tiles(together, factors, rows, activation, beside=3):
-        own = rows[:, part]
-        shares = add_to_own(tile, own, cols, picked(stream, own))
-        out[:, part, cols] = reduced_vectors(shares, "alti", picked(output, own))
+    for tile in share_tiles(together, factors, rows, activation):
+        own = rows[:, tile.rows]
+        own_stream, own_output = picked(stream, own), picked(output, own)
+        out[:, tile.rows, tile.cols] = tile.norms("alti", extra=own_stream, reference=own_output)
     out.clamp_min_(0)
     blank_padding(out, trace, first, rows)
     total = out.sum(-1, keepdim=True)

@@ -4,15 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unilinattn.costs import rows_cost
 from unilinattn.memory import allowed, in_words, without
 from unilinattn.methods.maps import map_bytes, map_shape, treatment_bytes, treatment_size
 from unilinattn.methods.options import MapOptions, Options
 from unilinattn.methods.results import result_shape
 from unilinattn.methods.selection import only_port
-from unilinattn.shares import TILE, Shares
 from unilinattn.trace import Layer, Target
 
 
@@ -140,32 +137,3 @@ def carried_cost(layer: Layer, options: MapOptions, *, known: bool = False) -> t
         size, operations = treated_cost(layer, options, known=known)
     # Each pair may be weighed, and is multiplied by the row.
     return size, operations + 2 * batch * queries * keys
-
-
-def shares_cost(together: Sequence[Layer], rows: int, *, beside: int, exact: bool) -> tuple[int, int]:
-    """Return the bytes and operations of `share_tiles` for so many rows, the vectors of each row included."""
-    ops, count = [only_port(layer) for layer in together], len(together)
-    batch, queries, keys = map_shape(together[0])
-    width, out = together[0].output.element_size(), together[0].output.shape[2]
-    forms: list[Shares] = []
-    if exact and rows == queries:
-        # On shapes alone: nothing is allocated.
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            forms = [form for op in ops if (form := op.shares()) is not None]
-    vectors = 4 * batch * max(rows, 1) * out
-    if len(forms) == count:
-        held = beside + count - 1
-        size = min(form.rows(held, count, name=None) for form in forms)
-        tile = batch * size * min(TILE, keys) * out * held
-        numbers = sum(form.numbers(min(size, queries)) for form in forms) + tile + vectors
-        return width * numbers, sum(form.operations() for form in forms)
-    # Rows of a per-channel chain, as many as fit; each weighs a vector of every key.
-    each = (3 + beside) * batch * keys * max(op.width for op in ops)
-    size = min(rows, TILE)
-    while size > 1 and size * each * width > allowed():
-        size //= 2
-    passes = [op.apply_cost() for op in ops]
-    found = [rows_cost(op.chains[op.ports[0]], 0, op.width, size) for op in ops]
-    numbers = max(max(cost.numbers for cost in passes), size * each + max(cost.numbers for cost in found)) + vectors
-    inner = sum(op.width * (out + 8) for op in ops)
-    return width * numbers, batch * rows * keys * inner + sum(cost.operations for cost in passes)

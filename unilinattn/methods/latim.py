@@ -1,6 +1,5 @@
 """`latim`: the size of what each token adds to each output, as vectors through the whole layer."""
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,15 +8,13 @@ from torch import Tensor
 
 from unilinattn.attribution import Attribution
 from unilinattn.errors import UncoveredError
-from unilinattn.kernels.contribution_norms.tiled import reduced_vectors
-from unilinattn.memory import rows_within
-from unilinattn.methods.costs import Estimate, estimated, shares_cost
-from unilinattn.methods.maps import added, map_shape, picked, treat, treatment_bytes
+from unilinattn.methods.costs import Estimate, estimated
+from unilinattn.methods.maps import map_shape, picked, treat, treatment_bytes
 from unilinattn.methods.options import LatimOptions
 from unilinattn.methods.results import filled, stacked
 from unilinattn.methods.selection import only_port, query_rows, stackable_layers
+from unilinattn.methods.vectors import share_tiles, shares_cost
 from unilinattn.registry import register_method
-from unilinattn.shares import TILE
 from unilinattn.trace import Layer, Target, Trace
 
 
@@ -31,7 +28,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None or extremes else 1
         apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" or target else 0
-        size, operations = shares_cost((layer,), rows, beside=1, exact=chosen.activation == "exact")
+        size, operations = shares_cost((layer,), rows, exact=chosen.activation == "exact")
         treatment = treatment_bytes((batch, rows, keys), layer.output.element_size(), chosen.discard)
         return apart + max(size, treatment), operations
 
@@ -82,61 +79,6 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     )
 
 
-def share_tiles(
-    layers: Sequence[Layer],
-    factors: Sequence[float],
-    rows: Int[Tensor, "batch row"],
-    activation: str,
-    beside: int = 0,
-) -> Iterator[tuple[slice, slice, Float[Tensor, "batch out row key"]]]:
-    """Yield T_i(x_j), each layer's times its factor, summed: which of the rows, which keys, and the vectors.
-
-    Tiles of all pairs where every layer has such a form and every row is asked for; else some rows at a time.
-    Pairs that a causal layer leaves at zero may be missing. The tile is the caller's to write into; `beside`: how
-    many more of its size the caller will hold.
-    """
-    ops = [only_port(layer) for layer in layers]
-    tiled = rows.shape[1] == layers[0].output.shape[1] and activation == "exact"
-    forms = [form for op in ops if tiled and (form := op.shares()) is not None]
-    count = len(layers)
-    if len(forms) == count:
-        # A step of several layers holds a tile of each, and all have to be cut alike.
-        held = beside + count - 1
-        size = min(form.rows(held, count) for form in forms)
-        causal = all(form.causal for form in forms)
-        for together in zip(*(form.tiles(causal, rows=size) for form in forms), strict=True):
-            part, cols, _ = together[0]
-            yield part, cols, added(_times(f, tile) for f, (*_, tile) in zip(factors, together, strict=True))
-        return
-    keys, held = ops[0].inputs[ops[0].ports[0]].shape[1], rows_size(layers, beside)
-    size = rows_within(lambda n: n * held, TILE, "vectors T_i(x_j)")
-    for start in range(0, rows.shape[1], size):
-        part = slice(start, min(start + size, rows.shape[1]))
-        found = (op.contributions(rows[:, part], activation=activation) for op in ops)
-        shares = added(_times(f, vectors) for f, vectors in zip(factors, found, strict=True))
-        yield part, slice(0, keys), shares.permute(0, 3, 1, 2)
-
-
-def rows_size(layers: Sequence[Layer], beside: int) -> int:
-    """Return how many bytes `share_tiles` holds for each row where a layer has no form in tiles."""
-    ops = [only_port(layer) for layer in layers]
-    batch, keys, _ = ops[0].inputs[ops[0].ports[0]].shape
-    return (3 + beside) * batch * keys * max(op.width for op in ops) * layers[0].output.element_size()
-
-
-def add_to_own(
-    tile: Float[Tensor, "batch out row key"],
-    rows: Int[Tensor, "batch row"],
-    cols: slice,
-    vectors: Float[Tensor, "batch row out"],
-) -> Float[Tensor, "batch out row key"]:
-    """Return a tile with a vector added to each row's T_ii."""
-    own = rows.unsqueeze(-1) == torch.arange(cols.start, cols.stop, device=rows.device)
-    if not bool(own.any()):
-        return tile
-    return tile + vectors.transpose(1, 2).unsqueeze(-1) * own.unsqueeze(1)
-
-
 def residual_of(layer: Layer, method: str) -> Float[Tensor, "batch query out"]:
     """Return what the host adds to a layer's output; raise `UncoveredError` where the trace saw no such stream."""
     if layer.residual is None:
@@ -166,24 +108,18 @@ def _fill(
             f"latim: {layer.name} takes its keys from {op.ports[0]!r}, so no key is the query's own; use bias='column'."
         )
     bias = picked(op.activation_bias(options.activation), rows)
-    factor, extra = 1.0, torch.zeros_like(bias)
-    if options.bias == "query":
-        extra = bias
+    factor, extra = 1.0, bias if options.bias == "query" else None
     if options.residual:
-        factor = layer.multiplier
-        extra = factor * extra + picked(residual_of(layer, "latim"), rows)
+        factor, stream = layer.multiplier, picked(residual_of(layer, "latim"), rows)
+        extra = stream if extra is None else stream + factor * extra
     sums = layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
-    for part, cols, tile in share_tiles((layer,), (1.0,), rows, options.activation, beside=2):
-        sums[:, part] += tile.sum(-1).transpose(1, 2)
-        whole = add_to_own(_times(factor, tile), rows[:, part], cols, extra[:, part])
-        out[:, part, cols] = reduced_vectors(whole, options.p)
+    for tile in share_tiles((layer,), (factor,), rows, options.activation):
+        sums[:, tile.rows] += tile.total()
+        own = None if extra is None else extra[:, tile.rows]
+        out[:, tile.rows, tile.cols] = tile.norms(options.p, extra=own)
     treat(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
     kept = torch.ones_like(rows, dtype=torch.bool) if layer.mask is None else layer.mask.gather(1, rows)
     own, output = bias * kept.unsqueeze(-1), picked(layer.output, rows) * kept.unsqueeze(-1)
-    missed = (sums * kept.unsqueeze(-1) + own - output).flatten(1).norm(dim=1)
-    size = output.flatten(1).norm(dim=1).clamp_min(torch.finfo(output.dtype).tiny)
+    missed = (sums * kept.unsqueeze(-1) + factor * (own - output)).flatten(1).norm(dim=1)
+    size = (factor * output).flatten(1).norm(dim=1).clamp_min(torch.finfo(output.dtype).tiny)
     return torch.linalg.vector_norm(own, ord=options.p, dim=-1), float((missed / size).max())
-
-
-def _times(factor: float, vectors: Tensor) -> Tensor:
-    return vectors if factor == 1 else factor * vectors

@@ -1,63 +1,88 @@
-"""Contribution norms of a tile in torch: one product forms all its vectors, sums over channels reduce them."""
+"""Contribution norms of a tile in torch: vectors are formed some at a time and reduced while they are in cache."""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.kernels.contribution_norms import gram
 from unilinattn.kernels.contribution_norms.naive import Order, kind_of
+
+PART = 1 << 20
+"""Numbers of the vectors that are formed at once."""
 
 
 def norms(
-    read: Float[Tensor, "batch row channel state"],
-    write: Float[Tensor, "batch col channel state"],
-    weight: Float[Tensor, "out channel"],
+    vectors: Float[Tensor, "group channel row col"],
+    weight: Float[Tensor, "#group out channel"] | None,
     *,
     order: Order,
-    reference: Tensor | None = None,
-) -> Float[Tensor, "batch row col"]:
-    """Reduce T_ij = W v_ij for all pairs, v_ijc = sum_n read_icn write_jcn."""
-    return _of(read.transpose(1, 2) @ write.permute(0, 2, 3, 1), weight, order, reference)
+    reference: Float[Tensor, "batch row out"] | None = None,
+) -> Float[Tensor, "group row col"]:
+    """Reduce T = W v of each pair (LaTIM Eq. 5 for a norm, the numerator of Eq. 6 for `alti`); without W, T is v."""
+    if kind_of(order, reference)[0] == "l2" and gram.serves(vectors, weight):
+        assert weight is not None
+        return gram.norms(vectors, weight)
+    groups, channels, rows, cols = vectors.shape
+    found = vectors.new_empty(groups, rows, cols)
+    outs = channels if weight is None else weight.shape[1]
+    for group, row in _parts((groups, rows, cols), outs):
+        part, formed = vectors[group, :, row], None
+        if weight is not None:
+            own = weight if weight.shape[0] == 1 else weight[group]
+            part = formed = (own @ part.flatten(2)).unflatten(2, part.shape[2:])
+        y = None if reference is None else _of_groups(reference[:, row], group, groups)
+        found[group, row] = _reduced(part, order, y, formed)
+    return found
 
 
-def mapped_norms(
-    alpha: Float[Tensor, "batch head row col"],
-    value: Float[Tensor, "batch col channel"],
-    weight: Float[Tensor, "out channel"],
-    *,
+def held_numbers(shape: Sequence[int], outs: int) -> int:
+    """Return how many numbers `norms` holds beside its result; `shape` is (group, channel, row, col)."""
+    groups, _, rows, cols = shape
+    return max(min(groups * rows * cols * outs, max(PART, cols * outs)), gram.held_numbers(shape, outs))
+
+
+def _parts(shape: tuple[int, int, int], outs: int) -> Iterator[tuple[slice, slice]]:
+    """Cut groups and rows so that a part's vectors stay in cache."""
+    groups, rows, cols = shape
+    row_step = max(1, min(rows, PART // max(1, outs * cols)))
+    group_step = max(1, PART // max(1, outs * cols * row_step))
+    for group in range(0, groups, group_step):
+        for row in range(0, rows, row_step):
+            yield slice(group, min(group + group_step, groups)), slice(row, min(row + row_step, rows))
+
+
+def _of_groups(
+    reference: Float[Tensor, "batch row out"], group: slice, groups: int
+) -> Float[Tensor, "#part out row 1"]:
+    """Return the reference of some groups' sequences."""
+    y = reference.transpose(1, 2).unsqueeze(-1)
+    if y.shape[0] == 1:
+        return y
+    owner = torch.arange(group.start, group.stop, device=y.device) // (groups // y.shape[0])
+    return y[owner]
+
+
+def _reduced(
+    vectors: Float[Tensor, "part out row col"],
     order: Order,
-    left: Float[Tensor, "batch row channel"] | None = None,
-    reference: Tensor | None = None,
-) -> Float[Tensor, "batch row col"]:
-    """Reduce T_ij = W v_ij for all pairs, v_ijc = left_ic alpha_hij value_jc, a head for consecutive channels."""
-    each = alpha.repeat_interleave(value.shape[2] // alpha.shape[1], dim=1) * value.transpose(1, 2).unsqueeze(2)
-    return _of(each if left is None else each * left.transpose(1, 2).unsqueeze(3), weight, order, reference)
-
-
-def reduced_vectors(
-    vectors: Float[Tensor, "batch out row col"], order: Order, reference: Tensor | None = None
-) -> Float[Tensor, "batch row col"]:
-    """Reduce vectors that are there already (LaTIM Eq. 5 for a norm, the numerator of Eq. 6 for `alti`).
-
-    torch's own norm is slow over an axis that is not the innermost: sums of the whole tile stand in for it there.
-    """
-    kind, p = kind_of(order, reference)
-    if kind == "dot":
-        return torch.einsum("bdij,d->bij", vectors, reference)
-    if kind == "alti":
-        assert reference is not None
-        y = reference.transpose(1, 2).unsqueeze(3)
-        # |y| - |y - T| without the difference, which leaves only rounding of a small T.
-        along = torch.where(y < 0, -1, 1) * vectors
-        return torch.minimum(along, 2 * y.abs() - along, out=along).sum(1)
-    if kind == "l1" or p == 1:
-        return vectors.abs().sum(1)
+    y: Float[Tensor, "#part out row 1"] | None,
+    room: Tensor | None,
+) -> Float[Tensor, "part row col"]:
+    """Reduce vectors; `room` to work in may be the vectors themselves."""
+    kind, p = kind_of(order, y)
+    if y is not None:
+        along = torch.mul(vectors, y if kind == "dot" else torch.where(y < 0, -1, 1), out=room)
+        total = along.sum(1)
+        # |y| - |y - T| without the difference, which would leave only rounding of a small T: T along y, turned back
+        # where it goes beyond.
+        return total if kind == "dot" else total - 2 * along.sub_(y.abs()).clamp_min_(0).sum(1)
+    # torch's own norms are slow over an axis that is not the innermost: sums stand in for them.
+    if kind == "l1":
+        return torch.abs(vectors, out=room).sum(1)
     if kind == "max":
-        return vectors.abs().amax(1)
-    if p == 2 and vectors.stride(1) != 1:
-        return vectors.square().sum(1).sqrt()
+        return torch.abs(vectors, out=room).amax(1)
+    if kind == "l2":
+        return torch.square(vectors, out=room).sum(1).sqrt_()
     return torch.linalg.vector_norm(vectors, ord=p, dim=1)
-
-
-def _of(vectors: Tensor, weight: Tensor, order: Order, reference: Tensor | None) -> Tensor:
-    found = (weight @ vectors.flatten(2)).unflatten(2, vectors.shape[2:])
-    return reduced_vectors(found, order, reference)

@@ -1,94 +1,69 @@
-"""The contribution norms on a GPU: vectors are made, multiplied and reduced in registers; see README.md."""
+"""The contribution norms on a GPU: vectors are multiplied by W and reduced in registers; see README.md."""
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.kernels.contribution_norms import gram, tiled
 from unilinattn.kernels.contribution_norms.naive import Order, kind_of
-from unilinattn.kernels.contribution_norms.triton_kernels import pair_norms
+from unilinattn.kernels.contribution_norms.triton_kernels import OUT, pair_norms
 from unilinattn.kernels.launch import Precision, on
 
 
 def norms(
-    read: Float[Tensor, "batch row channel state"],
-    write: Float[Tensor, "batch col channel state"],
-    weight: Float[Tensor, "out channel"],
+    vectors: Float[Tensor, "group channel row col"],
+    weight: Float[Tensor, "#group out channel"] | None,
     *,
     order: Order,
-    reference: Tensor | None = None,
+    reference: Float[Tensor, "batch row out"] | None = None,
     precision: Precision = "ieee",
-) -> Float[Tensor, "batch row col"]:
-    """Reduce T_ij = W v_ij for all pairs, v_ijc = sum_n read_icn write_jcn, in float32; nothing else is stored.
+) -> Float[Tensor, "group row col"]:
+    """Reduce T = W v of each pair in float32, T itself never stored; without W there is nothing to keep from memory.
 
-    `reference` is y, (batch, row, out), for `alti` and one vector (out) for `dot`.
-    Time: the product (rows cols x channels)(channels x out), and a state's share of it for the vectors.
+    `reference` holds the y of `alti` and `dot`; a sequence has as many consecutive groups as the others.
+    Time: the product (pairs x channels)(channels x out). Memory: a number a pair for every 128 outputs.
     """
-    return _launch(read, write, None, weight, order, reference, precision, left=False)
-
-
-def mapped_norms(
-    alpha: Float[Tensor, "batch head row col"],
-    value: Float[Tensor, "batch col channel"],
-    weight: Float[Tensor, "out channel"],
-    *,
-    order: Order,
-    left: Float[Tensor, "batch row channel"] | None = None,
-    reference: Tensor | None = None,
-    precision: Precision = "ieee",
-) -> Float[Tensor, "batch row col"]:
-    """Reduce T_ij = W v_ij for all pairs, v_ijc = left_ic alpha_hij value_jc, a head for consecutive channels."""
-    read = value if left is None else left
-    whole = read.unsqueeze(3), value.unsqueeze(3)
-    return _launch(*whole, alpha, weight, order, reference, precision, left=left is not None)
-
-
-def _launch(
-    read: Tensor,
-    write: Tensor,
-    alpha: Tensor | None,
-    weight: Tensor,
-    order: Order,
-    reference: Tensor | None,
-    precision: Precision,
-    *,
-    left: bool,
-) -> Tensor:
     kind, p = kind_of(order, reference)
-    batch, cols, channels, states = write.shape
-    rows = read.shape[1] if alpha is None else alpha.shape[2]
-    out = torch.empty(batch, rows, cols, dtype=torch.float32, device=write.device)
-    y = weight.expand(1, *weight.shape) if reference is None else reference
-    y = y.expand(1, 1, -1) if y.dim() == 1 else y
-    # One y for the whole batch has no stride along it.
-    y_strides = (0, 0, y.stride(2)) if kind == "dot" else y.stride()
-    each = write if alpha is None else alpha
+    if weight is None or (kind == "l2" and gram.serves(vectors, weight)):
+        return tiled.norms(vectors, weight, order=order, reference=reference)
+    groups, channels, rows, cols = vectors.shape
+    outs = weight.shape[1]
+    y = vectors.new_empty(1, 1, 1).expand(groups, rows, outs) if reference is None else reference
+    blocks = -(-outs // OUT)
+    found = torch.empty(blocks, groups, rows, cols, dtype=torch.float32, device=vectors.device)
 
-    def grid(sizes: dict[str, int]) -> tuple[int, int]:
-        return -(-rows // sizes["ROWS"]) * -(-cols // sizes["COLS"]), batch
+    def grid(sizes: dict[str, int]) -> tuple[int, int, int]:
+        return -(-rows * cols // sizes["PAIRS"]), blocks, groups
 
-    with on(out):
+    with on(found):
         pair_norms[grid](
-            read,
-            write,
-            each,
+            vectors,
             weight,
             y,
-            out,
-            rows,
+            found,
+            rows * cols,
             cols,
             channels,
-            states,
-            weight.shape[0],
-            1 if alpha is None else channels // alpha.shape[1],
+            outs,
+            groups // y.shape[0],
             p,
-            *read.stride(),
-            *write.stride(),
-            *each.stride(),
-            *weight.stride(),
-            *y_strides,
-            MAPPED=alpha is not None,
-            LEFT=left,
+            *vectors.stride(),
+            0 if weight.shape[0] == 1 else weight.stride(0),
+            *weight.stride()[1:],
+            *y.stride(),
             KIND=kind,
             PRECISION=precision,
+            OUT=OUT,
         )
-    return out
+    if kind == "max":
+        return found.amax(0)
+    total = found.sum(0)
+    return total if kind in ("l1", "alti", "dot") else total.pow_(1 / p)
+
+
+def held_numbers(shape: Sequence[int], outs: int) -> int:
+    """Return how many numbers `norms` holds beside its result; `shape` is (group, channel, row, col)."""
+    groups, _, rows, cols = shape
+    return max((-(-outs // OUT) + 1) * groups * rows * cols, gram.held_numbers(shape, outs))

@@ -1,4 +1,4 @@
-"""The Triton kernel of the contribution norms: a tile of pairs, their vectors in registers, times W, reduced."""
+"""The Triton kernel of the contribution norms: a product W v whose columns are reduced where they stand."""
 
 from typing import no_type_check
 
@@ -7,124 +7,80 @@ import triton.language as tl
 
 from unilinattn.kernels.launch import product, tuned
 
+OUT = 128
+"""Outputs of a program: each block of them leaves a number a pair."""
+
 
 @tuned(
     [
-        {"ROWS": 8, "COLS": 8, "OUT": 64, "CHANNELS": 32, "num_warps": 4, "num_stages": 2},
-        {"ROWS": 8, "COLS": 16, "OUT": 64, "CHANNELS": 32, "num_warps": 8, "num_stages": 2},
-        {"ROWS": 8, "COLS": 16, "OUT": 128, "CHANNELS": 32, "num_warps": 8, "num_stages": 2},
-        {"ROWS": 8, "COLS": 16, "OUT": 256, "CHANNELS": 32, "num_warps": 8, "num_stages": 1},
-        {"ROWS": 16, "COLS": 16, "OUT": 128, "CHANNELS": 16, "num_warps": 8, "num_stages": 2},
+        {"PAIRS": 64, "CHANNELS": 32, "num_warps": 4, "num_stages": 3},
+        {"PAIRS": 128, "CHANNELS": 32, "num_warps": 8, "num_stages": 3},
+        {"PAIRS": 128, "CHANNELS": 32, "num_warps": 4, "num_stages": 4},
+        {"PAIRS": 128, "CHANNELS": 64, "num_warps": 8, "num_stages": 3},
+        {"PAIRS": 64, "CHANNELS": 16, "num_warps": 4, "num_stages": 4},
     ],
-    key=["channels", "states", "outs", "PRECISION", "MAPPED"],
+    key=["channels", "outs", "PRECISION", "KIND"],
 )
 @triton.jit
 @no_type_check
 def pair_norms(
-    read,
-    write,
-    alpha,
+    vectors,
     weight,
     reference,
     out,
-    rows,
-    cols,
+    pairs,
+    per_row,
     channels,
-    states,
     outs,
-    per_head,
+    per_sequence,
     p,
-    r_batch,
-    r_row,
-    r_channel,
-    r_state,
-    w_batch,
-    w_col,
+    v_group,
+    v_channel,
+    v_row,
+    v_col,
+    w_group,
+    w_out,
     w_channel,
-    w_state,
-    a_batch,
-    a_head,
-    a_row,
-    a_col,
-    m_out,
-    m_channel,
     y_batch,
     y_row,
     y_out,
-    MAPPED: tl.constexpr,
-    LEFT: tl.constexpr,
     KIND: tl.constexpr,
     PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
     OUT: tl.constexpr,
+    PAIRS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Fill a tile of norms: W by the vectors of its pairs, some outputs at a time, each reduced where it stands.
-
-    The vectors are made again for each block of outputs: `states` multiplications, against OUT in the product.
-    """
-    PAIRS: tl.constexpr = ROWS * COLS
-    across = (cols + COLS - 1) // COLS
-    program = tl.program_id(0).to(tl.int64)
-    batch = tl.program_id(1).to(tl.int64)
-    i = program // across * ROWS + tl.arange(0, ROWS)
-    j = program % across * COLS + tl.arange(0, COLS)
-    i_live, j_live = i < rows, j < cols
-    read += batch * r_batch
-    write += batch * w_batch
-    alpha += batch * a_batch
-    reference += batch * y_batch
-    total = tl.zeros((PAIRS,), dtype=tl.float32)
-    for first in range(0, outs, OUT):
-        d = first + tl.arange(0, OUT).to(tl.int64)
-        acc = tl.zeros((OUT, PAIRS), dtype=tl.float32)
-        for start in range(0, channels, CHANNELS):
-            c = start + tl.arange(0, CHANNELS).to(tl.int64)
-            live = c < channels
-            at = weight + d[:, None] * m_out + c[None, :] * m_channel
-            w = tl.load(at, mask=(d < outs)[:, None] & live[None, :], other=0.0).to(tl.float32)
-            reads = read + c[:, None] * r_channel + i[None, :] * r_row
-            writes = write + c[:, None] * w_channel + j[None, :] * w_col
-            r_live = live[:, None] & i_live[None, :]
-            w_live = live[:, None] & j_live[None, :]
-            if MAPPED:
-                at = (c // per_head)[:, None, None] * a_head + i[None, :, None] * a_row + j[None, None, :] * a_col
-                v = tl.load(alpha + at, mask=r_live[:, :, None] & w_live[:, None, :], other=0.0).to(tl.float32)
-                v *= tl.load(writes, mask=w_live, other=0.0).to(tl.float32)[:, None, :]
-                if LEFT:
-                    v *= tl.load(reads, mask=r_live, other=0.0).to(tl.float32)[:, :, None]
-            else:
-                v = tl.zeros((CHANNELS, ROWS, COLS), dtype=tl.float32)
-                for _ in range(0, states):
-                    one = tl.load(reads, mask=r_live, other=0.0).to(tl.float32)
-                    other = tl.load(writes, mask=w_live, other=0.0).to(tl.float32)
-                    v += one[:, :, None] * other[:, None, :]
-                    reads += r_state
-                    writes += w_state
-            acc = product(w, tl.reshape(v, (CHANNELS, PAIRS)), acc, PRECISION)
-        if KIND == "l1":
-            total += tl.sum(tl.abs(acc), 0)
-        if KIND == "l2":
-            total += tl.sum(acc * acc, 0)
-        if KIND == "lp":
-            # log 0 is -inf, and exp of that is 0 again.
-            total += tl.sum(tl.exp(p * tl.log(tl.abs(acc))), 0)
-        if KIND == "max":
-            total = tl.maximum(total, tl.max(tl.abs(acc), 0))
-        if KIND == "alti":
-            at = d[:, None] * y_out + i[None, :] * y_row
-            y = tl.load(reference + at, mask=(d < outs)[:, None] & i_live[None, :], other=0.0).to(tl.float32)
-            each = tl.broadcast_to(y[:, :, None], (OUT, ROWS, COLS))
-            each = tl.reshape(each, (OUT, PAIRS))
-            total += tl.sum(tl.abs(each) - tl.abs(each - acc), 0)
-        if KIND == "dot":
-            y = tl.load(reference + d * y_out, mask=d < outs, other=0.0).to(tl.float32)
-            total += tl.sum(acc * y[:, None], 0)
+    """Sum up what some outputs of W v bring to the norms of some pairs; pairs run over the columns of each row."""
+    group = tl.program_id(2).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    d = tl.program_id(1).to(tl.int64) * OUT + tl.arange(0, OUT)
+    here, wanted = pair < pairs, d < outs
+    row, col = pair // per_row, pair % per_row
+    vectors += group * v_group + row[None, :] * v_row + col[None, :] * v_col
+    weight += group * w_group + d[:, None] * w_out
+    acc = tl.zeros((OUT, PAIRS), dtype=tl.float32)
+    for start in range(0, channels, CHANNELS):
+        c = start + tl.arange(0, CHANNELS).to(tl.int64)
+        live = c < channels
+        w = tl.load(weight + c[None, :] * w_channel, mask=wanted[:, None] & live[None, :], other=0.0).to(tl.float32)
+        v = tl.load(vectors + c[:, None] * v_channel, mask=live[:, None] & here[None, :], other=0.0).to(tl.float32)
+        acc = product(w, v, acc, PRECISION)
+    if KIND == "alti" or KIND == "dot":
+        at = group // per_sequence * y_batch + row[None, :] * y_row + d[:, None] * y_out
+        y = tl.load(reference + at, mask=wanted[:, None] & here[None, :], other=0.0).to(tl.float32)
+    if KIND == "l1":
+        total = tl.sum(tl.abs(acc), 0)
     if KIND == "l2":
-        total = tl.sqrt(total)
+        total = tl.sum(acc * acc, 0)
     if KIND == "lp":
-        total = tl.exp(tl.log(total) / p)
-    found = tl.reshape(total, (ROWS, COLS))
-    at = (batch * rows + i[:, None]) * cols + j[None, :]
-    tl.store(out + at, found, mask=i_live[:, None] & j_live[None, :])
+        # log 0 is -inf, and exp of that is 0 again.
+        total = tl.sum(tl.exp(p * tl.log(tl.abs(acc))), 0)
+    if KIND == "max":
+        total = tl.max(tl.abs(acc), 0)
+    if KIND == "alti":
+        along = tl.where(y < 0, -acc, acc)
+        total = tl.sum(tl.minimum(along, 2 * tl.abs(y) - along), 0)
+    if KIND == "dot":
+        total = tl.sum(acc * y, 0)
+    at = (tl.program_id(1).to(tl.int64) * tl.num_programs(2) + group) * pairs + pair
+    tl.store(out + at, total, mask=here)
