@@ -85,11 +85,11 @@ def test_groups_serve_consecutive_heads() -> None:
 
 
 def test_states_continue_from_a_given_one() -> None:
-    state, decay = torch.randn(2, 3, 4, 5), torch.rand(2, 6, 3, 4)
+    state, decay = torch.randn(2, 3, 4, 5), torch.rand(2, 6, 3, 4, 1)
     increment = torch.randn(2, 6, 3, 4, 5)
     expected, current = [], state
     for t in range(6):
-        current = decay[:, t, ..., None] * current + increment[:, t]
+        current = decay[:, t] * current + increment[:, t]
         expected.append(current)
     assert relative_error(recur(state, decay, increment), torch.stack(expected, 1)) < 1e-6
 

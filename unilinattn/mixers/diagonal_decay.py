@@ -77,9 +77,10 @@ class DiagonalDecay(CoreMixer):
         return form("scan", self._log_decay).diagonal_scan_adjoint(*self._raw, grad)
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
-        """Fill selected rows from the closed form: O(L H N) for each."""
-        length = self.shape[2]
-        return torch.cat([self._pairs(index, part) for part in self._parts(index.shape[1] * length)], dim=1)
+        """Carry one-hot vectors backward in time, some at once: O(L H N) for each row."""
+        batch, heads, length, _ = self.shape
+        step = max(1, PAIR_BUDGET // max(1, batch * min(length, STEPS) * heads * self.state_size))
+        return torch.cat([super(DiagonalDecay, self).rows(part) for part in index.split(step, dim=1)], dim=2)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Fill a block: what lies before its first row by one product a head, the rest by halves."""
@@ -219,15 +220,6 @@ class DiagonalDecay(CoreMixer):
             left = left.masked_fill(forgotten[..., None, None], 0)
         return left * key
 
-    def _pairs(self, index: Int[Tensor, "batch row"], heads: slice) -> Float[Tensor, "batch head row key"]:
-        query, key, decay = self.factors(heads=heads)
-        hidden = torch.arange(self.shape[2], device=index.device) > index[:, :, None]
-        # From each key to the row: a sum of the steps between them, never a difference of two longer sums.
-        between = decay[:, None].masked_fill(hidden[..., None, None], 0)
-        exponent = torch.nn.functional.pad(between[:, :, 1:].flip(2).cumsum(2).flip(2), (0, 0, 0, 0, 0, 1))
-        decayed = exponent.masked_fill(hidden[..., None, None], -torch.inf).exp() * key[:, None]
-        return (_at(query, index).unsqueeze(2) * decayed).sum(-1).permute(0, 3, 1, 2)
-
     def _parts(self, size: int, heads: slice = ALL) -> list[slice]:
         """Split heads so that so many vectors over (batch, head, state) stay within the budget."""
         chosen = range(self.heads)[heads]
@@ -252,10 +244,11 @@ class DiagonalDecay(CoreMixer):
         return Cost(each * (2 * length + held), 3 * each * length * self.state_size)
 
     def rows_cost(self, rows: int) -> Cost:
-        """Return what `rows` costs: a few vectors over (token, head, state) for each row, some heads at a time."""
+        """Return what `rows` costs: a pass for each, the states of a few tokens and of some rows at once."""
         batch, heads, length, _ = self.shape
-        every = batch * rows * length * heads * self.state_size
-        return Cost(6 * min(every, PAIR_BUDGET) + 2 * batch * rows * heads * length, 2 * every)
+        states = batch * rows * heads * self.state_size
+        held = 5 * min(states * min(length, STEPS), PAIR_BUDGET)
+        return Cost(2 * batch * rows * heads * length + held, 3 * states * length)
 
     def map_operations(self, channels: int) -> int:
         """Return how much `reduced_rows` multiplies: half of one product with an inner H N."""
@@ -268,8 +261,3 @@ class DiagonalDecay(CoreMixer):
 def _head_by_head(factor: Float[Tensor, "batch token head *state"]) -> Float[Tensor, "batchhead token 1 *state"]:
     """Move heads into the batch: (batch, token, head, ...) to (batch x head, token, 1, ...)."""
     return factor.transpose(1, 2).flatten(0, 1).unsqueeze(2)
-
-
-def _at(factor: Tensor, index: Int[Tensor, "batch row"]) -> Tensor:
-    """Gather the tokens of a factor (batch, token, head, state)."""
-    return factor.gather(1, index[:, :, None, None].expand(-1, -1, *factor.shape[2:]))

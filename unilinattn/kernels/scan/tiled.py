@@ -32,40 +32,43 @@ GROUP = 512
 
 def recur(
     state: Float[Tensor, "#batch #head #state #channel"],
-    decay: Float[Tensor, "batch length head state"],
-    increment: Float[Tensor, "batch length #head state channel"],
-) -> Float[Tensor, "batch length head state channel"]:
-    """Return every state of S_t = decay_t S_{t-1} + increment_t after a given first one."""
-    crossed = decay.unsqueeze(-1)
+    decay: Float[Tensor, "batch length head state #channel"],
+    increment: Float[Tensor, "batch length #head state #channel"],
+    room: Tensor | None = None,
+) -> Float[Tensor, "batch length head state anychannel"]:
+    """Return every state of S_t = decay_t S_{t-1} + increment_t after a given first one, in a given room if any."""
     if _differentiated(state, decay, increment):
-        return _Recurrence.apply(state, crossed, increment, False)
-    return _states(state, crossed.unbind(1), increment, range(decay.shape[1]))
+        return _Recurrence.apply(state, decay, increment, False)
+    return _states(state, decay.unbind(1), increment, range(decay.shape[1]), room)
 
 
 def recur_back(
     state: Float[Tensor, "#batch #head #state #channel"],
-    decay: Float[Tensor, "batch length head state"],
-    later: Float[Tensor, "#batch #head #state"],
-    increment: Float[Tensor, "batch length #head state channel"],
-) -> Float[Tensor, "batch length head state channel"]:
+    decay: Float[Tensor, "batch length head state #channel"],
+    later: Float[Tensor, "#batch #head #state #channel"],
+    increment: Float[Tensor, "batch length #head state #channel"],
+    room: Tensor | None = None,
+) -> Float[Tensor, "batch length head state anychannel"]:
     """Return every state of S_t = decay_{t+1} S_{t+1} + increment_t before a given last one, `later` its own decay."""
-    last = later.unsqueeze(-1)
     if _differentiated(state, decay, later, increment):
-        crossed = torch.cat([decay[:, 1:].unsqueeze(-1), last.expand(decay[:, 0].unsqueeze(-1).shape).unsqueeze(1)], 1)
+        crossed = torch.cat([decay[:, 1:], later.expand(decay[:, 0].shape).unsqueeze(1)], 1)
         return _Recurrence.apply(state, crossed, increment, True)
-    crossed_by_token = (*decay.unsqueeze(-1).unbind(1)[1:], last)
-    return _states(state, crossed_by_token, increment, range(decay.shape[1] - 1, -1, -1))
+    return _states(state, (*decay.unbind(1)[1:], later), increment, range(decay.shape[1] - 1, -1, -1), room)
 
 
 def _differentiated(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _states(state: Tensor, crossed: Sequence[Tensor], increment: Tensor, order: range) -> Tensor:
+def _states(
+    state: Tensor, crossed: Sequence[Tensor], increment: Tensor, order: range, room: Tensor | None = None
+) -> Tensor:
     """Run S = crossed_t S + increment_t over tokens in an order, and put every state in its token's place."""
     increments = increment.unbind(1)
-    shape = torch.broadcast_shapes(state.shape, increments[0].shape, crossed[0].shape, crossed[-1].shape)
-    found = increment.new_empty(shape[0], len(order), *shape[1:])
+    if room is None:
+        shape = torch.broadcast_shapes(state.shape, increments[0].shape, crossed[0].shape, crossed[-1].shape)
+        room = increment.new_empty(shape[0], len(order), *shape[1:])
+    found = room[:, : len(order)]
     places = found.unbind(1)
     for t in order:
         state = torch.addcmul(increments[t], crossed[t], state, out=places[t])
@@ -104,15 +107,6 @@ class _Recurrence(torch.autograd.Function):
         return begun, own.sum_to_size(crossed.shape), flow.sum_to_size(ctx.increment_shape), None
 
 
-def read_states(
-    states: Float[Tensor, "batch length head state channel"], by: Float[Tensor, "batch length #head state"]
-) -> Float[Tensor, "batch length head channel"]:
-    """Return sum_n by_n S_np: as one product a token where a vector serves all heads."""
-    if by.shape[2] == 1 and states.shape[-1] == 1:
-        return states.squeeze(-1) @ by.transpose(2, 3)
-    return (by.unsqueeze(-2) @ states).squeeze(-2)
-
-
 def diagonal_factors(
     query: Inexact[Tensor, "batch length groupq state"],
     key: Inexact[Tensor, "batch length groupk state"],
@@ -149,25 +143,24 @@ def diagonal_scan(
     value: Inexact[Tensor, "batch length head channel"],
 ) -> Inexact[Tensor, "batch length head channel"]:
     """Run S_t = exp(g_t) S_{t-1} + k_t v_t^T forward in time and read y_t = S_t^T q_t."""
-    heads = log_decay.shape[2]
     written = value if key_scale is None else value * key_scale.unsqueeze(-1)
+    query, key, log_decay, rate, written = _laid_out(query, key, log_decay, rate, written)
     state = value.new_zeros(1, 1, 1, 1)
     outputs = []
     held = GROUP if _differentiated(query, key, log_decay, written) and value.shape[1] > KEPT else value.shape[1]
     for parts in _cut(held, query, key, log_decay, reset, written):
         if held < value.shape[1]:
             # The states of a long pass are made again when its gradient needs them: vectors alone are kept.
-            found, state = checkpoint(_group, state, rate, heads, *parts, use_reentrant=False)
+            found, state = checkpoint(_group, state, rate, *parts, use_reentrant=False)
         else:
-            found, state = _group(state, rate, heads, *parts)
+            found, state = _group(state, rate, *parts)
         outputs.append(found)
-    return torch.cat(outputs, dim=1)
+    return _back(torch.cat(outputs, dim=1), value)
 
 
 def _group(
     state: Tensor,
     rate: Tensor | None,
-    heads: int,
     query: Tensor,
     key: Tensor,
     log_decay: Tensor,
@@ -176,9 +169,10 @@ def _group(
 ) -> tuple[Tensor, Tensor]:
     """Run `diagonal_scan` from a state over some tokens; return what they read and the last state."""
     outputs = []
+    kept_room, room = _rooms(query, key, log_decay, rate, value)
     for q, k, g, begins, v in _cut(STEPS, query, key, log_decay, reset, value):
-        states = recur(state, _kept(g, rate, begins), of_heads(k, ALL, heads).unsqueeze(-1) * v.unsqueeze(-2))
-        outputs.append(read_states(states, of_heads(q, ALL, heads)))
+        states = recur(state, _kept(g, rate, begins, kept_room), k * v.unsqueeze(3), room)
+        outputs.append(_read(states, q))
         state = states[:, -1]
     return torch.cat(outputs, dim=1), state
 
@@ -193,29 +187,81 @@ def diagonal_scan_adjoint(
     grad: Inexact[Tensor, "batch length head channel"],
 ) -> Inexact[Tensor, "batch length head channel"]:
     """Apply the transpose of `diagonal_scan`'s matrix: backward in time, reading with keys what queries wrote."""
-    heads = log_decay.shape[2]
-    if grad.stride(2) == 0:
-        # What is the same for every head is written for one.
-        grad = grad[:, :, :1]
-    state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, heads, 1)
+    # What is the same for every head is written for one.
+    given = grad[:, :, :1] if grad.stride(2) == 0 else grad
+    query, key, log_decay, rate, given = _laid_out(query, key, log_decay, rate, given)
+    state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, log_decay.shape[2], 1, log_decay.shape[4])
     outputs = []
-    for q, k, g, begins, y in reversed(_cut(STEPS, query, key, log_decay, reset, grad)):
-        kept = _kept(g, rate, begins)
-        states = recur_back(state, kept, later, of_heads(q, ALL, heads).unsqueeze(-1) * y.unsqueeze(-2))
-        outputs.append(read_states(states, of_heads(k, ALL, heads)))
-        state, later = states[:, 0], kept[:, 0]
-    passed = torch.cat(outputs[::-1], dim=1)
+    kept_room, room = _rooms(query, key, log_decay, rate, given)
+    for q, k, g, begins, y in reversed(_cut(STEPS, query, key, log_decay, reset, given)):
+        kept = _kept(g, rate, begins, kept_room)
+        states = recur_back(state, kept, later, q * y.unsqueeze(3), room)
+        outputs.append(_read(states, k))
+        # The next tokens take the same room.
+        state, later = states[:, 0], kept[:, 0].clone()
+    passed = _back(torch.cat(outputs[::-1], dim=1), grad)
     return passed if key_scale is None else passed * key_scale.unsqueeze(-1)
 
 
+def _laid_out(
+    query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | None, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Return the factors as (batch, length, head, state, channel), of size one where they are the same.
+
+    Where each head carries a single channel the heads take the channels' place: what is innermost in memory is long.
+    """
+    heads = log_decay.shape[2]
+    query, key = (of_heads(factor, ALL, heads) for factor in (query, key))
+    if value.shape[3] > 1:
+        query, key, log_decay = (factor.unsqueeze(4) for factor in (query, key, log_decay))
+        return query, key, log_decay, None if rate is None else rate.unsqueeze(2), value
+    query, key, log_decay = (factor.transpose(2, 3).unsqueeze(2) for factor in (query, key, log_decay))
+    return query, key, log_decay, None if rate is None else rate.T.contiguous().unsqueeze(0), value.transpose(2, 3)
+
+
+def _back(
+    found: Inexact[Tensor, "batch length any other"], value: Inexact[Tensor, "batch length head channel"]
+) -> Inexact[Tensor, "batch length head channel"]:
+    """Return what was read of the states with the axes of the values."""
+    return found if value.shape[3] > 1 else found.transpose(2, 3)
+
+
+def _read(
+    states: Inexact[Tensor, "batch token head state channel"],
+    by: Inexact[Tensor, "batch token #head state #channel"],
+) -> Inexact[Tensor, "batch token head channel"]:
+    """Return sum_n by_n S_np: by products where a vector serves all channels."""
+    if by.shape[4] == 1:
+        return (by.transpose(3, 4) @ states).squeeze(3)
+    return (by * states).sum(3)
+
+
 def _kept(
-    log_decay: Inexact[Tensor, "batch token head staten"],
-    rate: Inexact[Tensor, "head state"] | None,
+    log_decay: Inexact[Tensor, "batch token head #state #channel"],
+    rate: Inexact[Tensor, "#head state #channel"] | None,
     reset: Bool[Tensor, "batch token"] | None,
-) -> Inexact[Tensor, "batch token head state"]:
+    room: Tensor | None = None,
+) -> Inexact[Tensor, "batch token head state channel"]:
     """Return what each step keeps of the state: exp(g), nothing where a segment begins."""
-    kept = (log_decay if rate is None else log_decay * rate).exp()
-    return kept if reset is None else kept.masked_fill(reset[..., None, None], 0)
+    out = None if room is None else room[:, : log_decay.shape[1]]
+    kept = torch.exp(log_decay, out=out) if rate is None else torch.mul(log_decay, rate, out=out).exp_()
+    return kept if reset is None else kept.masked_fill(reset[..., None, None, None], 0)
+
+
+def _rooms(
+    query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | None, value: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return places for what some tokens keep and for their states, used again for the next: memory stays in cache.
+
+    None where gradients need all of them.
+    """
+    if _differentiated(query, key, log_decay, value) or (rate is not None and _differentiated(rate)):
+        return None, None
+    kept = torch.broadcast_shapes(log_decay.shape, () if rate is None else rate.shape)
+    each = torch.broadcast_shapes(kept, query.shape, key.shape, (*value.shape[:3], 1, value.shape[3]))
+    steps = min(STEPS, value.shape[1])
+    kept_room, room = (log_decay.new_empty(shape[0], steps, *shape[2:]) for shape in (kept, each))
+    return kept_room, room
 
 
 def _cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
