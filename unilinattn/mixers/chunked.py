@@ -1,40 +1,50 @@
 """Chunked: what every causal memory shares whose chunks are four small matrices a head."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from unilinattn.kernels.reduced_map.dense import Taps, reduced
-from unilinattn.kernels.scan.chunks import Chunk, backward, fill, forward
-from unilinattn.kernels.scan.tiled import CHUNK
+from unilinattn.kernels.scan.chunks import Chunk, fill
+from unilinattn.kernels.scan.tiled import CHUNK, cut
 from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost
+
+KEPT = 8192
+"""Tokens up to which a pass that will be differentiated keeps the matrices of all of its chunks."""
 
 
 class Chunked(CoreMixer):
     """A causal memory, linear in its values, given by its chunks of tokens.
 
-    A subclass gives `chunk`, `diagonal` and its shape. `apply`, `adjoint` and `rows` then take time linear in
-    length, and `tile` time linear in its columns' distance to its rows; each holds one chunk's matrices at a time.
+    A subclass gives `_factors`, `chunk`, `diagonal` and its shape. `apply`, `adjoint` and `rows` then take time
+    linear in length, and `tile` time linear in its columns' distance to its rows; each holds one chunk's matrices at
+    a time, in the gradients of a long pass too.
     """
 
     causal = True
     data_controlled = True
 
+    @property
     @abstractmethod
-    def chunk(self, tokens: slice, heads: slice = ALL) -> Chunk:
+    def _factors(self) -> tuple[Float[Tensor, "batch length *rest"], ...]:
+        """What `chunk` takes, of all tokens."""
+
+    @abstractmethod
+    def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Return the matrices of some heads for one of the chunks that `CHUNK` cuts the sequence into."""
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the memory forward in time, chunk by chunk."""
-        return forward((self.chunk(tokens) for tokens in self._chunks()), value)
+        return torch.cat(self._pass(Chunk.forward, value, 1), dim=1)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the memory backward in time, chunk by chunk."""
-        return backward((self.chunk(tokens) for tokens in reversed(self._chunks())), grad)
+        return torch.cat(self._pass(Chunk.backward, grad, -1)[::-1], dim=1)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Fill a block column by column, each carried as a state from its own chunk to the last row's."""
@@ -42,11 +52,11 @@ class Chunked(CoreMixer):
         row, col = range(length)[rows], range(length)[cols]
         if not row or not col or col[0] > row[-1]:
             return self._like((batch, len(range(total)[heads]), len(row), len(col)))
-        touched = [tokens for tokens in self._chunks() if tokens.stop > col[0] and tokens.start <= row[-1]]
+        first, last = col[0] // CHUNK, row[-1] // CHUNK
         device = self._like(()).device
         return fill(
-            (self.chunk(tokens, heads) for tokens in touched),
-            touched[0].start,
+            (self.chunk(factors, heads) for factors in self._pieces(slice(first, last + 1))),
+            first * CHUNK,
             torch.tensor(row, device=device),
             torch.tensor(col, device=device),
         )
@@ -54,8 +64,8 @@ class Chunked(CoreMixer):
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
         """Yield blocks of at most one chunk of rows; each column's state is carried from chunk to chunk, once."""
         state: Tensor | None = None
-        for tokens in self._chunks():
-            chunk = self.chunk(tokens)
+        for tokens, factors in zip(self._chunks(), self._pieces(), strict=True):
+            chunk = self.chunk(factors)
             state = chunk.write[..., :0] if state is None else state
             for start in range(tokens.start, tokens.stop, rows):
                 part = slice(start, min(start + rows, tokens.stop))
@@ -87,7 +97,7 @@ class Chunked(CoreMixer):
     @cached_property
     def state_size(self) -> int:
         """How many numbers a head remembers of a channel: the inner dimension of a chunk's matrices."""
-        return self.chunk(self._chunks()[0], slice(0, 1)).read.shape[-1]
+        return self.chunk(self._pieces(slice(0, 1))[0], slice(0, 1)).read.shape[-1]
 
     def pass_cost(self, channels: int) -> Cost:
         """Return what `apply` or `adjoint` costs: the matrices of one chunk and of its making."""
@@ -115,6 +125,30 @@ class Chunked(CoreMixer):
         batch, heads, length, _ = self.shape
         chunk = min(CHUNK, length)
         return 8 * batch * heads * chunk * (chunk + self.state_size)
+
+    def _pieces(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
+        """Cut the factors of some chunks, all at once: the gradient of each single slice is as long as all."""
+        first, last, _ = chunks.indices(len(self._chunks()))
+        return cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self._factors))
+
+    def _pass(
+        self, step: Callable[[Chunk, Tensor | None, Tensor], tuple[Tensor, Tensor]], vectors: Tensor, order: int
+    ) -> list[Tensor]:
+        """Carry a state through the chunks in an order, and return what each chunk makes of it and of its vectors."""
+
+        def run(state: Tensor | None, vector: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            return step(self.chunk(factors), state, vector)
+
+        # The matrices of a long pass are made again when its gradient needs them: states alone are kept.
+        again = torch.is_grad_enabled() and vectors.shape[1] > KEPT
+        outputs, state = [], None
+        for vector, factors in list(zip(vectors.split(CHUNK, dim=1), self._pieces(), strict=True))[::order]:
+            if again:
+                found, state = checkpoint(run, state, vector, factors, use_reentrant=False, preserve_rng_state=False)
+            else:
+                found, state = run(state, vector, factors)
+            outputs.append(found)
+        return outputs
 
     def _chunks(self) -> list[slice]:
         length = self.shape[2]

@@ -1,5 +1,7 @@
 """Delta rule: alpha = tril Khat(q, k) [I + diag(b) stril Khat(k, k)]^-1 diag(b), a memory that corrects itself."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -49,13 +51,13 @@ class DeltaRule(Chunked):
         batch, length, heads = self._strength.shape
         return batch, heads, length, length
 
-    def chunk(self, tokens: slice, heads: slice = ALL) -> Chunk:
+    def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Solve for the corrected values of one chunk: u = X v - X_s S, X = [I + diag(b) stril Khat(k, k)]^-1 diag(b).
 
         With u the memory is a plain decayed one, y = tril Khat(q, k) u.
         """
-        query, key = (spread(t[:, tokens], self.heads, 2)[:, :, heads] for t in (self._query, self._key))
-        decay, strength = self._log_decay[:, tokens, heads], self._strength[:, tokens, heads].transpose(1, 2)
+        query, key, strength, decay = (spread(t, self.heads, 2)[:, :, heads] for t in factors)
+        strength = strength.transpose(1, 2)
         arriving, leaving = to_token(decay).exp(), from_token(decay).exp()
         # The solve reads below the diagonal only and takes the diagonal as one.
         system = strength.unsqueeze(-1) * pairs(key, key, decay)
@@ -71,6 +73,10 @@ class DeltaRule(Chunked):
             decay=arriving[:, -1],
             transfer=-write @ removed,
         )
+
+    @property
+    def _factors(self) -> tuple[Tensor, ...]:
+        return self._query, self._key, self._strength, self._log_decay
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return b_i (q_i . k_i)."""

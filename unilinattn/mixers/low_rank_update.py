@@ -1,5 +1,7 @@
 """Diagonal plus low rank: a decayed memory that also moves what it holds under one vector to another."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -51,12 +53,9 @@ class LowRankUpdate(Chunked):
         batch, length, heads, _ = self._log_decay.shape
         return batch, heads, length, length
 
-    def chunk(self, tokens: slice, heads: slice = ALL) -> Chunk:
+    def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Solve for what one chunk reads under a: u = X v + X_s S, [I - Khat-(a, b)] X = Khat-(a, k)."""
-        query, key, a, b = (
-            spread(t[:, tokens], self.heads, 2)[:, :, heads] for t in (self._query, self._key, self._a, self._b)
-        )
-        decay = self._log_decay[:, tokens, heads]
+        query, key, a, b, decay = (spread(t, self.heads, 2)[:, :, heads] for t in factors)
         arriving, leaving = to_token(decay).exp(), from_token(decay).exp()
         held = (a * before_token(decay).exp()).transpose(1, 2)
         known = torch.cat([exclusive_pairs(a, key, decay), held], dim=-1)
@@ -75,6 +74,10 @@ class LowRankUpdate(Chunked):
             decay=arriving[:, -1],
             transfer=rewrite @ moved_state,
         )
+
+    @property
+    def _factors(self) -> tuple[Tensor, ...]:
+        return self._query, self._key, self._a, self._b, self._log_decay
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return sum_n q_n (1 + rho_n) k_n."""

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -26,6 +27,7 @@ class Peak(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and the most there ever were.
+        made: bytes of everything that was made, whether it lived on or not.
         multiplications: of matrix products (half of what `torch.utils.flop_counter` counts) and elementwise ones,
             and those of Fourier transforms, the logarithm of the length for each number.
     """
@@ -33,7 +35,7 @@ class Peak(TorchDispatchMode):
     def __init__(self) -> None:
         """Begin with nothing."""
         super().__init__()
-        self.live = self.peak = self.multiplications = 0
+        self.live = self.peak = self.made = self.multiplications = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -57,14 +59,14 @@ class Peak(TorchDispatchMode):
         place, size = storage._cdata, storage.nbytes()
         if place in self._storages or not size or storage.device.type == "meta":
             return
-
-        def gone(_: object) -> None:
-            if self._storages.pop(place, None) is not None:
-                self.live -= size
-
-        self._storages[place] = weakref.ref(storage, gone)
+        self._storages[place] = weakref.ref(storage, partial(self._gone, place, size))
         self.live += size
+        self.made += size
         self.peak = max(self.peak, self.live)
+
+    def _gone(self, place: int, size: int, _: object) -> None:
+        if self._storages.pop(place, None) is not None:
+            self.live -= size
 
 
 def peak_of(run: Callable[[], Any]) -> Peak:

@@ -154,7 +154,7 @@ def diagonal_scan(
     state = value.new_zeros(1, 1, 1, 1)
     outputs = []
     held = GROUP if _differentiated(query, key, log_decay, written) and value.shape[1] > KEPT else value.shape[1]
-    for parts in _cut(held, query, key, log_decay, reset, written):
+    for parts in cut(held, query, key, log_decay, reset, written):
         if held < value.shape[1]:
             # The states of a long pass are made again when its gradient needs them: vectors alone are kept.
             found, state = checkpoint(_group, state, rate, heads, *parts, use_reentrant=False)
@@ -176,7 +176,7 @@ def _group(
 ) -> tuple[Tensor, Tensor]:
     """Run `diagonal_scan` from a state over some tokens; return what they read and the last state."""
     outputs = []
-    for q, k, g, begins, v in _cut(STEPS, query, key, log_decay, reset, value):
+    for q, k, g, begins, v in cut(STEPS, query, key, log_decay, reset, value):
         states = recur(state, _kept(g, rate, begins), of_heads(k, ALL, heads).unsqueeze(-1) * v.unsqueeze(-2))
         outputs.append(read_states(states, of_heads(q, ALL, heads)))
         state = states[:, -1]
@@ -199,7 +199,7 @@ def diagonal_scan_adjoint(
         grad = grad[:, :, :1]
     state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, heads, 1)
     outputs = []
-    for q, k, g, begins, y in reversed(_cut(STEPS, query, key, log_decay, reset, grad)):
+    for q, k, g, begins, y in reversed(cut(STEPS, query, key, log_decay, reset, grad)):
         kept = _kept(g, rate, begins)
         states = recur_back(state, kept, later, of_heads(q, ALL, heads).unsqueeze(-1) * y.unsqueeze(-2))
         outputs.append(read_states(states, of_heads(k, ALL, heads)))
@@ -218,7 +218,7 @@ def _kept(
     return kept if reset is None else kept.masked_fill(reset[..., None, None], 0)
 
 
-def _cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
+def cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
     """Cut tensors into some tokens at a time: at once, since the gradient of each single slice is as long as all."""
     count = next(-(-t.shape[1] // size) for t in tensors if t is not None)
     return list(zip(*([None] * count if t is None else t.split(size, dim=1) for t in tensors), strict=True))
