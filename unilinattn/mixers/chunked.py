@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unilinattn.kernels.reduced_map.dense import Taps, reduced
 from unilinattn.kernels.scan.chunks import Chunk, fill
+from unilinattn.kernels.scan.pairs import LEAF
 from unilinattn.kernels.scan.tiled import CHUNK, cut
 from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost
 
@@ -103,7 +104,8 @@ class Chunked(CoreMixer):
         """Return what `apply` or `adjoint` costs: the matrices of one chunk and of its making."""
         batch, heads, length, _ = self.shape
         chunk, state = min(CHUNK, length), self.state_size
-        each = chunk * chunk + 5 * chunk * state + state * state + channels * (chunk + 3 * state)
+        solved = chunk * (chunk + state) // 2
+        each = solved + 4 * chunk * state + state * state + channels * (chunk + 3 * state)
         return Cost(2 * batch * length * heads * channels + self._making, batch * length * heads * each)
 
     def map_operations(self, channels: int) -> int:
@@ -123,8 +125,11 @@ class Chunked(CoreMixer):
     def _making(self) -> int:
         """How many numbers the matrices of one chunk take while they are made."""
         batch, heads, length, _ = self.shape
-        chunk = min(CHUNK, length)
-        return 8 * batch * heads * chunk * (chunk + self.state_size)
+        chunk, state = min(CHUNK, length), self.state_size
+        decay = getattr(self, "_log_decay", None)
+        # Decays of their own for every coordinate are multiplied out in small blocks.
+        fine = LEAF * state if decay is not None and decay.ndim == 4 and decay.shape[-1] > 1 else 0
+        return batch * heads * chunk * (8 * (chunk + state) + fine)
 
     def _pieces(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
         """Cut the factors of some chunks, all at once: the gradient of each single slice is as long as all."""

@@ -28,8 +28,8 @@ class Peak(TorchDispatchMode):
     Attributes:
         live, peak: bytes now, and the most there ever were.
         made: bytes of everything that was made, whether it lived on or not.
-        multiplications: of matrix products (half of what `torch.utils.flop_counter` counts) and elementwise ones,
-            and those of Fourier transforms, the logarithm of the length for each number.
+        multiplications: of matrix products (half of what `torch.utils.flop_counter` counts), of triangular solves
+            and elementwise ones, and those of Fourier transforms, the logarithm of the length for each number.
     """
 
     def __init__(self) -> None:
@@ -49,6 +49,8 @@ class Peak(TorchDispatchMode):
         packet = IN_PLACE.get(func._overloadpacket, func._overloadpacket)
         if packet in flop_registry:
             self.multiplications += flop_registry[packet](*args, **kwargs, out_val=result) // 2
+        elif packet is torch.ops.aten.linalg_solve_triangular:
+            self.multiplications += prod(result.shape) * args[0].shape[-1] // 2
         elif packet.__name__ in ELEMENTWISE:
             self.multiplications += prod(result.shape)
         elif packet.__name__.startswith("_fft"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from unilinattn.kernels.scan.pairs import between, from_token, to_token
+from unilinattn.kernels.scan.pairs import fading, from_token, to_token
 
 ALL = slice(None)
 
@@ -289,5 +289,4 @@ def _fading(log_decay: Float[Tensor, "batch length head"]) -> tuple[Tensor, Tens
     (batch, length, head), the same, and (batch, head, query, key); sums of log-decays, never a difference of two.
     """
     decay = log_decay.unsqueeze(-1)
-    within = between(decay).exp().squeeze(-1).permute(0, 3, 1, 2)
-    return to_token(decay).exp().squeeze(-1), from_token(decay).exp().squeeze(-1), within
+    return to_token(decay).exp().squeeze(-1), from_token(decay).exp().squeeze(-1), fading(log_decay)
