@@ -10,13 +10,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from unilinattn.kernels.reduced_map.dense import Taps, reduced
-from unilinattn.kernels.scan.chunks import Chunk, fill
+from unilinattn.kernels.scan.chunks import Chunk, Reading, fill
 from unilinattn.kernels.scan.pairs import LEAF
 from unilinattn.kernels.scan.tiled import CHUNK, cut
 from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost
 
 KEPT = 8192
 """Tokens up to which a pass that will be differentiated keeps the matrices of all of its chunks."""
+
+WAIT = 4
+"""Chunks whose transitions are multiplied before the states of all columns before them are carried."""
 
 
 class Chunked(CoreMixer):
@@ -64,22 +67,17 @@ class Chunked(CoreMixer):
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
         """Yield blocks of at most one chunk of rows; each column's state is carried from chunk to chunk, once."""
-        state: Tensor | None = None
-        for tokens, factors in zip(self._chunks(), self._pieces(), strict=True):
-            chunk = self.chunk(factors)
-            state = chunk.write[..., :0] if state is None else state
-            for start in range(tokens.start, tokens.stop, rows):
-                part = slice(start, min(start + rows, tokens.stop))
-                yield part, partial(_block, chunk, state, tokens.start, self.shape[3], part)
-            state = torch.cat([chunk.advance(state), chunk.write], dim=-1)
+        for part, reading, row in self._readings(rows):
+            yield part, partial(reading.block, row)
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
         """Yield sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c], exactly so many rows i at a time."""
         held: list[Tensor] = []
-        for part, block in self.blocks(min(rows, CHUNK)):
-            found = reduced(block(ALL), part, left, taps)
+        plain = left is None and taps is None
+        for part, reading, row in self._readings(min(rows, CHUNK)):
+            found = reading.over_heads(row) if plain else reduced(reading.block(row, ALL), part, left, taps)
             while found.shape[1]:
                 room = rows - sum(t.shape[1] for t in held)
                 held.append(found[:, :room])
@@ -91,7 +89,7 @@ class Chunked(CoreMixer):
 
     @property
     def carried_size(self) -> int:
-        """How many numbers `blocks` carries: a state for every column, its successor, and a chunk as it is made."""
+        """How many numbers `blocks` carries: states of every column, their successors, and a chunk as it is made."""
         batch, heads, _, keys = self.shape
         return 2 * batch * heads * keys * self.state_size + self._making
 
@@ -112,14 +110,15 @@ class Chunked(CoreMixer):
         """Return how much `reduced_rows` multiplies: every column's state through every chunk after it."""
         batch, heads, length, _ = self.shape
         chunk, state = min(CHUNK, length), self.state_size
-        carried = state * (state + chunk) // chunk + 1
+        carried = state * (state + WAIT * chunk) // (WAIT * chunk) + 1
         weighed = length * (channels + heads) if channels > 1 else 0
         return batch * length * (length * heads * carried // 2 + weighed) + self.pass_cost(0).operations
 
     def reduced_size(self, rows: int, channels: int) -> int:
-        """Return how many numbers `reduced_rows` holds: a block of heads, and a state for every column."""
+        """Return how many numbers `reduced_rows` holds: a block, of every head if weighed, and each column's state."""
         batch, heads, _, keys = self.shape
-        return batch * keys * (2 * heads * min(rows, CHUNK) + 2 * rows) + self.carried_size
+        apart = heads if channels > 1 else 1
+        return batch * keys * (2 * apart * min(rows, CHUNK) + 2 * rows) + self.carried_size
 
     @property
     def _making(self) -> int:
@@ -155,18 +154,25 @@ class Chunked(CoreMixer):
             outputs.append(found)
         return outputs
 
+    def _readings(self, rows: int) -> Iterator[tuple[slice, Reading, slice]]:
+        """Yield at most so many rows of a chunk, the chunk as they read it, and where they stand in it.
+
+        Near columns are carried through each chunk. The others wait for the product of `WAIT` chunks' transitions.
+        """
+        batch, heads, _, keys = self.shape
+        none = self._like((batch, heads, self.state_size, 0))
+        unmoved = torch.diag_embed(self._like((batch, heads, self.state_size)) + 1)
+        far, near, crossed = none, none, unmoved
+        for number, (tokens, factors) in enumerate(zip(self._chunks(), self._pieces(), strict=True)):
+            if number % WAIT == 0:
+                far, near, crossed = torch.cat([crossed @ far, near], dim=-1), none, unmoved
+            chunk = self.chunk(factors)
+            reading = Reading(((chunk.read @ crossed, far), (chunk.read, near)), chunk.within, keys)
+            for start in range(tokens.start, tokens.stop, rows):
+                part = slice(start, min(start + rows, tokens.stop))
+                yield part, reading, slice(part.start - tokens.start, part.stop - tokens.start)
+            near, crossed = torch.cat([chunk.advance(near), chunk.write], dim=-1), chunk.advance(crossed)
+
     def _chunks(self) -> list[slice]:
         length = self.shape[2]
         return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
-
-
-def _block(
-    chunk: Chunk, state: Float[Tensor, "batch head state col"], start: int, keys: int, part: slice, cols: slice
-) -> Float[Tensor, "batch head row wanted"]:
-    """Return rows of a chunk, for columns that stand in the state before it and in the chunk itself."""
-    first, last, _ = cols.indices(keys)
-    row = slice(part.start - start, part.stop - start)
-    before = chunk.read[:, :, row] @ state[..., first : min(last, start)]
-    within = chunk.within[:, :, row, max(first - start, 0) : max(last - start, 0)]
-    block = torch.cat([before, within], dim=-1)
-    return torch.nn.functional.pad(block, (0, last - first - block.shape[-1]))

@@ -62,6 +62,40 @@ class Chunk:
         return found.transpose(1, 2), beginning
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """The rows of a chunk in a memory's matrix, not yet multiplied out; all columns after the chunk are zero.
+
+    Attributes:
+        sides: what the rows read, (batch, head, token, state), and states, (batch, head, state, col), in pairs for
+            consecutive columns that end where the chunk begins.
+        within: (batch, head, token, token).
+        keys: how many columns the matrix has.
+    """
+
+    sides: tuple[tuple[Tensor, Tensor], ...]
+    within: Float[Tensor, "batch head token token"]
+    keys: int
+
+    def block(self, row: slice, cols: slice) -> Float[Tensor, "batch head row col"]:
+        """Return some rows and columns of every head."""
+        first, last, _ = cols.indices(self.keys)
+        parts, begun = [], 0
+        for read, states in self.sides:
+            part = slice(max(first - begun, 0), max(last - begun, 0))
+            parts.append(read[:, :, row] @ states[..., part])
+            begun += states.shape[-1]
+        parts.append(self.within[:, :, row, max(first - begun, 0) : max(last - begun, 0)])
+        block = torch.cat(parts, dim=-1)
+        return functional.pad(block, (0, last - first - block.shape[-1]))
+
+    def over_heads(self, row: slice) -> Float[Tensor, "batch row key"]:
+        """Return some rows summed over heads, which the products do: heads and states are one inner dimension."""
+        parts = [read[:, :, row].transpose(1, 2).flatten(2) @ states.flatten(1, 2) for read, states in self.sides]
+        block = torch.cat([*parts, self.within[:, :, row].sum(1)], dim=-1)
+        return functional.pad(block, (0, self.keys - block.shape[-1]))
+
+
 def fill(
     chunks: Iterable[Chunk], start: int, row: Int[Tensor, " row"], col: Int[Tensor, " col"]
 ) -> Float[Tensor, "batch head row col"]:
