@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-LEAF = 16
+LEAF = 8
 """Tokens of a diagonal block that is filled elementwise; larger ones are halved into matrix products."""
 
 
