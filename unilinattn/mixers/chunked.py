@@ -115,10 +115,14 @@ class Chunked(CoreMixer):
         return batch * length * (length * heads * carried // 2 + weighed) + self.pass_cost(0).operations
 
     def reduced_size(self, rows: int, channels: int) -> int:
-        """Return how many numbers `reduced_rows` holds: a block, of every head if weighed, and each column's state."""
+        """Return how many numbers `reduced_rows` holds: states, and a chunk as it is made or a block as it is read.
+
+        Every head's block is there where heads are weighed apart.
+        """
         batch, heads, _, keys = self.shape
         apart = heads if channels > 1 else 1
-        return batch * keys * (2 * apart * min(rows, CHUNK) + 2 * rows) + self.carried_size
+        block = batch * keys * (2 * apart * min(rows, CHUNK) + 2 * rows)
+        return self.carried_size + max(0, block - self._making // 2)
 
     @property
     def _making(self) -> int:

@@ -4,7 +4,7 @@ Within a chunk such a memory is four matrices a head: how values reach outputs, 
 chunk begins with, how values write the state that it ends with, and how the first state becomes the last one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,14 +86,18 @@ class Reading:
             parts.append(read[:, :, row] @ states[..., part])
             begun += states.shape[-1]
         parts.append(self.within[:, :, row, max(first - begun, 0) : max(last - begun, 0)])
-        block = torch.cat(parts, dim=-1)
-        return functional.pad(block, (0, last - first - block.shape[-1]))
+        return _padded(parts, last - first)
 
     def over_heads(self, row: slice) -> Float[Tensor, "batch row key"]:
         """Return some rows summed over heads, which the products do: heads and states are one inner dimension."""
         parts = [read[:, :, row].transpose(1, 2).flatten(2) @ states.flatten(1, 2) for read, states in self.sides]
-        block = torch.cat([*parts, self.within[:, :, row].sum(1)], dim=-1)
-        return functional.pad(block, (0, self.keys - block.shape[-1]))
+        return _padded([*parts, self.within[:, :, row].sum(1)], self.keys)
+
+
+def _padded(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Put columns side by side and zeros after them, in one copy."""
+    rest = width - sum(part.shape[-1] for part in parts)
+    return torch.cat([*parts, parts[-1].new_zeros(*parts[-1].shape[:-1], rest)], dim=-1)
 
 
 def fill(
