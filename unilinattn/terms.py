@@ -70,7 +70,7 @@ def reduced_blocks(
         part = slice(start, min(start + rows, queries))
         block = like.new_zeros(batch, part.stop - start, keys)
         for stream, channels in streams:
-            block += next(stream) / channels
+            block.add_(next(stream), alpha=1 / channels)
         for by_lag in bands:
             for lag, factor in by_lag.items():
                 add_band(block, part, 0, lag, factor)

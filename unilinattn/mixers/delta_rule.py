@@ -1,11 +1,13 @@
 """Delta rule: alpha = tril Khat(q, k) [I + diag(b) stril Khat(k, k)]^-1 diag(b), a memory that corrects itself."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.scan.chunks import Chunk
-from unilinattn.kernels.scan.pairs import from_token, pairs, to_token
+from unilinattn.kernels.scan.pairs import from_token, pairs_of, to_token
 from unilinattn.kernels.scan.tiled import spread
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.chunked import Chunked
@@ -49,28 +51,33 @@ class DeltaRule(Chunked):
         batch, length, heads = self._strength.shape
         return batch, heads, length, length
 
-    def chunk(self, tokens: slice, heads: slice = ALL) -> Chunk:
+    def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Solve for the corrected values of one chunk: u = X v - X_s S, X = [I + diag(b) stril Khat(k, k)]^-1 diag(b).
 
-        With u the memory is a plain decayed one, y = tril Khat(q, k) u.
+        With u the memory is a plain decayed one, y = tril Khat(q, k) u, and X_s = X diag(exp(G)) k. What reads u and
+        what writes it is solved for instead of u itself: both then take one solve.
         """
-        query, key = (spread(t[:, tokens], self.heads, 2)[:, :, heads] for t in (self._query, self._key))
-        decay, strength = self._log_decay[:, tokens, heads], self._strength[:, tokens, heads].transpose(1, 2)
+        query, key, strength, decay = (spread(t, self.heads, 2)[:, :, heads] for t in factors)
+        strength = strength.transpose(1, 2)
         arriving, leaving = to_token(decay).exp(), from_token(decay).exp()
+        among, scores = pairs_of((key, query), key, decay)
+        plain = torch.cat([scores, (key * leaving).permute(0, 2, 3, 1)], dim=-2)
         # The solve reads below the diagonal only and takes the diagonal as one.
-        system = strength.unsqueeze(-1) * pairs(key, key, decay)
+        system = strength.unsqueeze(-1) * among
+        solved = torch.linalg.solve_triangular(system, plain, upper=False, left=False, unitriangular=True)
+        within, write = (solved * strength.unsqueeze(-2)).split([key.shape[1], key.shape[-1]], dim=-2)
         held = (key * arriving).transpose(1, 2)
-        known = torch.cat([torch.diag_embed(strength), strength.unsqueeze(-1) * held], dim=-1)
-        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-        corrected, removed = solved.split([system.shape[-1], key.shape[-1]], dim=-1)
-        scores, write = pairs(query, key, decay), (key * leaving).permute(0, 2, 3, 1)
         return Chunk(
-            within=scores @ corrected,
-            read=(query * arriving).transpose(1, 2) - scores @ removed,
-            write=write @ corrected,
+            within=within,
+            read=(query * arriving).transpose(1, 2) - within @ held,
+            write=write,
             decay=arriving[:, -1],
-            transfer=-write @ removed,
+            transfer=-write @ held,
         )
+
+    @property
+    def _factors(self) -> tuple[Tensor, ...]:
+        return self._query, self._key, self._strength, self._log_decay
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return b_i (q_i . k_i)."""

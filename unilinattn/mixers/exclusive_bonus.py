@@ -1,5 +1,7 @@
 """Exclusive read with bonus: the memory is read before a token enters it, and the token weighs itself apart."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -43,9 +45,9 @@ class ExclusiveBonus(Chunked):
         batch, length, heads, _ = self._log_decay.shape
         return batch, heads, length, length
 
-    def chunk(self, tokens: slice, heads: slice = ALL) -> Chunk:
+    def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Return Khat- with the bonus on its diagonal, and the plain decayed memory's passage of states."""
-        query, key, decay = (t[:, tokens, heads] for t in (self._query, self._key, self._log_decay))
+        query, key, decay = (t[:, :, heads] for t in factors)
         own = (query * self._bonus[heads] * key).sum(-1).transpose(1, 2)
         return Chunk(
             within=exclusive_pairs(query, key, decay) + torch.diag_embed(own),
@@ -53,6 +55,10 @@ class ExclusiveBonus(Chunked):
             write=(key * from_token(decay).exp()).permute(0, 2, 3, 1),
             decay=to_token(decay)[:, -1].exp(),
         )
+
+    @property
+    def _factors(self) -> tuple[Tensor, ...]:
+        return self._query, self._key, self._log_decay
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return sum_n q_in u_n k_in."""

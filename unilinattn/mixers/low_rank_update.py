@@ -1,5 +1,7 @@
 """Diagonal plus low rank: a decayed memory that also moves what it holds under one vector to another."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -51,30 +53,35 @@ class LowRankUpdate(Chunked):
         batch, length, heads, _ = self._log_decay.shape
         return batch, heads, length, length
 
-    def chunk(self, tokens: slice, heads: slice = ALL) -> Chunk:
-        """Solve for what one chunk reads under a: u = X v + X_s S, [I - Khat-(a, b)] X = Khat-(a, k)."""
-        query, key, a, b = (
-            spread(t[:, tokens], self.heads, 2)[:, :, heads] for t in (self._query, self._key, self._a, self._b)
-        )
-        decay = self._log_decay[:, tokens, heads]
+    def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
+        """Solve for what one chunk reads under a: u = X v + X_s S, [I - Khat-(a, b)] X = Khat-(a, k).
+
+        What reads u and what writes it is solved for instead of u itself: both then take one solve.
+        """
+        query, key, a, b, decay = (spread(t, self.heads, 2)[:, :, heads] for t in factors)
         arriving, leaving = to_token(decay).exp(), from_token(decay).exp()
         held = (a * before_token(decay).exp()).transpose(1, 2)
-        known = torch.cat([exclusive_pairs(a, key, decay), held], dim=-1)
+        write, rewrite = ((t * leaving).permute(0, 2, 3, 1) for t in (key, b))
+        using = torch.cat([pairs(query, b, decay), rewrite], dim=-2)
         # The solve reads below the diagonal only and takes the diagonal as one.
-        solved = torch.linalg.solve_triangular(-exclusive_pairs(a, b, decay), known, upper=False, unitriangular=True)
-        moved, moved_state = solved.split([known.shape[-2], a.shape[-1]], dim=-1)
-        scores, again = pairs(query, key, decay), pairs(query, b, decay)
-        within = scores + again @ moved
+        system = -exclusive_pairs(a, b, decay)
+        solved = torch.linalg.solve_triangular(system, using, upper=False, left=False, unitriangular=True)
+        moved = solved @ torch.cat([exclusive_pairs(a, key, decay), held], dim=-1)
+        length = key.shape[1]
+        within = pairs(query, key, decay) + moved[..., :length, :length]
         if self._bonus is not None:
             within = within + torch.diag_embed((query * self._bonus[heads] * key).sum(-1).transpose(1, 2))
-        write, rewrite = ((t * leaving).permute(0, 2, 3, 1) for t in (key, b))
         return Chunk(
             within=within,
-            read=(query * arriving).transpose(1, 2) + again @ moved_state,
-            write=write + rewrite @ moved,
+            read=(query * arriving).transpose(1, 2) + moved[..., :length, length:],
+            write=write + moved[..., length:, :length],
             decay=arriving[:, -1],
-            transfer=rewrite @ moved_state,
+            transfer=moved[..., length:, length:],
         )
+
+    @property
+    def _factors(self) -> tuple[Tensor, ...]:
+        return self._query, self._key, self._a, self._b, self._log_decay
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return sum_n q_n (1 + rho_n) k_n."""

@@ -1,11 +1,14 @@
 """mLSTM: a scalar-decay memory with exponential input gates and a normaliser of its own."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.scan.chunks import Chunk
 from unilinattn.kernels.scan.pairs import between, from_token, to_token
+from unilinattn.kernels.scan.tiled import CHUNK, cut
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.chunked import Chunked
 
@@ -44,9 +47,8 @@ class MLSTM(Chunked):
         self._log_forget, self._log_input = log_forget.double(), log_input.double()
         peak = torch.zeros_like(self._log_input[:, 0])
         self._entering, peaks = [peak], []
-        for tokens in self._chunks():
-            forget = self._log_forget[:, tokens].unsqueeze(-1)
-            found = between(forget).squeeze(-1) + self._log_input[:, None, tokens]
+        for forget, entered in cut(CHUNK, self._log_forget.unsqueeze(-1), self._log_input):
+            found = between(forget).squeeze(-1) + entered.unsqueeze(1)
             peaks.append(torch.maximum(found.amax(2), peak.unsqueeze(1) + to_token(forget).squeeze(-1)))
             peak = peaks[-1][:, -1]
             self._entering.append(peak)
@@ -64,16 +66,12 @@ class MLSTM(Chunked):
         batch, length, heads = self._log_input.shape
         return batch, heads, length, length
 
-    def chunk(self, tokens: slice, heads: slice = ALL) -> Chunk:
+    def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Return the weights of one chunk relative to the running maxima, rows divided by their normalisers."""
-        query, key, forget = (t[:, tokens, heads] for t in (self._query, self._key, self._log_forget.unsqueeze(-1)))
-        log_input, peak = self._log_input[:, tokens, heads], self._peak[:, tokens, heads]
-        number = self._chunks().index(tokens)
-        entering, ending = (self._entering[number + k][:, None, heads] for k in (0, 1))
+        query, key, forget, log_input, peak, scale, entering, ending = (t[:, :, heads] for t in factors)
         weight = between(forget).squeeze(-1) + log_input.unsqueeze(1) - peak.unsqueeze(2)
         scores = torch.einsum("bihn,bjhn->bhij", query, key) * weight.exp().permute(0, 3, 1, 2).to(query.dtype)
         arriving, leaving = to_token(forget).squeeze(-1), from_token(forget).squeeze(-1)
-        scale = self._scale[:, tokens, heads]
         read = query * ((arriving + entering - peak).exp().to(query.dtype) * scale).unsqueeze(-1)
         write = key * (leaving + log_input - ending).exp().to(key.dtype).unsqueeze(-1)
         return Chunk(
@@ -82,6 +80,15 @@ class MLSTM(Chunked):
             write=write.permute(0, 2, 3, 1),
             decay=(arriving[:, -1:] + entering - ending).exp().transpose(1, 2).to(key.dtype),
         )
+
+    @property
+    def _factors(self) -> tuple[Tensor, ...]:
+        return self._query, self._key, self._log_forget.unsqueeze(-1), self._log_input, self._peak, self._scale
+
+    def _pieces(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
+        peaks = [peak.unsqueeze(1) for peak in self._entering]
+        found = zip(super()._pieces(chunks), peaks[:-1][chunks], peaks[1:][chunks], strict=True)
+        return [(*factors, *ends) for factors, *ends in found]
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return each token's weight on itself."""

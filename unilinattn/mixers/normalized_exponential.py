@@ -1,10 +1,13 @@
 """Normalised exponential: a softmax over the past whose scores fade with distance, in linear time."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.scan.chunks import Chunk
+from unilinattn.kernels.scan.tiled import CHUNK
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.chunked import Chunked
 
@@ -39,13 +42,13 @@ class NormalizedExponential(Chunked):
         self._key, self._log_decay, self._bonus = key.double(), log_decay.double(), bonus.double()
         mass = torch.full_like(self._key[:, 0], -torch.inf)
         self._entering, totals = [mass], []
-        for tokens in self._chunks():
-            scores = self._scores(tokens, ALL)
+        for part in self._key.split(CHUNK, dim=1):
+            scores = self._scores(part, ALL)
             totals.append(torch.logaddexp(scores.logsumexp(-1), self._held(mass, scores.shape[-1], ALL)))
-            ending = self._leaving(tokens, ALL).logsumexp(-1)
+            ending = self._leaving(part, ALL).logsumexp(-1)
             mass = torch.logaddexp(mass + scores.shape[-1] * self._log_decay, ending)
             self._entering.append(mass)
-        self._total = torch.cat(totals, dim=-1)
+        self._total = torch.cat(totals, dim=-1).transpose(1, 2)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -53,15 +56,15 @@ class NormalizedExponential(Chunked):
         batch, length, heads = self._key.shape
         return batch, heads, length, length
 
-    def chunk(self, tokens: slice, heads: slice = ALL) -> Chunk:
+    def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Return the weights of one chunk, each divided by its row's sum; the one state is its own running sum."""
-        number = self._chunks().index(tokens)
-        entering, ending = (self._entering[number + k][:, heads] for k in (0, 1))
-        total = self._total[:, heads, tokens]
+        key, total, entering, ending = factors
+        key, total = key[:, :, heads], total[:, :, heads].transpose(1, 2)
+        entering, ending = entering[:, heads], ending[:, heads]
         length = total.shape[-1]
-        within = self._scores(tokens, heads) - total.unsqueeze(-1)
+        within = self._scores(key, heads) - total.unsqueeze(-1)
         read = self._held(entering, length, heads) - total
-        write = self._leaving(tokens, heads) - ending.unsqueeze(-1)
+        write = self._leaving(key, heads) - ending.unsqueeze(-1)
         decay = entering + length * self._log_decay[heads] - ending
         return Chunk(
             within=within.exp().to(self._dtype),
@@ -70,13 +73,21 @@ class NormalizedExponential(Chunked):
             decay=decay.exp().to(self._dtype).unsqueeze(-1),
         )
 
+    @property
+    def _factors(self) -> tuple[Tensor, ...]:
+        return self._key, self._total
+
+    def _pieces(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
+        found = zip(super()._pieces(chunks), self._entering[:-1][chunks], self._entering[1:][chunks], strict=True)
+        return [(*factors, *masses) for factors, *masses in found]
+
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return each token's weight on itself."""
-        return ((self._key + self._bonus).transpose(1, 2) - self._total).exp().to(self._dtype)
+        return ((self._key + self._bonus) - self._total).transpose(1, 2).exp().to(self._dtype)
 
-    def _scores(self, tokens: slice, heads: slice) -> Float[Tensor, "batch head token token"]:
+    def _scores(self, key: Float[Tensor, "batch token head"], heads: slice) -> Float[Tensor, "batch head token token"]:
         """Return l_ij within a chunk, -inf for j > i."""
-        key = self._key[:, tokens, heads].transpose(1, 2)
+        key = key.transpose(1, 2)
         length = key.shape[-1]
         step = torch.arange(length, device=key.device)
         lag = (step[:, None] - step - 1).to(key.dtype)
@@ -90,9 +101,9 @@ class NormalizedExponential(Chunked):
         step = torch.arange(length, device=mass.device, dtype=mass.dtype)
         return mass.unsqueeze(-1) + step * self._log_decay[heads, None]
 
-    def _leaving(self, tokens: slice, heads: slice) -> Float[Tensor, "batch head token"]:
+    def _leaving(self, key: Float[Tensor, "batch token head"], heads: slice) -> Float[Tensor, "batch head token"]:
         """Return what the chunk's end finds of each token's weight, as a logarithm."""
-        key = self._key[:, tokens, heads].transpose(1, 2)
+        key = key.transpose(1, 2)
         step = torch.arange(key.shape[-1], device=key.device, dtype=key.dtype)
         return key + step.flip(0) * self._log_decay[heads, None]
 

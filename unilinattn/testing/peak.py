@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -26,14 +27,15 @@ class Peak(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and the most there ever were.
-        multiplications: of matrix products (half of what `torch.utils.flop_counter` counts) and elementwise ones,
-            and those of Fourier transforms, the logarithm of the length for each number.
+        made: bytes of everything that was made, whether it lived on or not.
+        multiplications: of matrix products (half of what `torch.utils.flop_counter` counts), of triangular solves
+            and elementwise ones, and those of Fourier transforms, the logarithm of the length for each number.
     """
 
     def __init__(self) -> None:
         """Begin with nothing."""
         super().__init__()
-        self.live = self.peak = self.multiplications = 0
+        self.live = self.peak = self.made = self.multiplications = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -47,6 +49,8 @@ class Peak(TorchDispatchMode):
         packet = IN_PLACE.get(func._overloadpacket, func._overloadpacket)
         if packet in flop_registry:
             self.multiplications += flop_registry[packet](*args, **kwargs, out_val=result) // 2
+        elif packet is torch.ops.aten.linalg_solve_triangular:
+            self.multiplications += prod(result.shape) * args[0].shape[-1] // 2
         elif packet.__name__ in ELEMENTWISE:
             self.multiplications += prod(result.shape)
         elif packet.__name__.startswith("_fft"):
@@ -57,14 +61,14 @@ class Peak(TorchDispatchMode):
         place, size = storage._cdata, storage.nbytes()
         if place in self._storages or not size or storage.device.type == "meta":
             return
-
-        def gone(_: object) -> None:
-            if self._storages.pop(place, None) is not None:
-                self.live -= size
-
-        self._storages[place] = weakref.ref(storage, gone)
+        self._storages[place] = weakref.ref(storage, partial(self._gone, place, size))
         self.live += size
+        self.made += size
         self.peak = max(self.peak, self.live)
+
+    def _gone(self, place: int, size: int, _: object) -> None:
+        if self._storages.pop(place, None) is not None:
+            self.live -= size
 
 
 def peak_of(run: Callable[[], Any]) -> Peak:

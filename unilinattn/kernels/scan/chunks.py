@@ -1,10 +1,10 @@
-"""Linear-time passes of any memory that is linear in its values, chunk by chunk.
+"""One chunk of any memory that is linear in its values, and a block of the matrix of one, filled chunk by chunk.
 
 Within a chunk such a memory is four matrices a head: how values reach outputs, how outputs read the state that the
 chunk begins with, how values write the state that it ends with, and how the first state becomes the last one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,43 +41,63 @@ class Chunk:
         carried = self.decay.unsqueeze(-1) * state
         return carried if self.transfer is None else carried + self.transfer.mT @ state
 
+    def forward(
+        self, state: Float[Tensor, "batch head state channel"] | None, value: Float[Tensor, "batch token head channel"]
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the chunk makes of its values and of the state before it (None: nothing), and the state after."""
+        v = value.transpose(1, 2)
+        found, ending = self.within @ v, self.write @ v
+        if state is not None:
+            found, ending = found + self.read @ state, self.advance(state) + ending
+        return found.transpose(1, 2), ending
 
-def forward(
-    chunks: Iterable[Chunk], value: Float[Tensor, "batch length head channel"]
-) -> Float[Tensor, "batch length head channel"]:
-    """Apply a memory to values, its chunks given from the first to the last."""
-    outputs, start, state = [], 0, None
-    for chunk in chunks:
-        stop = start + chunk.within.shape[-1]
-        v = value[:, start:stop].transpose(1, 2)
-        written = chunk.write @ v
-        if state is None:
-            outputs.append(chunk.within @ v)
-            state = written
-        else:
-            outputs.append(chunk.within @ v + chunk.read @ state)
-            state = chunk.advance(state) + written
-        start = stop
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    def backward(
+        self, state: Float[Tensor, "batch head state channel"] | None, grad: Float[Tensor, "batch token head channel"]
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the transpose of `forward`, the state coming from after the chunk and going to before it."""
+        g = grad.transpose(1, 2)
+        found, beginning = self.within.mT @ g, self.read.mT @ g
+        if state is not None:
+            found, beginning = found + self.write.mT @ state, self.retreat(state) + beginning
+        return found.transpose(1, 2), beginning
 
 
-def backward(
-    chunks: Iterable[Chunk], grad: Float[Tensor, "batch length head channel"]
-) -> Float[Tensor, "batch length head channel"]:
-    """Apply a memory's transpose, its chunks given from the last to the first."""
-    outputs, stop, state = [], grad.shape[1], None
-    for chunk in chunks:
-        start = stop - chunk.within.shape[-1]
-        g = grad[:, start:stop].transpose(1, 2)
-        passed = chunk.read.mT @ g
-        if state is None:
-            outputs.append(chunk.within.mT @ g)
-            state = passed
-        else:
-            outputs.append(chunk.within.mT @ g + chunk.write.mT @ state)
-            state = chunk.retreat(state) + passed
-        stop = start
-    return torch.cat(outputs[::-1], dim=2).transpose(1, 2)
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """The rows of a chunk in a memory's matrix, not yet multiplied out; all columns after the chunk are zero.
+
+    Attributes:
+        sides: what the rows read, (batch, head, token, state), and states, (batch, head, state, col), in pairs for
+            consecutive columns that end where the chunk begins.
+        within: (batch, head, token, token).
+        keys: how many columns the matrix has.
+    """
+
+    sides: tuple[tuple[Tensor, Tensor], ...]
+    within: Float[Tensor, "batch head token token"]
+    keys: int
+
+    def block(self, row: slice, cols: slice) -> Float[Tensor, "batch head row col"]:
+        """Return some rows and columns of every head."""
+        first, last, _ = cols.indices(self.keys)
+        parts, begun = [], 0
+        for read, states in self.sides:
+            part = slice(max(first - begun, 0), max(last - begun, 0))
+            parts.append(read[:, :, row] @ states[..., part])
+            begun += states.shape[-1]
+        parts.append(self.within[:, :, row, max(first - begun, 0) : max(last - begun, 0)])
+        return _padded(parts, last - first)
+
+    def over_heads(self, row: slice) -> Float[Tensor, "batch row key"]:
+        """Return some rows summed over heads, which the products do: heads and states are one inner dimension."""
+        parts = [read[:, :, row].transpose(1, 2).flatten(2) @ states.flatten(1, 2) for read, states in self.sides]
+        return _padded([*parts, self.within[:, :, row].sum(1)], self.keys)
+
+
+def _padded(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Put columns side by side and zeros after them, in one copy."""
+    rest = width - sum(part.shape[-1] for part in parts)
+    return torch.cat([*parts, parts[-1].new_zeros(*parts[-1].shape[:-1], rest)], dim=-1)
 
 
 def fill(

@@ -5,12 +5,14 @@ digit cancels, however strong a decay before them was, and a log-decay of -inf (
 Masks are applied to the exponents, before the exponential, so that gradients stay finite.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-LEAF = 16
+LEAF = 8
 """Tokens of a diagonal block that is filled elementwise; larger ones are halved into matrix products."""
 
 
@@ -38,27 +40,52 @@ def between(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor
     return total.masked_fill(ones.triu(1)[..., None, None], -torch.inf)
 
 
+def fading(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch head length length"]:
+    """Return exp(`between`) of one log-decay a head, heads before tokens: as products of rows and columns lie."""
+    length = log_decay.shape[1]
+    ones = torch.ones(length, length, dtype=torch.bool, device=log_decay.device)
+    spread = log_decay.transpose(1, 2).unsqueeze(-1).expand(-1, -1, -1, length)
+    total = spread.masked_fill(ones.triu(), 0).cumsum(2)
+    return total.masked_fill(ones.triu(1), -torch.inf).exp()
+
+
 def pairs(
     left: Float[Tensor, "batch length head state"],
     right: Float[Tensor, "batch length head state"],
     log_decay: Float[Tensor, "batch length head staten"],
 ) -> Float[Tensor, "batch head length length"]:
     """Return tril sum_n left_in exp(G_in - G_jn) right_jn, log_decay with one number a head or one a coordinate."""
+    return pairs_of([left], right, log_decay)[0]
+
+
+def pairs_of(
+    lefts: Sequence[Float[Tensor, "batch length head state"]],
+    right: Float[Tensor, "batch length head state"],
+    log_decay: Float[Tensor, "batch length head staten"],
+) -> list[Float[Tensor, "batch head length length"]]:
+    """Return `pairs` of several rows with the same columns, whose decays are then summed up once."""
     if log_decay.shape[-1] == 1:
-        return torch.einsum("bihn,bjhn->bhij", left, right) * between(log_decay).exp().squeeze(-1).permute(0, 3, 1, 2)
-    length = left.shape[1]
+        faded = fading(log_decay.squeeze(-1))
+        return [torch.einsum("bihn,bjhn->bhij", left, right) * faded for left in lefts]
+    length = right.shape[1]
     if length <= LEAF:
-        products = left.unsqueeze(2) * between(log_decay).exp() * right.unsqueeze(1)
-        return products.sum(-1).permute(0, 3, 1, 2)
+        arrived = between(log_decay).exp() * right.unsqueeze(1)
+        return [(left.unsqueeze(2) * arrived).sum(-1).permute(0, 3, 1, 2) for left in lefts]
     if length % 2:
-        padded = (functional.pad(t, (0, 0, 0, 0, 0, 1)) for t in (left, right, log_decay))
-        return pairs(*padded)[..., :length, :length]
-    (x0, x1), (y0, y1), (g0, g1) = (t.chunk(2, dim=1) for t in (left, right, log_decay))
+        *padded, y, g = (functional.pad(t, (0, 0, 0, 0, 0, 1)) for t in (*lefts, right, log_decay))
+        return [found[..., :length, :length] for found in pairs_of(padded, y, g)]
+    (y0, y1), (g0, g1) = (t.chunk(2, dim=1) for t in (right, log_decay))
+    halves = [left.chunk(2, dim=1) for left in lefts]
+    blocks = pairs_of([torch.cat(half) for half in halves], torch.cat([y0, y1]), torch.cat([g0, g1]))
     # Both exponents end at the cut between the halves, so both factors are at most the vectors themselves.
-    corner = torch.einsum("bihn,bjhn->bhij", x1 * to_token(g1).exp(), y0 * from_token(g0).exp())
-    first, second = pairs(torch.cat([x0, x1]), torch.cat([y0, y1]), torch.cat([g0, g1])).chunk(2)
-    upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
-    return torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2)
+    ahead, behind = to_token(g1).exp(), y0 * from_token(g0).exp()
+    found = []
+    for (_, x1), block in zip(halves, blocks, strict=True):
+        corner = torch.einsum("bihn,bjhn->bhij", x1 * ahead, behind)
+        first, second = block.chunk(2)
+        upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
+        found.append(torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2))
+    return found
 
 
 def exclusive_pairs(

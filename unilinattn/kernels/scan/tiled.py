@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from unilinattn.kernels.scan.pairs import between, from_token, to_token
+from unilinattn.kernels.scan.pairs import fading, from_token, to_token
 
 ALL = slice(None)
 
@@ -148,7 +148,7 @@ def diagonal_scan(
     state = value.new_zeros(1, 1, 1, 1)
     outputs = []
     held = GROUP if _differentiated(query, key, log_decay, written) and value.shape[1] > KEPT else value.shape[1]
-    for parts in _cut(held, query, key, log_decay, reset, written):
+    for parts in cut(held, query, key, log_decay, reset, written):
         if held < value.shape[1]:
             # The states of a long pass are made again when its gradient needs them: vectors alone are kept.
             found, state = checkpoint(_group, state, rate, *parts, use_reentrant=False)
@@ -170,7 +170,7 @@ def _group(
     """Run `diagonal_scan` from a state over some tokens; return what they read and the last state."""
     outputs = []
     kept_room, room = _rooms(query, key, log_decay, rate, value)
-    for q, k, g, begins, v in _cut(STEPS, query, key, log_decay, reset, value):
+    for q, k, g, begins, v in cut(STEPS, query, key, log_decay, reset, value):
         states = recur(state, _kept(g, rate, begins, kept_room), k * v.unsqueeze(3), room)
         outputs.append(_read(states, q))
         state = states[:, -1]
@@ -193,7 +193,7 @@ def diagonal_scan_adjoint(
     state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, log_decay.shape[2], 1, log_decay.shape[4])
     outputs = []
     kept_room, room = _rooms(query, key, log_decay, rate, given)
-    for q, k, g, begins, y in reversed(_cut(STEPS, query, key, log_decay, reset, given)):
+    for q, k, g, begins, y in reversed(cut(STEPS, query, key, log_decay, reset, given)):
         kept = _kept(g, rate, begins, kept_room)
         states = recur_back(state, kept, later, q * y.unsqueeze(3), room)
         outputs.append(_read(states, k))
@@ -264,7 +264,7 @@ def _rooms(
     return kept_room, room
 
 
-def _cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
+def cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
     """Cut tensors into some tokens at a time: at once, since the gradient of each single slice is as long as all."""
     count = next(-(-t.shape[1] // size) for t in tensors if t is not None)
     return list(zip(*([None] * count if t is None else t.split(size, dim=1) for t in tensors), strict=True))
@@ -335,5 +335,4 @@ def _fading(log_decay: Float[Tensor, "batch length head"]) -> tuple[Tensor, Tens
     (batch, length, head), the same, and (batch, head, query, key); sums of log-decays, never a difference of two.
     """
     decay = log_decay.unsqueeze(-1)
-    within = between(decay).exp().squeeze(-1).permute(0, 3, 1, 2)
-    return to_token(decay).exp().squeeze(-1), from_token(decay).exp().squeeze(-1), within
+    return to_token(decay).exp().squeeze(-1), from_token(decay).exp().squeeze(-1), fading(log_decay)

@@ -1,0 +1,86 @@
+"""Gradients through chunks: linear in length, and the same where a long pass makes its matrices again."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.mixers import (
+    laws,
+    test_delta_rule,
+    test_exclusive_bonus,
+    test_low_rank_update,
+    test_mlstm,
+    test_normalized_exponential,
+)
+from unilinattn.mixers import chunked, mlstm, normalized_exponential
+from unilinattn.testing.peak import Peak
+
+CASES = {
+    "delta rule": test_delta_rule.case("head"),
+    "low-rank update": test_low_rank_update.case(),
+    "exclusive bonus": test_exclusive_bonus.CASE,
+    "normalised exponential": test_normalized_exponential.CASE,
+    "mLSTM": test_mlstm.CASE,
+}
+
+every = pytest.mark.parametrize("name", CASES)
+passes = pytest.mark.parametrize("passed", ["apply", "adjoint"])
+
+
+def begun(case: laws.Case, factors: laws.Factors, passed: str, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """A number that a pass ends in, and all that it has a gradient by."""
+    leaves = {name: factor.clone().requires_grad_() for name, factor in factors.items()}
+    mixer = case.build(leaves)
+    torch.manual_seed(seed)
+    vectors, weights = laws.values(mixer).requires_grad_(), laws.values(mixer)
+    return (getattr(mixer, passed)(vectors) * weights).sum(), [*leaves.values(), vectors]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks so short that what is made anew for each of them is soon more than the chunks themselves."""
+    for module in (chunked, mlstm, normalized_exponential):
+        monkeypatch.setattr(module, "CHUNK", 4)
+
+
+@every
+@passes
+@pytest.mark.parametrize("kept", [0, 1000])
+def test_gradients_make_as_much_a_token_at_any_length(
+    name: str, passed: str, kept: int, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "KEPT", kept)
+
+    def made(length: int) -> int:
+        total, leaves = begun(CASES[name], CASES[name].draw(length), passed)
+        with Peak() as counted:
+            torch.autograd.grad(total, leaves)
+        return counted.made
+
+    assert made(128) <= 2.1 * made(64)
+
+
+@every
+@passes
+@pytest.mark.parametrize("length", [65, 130])
+def test_matrices_that_are_made_again_have_the_same_gradients(
+    name: str, passed: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = CASES[name].draw(length)
+    kept = torch.autograd.grad(*begun(CASES[name], factors, passed))
+    monkeypatch.setattr(chunked, "KEPT", 64)
+    for again, once in zip(torch.autograd.grad(*begun(CASES[name], factors, passed)), kept, strict=True):
+        assert laws.error(again, once) <= 1e-14
+
+
+@passes
+def test_a_long_pass_keeps_states_and_no_matrices_for_its_gradient(
+    passed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked, "KEPT", 64)
+    mixer = CASES["delta rule"].build(CASES["delta rule"].draw(1280))
+    vectors = laws.values(mixer).requires_grad_()
+    with Peak() as counted:
+        passed_on = getattr(mixer, passed)(vectors)
+    # What comes out, and a state a chunk: 6 numbers for 64 tokens. One matrix a chunk would be 64 for each token.
+    assert counted.live <= 1.25 * passed_on.nbytes
