@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from unilinattn.contributions import shifted
 from unilinattn.kernels.backend import form
+from unilinattn.kernels.contribution_norms import gram
 from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.memory import rows_within
 from unilinattn.mixers.base import Block
@@ -30,6 +32,7 @@ class Tile:
         rows, cols: which of the rows, and which keys.
         inner: v; where each key has a W of its own it is a group, and the columns are one.
         weight: W, None where v is T already.
+        squared: W^T W for l2 norms, None where they are no shorter that way.
         own: the column in this tile of each row's own token, outside of it for a token that is elsewhere.
         holds_own: whether any of these tokens may be here.
     """
@@ -40,6 +43,7 @@ class Tile:
     weight: Float[Tensor, "#group out channel"] | None
     own: Int[Tensor, "batch row"]
     holds_own: bool = True
+    squared: Float[Tensor, "group channel channel"] | None = None
 
     def norms(
         self,
@@ -50,8 +54,11 @@ class Tile:
     ) -> Float[Tensor, "batch row col"]:
         """Reduce each T_ij x_j, see `kernels.contribution_norms`; `extra` is added to each row's T_ii x_i first."""
         reduce = form("contribution_norms", self.inner).norms
-        found: Tensor = self._split(reduce(self.inner, self.weight, order=order, reference=reference))
-        found = found.transpose(1, 2).flatten(2)
+        if order == 2 and self.squared is not None:
+            found = gram.norms(self.inner, self.squared)
+        else:
+            found = reduce(self.inner, self.weight, order=order, reference=reference)
+        found = self._split(found).transpose(1, 2).flatten(2)
         if extra is None or not self.holds_own:
             return found
         at = self.own.clamp(0, found.shape[2] - 1)
@@ -65,7 +72,7 @@ class Tile:
         summed = self._split(self.inner.sum(3))
         if self.weight is None:
             return summed.sum(1).transpose(1, 2)
-        return torch.einsum("bkoc,bkcr->bro", self._weights(self.weight), summed)
+        return summed.flatten(1, 2).transpose(1, 2) @ self._weights(self.weight).mT.flatten(1, 2)
 
     def vectors(self) -> Float[Tensor, "batch out row col"]:
         """Return the T_ij x_j themselves."""
@@ -160,7 +167,7 @@ class Shares:
         if self.folded is not None:
             heads = self.folded.shape[2]
             inner = (batch * columns, heads, rows, 1)
-            held += 3 * pairs * heads
+            held += 2 * (pairs + batch * keys * heads) * heads
         else:
             channels = out if self.weight is None else self.weight.shape[1]
             inner = (batch, channels, rows, columns)
@@ -170,6 +177,9 @@ class Shares:
             held += pairs * (max((mixer.heads for mixer, _ in mixers), default=0) + channels * min(2, len(self.found)))
         formed = 3 if self.tail else 0
         norms: int = form("contribution_norms", self._values).held_numbers(inner, out)
+        if self.folded is not None:
+            # For l2 the vectors twice in float64 instead.
+            norms = max(norms, 4 * pairs * heads)
         return held + norms + pairs * out * (formed + beside)
 
     def operations(self) -> int:
@@ -194,13 +204,15 @@ class Shares:
         """Return the tile of some of the rows of a block."""
         index = torch.arange(own.start, own.stop, device=self._values.device).expand(self.shape[0], -1)
         inner, weight = self._inner(part, own, cols, blocks)
-        tile = Tile(own, cols, inner, weight, index - cols.start, own.start < cols.stop and cols.start < own.stop)
+        holds_own = own.start < cols.stop and cols.start < own.stop
+        squared = None if self._squared is None else self._squared[:, cols].flatten(0, 1)
+        tile = Tile(own, cols, inner, weight, index - cols.start, holds_own, squared)
         if not self.tail:
             return tile
         vectors = tile.vectors()
         for stage in self.tail:
             vectors = stage.at(index).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
-        return replace(tile, inner=vectors, weight=None)
+        return replace(tile, inner=vectors, weight=None, squared=None)
 
     def _inner(
         self, part: slice, own: slice, cols: slice, blocks: Sequence[Block | None]
@@ -225,6 +237,13 @@ class Shares:
                 for lag, tap in (term.taps or {}).items():
                     add_band(v, own, cols.start, lag, tap.transpose(1, 2))
         return v, None if self.weight is None else self.weight.unsqueeze(0)
+
+    @cached_property
+    def _squared(self) -> Float[Tensor, "batch key head head"] | None:
+        """W^T W of each key: where it is half the size of W, and float64 is more than the numbers themselves have."""
+        if self.folded is None or self.folded.dtype == torch.float64 or 2 * self.folded.shape[2] > self.shape[3]:
+            return None
+        return gram.gram(self.folded.flatten(0, 1).mT).unflatten(0, self.folded.shape[:2])
 
     def _step(self, columns: int | None) -> int:
         return COLUMNS.get(self._values.device.type, TILE) if columns is None else columns

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import unilinattn as ula
 from unilinattn.kernels.backend import using
-from unilinattn.kernels.contribution_norms import naive, tiled
+from unilinattn.kernels.contribution_norms import naive
 from unilinattn.kernels.contribution_norms import triton as form
 from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.testing import relative_error
@@ -61,11 +61,6 @@ def test_tensors_may_be_strided_and_shared() -> None:
     check(vectors, torch.randn(1, 20, 35), "dot", torch.randn(20).expand(1, 9, -1))
 
 
-def test_few_channels_go_by_gram_matrices() -> None:
-    vectors, weight = torch.randn(3, 2, 5, 1), torch.randn(3, 7, 2)
-    assert torch.equal(form.norms(vectors, weight, order=2.0), tiled.norms(vectors, weight, order=2.0))
-
-
 def test_a_coarse_product_rounds_its_inputs_alone() -> None:
     vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, 60, 35)
     assert check(vectors, weight, 2.0, None, 8e-3, precision="bf16") > 1e-5
@@ -83,5 +78,6 @@ def test_methods_take_them(name: str, method: str, options: dict[str, float], mo
     assert not called
     with using("triton"):
         got = ula.explain(found, method=method, **options).scores
-    assert called
+    # Norms of few channels are taken without the vectors.
+    assert bool(called) == ((name, options) != ("gpt2", {"p": 2.0}))
     assert relative_error(got, expected) < 1e-5

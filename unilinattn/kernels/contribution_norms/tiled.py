@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.kernels.contribution_norms import gram
 from unilinattn.kernels.contribution_norms.naive import Order, kind_of
 
 PART = 1 << 20
@@ -21,9 +20,6 @@ def norms(
     reference: Float[Tensor, "batch row out"] | None = None,
 ) -> Float[Tensor, "group row col"]:
     """Reduce T = W v of each pair (LaTIM Eq. 5 for a norm, the numerator of Eq. 6 for `alti`); without W, T is v."""
-    if kind_of(order, reference)[0] == "l2" and gram.serves(vectors, weight):
-        assert weight is not None
-        return gram.norms(vectors, weight)
     groups, channels, rows, cols = vectors.shape
     found = vectors.new_empty(groups, rows, cols)
     outs = channels if weight is None else weight.shape[1]
@@ -40,7 +36,7 @@ def norms(
 def held_numbers(shape: Sequence[int], outs: int) -> int:
     """Return how many numbers `norms` holds beside its result; `shape` is (group, channel, row, col)."""
     groups, _, rows, cols = shape
-    return max(min(groups * rows * cols * outs, max(PART, cols * outs)), gram.held_numbers(shape, outs))
+    return min(groups * rows * cols * outs, max(PART, cols * outs))
 
 
 def _parts(shape: tuple[int, int, int], outs: int) -> Iterator[tuple[slice, slice]]:

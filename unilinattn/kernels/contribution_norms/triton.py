@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.kernels.contribution_norms import gram, tiled
+from unilinattn.kernels.contribution_norms import tiled
 from unilinattn.kernels.contribution_norms.naive import Order, kind_of
 from unilinattn.kernels.contribution_norms.triton_kernels import OUT, pair_norms
 from unilinattn.kernels.launch import Precision, on
@@ -26,7 +26,7 @@ def norms(
     Time: the product (pairs x channels)(channels x out). Memory: a number a pair for every 128 outputs.
     """
     kind, p = kind_of(order, reference)
-    if weight is None or (kind == "l2" and gram.serves(vectors, weight)):
+    if weight is None:
         return tiled.norms(vectors, weight, order=order, reference=reference)
     groups, channels, rows, cols = vectors.shape
     outs = weight.shape[1]
@@ -66,4 +66,4 @@ def norms(
 def held_numbers(shape: Sequence[int], outs: int) -> int:
     """Return how many numbers `norms` holds beside its result; `shape` is (group, channel, row, col)."""
     groups, _, rows, cols = shape
-    return max((-(-outs // OUT) + 1) * groups * rows * cols, gram.held_numbers(shape, outs))
+    return (-(-outs // OUT) + 1) * groups * rows * cols
