@@ -15,6 +15,9 @@ from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors, of_heads
 from unilinattn.kernels.streamed.naive import Phi
 from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost, check_factors
 
+SQUARES = 256
+"""Heads whose squares of a block of rows are filled at once."""
+
 PAIR_BUDGET = 1 << 22
 """Elements that a product over (head, state) holds at once in `tile` and `rows`."""
 
@@ -97,20 +100,33 @@ class DiagonalDecay(CoreMixer):
         if any(tap.shape[2] != self.heads for tap in taps.values()):
             yield from super().weighted_blocks(rows, left, taps)
             return
-        length = self.shape[2]
-        for start in range(0, length, rows):
-            part = slice(start, min(start + rows, length))
-            query, key, decay = self.factors(part)
+        for start in range(0, self.shape[2], rows):
+            part = slice(start, min(start + rows, self.shape[2]))
+            near, read = self._squares(part, left, taps)
+            yield part, partial(self._near_and_far, part, near, read, taps)
+
+    def _squares(
+        self, tokens: slice, left: Tensor | None, taps: Taps
+    ) -> tuple[Float[Tensor, "batch head row landed"], Float[Tensor, "batch head row state"]]:
+        """Return `square` of each head by itself, some heads at a time."""
+        batch, count = self.shape[0], tokens.stop - tokens.start
+        near = self._like((batch, self.heads, count, count + max(taps)))
+        read = self._like((batch, self.heads, count, self.state_size))
+        for first in range(0, self.heads, SQUARES):
+            heads = slice(first, min(first + SQUARES, self.heads))
+            query, key, decay = self.factors(tokens, heads)
             here = decay.shape[:3]
-            near, read = square(
+            weights = {lag: of_tokens(tap, tokens)[..., heads].expand(here) for lag, tap in taps.items()}
+            weighing = None if left is None else of_tokens(left, tokens)[..., heads].expand(here)
+            found = square(
                 _head_by_head(query.expand_as(decay)),
                 _head_by_head(key.expand_as(decay)),
                 _head_by_head(decay),
-                None if left is None else _head_by_head(of_tokens(left, part).expand(here)),
-                {lag: _head_by_head(of_tokens(tap, part).expand(here)) for lag, tap in taps.items()},
+                None if weighing is None else _head_by_head(weighing),
+                {lag: _head_by_head(weight) for lag, weight in weights.items()},
             )
-            near, read = (t.unflatten(0, (self.shape[0], self.heads)) for t in (near, read))
-            yield part, partial(self._near_and_far, part, near, read, taps)
+            near[:, heads], read[:, heads] = (t.unflatten(0, (batch, -1)) for t in found)
+        return near, read
 
     def weighted_size(self, rows: int, cols: int, channels: int, lags: int) -> int:
         """Return how many numbers `weighted_blocks` holds: a square of each head, and the factors it is made of."""
@@ -118,7 +134,8 @@ class DiagonalDecay(CoreMixer):
         if channels != heads:
             return super().weighted_size(rows, cols, channels, lags)
         size = square_rows(rows)
-        return batch * heads * size * (2 * (size + lags) + (5 + lags) * self._query.shape[-1])
+        held = 2 * (size + lags) + (2 + lags) * self.state_size
+        return batch * size * (heads * (size + lags + 3 * self.state_size) + min(heads, SQUARES) * held)
 
     def _near_and_far(
         self,
