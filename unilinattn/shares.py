@@ -273,7 +273,8 @@ def shares_of(chain: Chain, x: Float[Tensor, "batch key in"], queries: int, out:
         return None
     shape = (x.shape[0], queries, x.shape[1], out)
     only = found[0]
-    if len(found) == 1 and weight is not None and only.mixer is not None and only.left is None and only.taps is None:
+    plain = len(found) == 1 and only.left is None and only.taps is None
+    if plain and weight is not None and only.mixer is not None and only.mixer.heads < u.shape[2]:
         heads = only.mixer.heads
         folded = torch.einsum("bjhp,ohp->bjho", u.unflatten(2, (heads, -1)), weight.unflatten(1, (heads, -1)))
         return Shares(found, weight, folded, tail, shape)
