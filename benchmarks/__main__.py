@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases, page
+from benchmarks import cases, page, structures
 from benchmarks.cases import Case, Place
 from benchmarks.checks import checked
 from benchmarks.machine import machine
@@ -102,6 +102,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"no figures in {results}: run without --table first")
     print("\n" + page.section(recorded))
     page.write(recorded, ROOT / "docs" / "performance.md", docs)
+    if options.out is None:
+        structures.write(docs / "performance.md")
 
 
 def _rounded(seconds: list[float], times: float = 1.0) -> list[float]:

@@ -1,5 +1,6 @@
 """The benchmark runs, measures only what is right, and the page shows what was recorded."""
 
+import inspect
 import json
 import os
 import platform
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cases, checks, models, page
+from benchmarks import cases, checks, models, page, structures
 from benchmarks.cases import Place, Prepared
 from benchmarks.memory import PeakBytes, peak
 from benchmarks.timing import interleaved
+from unilinattn.mixers import CoreMixer
 
 ROOT = Path(__file__).parents[1]
 NARROW = Place(models.NARROW, "cpu")
@@ -46,6 +48,18 @@ def test_the_page_shows_what_was_recorded() -> None:
         assert name.split(",")[0] in text.split(page.BEGIN)[0], name
     for figures in recorded:
         assert page.stored(figures) == (ROOT / "benchmarks" / "results" / f"{figures['device']}.json").read_text()
+
+
+def test_the_page_says_what_each_structure_has() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert text.split(structures.BEGIN)[1].split(structures.END)[0].strip() == structures.table()
+    mixers = {type(build(2)) for build in structures.STRUCTURES.values()}
+    assert mixers == {kind for kind in _concrete(CoreMixer) if kind.__module__.startswith("unilinattn.")}
+
+
+def _concrete(kind: type) -> set[type]:
+    found = {kind} if not inspect.isabstract(kind) else set()
+    return found.union(*(_concrete(inner) for inner in kind.__subclasses__()))
 
 
 def test_every_case_names_what_exists() -> None:

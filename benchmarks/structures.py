@@ -1,0 +1,176 @@
+"""What each structure's operations multiply, counted, and which of them have a fast path: a table of the docs."""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from unilinattn.kernels import backend
+from unilinattn.mixers import (
+    MLSTM,
+    CoreMixer,
+    DeltaRule,
+    Dense,
+    DiagonalDecay,
+    ExclusiveBonus,
+    LowRankUpdate,
+    NormalizedExponential,
+    Reversed,
+    ScalarDecay,
+    Substep,
+    Toeplitz,
+    ToeplitzLowRank,
+)
+from unilinattn.testing.peak import peak_of
+
+HEADS, STATE, CHANNELS, ROWS = 4, 16, 8, 64
+"""Sizes of the counted mixers: each head but S6's serves so many channels, and so many rows are taken at a time."""
+
+S6 = "diagonal decay, a channel a head (S6)"
+
+BEGIN, END = "<!-- structures:begin -->", "<!-- structures:end -->"
+
+SHORT, LONG = 256, 512
+"""Lengths that are counted: what a pair costs is told at the longer one, growth from one to the other."""
+
+
+def _drawn(length: int, *shape: int) -> Tensor:
+    return torch.randn(1, length, *shape)
+
+
+def _fading(length: int, *shape: int) -> Tensor:
+    return -torch.rand(1, length, *shape)
+
+
+def _states(length: int, count: int) -> list[Tensor]:
+    return [_drawn(length, HEADS, STATE) for _ in range(count)]
+
+
+STRUCTURES: Mapping[str, Callable[[int], CoreMixer]] = {
+    S6: lambda n: DiagonalDecay(_drawn(n, 1, STATE), _drawn(n, 1, STATE), _fading(n, HEADS, STATE)),
+    "diagonal decay": lambda n: DiagonalDecay(*_states(n, 2), _fading(n, HEADS, STATE)),
+    "scalar decay": lambda n: ScalarDecay(_drawn(n, 1, STATE), _drawn(n, 1, STATE), _fading(n, HEADS)),
+    "dense (softmax)": lambda n: Dense(_drawn(n, HEADS, n).transpose(1, 2).tril()),
+    "Toeplitz": lambda n: Toeplitz(torch.randn(HEADS, n), batch=1, length=n),
+    "Toeplitz x low rank": lambda n: ToeplitzLowRank(torch.randn(HEADS, n), _drawn(n, HEADS, 4), _drawn(n, HEADS, 4)),
+    "delta rule": lambda n: DeltaRule(*_states(n, 2), torch.rand(1, n, HEADS), _fading(n, HEADS)),
+    "diagonal plus low rank": lambda n: LowRankUpdate(
+        *_states(n, 2), _fading(n, HEADS, STATE), *(0.1 * part for part in _states(n, 2))
+    ),
+    "exclusive bonus": lambda n: ExclusiveBonus(*_states(n, 2), _fading(n, HEADS, STATE), torch.randn(HEADS, STATE)),
+    "mLSTM": lambda n: MLSTM(*_states(n, 2), _fading(n, HEADS), _drawn(n, HEADS), eps=1e-6),
+    "normalised exponential": lambda n: NormalizedExponential(_drawn(n, HEADS), -torch.rand(HEADS), torch.randn(HEADS)),
+    "sub-steps (of a delta rule)": lambda n: Substep(STRUCTURES["delta rule"](2 * n), 2, 0),
+    "reversed (diagonal decay)": lambda n: Reversed(STRUCTURES["diagonal decay"](n)),
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What an operation multiplied, whether the plain form served, and which kernels it asked for."""
+
+    multiplications: int
+    plain: bool
+    kernels: frozenset[str]
+
+
+def counted(operation: str, structure: str, length: int) -> Counted:
+    """Run an operation of a mixer and count."""
+    torch.manual_seed(0)
+    mixer = STRUCTURES[structure](length)
+    with _watched() as (plain, kernels):
+        channels = HEADS * (1 if structure == S6 else CHANNELS)
+        multiplications = peak_of(lambda: OPERATIONS[operation](mixer, channels)).multiplications
+    return Counted(multiplications, bool(plain), frozenset(kernels))
+
+
+def write(path: Path) -> None:
+    """Put the table into a page."""
+    head, rest = path.read_text().split(BEGIN)
+    path.write_text(f"{head}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+
+
+def table() -> str:
+    """Return the table in Markdown."""
+    lines = [
+        "| structure | mean map | mean map with weights | T_ij x_j of all pairs | row of a target | Triton |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for structure in STRUCTURES:
+        found = {name: counted(name, structure, LONG) for name in OPERATIONS}
+        grown = found["row"].multiplications / max(1, counted("row", structure, SHORT).multiplications)
+        kernels = sorted(set().union(*(each.kernels for each in found.values())))
+        channels = HEADS * (1 if structure == S6 else CHANNELS)
+        cells = [_a_pair(found["map"], HEADS)]
+        cells += [_a_pair(found[name], channels) for name in ("weighted map", "vectors")]
+        lines.append(f"| {structure} | {' | '.join(cells)} | x {grown:.1f} | {', '.join(kernels) or 'no'} |")
+    return "\n".join(lines)
+
+
+def _a_pair(found: Counted, channels: int) -> str:
+    each = found.multiplications / (channels * LONG**2 / 2)
+    return f"{each:.1f}" + (" **(tiles)**" if found.plain else "")
+
+
+def _map(mixer: CoreMixer, _: int) -> None:
+    for _block in mixer.reduced_rows(ROWS):
+        pass
+
+
+def _weighted_map(mixer: CoreMixer, channels: int) -> None:
+    for _block in mixer.reduced_rows(ROWS, *_weights(mixer, channels)):
+        pass
+
+
+def _vectors(mixer: CoreMixer, channels: int) -> None:
+    for part, block in mixer.weighted_blocks(ROWS, *_weights(mixer, channels)):
+        for start in range(0, part.stop, ROWS):
+            block(slice(start, min(start + ROWS, part.stop)))
+
+
+def _row(mixer: CoreMixer, _: int) -> None:
+    mixer.adjoint(_drawn(mixer.shape[2], mixer.heads, 1))
+
+
+def _streamed(mixer: CoreMixer, _: int) -> None:
+    row = _drawn(mixer.shape[2])
+    mixer.streamed(row, row, "clamp", ROWS)
+
+
+def _weights(mixer: CoreMixer, channels: int) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return what a gate and a convolution of two taps make of a map."""
+    return _drawn(mixer.shape[2], channels), {lag: _drawn(mixer.shape[2], channels) for lag in range(2)}
+
+
+OPERATIONS: Mapping[str, Callable[[CoreMixer, int], None]] = {
+    "map": _map,
+    "weighted map": _weighted_map,
+    "vectors": _vectors,
+    "row": _row,
+    "streamed": _streamed,
+}
+
+
+@contextmanager
+def _watched() -> Iterator[tuple[list[None], set[str]]]:
+    """Note whether the plain reduced map serves, and the operations whose kernels are asked for."""
+    plain: list[None] = []
+    kernels: set[str] = set()
+    reduced_rows, imported = CoreMixer.reduced_rows, importlib.import_module
+
+    def serve(*args, **options):  # type: ignore[no-untyped-def]
+        plain.append(None)
+        return reduced_rows(*args, **options)
+
+    def ask(name: str, package: str | None = None) -> object:
+        if name.startswith("unilinattn.kernels."):
+            kernels.add(name.split(".")[-2].replace("_", " "))
+        return imported(name, package)
+
+    with patch.object(CoreMixer, "reduced_rows", serve), patch.object(backend.importlib, "import_module", ask):
+        yield plain, kernels
