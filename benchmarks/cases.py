@@ -280,6 +280,7 @@ def _cases() -> Iterator[Case]:
         goals = {**gpu["latim"], "cpu": {"floor": 1.7}} if structure == "mamba" else {}
         yield Case("latim", structure, 512, goals, ("floor",))
     yield Case("alti", "mamba", 512, gpu["alti"], ("floor",))
+    yield Case("alti", "softmax", 512, {}, ("floor",))
     yield Case("contributions", "mamba", 2048, {}, ("floor",))
     for length in GROWTH:
         yield Case("rollout", "mamba", length)
