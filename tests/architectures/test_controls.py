@@ -15,7 +15,7 @@ from unilinattn.architectures.call import Call, padded_left
 from unilinattn.errors import UncoveredError
 from unilinattn.flow import Flow
 from unilinattn.mixers import Dense, DiagonalDecay, ScalarDecay
-from unilinattn.stages import Branch, Chain, Mix, Scale, Stage, run
+from unilinattn.stages import Branch, Chain, Matrix, Mix, Scale, Stage, run
 from unilinattn.testing import LawViolation, check_architecture, examine
 from unilinattn.testing.checks import edited
 from unilinattn.testing.hosts import host
@@ -239,9 +239,20 @@ def test_a_trace_that_changes_what_the_model_returns_is_refused(
     assert what in failures["output"]
 
 
-def test_a_factor_that_is_not_a_number_is_no_pass(break_adapter: Callable[[str, Edit], None]) -> None:
+def test_a_factor_that_is_not_a_number_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
     nothing = Scale("act", torch.full((1, 1, 1), torch.nan))
     break_adapter("mamba", lambda call, chain: (nothing, *chain))
+    entry = host("mamba")
+    verdict = examine(entry.model(), entry.inputs(), padding=False)
+    assert all("factor 'act' of shape (1, 1, 1) holds 1 NaN" in message for message in verdict.failures.values())
+
+
+def test_a_weight_that_is_not_a_number_is_no_pass(break_adapter: Callable[[str, Edit], None]) -> None:
+    def nothing(call: Call) -> Matrix:
+        width = call.input.shape[-1]
+        return Matrix("input", torch.full((width, width), torch.nan))
+
+    break_adapter("mamba", lambda call, chain: (nothing(call), *chain))
     entry = host("mamba")
     verdict = examine(entry.model(), entry.inputs(), padding=False)
     assert "relative error inf" in verdict.failures["reconstruction"]
