@@ -63,7 +63,10 @@ def _differentiated(*tensors: Tensor) -> bool:
 def _states(
     state: Tensor, crossed: Sequence[Tensor], increment: Tensor, order: range, room: Tensor | None = None
 ) -> Tensor:
-    """Run S = crossed_t S + increment_t over tokens in an order, and put every state in its token's place."""
+    """Run S = crossed_t S + increment_t over tokens in an order, and put every state in its token's place.
+
+    `room` may be where the decays stand: the state of a token then takes the place of the one that it has crossed.
+    """
     increments = increment.unbind(1)
     if room is None:
         shape = torch.broadcast_shapes(state.shape, increments[0].shape, crossed[0].shape, crossed[-1].shape)
@@ -173,7 +176,8 @@ def _group(
     for q, k, g, begins, v in cut(STEPS, query, key, log_decay, reset, value):
         states = recur(state, _kept(g, rate, begins, kept_room), k * v.unsqueeze(3), room)
         outputs.append(_read(states, q))
-        state = states[:, -1]
+        # The next tokens take the same room.
+        state = states[:, -1] if room is None else states[:, -1].clone()
     return torch.cat(outputs, dim=1), state
 
 
@@ -195,10 +199,10 @@ def diagonal_scan_adjoint(
     kept_room, room = _rooms(query, key, log_decay, rate, given)
     for q, k, g, begins, y in reversed(cut(STEPS, query, key, log_decay, reset, given)):
         kept = _kept(g, rate, begins, kept_room)
-        states = recur_back(state, kept, later, q * y.unsqueeze(3), room)
+        states = recur_back(state, kept, later, q * y.unsqueeze(3), None if room is None else room[:, 1:])
         outputs.append(_read(states, k))
         # The next tokens take the same room.
-        state, later = states[:, 0], kept[:, 0].clone()
+        state, later = (t if room is None else t.clone() for t in (states[:, 0], kept[:, 0]))
     passed = _back(torch.cat(outputs[::-1], dim=1), grad)
     return passed if key_scale is None else passed * key_scale.unsqueeze(-1)
 
@@ -253,15 +257,16 @@ def _rooms(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return places for what some tokens keep and for their states, used again for the next: memory stays in cache.
 
-    None where gradients need all of them.
+    One and the same where both have a size. There is a place more than tokens: backward in time a state takes the
+    place of what the token after it keeps. None where gradients need all of them.
     """
     if _differentiated(query, key, log_decay, value) or (rate is not None and _differentiated(rate)):
         return None, None
     kept = torch.broadcast_shapes(log_decay.shape, () if rate is None else rate.shape)
     each = torch.broadcast_shapes(kept, query.shape, key.shape, (*value.shape[:3], 1, value.shape[3]))
-    steps = min(STEPS, value.shape[1])
-    kept_room, room = (log_decay.new_empty(shape[0], steps, *shape[2:]) for shape in (kept, each))
-    return kept_room, room
+    steps = min(STEPS, value.shape[1]) + 1
+    room = log_decay.new_empty(each[0], steps, *each[2:])
+    return room if kept == each else log_decay.new_empty(kept[0], steps, *kept[2:]), room
 
 
 def cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
