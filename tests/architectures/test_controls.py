@@ -250,7 +250,7 @@ def test_a_factor_that_is_not_a_number_is_refused(break_adapter: Callable[[str, 
 def test_a_weight_that_is_not_a_number_is_no_pass(break_adapter: Callable[[str, Edit], None]) -> None:
     def nothing(call: Call) -> Matrix:
         width = call.input.shape[-1]
-        return Matrix("input", torch.full((width, width), torch.nan))
+        return Matrix("input", torch.full_like(call.input[0, 0].expand(width, -1), torch.nan))
 
     break_adapter("mamba", lambda call, chain: (nothing(call), *chain))
     entry = host("mamba")

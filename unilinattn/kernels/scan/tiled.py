@@ -23,10 +23,10 @@ CHUNK = 64
 STEPS = 16
 """Tokens whose states of a diagonal decay are held at once: few, so that they stay in cache."""
 
-KEPT = 2048
+KEPT = 512
 """Tokens up to which a pass that will be differentiated keeps all of its states."""
 
-GROUP = 512
+GROUP = 256
 """Tokens of a longer pass whose states are made again together when its gradient is taken."""
 
 
