@@ -125,6 +125,42 @@ def test_states_that_are_made_again_have_the_same_gradients(
         assert relative_error(again, once) < 1e-13
 
 
+def token_by_token(query, key, decay, scale, rate, value, back: bool) -> Tensor:
+    read, write = (key * scale.unsqueeze(-1), query) if back else (query, key * scale.unsqueeze(-1))
+    steps = (decay * rate).exp()
+    state, found = torch.zeros(value.shape[0], 4, 3, value.shape[3], dtype=torch.float64), {}
+    length = value.shape[1]
+    for t in range(length - 1, -1, -1) if back else range(length):
+        crossed = t + 1 if back else t
+        state = state * (steps[:, crossed, ..., None] if crossed < length else 1)
+        state = state + write[:, t].expand(-1, 4, -1).unsqueeze(-1) * value[:, t].unsqueeze(-2)
+        found[t] = (read[:, t].expand(-1, 4, -1).unsqueeze(-1) * state).sum(-2)
+    return torch.stack([found[t] for t in range(length)], dim=1)
+
+
+@pytest.mark.parametrize("alone", [None, 0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("back", [False, True])
+def test_the_diagonal_scan_is_the_recurrence_whatever_is_differentiated(
+    back: bool, channels: int, alone: int | None
+) -> None:
+    # Where gradients are asked for nothing may be written over that they need, whichever factor they are of.
+    length = 35
+    query, key = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(2))
+    decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
+    value = torch.randn(2, length, 4, channels, dtype=torch.float64)
+    given = [t.double() for t in (query, key, decay, scale, rate, value)]
+    if alone is not None:
+        given[alone].requires_grad_()
+    expected = token_by_token(*given, back)
+    got = (tiled.diagonal_scan_adjoint if back else tiled.diagonal_scan)(*given[:5], None, given[5])
+    assert relative_error(got.detach(), expected.detach()) < 1e-13
+    if alone is not None:
+        weights = torch.randn_like(expected)
+        one, other = (torch.autograd.grad((t * weights).sum(), given[alone])[0] for t in (got, expected))
+        assert relative_error(one, other) < 1e-12
+
+
 def test_a_long_pass_keeps_vectors_and_no_states_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "KEPT", 8)
     monkeypatch.setattr(tiled, "GROUP", 32)

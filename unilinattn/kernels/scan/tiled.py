@@ -56,8 +56,8 @@ def recur_back(
     return _states(state, (*decay.unbind(1)[1:], later), increment, range(decay.shape[1] - 1, -1, -1), room)
 
 
-def _differentiated(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def _differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _states(
@@ -146,12 +146,13 @@ def diagonal_scan(
     value: Inexact[Tensor, "batch length head channel"],
 ) -> Inexact[Tensor, "batch length head channel"]:
     """Run S_t = exp(g_t) S_{t-1} + k_t v_t^T forward in time and read y_t = S_t^T q_t."""
-    written = value if key_scale is None else value * key_scale.unsqueeze(-1)
-    query, key, log_decay, rate, written = _laid_out(query, key, log_decay, rate, written)
+    written = value.transpose(2, 3) if value.shape[3] == 1 else value
+    query, key, log_decay, key_scale, rate = _laid_out(query, key, log_decay, key_scale, rate, value.shape[3])
     state = value.new_zeros(1, 1, 1, 1)
     outputs = []
-    held = GROUP if _differentiated(query, key, log_decay, written) and value.shape[1] > KEPT else value.shape[1]
-    for parts in cut(held, query, key, log_decay, reset, written):
+    kept = _differentiated(query, key, log_decay, key_scale, rate, written)
+    held = GROUP if kept and value.shape[1] > KEPT else value.shape[1]
+    for parts in cut(held, query, key, log_decay, key_scale, reset, written):
         if held < value.shape[1]:
             # The states of a long pass are made again when its gradient needs them: vectors alone are kept.
             found, state = checkpoint(_group, state, rate, *parts, use_reentrant=False)
@@ -167,13 +168,15 @@ def _group(
     query: Tensor,
     key: Tensor,
     log_decay: Tensor,
+    key_scale: Tensor | None,
     reset: Tensor | None,
     value: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Run `diagonal_scan` from a state over some tokens; return what they read and the last state."""
     outputs = []
-    kept_room, room = _rooms(query, key, log_decay, rate, value)
-    for q, k, g, begins, v in cut(STEPS, query, key, log_decay, reset, value):
+    kept_room, room = _rooms(query, key, log_decay, key_scale, rate, value)
+    for q, k, g, scale, begins, v in cut(STEPS, query, key, log_decay, key_scale, reset, value):
+        v = v if scale is None else v * scale
         states = recur(state, _kept(g, rate, begins, kept_room), k * v.unsqueeze(3), room)
         outputs.append(_read(states, q))
         # The next tokens take the same room.
@@ -193,34 +196,38 @@ def diagonal_scan_adjoint(
     """Apply the transpose of `diagonal_scan`'s matrix: backward in time, reading with keys what queries wrote."""
     # What is the same for every head is written for one.
     given = grad[:, :, :1] if grad.stride(2) == 0 else grad
-    query, key, log_decay, rate, given = _laid_out(query, key, log_decay, rate, given)
+    given = given.transpose(2, 3) if grad.shape[3] == 1 else given
+    query, key, log_decay, key_scale, rate = _laid_out(query, key, log_decay, key_scale, rate, grad.shape[3])
     state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, log_decay.shape[2], 1, log_decay.shape[4])
     outputs = []
-    kept_room, room = _rooms(query, key, log_decay, rate, given)
-    for q, k, g, begins, y in reversed(cut(STEPS, query, key, log_decay, reset, given)):
+    kept_room, room = _rooms(query, key, log_decay, key_scale, rate, given)
+    for q, k, g, scale, begins, y in reversed(cut(STEPS, query, key, log_decay, key_scale, reset, given)):
         kept = _kept(g, rate, begins, kept_room)
         states = recur_back(state, kept, later, q * y.unsqueeze(3), None if room is None else room[:, 1:])
-        outputs.append(_read(states, k))
+        found = _read(states, k)
+        outputs.append(found if scale is None else found * scale)
         # The next tokens take the same room.
         state, later = (t if room is None else t.clone() for t in (states[:, 0], kept[:, 0]))
-    passed = _back(torch.cat(outputs[::-1], dim=1), grad)
-    return passed if key_scale is None else passed * key_scale.unsqueeze(-1)
+    return _back(torch.cat(outputs[::-1], dim=1), grad)
 
 
 def _laid_out(
-    query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | None, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor | None, rate: Tensor | None, channels: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the factors as (batch, length, head, state, channel), of size one where they are the same.
 
-    Where each head carries a single channel the heads take the channels' place: what is innermost in memory is long.
+    Where each head carries a single channel the heads take the channels' place, as they do in the values: what is
+    innermost in memory is long. A key's scale has the axes of the values.
     """
     heads = log_decay.shape[2]
     query, key = (of_heads(factor, ALL, heads) for factor in (query, key))
-    if value.shape[3] > 1:
+    scale = None if key_scale is None else key_scale.unsqueeze(3)
+    if channels > 1:
         query, key, log_decay = (factor.unsqueeze(4) for factor in (query, key, log_decay))
-        return query, key, log_decay, None if rate is None else rate.unsqueeze(2), value
+        return query, key, log_decay, scale, None if rate is None else rate.unsqueeze(2)
     query, key, log_decay = (factor.transpose(2, 3).unsqueeze(2) for factor in (query, key, log_decay))
-    return query, key, log_decay, None if rate is None else rate.T.contiguous().unsqueeze(0), value.transpose(2, 3)
+    scale = None if scale is None else scale.transpose(2, 3)
+    return query, key, log_decay, scale, None if rate is None else rate.T.contiguous().unsqueeze(0)
 
 
 def _back(
@@ -253,14 +260,14 @@ def _kept(
 
 
 def _rooms(
-    query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | None, value: Tensor
+    query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor | None, rate: Tensor | None, value: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return places for what some tokens keep and for their states, used again for the next: memory stays in cache.
 
     One and the same where both have a size. There is a place more than tokens: backward in time a state takes the
     place of what the token after it keeps. None where gradients need all of them.
     """
-    if _differentiated(query, key, log_decay, value) or (rate is not None and _differentiated(rate)):
+    if _differentiated(query, key, log_decay, key_scale, rate, value):
         return None, None
     kept = torch.broadcast_shapes(log_decay.shape, () if rate is None else rate.shape)
     each = torch.broadcast_shapes(kept, query.shape, key.shape, (*value.shape[:3], 1, value.shape[3]))
