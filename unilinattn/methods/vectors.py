@@ -68,15 +68,14 @@ def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool) -> tuple[i
         size //= 2
     passes = [op.apply_cost() for op in ops]
     found = [rows_cost(op.chains[op.ports[0]], 0, op.width, size) for op in ops]
-    numbers = (
-        max(max(cost.numbers for cost in passes), size * each // width + max(cost.numbers for cost in found)) + vectors
-    )
+    taken = size * each // width + max(cost.numbers for cost in found)
+    numbers = max(taken, *(cost.numbers for cost in passes)) + vectors
     inner = sum(op.width * (out + 8) for op in ops)
     return width * numbers, batch * rows * keys * inner + sum(cost.operations for cost in passes)
 
 
 def _sum(tile: Tile, vectors: Sequence[Float[Tensor, "batch out row col"]]) -> Tile:
-    return replace(tile, inner=added(vectors), weight=None)
+    return replace(tile, inner=added(vectors), weight=None, squared=None)
 
 
 def _held_vectors(count: int) -> int:
