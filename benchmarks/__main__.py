@@ -18,6 +18,7 @@ import torch
 from benchmarks import cases, page, structures
 from benchmarks.cases import Case, Place
 from benchmarks.checks import checked
+from benchmarks.growth import grown
 from benchmarks.machine import machine
 from benchmarks.memory import peak
 from benchmarks.models import NARROW, PUBLISHED
@@ -33,7 +34,7 @@ def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
     """
     found = cases.prepared(case, place)
     start = time.perf_counter()
-    memory = peak(found.call, place.device)
+    memory: dict[str, int | None] = {"counted": peak(found.call, place.device), "resident": None}
     once = time.perf_counter() - start
     for rival in found.rivals.values():
         rival.call()
@@ -42,6 +43,8 @@ def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
     rivals = {name: _rounded(times[name], rival.times) for name, rival in found.rivals.items()}
     row: dict[str, Any] = {"operation": case.operation, "structure": case.structure, "length": case.length}
     row |= {"seconds": _rounded(times[""] or [once]), "rivals": rivals, "goals": case.goals.get(place.device, {})}
+    if case.rounds and place.device == "cpu" and place.sizes is PUBLISHED:
+        memory["resident"] = grown(case, torch.get_num_threads())
     return {**row, "memory": memory}
 
 
@@ -103,7 +106,9 @@ def main(arguments: list[str] | None = None) -> None:
     print("\n" + page.section(recorded))
     page.write(recorded, ROOT / "docs" / "performance.md", docs)
     if options.out is None:
-        structures.write(docs / "performance.md")
+        whole = docs / "performance.md"
+        text = page.put(whole.read_text(), "structures", structures.table())
+        whole.write_text(page.put(text, "million", page.long_runs(results)))
 
 
 def _rounded(seconds: list[float], times: float = 1.0) -> list[float]:

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,10 @@ class PeakBytes(TorchDispatchMode):
         self.now -= self.live.pop(at)
 
 
-def peak(call: Callable[[], Any], device: str) -> dict[str, int | None]:
+def peak(call: Callable[[], Any], device: str) -> int:
     """Return the bytes that a call took at its peak beside inputs and result.
 
-    "counted": the tensors that lived at the same time; on a GPU, what its allocator gave out. "resident": how much
-    the process grew, None where the system does not tell.
+    Tensors that lived at the same time; on a GPU, what its allocator gave out.
     """
     gc.collect()
     if device == "cuda":
@@ -58,36 +57,23 @@ def peak(call: Callable[[], Any], device: str) -> dict[str, int | None]:
         before = torch.cuda.memory_allocated()
         result = call()
         torch.cuda.synchronize()
-        return {"counted": torch.cuda.max_memory_allocated() - before - _size(result), "resident": None}
-    with _giving_back():
-        started = _resident("VmRSS") if _forget_peak() else None
-        with PeakBytes() as counted:
-            result = call()
-        ended = None if started is None else _resident("VmHWM")
-    grown = None if started is None or ended is None else max(0, ended - started - _size(result))
-    return {"counted": counted.peak - _size(result), "resident": grown}
+        return torch.cuda.max_memory_allocated() - before - _size(result)
+    with PeakBytes() as counted:
+        result = call()
+    return counted.peak - _size(result)
 
 
-@contextmanager
-def _giving_back() -> Iterator[None]:
-    """Let glibc give large blocks back to the system as soon as they are free, and what is free now.
-
-    Else the process grows by what the allocator keeps for later, too. Afterwards its thresholds are those that it
-    comes to by itself in a process that frees large blocks.
-    """
-    try:
-        libc = ctypes.CDLL(None)
-        trim_threshold, mmap_threshold = -1, -3
-        libc.mallopt(mmap_threshold, 1 << 20)
-        libc.malloc_trim(0)
-    except (OSError, AttributeError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        libc.mallopt(mmap_threshold, 32 << 20)
-        libc.mallopt(trim_threshold, 64 << 20)
+def growth(call: Callable[[], Any]) -> int | None:
+    """Return by how much this process grows while a call runs, beside its result; None where no system tells."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        # What glibc holds free from before would hide the growth.
+        ctypes.CDLL(None).malloc_trim(0)
+    if not _forget_peak():
+        return None
+    started = _resident("VmRSS")
+    result = call()
+    return max(0, _resident("VmHWM") - started - _size(result))
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:

@@ -16,7 +16,8 @@ Figures = Mapping[str, Any]
 PLOTS = {"cpu": "performance.png", "cuda": "performance-gpu.png"}
 """The file of each device's plot."""
 
-BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
+BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
+"""What stands around a generated part of the page, by its name."""
 
 NAMES = {
     "map": "channel-mean map",
@@ -82,18 +83,45 @@ def section(runs: Sequence[Figures]) -> str:
     return "\n\n".join(_run(figures) for figures in runs)
 
 
-def shown(page: str) -> str:
-    """Return what stands between the markers of a page."""
-    return page.split(BEGIN)[1].split(END)[0].strip()
+def shown(page: str, name: str = "performance") -> str:
+    """Return a generated part of a page."""
+    return page.split(BEGIN.format(name))[1].split(END.format(name))[0].strip()
+
+
+def put(page: str, name: str, body: str) -> str:
+    """Return a page with another body between the markers of a part."""
+    begin, end = BEGIN.format(name), END.format(name)
+    return f"{page.split(begin)[0]}{begin}\n\n{body}\n\n{end}{page.split(end)[1]}"
 
 
 def write(runs: Sequence[Figures], template: Path, folder: Path) -> None:
     """Put the tables into the page, and draw a plot of each run beside it."""
-    text = template.read_text()
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    (folder / "performance.md").write_text(f"{head}{BEGIN}\n\n{section(runs)}\n\n{END}{tail}")
+    (folder / "performance.md").write_text(put(template.read_text(), "performance", section(runs)))
     for figures in runs:
         plot(figures).savefig(folder / PLOTS[figures["device"]], dpi=150, metadata={"Software": None})
+
+
+def long_runs(folder: Path) -> str:
+    """Return a table of the recorded runs of `benchmarks.million_tokens`."""
+    header = ("model", "tokens", "trace", "prefix error", "rollout", "row sum off by", "peak of the process")
+    rows = []
+    for path in sorted(folder.glob("million-*.json")):
+        found = json.loads(path.read_text())
+        stages = {stage["stage"]: stage for stage in found["stages"]}
+        prefix = max(stage["prefix_error"] for stage in found["stages"] if "prefix_error" in stage)
+        rollout = stages["rollout of the last token"]
+        rows.append(
+            (
+                f"{STRUCTURES[found['model']]}, {found['layers']} layers, d = {found['width']}",
+                f"{found['length']:,}",
+                f"{stages['trace']['seconds']:.0f} s",
+                f"{prefix:.0e}",
+                f"{rollout['seconds']:.0f} s",
+                f"{stages['identity']['relative_difference']:.0e}",
+                f"{rollout['peak_gib']:.1f} GiB",
+            )
+        )
+    return _table(header, rows)
 
 
 def ratio(row: Figures, rival: str) -> float:

@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -32,8 +31,6 @@ HEADS, STATE, CHANNELS, ROWS = 4, 16, 8, 64
 """Sizes of the counted mixers: each head but S6's serves so many channels, and so many rows are taken at a time."""
 
 S6 = "diagonal decay, a channel a head (S6)"
-
-BEGIN, END = "<!-- structures:begin -->", "<!-- structures:end -->"
 
 SHORT, LONG = 256, 512
 """Lengths that are counted: what a pair costs is told at the longer one, growth from one to the other."""
@@ -87,12 +84,6 @@ def counted(operation: str, structure: str, length: int) -> Counted:
         channels = HEADS * (1 if structure == S6 else CHANNELS)
         multiplications = peak_of(lambda: OPERATIONS[operation](mixer, channels)).multiplications
     return Counted(multiplications, bool(plain), frozenset(kernels))
-
-
-def write(path: Path) -> None:
-    """Put the table into a page."""
-    head, rest = path.read_text().split(BEGIN)
-    path.write_text(f"{head}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
 
 
 def table() -> str:

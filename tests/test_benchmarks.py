@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks import cases, checks, models, page, structures
-from benchmarks.cases import Place, Prepared
-from benchmarks.memory import PeakBytes, peak
+from benchmarks.cases import Case, Place, Prepared
+from benchmarks.growth import grown
+from benchmarks.memory import PeakBytes, growth, peak
 from benchmarks.timing import interleaved
 from unilinattn.mixers import CoreMixer
 
@@ -45,14 +46,15 @@ def test_the_page_shows_what_was_recorded() -> None:
     assert recorded
     assert page.shown(text) == page.section(recorded)
     for name in page.NAMES.values():
-        assert name.split(",")[0] in text.split(page.BEGIN)[0], name
+        assert name.split(",")[0] in text.split(page.BEGIN.format("performance"))[0], name
+    assert page.shown(text, "million") == page.long_runs(ROOT / "benchmarks" / "results")
     for figures in recorded:
         assert page.stored(figures) == (ROOT / "benchmarks" / "results" / f"{figures['device']}.json").read_text()
 
 
 def test_the_page_says_what_each_structure_has() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
-    assert text.split(structures.BEGIN)[1].split(structures.END)[0].strip() == structures.table()
+    assert page.shown(text, "structures") == structures.table()
     mixers = {type(build(2)) for build in structures.STRUCTURES.values()}
     assert mixers == {kind for kind in _concrete(CoreMixer) if kind.__module__.startswith("unilinattn.")}
 
@@ -109,7 +111,7 @@ def test_the_peak_counts_what_lives_at_the_same_time() -> None:
         in_turn()
     assert counted.peak == 8000
     assert counted.now == 0
-    assert peak(in_turn, "cpu")["counted"] == 4000
+    assert peak(in_turn, "cpu") == 4000
 
 
 def test_the_peak_counts_what_a_backward_pass_keeps() -> None:
@@ -121,13 +123,27 @@ def test_the_peak_counts_what_a_backward_pass_keeps() -> None:
             product = product.exp()
         return torch.autograd.grad(product.sum(), weight)[0]
 
-    counted = peak(backward, "cpu")["counted"]
-    assert counted is not None
+    counted = peak(backward, "cpu")
     assert 10 * 4000 <= counted <= 14 * 4000
 
 
 def test_the_growth_of_the_process_is_seen() -> None:
-    found = peak(lambda: torch.ones(1 << 24).sum(), "cpu")
-    assert found["counted"] == 1 << 26
-    if found["resident"] is not None:
-        assert 0.9 * (1 << 26) <= found["resident"] <= 1.5 * (1 << 26)
+    def held() -> torch.Tensor:
+        return torch.ones(1 << 24).sum()
+
+    assert peak(held, "cpu") == 1 << 26
+    found = growth(held)
+    if found is not None:
+        assert 0.9 * (1 << 26) <= found <= 1.5 * (1 << 26)
+
+
+def test_a_process_of_its_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        called.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="12345\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert grown(Case("map", "mamba", 64), 1) == 12345
+    assert called[0][1:] == ["-m", "benchmarks.growth", "map", "mamba", "64", "1"]

@@ -173,14 +173,15 @@ class Shares:
             inner = (batch, channels, rows, columns)
             mixers = [(term.mixer, len(term.taps or ())) for term in self.found if term.mixer is not None]
             held += sum(mixer.weighted_size(rows, columns, channels, lags) for mixer, lags in mixers)
-            # Terms are added up two at a time; a head's weights stand beside those that its channels make of them.
-            held += pairs * (max((mixer.heads for mixer, _ in mixers), default=0) + channels * min(2, len(self.found)))
+            # Terms and lags are added up two at a time; a head's weights stand beside what its channels make of them.
+            held += pairs * (max((mixer.heads for mixer, _ in mixers), default=0) + 2 * channels)
         formed = 3 if self.tail else 0
         norms: int = form("contribution_norms", self._values).held_numbers(inner, out)
         if self.folded is not None:
             # For l2 the vectors twice in float64 instead.
             norms = max(norms, 4 * pairs * heads)
-        return held + norms + pairs * out * (formed + beside)
+        # The norms themselves, with and without what is added to a row's own.
+        return held + norms + pairs * (out * (formed + beside) + 4)
 
     def operations(self) -> int:
         """Return how much tiles of all pairs multiply."""

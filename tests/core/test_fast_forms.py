@@ -7,6 +7,7 @@ import torch
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import max_memory
+from unilinattn.mixers import diagonal_decay
 from unilinattn.operator import MixerOperator
 from unilinattn.testing import Host, relative_error
 from unilinattn.trace import trace
@@ -59,3 +60,11 @@ def test_fast_forms_are_the_plain_rows(host: Host) -> None:
             for scope in ("core", "mixer", "unified"):
                 check_maps(layer.operator, scope)
             check_vectors(layer.operator)
+
+
+def test_squares_of_some_heads_at_a_time_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = next(host for host in HOSTS if host.name == "mamba")
+    monkeypatch.setattr(diagonal_decay, "SQUARES", 5)
+    for layer in trace(host.model(), host.inputs(), dtype=torch.float64).layers:
+        assert layer.operator.num_heads() % 5
+        check_vectors(layer.operator)

@@ -15,7 +15,7 @@ from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors, of_heads
 from unilinattn.kernels.streamed.naive import Phi
 from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost, check_factors
 
-SQUARES = 256
+SQUARES = 128
 """Heads whose squares of a block of rows are filled at once."""
 
 PAIR_BUDGET = 1 << 22
