@@ -18,10 +18,11 @@ from unilinattn.stages import Chain, Matrix, Scale, run
 from unilinattn.terms import Term, add_band, terms, widened, widened_size
 
 TILE = 64
-"""Rows of a tile, and columns on a CPU: enough for the product with the output projection to run at its rate."""
+"""Rows of a tile."""
 
-COLUMNS = {"cuda": 256}
-"""Columns of a tile on other devices: a GPU is filled by more pairs at a time."""
+COLUMNS = {"cpu": 32, "cuda": 256}
+"""Columns of a tile: on a CPU enough for the product with the output projection to run at its rate, with little memory;
+a GPU is filled by more pairs at a time. TILE on other devices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +287,7 @@ def _columns(keys: int, step: int, inside: slice | None) -> Iterator[slice]:
     """Yield the columns of a block of rows; those `inside` a causal one in halves, and none after them."""
     start, stop = 0, keys if inside is None else min(keys, inside.stop)
     while start < stop:
-        width = step if inside is None or start < inside.start else max(1, step // 2)
+        width = step if inside is None or start < inside.start else min(step, TILE // 2)
         end = min(start + width, stop if inside is None or start >= inside.start else inside.start)
         yield slice(start, end)
         start = end
