@@ -287,7 +287,7 @@ def _columns(keys: int, step: int, inside: slice | None) -> Iterator[slice]:
     """Yield the columns of a block of rows; those `inside` a causal one in halves, and none after them."""
     start, stop = 0, keys if inside is None else min(keys, inside.stop)
     while start < stop:
-        width = step if inside is None or start < inside.start else min(step, TILE // 2)
+        width = step if inside is None or start < inside.start else max(1, step // 2)
         end = min(start + width, stop if inside is None or start >= inside.start else inside.start)
         yield slice(start, end)
         start = end

@@ -12,13 +12,13 @@ class _Schemas(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision":
             sys.meta_path.remove(self)
-            import torch
+            from torch import library
 
             # Kept alive for as long as the process runs: a library that goes takes its schemas with it.
-            self.library = torch.library.Library("torchvision", "DEF")
-            self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            sys.modules["torch"].__dict__["_torchvision_schemas"] = self.library
+            schemas = library.Library("torchvision", "DEF")
+            schemas.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            schemas.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            sys.modules["torch"].__dict__["_torchvision_schemas"] = schemas
 
 
 sys.meta_path.insert(0, _Schemas())
