@@ -174,8 +174,8 @@ class Shares:
             inner = (batch, channels, rows, columns)
             mixers = [(term.mixer, len(term.taps or ())) for term in self.found if term.mixer is not None]
             held += sum(mixer.weighted_size(rows, columns, channels, lags) for mixer, lags in mixers)
-            # Terms and lags are added up two at a time; a head's weights stand beside what its channels make of them.
-            held += pairs * (max((mixer.heads for mixer, _ in mixers), default=0) + 2 * channels)
+            # A tile, and the next one, which terms are added to one by one.
+            held += pairs * channels * min(3, 1 + max(1, len(mixers)))
         formed = 3 if self.tail else 0
         norms: int = form("contribution_norms", self._values).held_numbers(inner, out)
         if self.folded is not None:
@@ -225,15 +225,14 @@ class Shares:
             assert blocks[0] is not None
             alpha = blocks[0](cols)[:, :, skipped:].permute(0, 3, 1, 2)
             return alpha.flatten(0, 1).unsqueeze(3), self.folded[:, cols].flatten(0, 1).mT
-        found = [block(cols)[:, :, skipped:] for block in blocks if block is not None]
-        channels = next(iter((self.found[0].taps or {}).values())).shape[2]
-        v = (
-            found[0]
-            if found
-            else self._values.new_zeros(self.shape[0], channels, own.stop - own.start, cols.stop - cols.start)
-        )
-        for other in found[1:]:
-            v = v + other
+        v: Tensor | None = None
+        for block in blocks:
+            if block is not None:
+                made = block(cols)[:, :, skipped:]
+                v = made if v is None else v.add_(made)
+        if v is None:
+            channels = next(iter((self.found[0].taps or {}).values())).shape[2]
+            v = self._values.new_zeros(self.shape[0], channels, own.stop - own.start, cols.stop - cols.start)
         for term in self.found:
             if term.mixer is None:
                 for lag, tap in (term.taps or {}).items():

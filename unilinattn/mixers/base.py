@@ -127,8 +127,8 @@ class CoreMixer(ABC):
             yield reduced(block(ALL), part, left, taps)
 
     def weighted_size(self, rows: int, cols: int, channels: int, lags: int) -> int:
-        """Return how many numbers `weighted_blocks` holds for a block of so many rows, beside two tiles of it."""
-        return self.shape[0] * channels * rows * cols
+        """Return how many numbers `weighted_blocks` holds beside its tiles: a block of each head, and what makes it."""
+        return 2 * self.shape[0] * self.heads * rows * (cols + lags)
 
     def streamed(
         self,

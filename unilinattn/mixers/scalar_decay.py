@@ -112,6 +112,10 @@ class ScalarDecay(CoreMixer):
                     total = total + torch.nn.functional.pad(landed[..., lag:], (0, min(lag, length)))
             yield total
 
+    def weighted_size(self, rows: int, cols: int, channels: int, lags: int) -> int:
+        """Return how many numbers `weighted_blocks` holds beside its tiles: on the diagonal, squares of each head."""
+        return 3 * self.shape[0] * self.heads * rows * (max(rows, cols) + lags)
+
     def reduced_size(self, rows: int, channels: int) -> int:
         """Return how many numbers `reduced_rows` holds: the products of each group, and decays reduced one by one."""
         batch, heads, length, _ = self.shape

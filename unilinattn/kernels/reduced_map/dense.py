@@ -40,15 +40,16 @@ def weighted(
     taps: Taps,
 ) -> Float[Tensor, "batch channel row key"]:
     """Return left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] for the first `width` of the landed columns j."""
-    heads = alpha.shape[1]
-    total = alpha.new_zeros(())
+    batch, heads, count, _ = alpha.shape
+    each = next(iter(taps.values())).shape[2] // heads
+    total = alpha.new_zeros(batch, heads, each, count, width)
     for lag, tap in taps.items():
         there = alpha[:, :, None, :, lag : lag + width]
         factor = of_tokens(tap, slice(landed.start + lag, min(landed.start + lag + width, landed.stop)))
-        part = there * factor.transpose(1, 2).unflatten(1, (heads, -1)).unsqueeze(3)
-        total = total + functional.pad(part, (0, width - part.shape[-1]))
+        factor = factor.transpose(1, 2).unflatten(1, (heads, each)).unsqueeze(3)
+        total[..., : there.shape[-1]].addcmul_(there, factor)
     total = total.flatten(1, 2)
-    return total if left is None else total * of_tokens(left, rows).transpose(1, 2).unsqueeze(-1)
+    return total if left is None else total.mul_(of_tokens(left, rows).transpose(1, 2).unsqueeze(-1))
 
 
 def of_tokens(factor: Float[Tensor, "#batch #length channel"], tokens: slice) -> Float[Tensor, "#batch #token channel"]:
