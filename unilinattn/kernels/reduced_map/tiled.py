@@ -101,12 +101,11 @@ def square(
     weights = {0: None} if taps is None else {lag: tap.unsqueeze(-1) for lag, tap in taps.items()}
     blocks = size // LEAF
     kept, query = (t.unflatten(1, (blocks, LEAF)).flatten(0, 1) for t in (kept, query))
-    entering = {
-        lag: functional.pad((key if tap is None else key * tap).expand(-1, -1, heads_here, -1), pad)
-        .unflatten(1, (blocks, LEAF))
-        .flatten(0, 1)
-        for lag, tap in weights.items()
-    }
+    # What enters with a token lands on `reach` + 1 columns, the earliest first.
+    entering = kept.new_zeros(batch, size, reach + 1, heads_here, state)
+    for lag, tap in weights.items():
+        entering[:, :count, reach - lag] = key if tap is None else key * tap
+    entering = entering.view(batch * blocks, LEAF, reach + 1, heads_here, state)
     # Row by row inside the leaves: every column's memory fades, then the row's own token enters and is read.
     write = kept.new_zeros(batch * blocks, LEAF + reach, heads_here, state)
     read = torch.empty_like(kept)
@@ -114,8 +113,7 @@ def square(
     passed = torch.ones_like(kept[:, 0])
     for i in range(LEAF):
         write[:, : i + reach].mul_(kept[:, i : i + 1])
-        for lag, new in entering.items():
-            write[:, i + reach - lag] += new[:, i]
+        write[:, i : i + reach + 1] += entering[:, i]
         passed = passed * kept[:, i]
         torch.mul(query[:, i], passed, out=read[:, i])
         upto = write[:, : i + 1 + reach].flatten(2)
