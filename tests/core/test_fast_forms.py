@@ -4,11 +4,16 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch import Tensor
 
 from unilinattn.errors import UncoveredError
+from unilinattn.kernels.contribution_norms import naive
+from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.memory import max_memory
+from unilinattn.methods.vectors import share_tiles
 from unilinattn.mixers import diagonal_decay
 from unilinattn.operator import MixerOperator
+from unilinattn.shares import Shares
 from unilinattn.testing import Host, relative_error
 from unilinattn.trace import trace
 
@@ -46,6 +51,22 @@ def check_vectors(op: MixerOperator) -> None:
                 total[:, tile.rows] += tile.total()
             assert relative_error(got, expected) <= CLOSE
             assert relative_error(total, expected.sum(2)) <= CLOSE
+    check_norms(form.times(-1.5), -1.5 * expected, CLOSE)
+
+
+def check_norms(form: Shares, expected: Tensor, close: float) -> None:
+    """Compare norms of narrow tiles with those of whole vectors, something added to each row's own."""
+    extra = torch.randn_like(expected[:, :, 0])
+    whole, y = expected.clone(), expected.sum(2) + extra
+    whole.diagonal(dim1=1, dim2=2).add_(extra.transpose(1, 2))
+    orders: list[tuple[Order, Tensor | None]] = [(2.0, None), (1.0, None), ("alti", y)]
+    for order, reference in orders:
+        got = torch.zeros_like(expected[..., 0])
+        for tile in form.tiles(form.causal, 4, rows=8):
+            at = None if reference is None else reference[:, tile.rows]
+            got[:, tile.rows, tile.cols] = tile.norms(order, extra=extra[:, tile.rows], reference=at)
+        each = whole.permute(0, 3, 1, 2)
+        assert relative_error(got, naive.norms(each, None, order=order, reference=reference)) <= close
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
@@ -60,6 +81,30 @@ def test_fast_forms_are_the_plain_rows(host: Host) -> None:
             for scope in ("core", "mixer", "unified"):
                 check_maps(layer.operator, scope)
             check_vectors(layer.operator)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt neox, parallel", "llama, grouped queries", "mamba2", "vit"])
+def test_norms_in_float32_are_those_of_float64(name: str) -> None:
+    # Softmax layers have Gram matrices for l2 there.
+    host = next(host for host in HOSTS if host.name == name)
+    for layer in trace(host.model(), host.inputs()).layers:
+        op = layer.operator
+        form = op.shares()
+        assert form is not None
+        check_norms(form.times(-1.5), -1.5 * op.contributions(range(op.output.shape[1])), 2e-6)
+
+
+def test_the_sum_of_two_layers_has_the_norms_of_the_sum() -> None:
+    host = next(host for host in HOSTS if host.name == "gpt2")
+    layers = trace(host.model(), host.inputs()).layers[:2]
+    queries = layers[0].output.shape[1]
+    rows = torch.arange(queries).expand(layers[0].output.shape[0], -1)
+    first, second = (layer.operator.contributions(range(queries)) for layer in layers)
+    every = 0.5 * first + 2 * second
+    got = torch.zeros_like(every[..., 0])
+    for tile in share_tiles(layers, (0.5, 2.0), rows, "exact"):
+        got[:, tile.rows, tile.cols] = tile.norms(2.0)
+    assert relative_error(got, every.norm(dim=-1)) <= 2e-6
 
 
 def test_squares_of_some_heads_at_a_time_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,16 @@ def test_vectors_whose_parts_cancel_are_small_by_gram_matrices_too() -> None:
     vectors[:, 1] += 1e-5 * torch.randn(3, 3)
     expected = naive.norms(vectors, weight, order=2.0)
     assert relative_error(gram.norms(vectors, gram.gram(weight)), expected) < 1e-4
-    # Where all of it cancels nothing but zero is left, and no root of a negative number.
-    assert float(gram.norms(torch.ones(1, 2, 3, 3), gram.gram(weight)).max()) <= 1e-6
+
+
+def test_vectors_of_which_all_cancels_are_zero_by_gram_matrices_too() -> None:
+    # Rounding leaves some of the squares below zero: no root is taken of them.
+    two = torch.randn(50, 40, 2, dtype=torch.float64)
+    weight = torch.cat([two, -two.sum(2, keepdim=True)], dim=2)
+    squared, ones = gram.gram(weight), torch.ones(50, 3, 2, 2)
+    assert float((squared @ ones.double().flatten(2)).sum(1).min()) < 0
+    found = gram.norms(ones, squared)
+    assert torch.isfinite(found).all() and float(found.max()) <= 1e-6
 
 
 @pytest.mark.parametrize("order", ["alti", "dot", -1.0, 0.0])

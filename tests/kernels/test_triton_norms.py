@@ -13,6 +13,7 @@ from unilinattn.kernels.contribution_norms import triton as form
 from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import host
+from unilinattn.testing.peak import peak_of
 from unilinattn.trace import trace
 
 ORDERS: list[Order] = [1.0, 2.0, 3.0, 1.5, float("inf"), "alti", "dot"]
@@ -64,6 +65,16 @@ def test_tensors_may_be_strided_and_shared() -> None:
 def test_a_coarse_product_rounds_its_inputs_alone() -> None:
     vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, 60, 35)
     assert check(vectors, weight, 2.0, None, 8e-3, precision="bf16") > 1e-5
+
+
+@pytest.mark.parametrize("order", [1.0, float("inf")])
+@pytest.mark.parametrize("outs", [100, 300])
+def test_what_is_held_is_what_was_said(outs: int, order: Order) -> None:
+    vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, outs, 35)
+    said = 4 * form.held_numbers(vectors.shape, outs)
+    counted = peak_of(lambda: form.norms(vectors, weight, order=order)).peak
+    # The poison is one number more.
+    assert said / 2 <= counted <= said + 4
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "gpt2"])
