@@ -1,6 +1,6 @@
 """`Flow`: write an adapter as a forward pass, get the chain of frozen stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,18 +22,39 @@ _SLOPES = {
 """Frozen slopes (f(p) - f(0)) / p in closed form: no division by p. All of these have f(0) = 0."""
 
 
+class Value:
+    """What some stages make of an earlier value: computed when it is first called for, and once."""
+
+    def __init__(self, stages: Sequence[Stage], before: Callable[[], Tensor]) -> None:
+        """Wait."""
+        self._stages, self._before = stages, before
+        self._found: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        """Return the value: (batch, length, channel)."""
+        if self._found is not None:
+            return self._found
+        found = run(self._stages, self._before())
+        # What has a shape alone, as where costs are estimated, is nothing to keep.
+        if type(found) is Tensor:
+            self._found, self._stages, self._before = found, (), lambda: found
+        return found
+
+
 class Flow:
     """A layer's forward pass on the observed input, recorded stage by stage.
 
-    Each method appends one stage, frozen on the current `value`. The value is computed only when something asks
-    for it. Nothing is detached: built with gradients on, the same pass is differentiable, and exactly the host's.
+    Each method appends one stage, frozen on the current `value`. Values, and factors that are frozen on them, are
+    computed only when something asks for them: a map of the core needs no norm of what the core returns. Nothing is
+    detached: built with gradients on, the same pass is differentiable, and exactly the host's.
     """
 
     def __init__(self, x: Tensor, *, port: str = "x") -> None:
         """Start from what enters the layer at a port: (batch, length, channel)."""
         self.port = port
         self.inputs: dict[str, Tensor] = {port: x}
-        self._value = x
+        self._sizes = x.shape[:2]
+        self._begun: Callable[[], Tensor] = lambda: x
         self._stages: dict[str, list[Stage]] = {port: []}
         self._pending: list[Stage] = []
         self.before_output: Tensor | None = None
@@ -52,9 +73,13 @@ class Flow:
     @property
     def value(self) -> Tensor:
         """What the stages so far make of the observed input, biases included: (batch, length, channel)."""
-        self._value = run(self._pending, self._value)
-        self._pending = []
-        return self._value
+        return self.later()()
+
+    def later(self) -> Callable[[], Tensor]:
+        """Return a function that computes `value` as it is at this stage: for factors that are frozen on it."""
+        if self._pending:
+            self._begun, self._pending = Value(self._pending, self._begun), []
+        return self._begun
 
     def stage(self, stage: Stage) -> "Flow":
         """Append any stage; where ports were merged it stands on each of their chains, its bias on one."""
@@ -69,23 +94,20 @@ class Flow:
 
     def join(self, *forks: "Flow", role: str) -> "Flow":
         """Append the sum of forks as a branch; a fork without stages is the identity."""
-        branch = Branch(role, tuple(fork.chain for fork in forks))
-        value = torch.stack([fork.value for fork in forks]).sum(0)
-        self.stage(branch)
-        self._value, self._pending = value, []
-        return self
+        self.stage(Branch(role, tuple(fork.chain for fork in forks)))
+        values = [fork.later() for fork in forks]
+        return self._go_on(lambda: torch.stack([value() for value in values]).sum(0))
 
     def merge(self, other: "Flow") -> "Flow":
         """Add what another port's flow carries; the stages from here on are shared by both ports."""
-        value = self.value + other.value
+        one, two = self.later(), other.later()
         self.inputs |= other.inputs
         self._stages |= {port: list(chain) for port, chain in other.chains.items()}
-        self._value = value
-        return self
+        return self._go_on(lambda: one() + two())
 
     def shift(self, mix: Tensor) -> "Flow":
         """Add `mix` (batch|1, length|1, channel) times the previous token minus the current one: RWKV's token shift."""
-        batch, length = self._value.shape[:2]
+        batch, length = self._sizes
         last = torch.tensor([[0.0, 1.0]], dtype=mix.dtype, device=mix.device)
         previous = self.fork().stage(Mix("shift", Toeplitz(last, batch=batch, length=length)))
         return self.join(self.fork().scale(1 - mix, role="shift"), previous.scale(mix, role="shift"), role="shift")
@@ -107,7 +129,7 @@ class Flow:
 
     def conv(self, weight: Tensor, bias: Tensor | None = None) -> "Flow":
         """Convolve each channel causally; weight (channel, 1, tap) as in torch, the last tap on the current token."""
-        batch, length = self._value.shape[:2]
+        batch, length = self._sizes
         kernel = weight.squeeze(1).flip(-1)
         return self.stage(Mix("conv", Toeplitz(kernel, batch=batch, length=length), bias))
 
@@ -115,7 +137,8 @@ class Flow:
         """Scale by the activation's slope on the current value: s = (f(p) - f(0)) / p."""
         if name not in _SLOPES:
             raise UncoveredError(f"no frozen slope is known for the activation {name!r}" + nearest(name, _SLOPES))
-        return self.stage(Scale("act", _SLOPES[name](self.value)))
+        before = self.later()
+        return self.scale(lambda: _SLOPES[name](before()), role="act")
 
     def core(self, mixer: CoreMixer, *, skip: Tensor | None = None) -> "Flow":
         """Mix tokens by a core mixer, with a skip D of one factor a head or channel beside it."""
@@ -130,22 +153,29 @@ class Flow:
 
     def rms_norm(self, weight: Tensor | None, eps: float, *, groups: int = 1) -> "Flow":
         """Divide by the frozen root mean square over each group of channels, then multiply by the weight."""
-        square = self.value.unflatten(2, (groups, -1)).pow(2).mean(-1)
-        self.scale(torch.rsqrt(square + eps), role="norm")
+        self._size(eps, groups)
         return self.scale(None if weight is None else weight[None, None], role="norm")
 
     def layer_norm(self, weight: Tensor | None, bias: Tensor | None, eps: float, *, groups: int = 1) -> "Flow":
         """Centre each group of channels, divide by its frozen deviation, multiply by the weight, add the bias."""
         self.stage(Center("norm", groups))
-        variance = self.value.unflatten(2, (groups, -1)).pow(2).mean(-1)
-        self.scale(torch.rsqrt(variance + eps), role="norm")
+        self._size(eps, groups)
         return self.scale(None if weight is None else weight[None, None], bias, role="norm")
 
     def residual(self, x: Tensor) -> "Flow":
         """Add the layer's own observed input to everything so far: the residual becomes a branch."""
-        value = self.value + x
+        before = self.later()
         self._stages[self.port] = [Branch("output", (self.chain, ()))]
-        self._value = value
+        return self._go_on(lambda: before() + x)
+
+    def _size(self, eps: float, groups: int) -> None:
+        """Divide by the frozen root mean square of each group of channels."""
+        before = self.later()
+        self.scale(lambda: torch.rsqrt(before().unflatten(2, (groups, -1)).pow(2).mean(-1) + eps), role="norm")
+
+    def _go_on(self, value: Callable[[], Tensor]) -> "Flow":
+        """Go on from a value that the stages so far make, computed otherwise."""
+        self._begun, self._pending = Value((), value), []
         return self
 
     def unmapped(self, role: str, reason: str, width: int) -> "Flow":

@@ -111,21 +111,18 @@ class Scale(Stage):
         """The factors themselves."""
         if isinstance(self.factor, Tensor):
             return self.factor
-        found: Tensor | None = vars(self).get("_made")
-        if found is None:
-            found = self.factor()
-            self._refuse_infinite(found)
-            # What has a shape alone, as where costs are estimated, is nothing to keep.
-            if type(found) is Tensor:
-                vars(self)["_made"] = found
+        found = self.factor()
+        self._refuse_infinite(found)
+        # What has a shape alone, as where costs are estimated, is nothing to keep. Else what the function holds goes.
+        if type(found) is Tensor:
+            vars(self)["factor"] = found
         return found
 
     def check(self, layer: str) -> None:
         """Raise `FactorError` with the layer's name for NaN or infinity in the factors, now or when they are made."""
         vars(self)["_layer"] = layer
-        made = self.factor if isinstance(self.factor, Tensor) else vars(self).get("_made")
-        if made is not None:
-            self._refuse_infinite(made)
+        if isinstance(self.factor, Tensor):
+            self._refuse_infinite(self.factor)
 
     def _refuse_infinite(self, factor: Tensor) -> None:
         # What has a shape alone has no numbers.

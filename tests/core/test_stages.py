@@ -178,6 +178,25 @@ def test_a_flow_is_differentiable_as_the_pass_that_it_writes_down() -> None:
     assert relative_error(ours, theirs) < 1e-13
 
 
+def test_what_is_frozen_on_the_core_s_output_waits_until_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, seen = torch.randn(2, 5, 8, dtype=torch.float64), []
+    plain = Dense.apply
+    monkeypatch.setattr(Dense, "apply", lambda self, value: seen.append(value) or plain(self, value))
+    core = Dense(torch.randn(2, 4, 5, 5, dtype=torch.float64).softmax(-1))
+    flow = Flow(x).core(core).activation("silu").rms_norm(None, 1e-6).layer_norm(None, None, 1e-6)
+    op = MixerOperator(flow.chains, inputs=flow.inputs, output=x)
+    op.matrix("core")
+    op.left_multiply(torch.randn(2, 1, 5, dtype=torch.float64))
+    assert not seen
+    found = op.apply(x)
+    # Once for all that is frozen on it, and once for the operator itself.
+    assert len(seen) == 2
+    op.apply(x)
+    assert len(seen) == 3
+    y = functional.silu(plain(core, x.unflatten(2, (4, 2))).flatten(2))
+    assert relative_error(found, functional.layer_norm(functional.rms_norm(y, (8,), eps=1e-6), (8,), eps=1e-6)) <= 1e-14
+
+
 def test_no_mask_changes_nothing() -> None:
     flow = Flow(normal(BATCH, LENGTH, CHANNELS))
     assert flow.scale(None, role="input").chain == ()

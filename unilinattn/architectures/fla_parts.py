@@ -148,7 +148,7 @@ def rotated(
 
 def head_norm(call: Call, flow: Flow, norm: Any) -> Flow:
     """Append the RMS norm over each head, of whose weights all heads have the same."""
-    count = flow.value.shape[-1] // norm.hidden_size
+    count = call.host.o_proj.weight.shape[1] // norm.hidden_size
     weight = None if norm.weight is None else call.weight(norm.weight).repeat(count)
     return flow.rms_norm(weight, norm.eps, groups=count)
 

@@ -63,5 +63,6 @@ def _convolved(call: Call, kernel: nn.Module, skip: Tensor) -> Flow:
 def _gated_output(flow: Flow, weight: Tensor, bias: Tensor) -> Flow:
     """Append a GLU: one half of a projection carries, the sigmoid of the other half gates it."""
     (carry, gate), (carry_bias, gate_bias) = weight.chunk(2), bias.chunk(2)
-    factor = torch.sigmoid(functional.linear(flow.value, gate, gate_bias))
-    return flow.matrix(carry, carry_bias, role="output").gate(factor)
+    before = flow.later()
+    flow.matrix(carry, carry_bias, role="output")
+    return flow.gate(lambda: torch.sigmoid(functional.linear(before(), gate, gate_bias)))

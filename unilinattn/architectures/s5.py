@@ -29,5 +29,6 @@ def s5(call: Call) -> Flow:
     carried = flow.fork().stage(ToComplex("input")).matrix(weight(modes.inputs), role="input").core(core)
     carried.matrix(weight(modes.outputs), role="output").stage(ToReal("output"))
     flow.join(carried, flow.fork().scale(weight(host.seq.D)[None, None], role="skip"), role="core")
-    flow.activation("gelu_pytorch_tanh")
-    return flow.gate(torch.sigmoid(functional.linear(flow.value, weight(host.out2.weight), weight(host.out2.bias))))
+    before = flow.activation("gelu_pytorch_tanh").later()
+    gate, bias = weight(host.out2.weight), weight(host.out2.bias)
+    return flow.gate(lambda: torch.sigmoid(functional.linear(before(), gate, bias)))
