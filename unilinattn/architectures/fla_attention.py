@@ -22,7 +22,7 @@ def attention(call: Call) -> Flow:
     query, key = (heads(compute(call, getattr(host, f"{name}_proj"), call.input), host.head_dim) for name in "qk")
     if host.qk_norm:
         query, key = (
-            head_norm(call, Flow(side.flatten(2)), norm).value.view_as(side)
+            head_norm(call, Flow(side.flatten(2)), norm, side.shape[2] * side.shape[3]).value.view_as(side)
             for side, norm in ((query, host.q_norm), (key, host.k_norm))
         )
     query, key = (rotated(call, side, mask) for side in (query, key))

@@ -146,9 +146,12 @@ def rotated(
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def head_norm(call: Call, flow: Flow, norm: Any) -> Flow:
-    """Append the RMS norm over each head, of whose weights all heads have the same."""
-    count = call.host.o_proj.weight.shape[1] // norm.hidden_size
+def head_norm(call: Call, flow: Flow, norm: Any, width: int | None = None) -> Flow:
+    """Append the RMS norm over each head, of whose weights all heads have the same.
+
+    `width`: channels of all heads, those that the output projection takes unless told.
+    """
+    count = (call.host.o_proj.weight.shape[1] if width is None else width) // norm.hidden_size
     weight = None if norm.weight is None else call.weight(norm.weight).repeat(count)
     return flow.rms_norm(weight, norm.eps, groups=count)
 
