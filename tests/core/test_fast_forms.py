@@ -11,9 +11,10 @@ from unilinattn.kernels.contribution_norms import naive
 from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.memory import max_memory
 from unilinattn.methods.vectors import share_tiles
-from unilinattn.mixers import diagonal_decay
+from unilinattn.mixers import Dense, diagonal_decay
 from unilinattn.operator import MixerOperator
 from unilinattn.shares import Shares
+from unilinattn.stages import Matrix, Mix, Scale
 from unilinattn.testing import Host, relative_error
 from unilinattn.trace import trace
 
@@ -92,6 +93,16 @@ def test_norms_in_float32_are_those_of_float64(name: str) -> None:
         form = op.shares()
         assert form is not None
         check_norms(form.times(-1.5), -1.5 * op.contributions(range(op.output.shape[1])), 2e-6)
+
+
+def test_what_follows_the_projection_is_in_the_norms() -> None:
+    x = torch.randn(2, 9, 8)
+    core, weight = Dense(torch.randn(2, 2, 9, 9).tril()), torch.randn(12, 8)
+    chain = Mix("core", core), Matrix("output", weight), Scale("output", torch.randn(2, 9, 12))
+    op = MixerOperator({"x": chain}, inputs={"x": x}, output=torch.zeros(2, 9, 12))
+    form = op.shares()
+    assert form is not None
+    check_norms(form, op.contributions(range(9)), 2e-6)
 
 
 def test_the_sum_of_two_layers_has_the_norms_of_the_sum() -> None:

@@ -61,6 +61,14 @@ def test_gradients_make_as_much_a_token_at_any_length(
 
 
 @every
+@pytest.mark.parametrize("length", [37, 50])
+def test_columns_that_wait_for_several_chunks_are_the_matrix_s(name: str, length: int, short: None) -> None:
+    # Beyond twice `WAIT` chunks, what waited is itself carried by a product of several.
+    assert length > 2 * chunked.WAIT * chunked.CHUNK
+    laws.check_reductions(CASES[name].build(CASES[name].draw(length)), 2)
+
+
+@every
 @passes
 @pytest.mark.parametrize("length", [65, 130])
 def test_matrices_that_are_made_again_have_the_same_gradients(
