@@ -115,7 +115,15 @@ def rollout(structure: str, length: int, place: Place) -> Prepared:
     def call() -> Tensor:
         return row + models.frozen(mixer, x, output).left_multiply(row)
 
-    rivals = {"host": Rival(lambda: mixer(x))}
+    half: list[Prepared] = []
+
+    def at_half() -> Tensor:
+        if not half:
+            half.append(rollout(structure, length // 2, place))
+        found: Tensor = half[0].call()
+        return found
+
+    rivals = {"host": Rival(lambda: mixer(x)), "half": Rival(at_half)}
     if length <= models.LONGEST_HELD:
         core = plain.core_of(models.frozen(mixer, x))
         heads = core.heads
@@ -282,8 +290,9 @@ def _cases() -> Iterator[Case]:
     yield Case("alti", "mamba", 512, gpu["alti"], ("floor",))
     yield Case("alti", "softmax", 512, {}, ("floor",))
     yield Case("contributions", "mamba", 2048, {}, ("floor",))
-    for length in GROWTH:
-        yield Case("rollout", "mamba", length)
+    yield Case("rollout", "mamba", GROWTH[0])
+    for length in GROWTH[1:]:
+        yield Case("rollout", "mamba", length, {d: {"half": 2.3} for d in ("cpu", "cuda")}, ("half",))
     for operation, own in SHAPE.items():
         for length in own:
             yield Case(operation, "mamba", length, rounds=3, least=1)

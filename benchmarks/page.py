@@ -38,14 +38,12 @@ RIVALS = {
     "host": "the host's forward",
     "forward": "our forward",
     "copy": "copy",
+    "half": "itself at half the length",
     "map": "channel-mean map",
 }
 
 MEMORY_GOALS = {("map", 4096): 1 << 30, ("latim", 512): 256 << 20}
 """Bytes that an operation should take at most beside inputs and result."""
-
-GROWTH_GOAL = 2.3
-"""How many times as long a rollout should take at twice the length, at most."""
 
 MEMORY_LENGTHS = (512, 1024, 2048, 4096)
 
@@ -150,7 +148,8 @@ def _run(figures: Figures) -> str:
 def _beside(figures: Figures) -> str:
     order = {name: at for at, name in enumerate(OPERATIONS)}
     kinds = {name: at for at, name in enumerate(MAPS)}
-    rows = [row for row in figures["rows"] if row["rivals"]]
+    # What stands beside half its length has a table of its own.
+    rows = [row for row in figures["rows"] if row["rivals"] and "half" not in row["rivals"]]
     rows.sort(key=lambda row: (order[row["operation"]], kinds[row["structure"]], row["length"]))
     lines = [
         (
@@ -172,25 +171,18 @@ def _beside(figures: Figures) -> str:
 def _growth(figures: Figures) -> str:
     rows = sorted(_rows(figures, "rollout"), key=lambda row: row["length"])
     first = max(row["length"] for row in rows) // (GROWTH[-1] // GROWTH[0])
-    lines: list[tuple[str, ...]] = []
-    before: float | None = None
+    lines = []
     for row in (row for row in rows if row["length"] >= first):
-        time = median(row["seconds"])
-        growth = None if before is None else time / before
-        judged = ("", "") if growth is None else _judged(growth, GROWTH_GOAL)
-        lines.append(
-            (
-                str(row["length"]),
-                _spread(row["seconds"]),
-                "" if growth is None else f"**{growth:.2f}**",
-                *judged,
-                *_bytes(row["memory"]),
-                f"{row['memory']['counted'] / row['length'] / 1024:.1f} KiB",
-            )
-        )
-        before = time
-    header = ("L", "time", "times the half", "goal", "met", "extra memory", "the process grew", "a token")
-    return "Last-token rollout through one Mamba-1 layer, by length:\n\n" + _table(header, lines)
+        half = row["rivals"].get("half")
+        grown = ("", "", "", "")
+        if half is not None:
+            growth = ratio(row, "half")
+            grown = (_spread(half), f"**{growth:.2f}**", *_judged(growth, row["goals"].get("half")))
+        each = f"{row['memory']['counted'] / row['length'] / 1024:.1f} KiB"
+        lines.append((str(row["length"]), _spread(row["seconds"]), *grown, *_bytes(row["memory"]), each))
+    header = ("L", "time", "at half of it", "ratio", "goal", "met", "extra memory", "the process grew", "a token")
+    words = "Last-token rollout through one Mamba-1 layer, by length, in turns with half of it:\n\n"
+    return words + _table(header, lines)
 
 
 def _memory(figures: Figures) -> str:

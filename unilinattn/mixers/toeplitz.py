@@ -59,7 +59,7 @@ class Toeplitz(CoreMixer):
         first, *later = self._kernel.unbind(1)
         output = first[:, None] * value
         for lag, tap in enumerate(later, 1):
-            output[:, lag:] += tap[:, None] * value[:, : self._length - lag]
+            output[:, lag:].addcmul_(tap[:, None], value[:, : self._length - lag])
         return output
 
     def adjoint(self, grad: Inexact[Tensor, "batch query head channel"]) -> Inexact[Tensor, "batch key head channel"]:
@@ -69,7 +69,7 @@ class Toeplitz(CoreMixer):
         first, *later = self._kernel.conj().unbind(1)
         output = first[:, None] * grad
         for lag, tap in enumerate(later, 1):
-            output[:, : self._length - lag] += tap[:, None] * grad[:, lag:]
+            output[:, : self._length - lag].addcmul_(tap[:, None], grad[:, lag:])
         return output
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Inexact[Tensor, "batch head row key"]:
