@@ -26,7 +26,7 @@ class Value:
     """What some stages make of an earlier value: computed when it is first called for, and once."""
 
     def __init__(self, stages: Sequence[Stage], before: Callable[[], Tensor]) -> None:
-        """Wait."""
+        """Hold what it will be computed from."""
         self._stages, self._before = stages, before
         self._found: Tensor | None = None
 
