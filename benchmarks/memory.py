@@ -26,7 +26,7 @@ class PeakBytes(TorchDispatchMode):
         self.live: dict[int, int] = {}
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
         """Run the operation and count the storages that were not among its arguments."""
         result = func(*args, **(kwargs or {}))
         known = {storage._cdata for storage in _storages((args, kwargs))}

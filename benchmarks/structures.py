@@ -154,7 +154,7 @@ def _watched() -> Iterator[tuple[list[None], set[str]]]:
     kernels: set[str] = set()
     reduced_rows, imported = CoreMixer.reduced_rows, importlib.import_module
 
-    def serve(*args, **options):  # type: ignore[no-untyped-def]
+    def serve(*args, **options):  # type: ignore[no-untyped-def]  # any signature
         plain.append(None)
         return reduced_rows(*args, **options)
 

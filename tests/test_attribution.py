@@ -75,9 +75,9 @@ class TestLabels:
         assert not result.scores.requires_grad
         assert result.options == {"layers": [0]}
         with pytest.raises(dataclasses.FrozenInstanceError):
-            result.method = "rollout"  # type: ignore[misc]
+            result.method = "rollout"  # type: ignore[misc]  # refused, as tested
         with pytest.raises(TypeError):
-            result.options["p"] = 1  # type: ignore[index]
+            result.options["p"] = 1  # type: ignore[index]  # refused, as tested
 
     def test_sizes_and_the_worst_error(self) -> None:
         assert make().sizes == {"layer": 2, "batch": 2, "query": 5, "key": 5}
@@ -419,4 +419,4 @@ class TestComparison:
             with pytest.raises(InputError, match="at least one"):
                 Comparison(nothing)
         with pytest.raises(InputError, match="holds Attribution, not int"):
-            Comparison({"mamba": {"raw": 3}})  # type: ignore[dict-item]
+            Comparison({"mamba": {"raw": 3}})  # type: ignore[dict-item]  # refused, as tested

@@ -255,7 +255,7 @@ def test_another_version_without_a_record_is_told(repository: Path, capsys: pyte
 
 
 def missing() -> nn.Module:
-    import a_package_that_nobody_has  # noqa: F401
+    import a_package_that_nobody_has  # noqa: F401  it fails
 
     raise AssertionError
 

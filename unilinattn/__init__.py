@@ -7,8 +7,8 @@ what is registered.
 
 # The modules `architectures`, `methods` and `trace` share their names with functions of the public surface: they
 # are imported first, which registers what they define, so that the functions keep the names.
-from unilinattn import architectures as _architectures  # noqa: F401
-from unilinattn import methods as _methods  # noqa: F401
+from unilinattn import architectures as _architectures  # noqa: F401  imported for what it registers
+from unilinattn import methods as _methods  # noqa: F401  imported for what it registers
 from unilinattn.attribution import Attribution, Comparison
 from unilinattn.errors import UnilinattnError
 from unilinattn.flow import Flow

@@ -146,7 +146,7 @@ def _looks_like_mixer(module: nn.Module) -> bool:
 class RefuseDropout(TorchFunctionMode):
     """Raises `ModelStateError` at the first dropout that would act: a layer frozen under noise explains nothing."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
         """Let everything through but a dropout with p > 0 in training mode."""
         kwargs = kwargs or {}
         name, probability, training = getattr(func, "__name__", ""), 0.0, True

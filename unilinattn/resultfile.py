@@ -52,6 +52,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Header, dict[str, Tensor]]:
         with safe_open(source, framework="pt") as file:
             header = _read_header(source, file.metadata() or {})
             # Copied, because the tensors would otherwise be views of the mapped file.
+            # Not a dict: safetensors cannot be iterated over.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ResultFileError(

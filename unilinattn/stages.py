@@ -46,6 +46,7 @@ class Stage(ABC):
 
     def unbiased(self) -> "Stage":
         """Return the stage without its bias."""
+        # A stage that has a bias is a dataclass with that field.
         return replace(self, bias=None) if getattr(self, "bias", None) is not None else self  # type: ignore[call-arg]
 
     def at(self, index: Int[Tensor, "batch row"]) -> "Stage":
@@ -302,7 +303,7 @@ def _columns(factor: Tensor, count: int) -> Tensor:
     return factor.reshape(*factor.shape, *([1] * count)) if count else factor
 
 
-def _by_heads(mix, x: Tensor, heads: int) -> Tensor:  # type: ignore[no-untyped-def]
+def _by_heads(mix: Callable[[Tensor], Tensor], x: Tensor, heads: int) -> Tensor:
     """Let a mixer see (batch, length, head, everything else) and put the axes back."""
     mixed = mix(x.unflatten(2, (heads, -1)).flatten(3))
     return mixed.unflatten(3, (x.shape[2] // heads, *x.shape[3:])).flatten(2, 3)

@@ -89,7 +89,8 @@ class Layer:
         Of layers whose operator ran in the host's place, the one that was asked for last alone is kept.
 
         Raises `ModelStateError` if a weight changed since the trace, `UncoveredError` for a configuration that the
-        adapter does not cover, `FactorError` for NaN or infinity in a factor.
+        adapter does not cover, `FactorError` for NaN or infinity in a factor; gates and norms, which are made when they
+        are first needed, raise it then.
         """
         # An ordinary layer keeps its operator with itself, as a cached property would: a copy has one of its own.
         kept, key = (vars(self), "operator") if self._latest is None else (self._latest, self.name)

@@ -22,7 +22,7 @@ def test_every_law_holds(host: Host) -> None:
     modules = dict(model.double().named_modules())
     recurrence = None
     if host.architecture in RECURRENCES:
-        recurrence = lambda layer, x: frozen(modules[layer.name], layer, x)  # noqa: E731
+        recurrence = lambda layer, x: frozen(modules[layer.name], layer, x)  # noqa: E731  named for what it is
     verdict = check_architecture(host.model(), host.inputs(), recurrence=recurrence)
     assert len(verdict.layers) == host.layers
     assert {layer.architecture for layer in verdict.layers} == {host.architecture}

@@ -139,7 +139,7 @@ def test_a_broken_adapter_is_refused_by_name(mistake: str, break_adapter: Callab
     name, edit, laws = BROKEN[mistake]
     entry = host(name)
     modules = dict(entry.model().double().named_modules())
-    recurrence = lambda layer, x: frozen(modules[layer.name], layer, x)  # noqa: E731
+    recurrence = lambda layer, x: frozen(modules[layer.name], layer, x)  # noqa: E731  named for what it is
     break_adapter(name, edit)
     padding = "padding" in laws
     failures = examine(entry.model(), entry.inputs(), recurrence=recurrence, padding=padding).failures
@@ -183,6 +183,7 @@ def test_a_leak_that_is_admitted_on_one_side_alone_is_refused(
     admitted: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = registry.architectures()["vim"]
+    # Ruff would have a def: it is named for what it is.
     partial = lambda module, mask: "it leaks" if padded_left(mask) == (admitted == "left") else None  # noqa: E731
     monkeypatch.setitem(registry._hosts, sound.hosts[0], replace(sound, leak=partial))
     entry = next(host for host in REFERENCE_HOSTS if host.name == "vim, biases")

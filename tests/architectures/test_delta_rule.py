@@ -111,7 +111,7 @@ def test_a_cache_is_refused() -> None:
     host = named("qwen3 next")
     layers = trace(host.model(), {"input_ids": host.inputs(), "use_cache": True}).layers
     with pytest.raises(UncoveredError, match="cache_params"):
-        layers[0].operator  # noqa: B018
+        layers[0].operator  # noqa: B018  the property builds it
 
 
 def test_an_unknown_output_gate_is_refused() -> None:
@@ -119,7 +119,7 @@ def test_an_unknown_output_gate_is_refused() -> None:
     model = host.model()
     model.model.layers[0].self_attn.o_norm.activation = "tanh"
     with pytest.raises(UncoveredError, match="'tanh' is not covered"):
-        trace(model, host.inputs()).layers[0].operator  # noqa: B018
+        trace(model, host.inputs()).layers[0].operator  # noqa: B018  the property builds it
 
 
 def test_a_renamed_attribute_is_named_with_the_version() -> None:

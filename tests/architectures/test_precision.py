@@ -22,7 +22,7 @@ def test_half_precision_hosts_are_reconstructed_in_float32(entry: Host, dtype: t
 def test_a_layers_passes_allocate_linearly(name: str) -> None:
     model = host(name).model()
 
-    def passes(length: int):  # type: ignore[no-untyped-def]
+    def passes(length: int):  # type: ignore[no-untyped-def]  # as `operator_passes` returns
         ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
         return operator_passes(trace(model, ids).layers[1].operator)
 

@@ -99,7 +99,7 @@ def test_a_norm_that_no_one_foresaw_raises_with_the_name_of_the_option() -> None
     model = block(scale_norm=True)
     model.attn.norm = nn.Tanh()
     with pytest.raises(UncoveredError, match=r"attn \(timm's Attention, timm .*scale_norm with Tanh"):
-        trace(model, tokens()).layers[0].operator  # noqa: B018
+        trace(model, tokens()).layers[0].operator  # noqa: B018  the property builds it
 
 
 def test_vision_models_are_explained_from_their_class_logits() -> None:

@@ -45,19 +45,19 @@ class Resident(Tensor):
         return self.own.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's signature
         return run(func, args, kwargs or {})
 
 
 class _Factories(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
         return run(func, args, kwargs or {})
 
 
 class _Literals(TorchFunctionMode):
     """torch leaves out the numbers of a list that goes to a device which it takes for one without memory."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
         options = dict(kwargs or {})
         if func not in (torch.tensor, torch.as_tensor) or torch.device(options.get("device") or "cpu").type != "meta":
             return func(*args, **options)

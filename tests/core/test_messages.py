@@ -169,7 +169,7 @@ def test_an_activation_without_a_frozen_slope_is_refused_when_the_operator_is_bu
         "MambaModel", "MambaConfig", hidden_size=6, num_hidden_layers=1, hidden_act="tanh"
     )().eval()
     with pytest.raises(UncoveredError, match="no frozen slope is known for the activation 'tanh'"):
-        trace(model, host("mamba").inputs()).layers[0].operator  # noqa: B018
+        trace(model, host("mamba").inputs()).layers[0].operator  # noqa: B018  the property builds it
 
 
 def test_a_host_of_another_version_is_said_to_be_one() -> None:
@@ -179,7 +179,7 @@ def test_a_host_of_another_version_is_said_to_be_one() -> None:
     with pytest.raises(
         UncoveredError, match=r"has no attribute 'ssm_state_size' in transformers \d.*was changed there"
     ):
-        layer.operator  # noqa: B018
+        layer.operator  # noqa: B018  the property builds it
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d"])
@@ -189,9 +189,9 @@ def test_numbers_that_are_not_finite_are_named_with_their_layer(name: str) -> No
     with torch.no_grad():
         (mixers[1].kernel.C if name == "s4d" else mixers[1].A_log).view(-1)[0] = torch.nan
     found = trace(model, host(name).inputs())
-    found.layers[0].operator  # noqa: B018
+    found.layers[0].operator  # noqa: B018  the property builds it
     with pytest.raises(UnilinattnError, match=rf"{found.layers[1].name}: factor '.*' of shape .* holds \d+ NaN"):
-        found.layers[1].operator  # noqa: B018
+        found.layers[1].operator  # noqa: B018  the property builds it
 
 
 @pytest.mark.parametrize(

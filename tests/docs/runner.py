@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-import unilinattn.testing  # noqa: F401
+import unilinattn.testing  # noqa: F401  first, for what it sets up
 from unilinattn.examples import load
 
 

@@ -45,6 +45,7 @@ def test_the_layer_has_the_best_selection_precision_even_where_it_scores_worse(
     problem = examples.TASKS["induction"]
     sample = type(problem).sample
 
+    # The type checker sees no `self` in a function that will be a method.
     def swapped(self, count: int, seed: int) -> examples.TaskBatch:  # type: ignore[no-untyped-def]
         batch = sample(self, count, seed)
         if seed == SELECTION_SEED:

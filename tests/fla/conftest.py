@@ -48,7 +48,7 @@ def stand_in() -> None:
     """Import the package and give it what it misses on a CPU: a driver, a function of libdevice, flash-attn's two."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import fla  # noqa: F401
+        import fla  # noqa: F401  to be ready for the rest
     import triton
 
     # The package looks for a GPU when it is imported and has to find none; its kernels look for a driver later.

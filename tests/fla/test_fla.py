@@ -165,7 +165,7 @@ def test_padding_between_tokens_is_refused() -> None:
     mask = torch.tensor([[1, 1, 0, 1, 0]])
     layer = trace(small("GLA"), {"input_ids": ids, "attention_mask": mask}).layers[0]
     with pytest.raises(UncoveredError, match=r"padding between real tokens.*pad on one side"):
-        layer.operator  # noqa: B018
+        layer.operator  # noqa: B018  the property builds it
 
 
 def test_padding_between_tokens_is_reproduced_where_the_host_only_masks() -> None:
@@ -179,21 +179,21 @@ def test_packed_sequences_are_refused() -> None:
     ids = torch.arange(6)[None]
     layer = trace(small("GLA"), {"input_ids": ids, "cu_seqlens": torch.tensor([0, 2, 6])}).layers[0]
     with pytest.raises(UncoveredError, match="cu_seqlens"):
-        layer.operator  # noqa: B018
+        layer.operator  # noqa: B018  the property builds it
 
 
 def test_a_function_that_is_not_known_is_refused_by_name() -> None:
     altered = copy.deepcopy(small("GLA", feature_map="relu"))
     altered.model.layers[0].attn.feature_map_fn = torch.tan
     with pytest.raises(UncoveredError, match=r"layers\.0\.attn.*'tan'.*Accepted"):
-        trace(altered, torch.arange(3)[None]).layers[0].operator  # noqa: B018
+        trace(altered, torch.arange(3)[None]).layers[0].operator  # noqa: B018  the property builds it
 
 
 def test_rotations_of_another_kind_are_refused() -> None:
     altered = copy.deepcopy(small("RetNet"))
     altered.model.layers[0].attn.rotary.interleaved = True
     with pytest.raises(UncoveredError, match="interleaved"):
-        trace(altered, torch.arange(3)[None]).layers[0].operator  # noqa: B018
+        trace(altered, torch.arange(3)[None]).layers[0].operator  # noqa: B018  the property builds it
 
 
 def test_an_attribute_that_is_gone_is_named_with_the_version() -> None:
@@ -201,7 +201,7 @@ def test_an_attribute_that_is_gone_is_named_with_the_version() -> None:
     layer = trace(altered, torch.arange(3)[None]).layers[0]
     del altered.model.layers[0].attn.use_short_conv
     with pytest.raises(UncoveredError, match=r"'use_short_conv' in fla \d"):
-        layer.operator  # noqa: B018
+        layer.operator  # noqa: B018  the property builds it
 
 
 def test_the_unified_matrix_holds_the_bonus_beside_the_norm_of_the_memory() -> None:

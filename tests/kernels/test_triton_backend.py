@@ -28,7 +28,7 @@ def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(like: object) -> bool:
     # The undecorated function: a stand-in for a tensor of a device that is not here would be refused by its type.
-    return uses_triton.__wrapped__(like)  # type: ignore[attr-defined]
+    return uses_triton.__wrapped__(like)  # type: ignore[attr-defined]  # functools' cache
 
 
 def test_tensors_of_the_cpu_go_to_torch() -> None:

@@ -53,6 +53,7 @@ def test_each_key_may_have_a_weight_of_its_own(order: Order) -> None:
 @pytest.mark.parametrize(("rows", "cols"), [(1, 3), (3, 1), (63, 3), (3, 130)])
 def test_sizes_are_ragged(rows: int, cols: int) -> None:
     for order in (1.0, "alti"):
+        # A list of numbers and names is one of objects to the type checker.
         check(torch.randn(2, 5, rows, cols), torch.randn(1, 3, 5), order, reference(order, rows, 3))  # type: ignore[arg-type]
 
 

@@ -92,14 +92,14 @@ def with_core(wrap: type[Wrapped]) -> MixerOperator:
 
 
 class SharesSumToTwo(MixerOperator):
-    def contributions(self, index, **options):  # type: ignore[no-untyped-def, override]
+    def contributions(self, index, **options):  # type: ignore[no-untyped-def, override]  # a control
         return 2 * super().contributions(index, **options)
 
 
 class SharesOfTheNextToken(MixerOperator):
     """Sums to the same output, so that completeness alone would not notice: a tap index off by one."""
 
-    def contributions(self, index, **options):  # type: ignore[no-untyped-def, override]
+    def contributions(self, index, **options):  # type: ignore[no-untyped-def, override]  # a control
         return super().contributions(index, **options).roll(1, dims=-2)
 
 
@@ -109,13 +109,13 @@ class ScaledAdjoint(MixerOperator):
 
 
 class Squares(MixerOperator):
-    def apply(self, x, *, bias: bool = True):  # type: ignore[no-untyped-def, override]
+    def apply(self, x, *, bias: bool = True):  # type: ignore[no-untyped-def, override]  # a control
         y = super().apply(x, bias=bias)
         return y + 1e-3 * y * y
 
 
 class TransposedMatrix(MixerOperator):
-    def matrix(self, *arguments, **options):  # type: ignore[no-untyped-def, override]
+    def matrix(self, *arguments, **options):  # type: ignore[no-untyped-def, override]  # a control
         return super().matrix(*arguments, **options).mT
 
 
@@ -126,7 +126,7 @@ class BiasIsTheRest(MixerOperator):
     def bias(self) -> Tensor:
         return self.output - super().apply(self.inputs, bias=False)
 
-    def apply(self, x, *, bias: bool = True):  # type: ignore[no-untyped-def, override]
+    def apply(self, x, *, bias: bool = True):  # type: ignore[no-untyped-def, override]  # a control
         return super().apply(x, bias=False) + (self.bias if bias else 0)
 
     def reconstruction_error(self) -> float:

@@ -105,7 +105,7 @@ def test_it_prints_a_table() -> None:
     assert all(line.endswith("Mamba-1 (S6)") for line in lines[1:])
     assert "all along" in repr(ula.estimate(traced("mamba", LENGTH)))
     with pytest.raises(AttributeError):
-        said.result = 1  # type: ignore[misc]
+        said.result = 1  # type: ignore[misc]  # refused, as tested
 
 
 def test_what_is_too_large_is_estimated_and_not_refused() -> None:

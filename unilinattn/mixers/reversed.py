@@ -21,8 +21,8 @@ class Reversed(CoreMixer):
     def __init__(self, mixer: CoreMixer) -> None:
         """Hold the mixer of the reversed sequence."""
         self._mixer = mixer
-        self.structure = f"reversed {mixer.structure}"  # type: ignore[misc]
-        self.data_controlled = mixer.data_controlled  # type: ignore[misc]
+        self.structure = f"reversed {mixer.structure}"  # type: ignore[misc]  # per object here
+        self.data_controlled = mixer.data_controlled  # type: ignore[misc]  # per object here
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

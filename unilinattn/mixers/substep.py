@@ -37,8 +37,8 @@ class Substep(CoreMixer):
                 "both need to be the same multiple of the count, and the index lies from 0 to count - 1."
             )
         self._mixer, self._count, self._index = mixer, count, index
-        self.causal = mixer.causal  # type: ignore[misc]
-        self.data_controlled = mixer.data_controlled  # type: ignore[misc]
+        self.causal = mixer.causal  # type: ignore[misc]  # per object here
+        self.data_controlled = mixer.data_controlled  # type: ignore[misc]  # per object here
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

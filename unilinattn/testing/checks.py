@@ -111,7 +111,7 @@ class Operations(TorchDispatchMode):
         self.names: set[str] = set()
         self.bytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
         """Run the operation and note it."""
         result = func(*args, **(kwargs or {}))
         self.names.add(str(func))

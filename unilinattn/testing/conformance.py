@@ -152,7 +152,7 @@ class _Examination:
             found = trace(host, self._cast(dtype))
             for layer in found.layers:
                 with self._noting(None, "build"):
-                    layer.operator  # noqa: B018
+                    layer.operator  # noqa: B018  the property builds it
         with self._noting(None, "output"):
             _require_own_output(host, self._cast(dtype), found, tolerance("reconstruction", dtype))
         again = trace(host, self._cast(dtype))
@@ -290,7 +290,7 @@ def _promoted_trace(model: nn.Module, inputs: Any) -> Trace:
         found = trace(model, inputs)
         for layer in found.layers:
             with suppress(UnilinattnError):
-                layer.operator  # noqa: B018
+                layer.operator  # noqa: B018  the property builds it
     return found
 
 

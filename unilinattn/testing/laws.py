@@ -146,7 +146,7 @@ def causality(op: MixerOperator, limit: float) -> None:
     for port, x in op.inputs.items():
         shares = op.contributions(rows, port=port)
         future = torch.arange(x.shape[1], device=x.device) > torch.tensor(rows, device=x.device)[:, None]
-        ran = operations(lambda: op.contributions(rows, port=port))  # noqa: B023
+        ran = operations(lambda: op.contributions(rows, port=port))  # noqa: B023  called at once
         allowed = limit * float(shares.abs().max()) if ran.through_frequencies else 0.0
         leak = float(shares[:, future].abs().max()) if bool(future.any()) else 0.0
         require("causality", leak <= allowed, f"contributions at rows {rows} of future tokens reach {leak:.1e}.")
@@ -275,6 +275,7 @@ def _require_views(op: MixerOperator, scope: str, port: str, whole: Tensor, limi
     views["left_multiply"] = (op.left_multiply(weights, scope=scope, port=port), weights @ whole.mean(1))
     for name, reduce in REDUCTIONS.items():
         if name != "product":
+            # `name` is one of the accepted reductions, a plain string to the type checker.
             views[name] = (op.matrix(scope, heads=name, port=port), reduce(whole))  # type: ignore[arg-type]
     for name, (got, expected) in views.items():
         require_close("scopes", got, expected, limit, f"{scope}: {name} against the matrix", scale=scale)

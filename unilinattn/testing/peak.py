@@ -38,7 +38,7 @@ class Peak(TorchDispatchMode):
         self.live = self.peak = self.made = self.multiplications = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
         """Run the operation and note what it made."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -48,7 +48,7 @@ def trace_of(host: Host, model: nn.Module) -> Trace:
     try:
         found = trace(model, host.inputs())
         for layer in found.layers:
-            layer.operator  # noqa: B018
+            layer.operator  # noqa: B018  the property builds it
     except UnilinattnError as error:
         raise Unavailable(package_version(model), re.split(r"[;.] ", str(error))[0].rstrip(".")) from None
     return found
