@@ -1,9 +1,13 @@
 # make compare   the trained models side by side: a table, and the report in unilinattn-report/
-# make test      the tests
+# make test      the tests that a change needs: one configuration of each architecture, few examples, no signatures
+# make slow      the others: every configuration, every length
+# make margins   how far each comparison of numbers is from its limit, on variants of this processor
 # make bench     every operation timed beside its floor: docs/performance.md
 # make fla, make vision, make oldest   the adapters on flash-linear-attention, on timm, and on the oldest transformers
-#                                      that is accepted, each in an environment of its own: these packages change what
-#                                      the others run
+#                                      that is accepted, each in a separate environment, since these packages change
+#                                      the hosts of the others
+# make docs      the documentation as a site in site/; needs no torch
+# make setups    the set-ups of docs/hosts.md with the packages that quantise weights; ARGS=--write writes the page
 # Each makes .venv and installs into it first, once. PYTHON= names another interpreter, ARGS= adds arguments.
 
 PYTHON ?= python3
@@ -13,7 +17,7 @@ STAMP := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: compare test slow bench lint install fla vision oldest
+.PHONY: compare test slow margins bench lint install fla vision oldest setups docs
 
 compare: $(STAMP)
 	@echo "Comparing the trained models."
@@ -26,6 +30,10 @@ test: $(STAMP)
 slow: $(STAMP)
 	@echo "Running the slow tests."
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow $(ARGS)
+
+margins: $(STAMP)
+	@echo "Measuring how far each comparison is from its limit."
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.margins $(ARGS)
 
 bench: $(STAMP)
 	@echo "Timing every operation beside its floor."
@@ -41,8 +49,17 @@ vision: .venv-vision/.installed
 
 oldest: .venv-oldest/.installed
 	@echo "Running the tests of the adapters on the oldest transformers."
-	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal tests/architectures tests/core \
-	    tests/test_coverage.py $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" \
+	    tests/architectures tests/operator tests/tracing tests/testing tests/tools \
+	    $(patsubst %,--ignore=tests/tracing/test_%.py,isolation discovery threads trust) $(ARGS)
+
+setups: .venv-setups/.installed
+	@echo "Running the set-ups of docs/hosts.md."
+	@.venv-setups/bin/python -m tests.setups $(ARGS)
+
+docs: .venv-docs/.installed
+	@echo "Building the documentation into site/."
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet --strict $(ARGS)
 
 lint: $(STAMP)
 	@echo "Checking style and types."
@@ -52,23 +69,39 @@ lint: $(STAMP)
 
 install: $(STAMP)
 
+# Checks the interpreter of an environment, or the one that will make it: $(call check_python,ENVIRONMENT)
+define check_python
+@python="$(PYTHON)"; if [ -x $(1)/bin/pip ]; then python=$(1)/bin/python; fi; \
+command -v "$$python" >/dev/null || { \
+    echo "No '$$python' here. Name a Python 3.11 or newer: make $(or $(MAKECMDGOALS),compare) PYTHON=python3.12" >&2; exit 1; }; \
+"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+    echo "unilinattn needs Python 3.11 or newer; '$$python' is $$("$$python" --version 2>&1)." >&2; \
+    echo "Name another (and remove $(1) if it is the old one): make $(or $(MAKECMDGOALS),compare) PYTHON=python3.12" >&2; exit 1; }
+endef
+
 $(STAMP): pyproject.toml constraints.txt Makefile
-	@python="$(PYTHON)"; if [ -x $(BIN)/pip ]; then python=$(BIN)/python; fi; \
-	command -v "$$python" >/dev/null || { \
-	    echo "No '$$python' here. Name a Python 3.11 or newer: make $(or $(MAKECMDGOALS),compare) PYTHON=python3.12" >&2; exit 1; }; \
-	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	    echo "unilinattn needs Python 3.11 or newer; '$$python' is $$("$$python" --version 2>&1)." >&2; \
-	    echo "Name another (and remove .venv if it is the old one): make $(or $(MAKECMDGOALS),compare) PYTHON=python3.12" >&2; exit 1; }
-	@echo "Installing unilinattn and what it needs into .venv (once, a few minutes)."
+	$(call check_python,.venv)
+	@echo "Installing unilinattn and its dependencies into .venv (once, a few minutes)."
 	@[ -x $(BIN)/pip ] || "$(PYTHON)" -m venv .venv
 	@$(BIN)/python -m pip install -qq -c constraints.txt torch==2.13.0
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev]"
 	@touch $@
 
-# What each of the other environments adds.
+# griffe reads the source: the environment holds the extra `docs` and neither the package nor torch.
+.venv-docs/.installed: pyproject.toml constraints.txt Makefile
+	$(call check_python,.venv-docs)
+	@echo "Installing mkdocs into .venv-docs (once)."
+	@[ -x .venv-docs/bin/pip ] || "$(PYTHON)" -m venv .venv-docs
+	@.venv-docs/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	    print("\n".join(project["optional-dependencies"]["docs"]))' \
+	    | xargs .venv-docs/bin/python -m pip install -qq -c constraints.txt
+	@touch $@
+
+# Packages that each of the other environments adds.
 fla_ADDS := flash-linear-attention==0.6.0 fla-core==0.6.0
 vision_ADDS := timm==1.0.31 torchvision==0.28.0
-# The constraints hold the newest transformers: an older one replaces it, with what it needs itself.
+setups_ADDS := torchao==0.18.0 bitsandbytes==0.50.2
+# The constraints hold the newest transformers: an older one replaces it, with its dependencies.
 oldest_MENDS = .venv-oldest/bin/python -m pip install -qq transformers==5.6.2
 # Beside a CPU build of torch the CUDA build of torchvision cannot be imported.
 vision_MENDS = .venv-vision/bin/python -c "import torchvision" 2>/dev/null || cp tests/environments/torchvision_operators.py \

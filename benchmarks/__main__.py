@@ -23,6 +23,7 @@ from benchmarks.machine import machine
 from benchmarks.memory import peak
 from benchmarks.models import NARROW, PUBLISHED
 from benchmarks.timing import interleaved
+from tools.markers import replace_section
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -107,8 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
     page.write(recorded, ROOT / "docs" / "performance.md", docs)
     if options.out is None:
         whole = docs / "performance.md"
-        text = page.put(whole.read_text(), "structures", structures.table())
-        whole.write_text(page.put(text, "million", page.long_runs(results)))
+        text = replace_section(whole.read_text(), "structures", structures.table())
+        whole.write_text(replace_section(text, "million", page.long_runs(results)))
 
 
 def _rounded(seconds: list[float], times: float = 1.0) -> list[float]:

@@ -12,12 +12,12 @@ import unilinattn as ula
 from benchmarks import models, plain
 from benchmarks.models import Sizes
 from unilinattn.methods.attribution import gradient_weights
-from unilinattn.methods.maps import carried, unit_rows
+from unilinattn.methods.maps import unit_rows, vecmat
 from unilinattn.methods.options import AttributionOptions
 from unilinattn.methods.selection import query_rows
-from unilinattn.operator import MixerOperator
-from unilinattn.standins import through_operators
-from unilinattn.trace import Trace
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.tracing.substitution import through_operators
+from unilinattn.tracing.trace import Trace
 
 TILE_PAIRS = 64 * 64
 """Pairs of tokens in one product of a floor."""
@@ -200,7 +200,7 @@ def attribution(structure: str, length: int, place: Place) -> Prepared:
     row, options = unit_rows(rows, layer), AttributionOptions()
 
     def call() -> Tensor:
-        return row + carried(row, trace, layer, options, target=rows, weight=weight)
+        return row + vecmat(row, trace, layer, options, target=rows, weight=weight)
 
     return Prepared(call, {"map": Rival(operator.matrix)})
 

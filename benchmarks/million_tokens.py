@@ -21,9 +21,9 @@ import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
-from unilinattn.scopes import scoped
-from unilinattn.stages import run
-from unilinattn.trace import Layer
+from unilinattn.operator.scopes import scoped
+from unilinattn.operator.stages import run
+from unilinattn.tracing.layer import Layer
 
 
 def build(model: str, layers: int, width: int) -> nn.Module:

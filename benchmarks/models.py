@@ -7,14 +7,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from unilinattn.architectures.call import Call
+from unilinattn.call import Call
 from unilinattn.mixers import DeltaRule
 from unilinattn.models.s4 import S4DConfig, S4DForCausalLM
-from unilinattn.operator import MixerOperator
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Mix
 from unilinattn.registry import architecture_of
-from unilinattn.stages import Mix
-from unilinattn.standins import build_flow
-from unilinattn.trace import Trace, trace
+from unilinattn.tracing.substitution import build_flow
+from unilinattn.tracing.trace import Trace, trace
 
 VOCABULARY = 64
 IDS = dict(vocab_size=VOCABULARY, pad_token_id=None, bos_token_id=None, eos_token_id=None)

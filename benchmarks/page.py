@@ -9,15 +9,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.cases import GROWTH, MAPS, OPERATIONS
+from tools.markers import replace_section
 
 Figures = Mapping[str, Any]
 """What one run wrote: the machine, the checks, and a row a case."""
 
 PLOTS = {"cpu": "performance.png", "cuda": "performance-gpu.png"}
 """The file of each device's plot."""
-
-BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
-"""What stands around a generated part of the page, by its name."""
 
 NAMES = {
     "map": "channel-mean map",
@@ -81,20 +79,9 @@ def section(runs: Sequence[Figures]) -> str:
     return "\n\n".join(_run(figures) for figures in runs)
 
 
-def shown(page: str, name: str = "performance") -> str:
-    """Return a generated part of a page."""
-    return page.split(BEGIN.format(name))[1].split(END.format(name))[0].strip()
-
-
-def put(page: str, name: str, body: str) -> str:
-    """Return a page with another body between the markers of a part."""
-    begin, end = BEGIN.format(name), END.format(name)
-    return f"{page.split(begin)[0]}{begin}\n\n{body}\n\n{end}{page.split(end)[1]}"
-
-
 def write(runs: Sequence[Figures], template: Path, folder: Path) -> None:
     """Put the tables into the page, and draw a plot of each run beside it."""
-    (folder / "performance.md").write_text(put(template.read_text(), "performance", section(runs)))
+    (folder / "performance.md").write_text(replace_section(template.read_text(), "performance", section(runs)))
     for figures in runs:
         plot(figures).savefig(folder / PLOTS[figures["device"]], dpi=150, metadata={"Software": None})
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from unilinattn.kernels.scan.naive import decay_map, decay_scan
 from unilinattn.kernels.scan.recurrences import delta_rule
 from unilinattn.mixers import CoreMixer, DeltaRule, Dense, DiagonalDecay, ScalarDecay, Toeplitz
-from unilinattn.operator import MixerOperator
-from unilinattn.stages import Branch, Chain, Matrix, Mix, Scale, Stage, run, walk
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, run, walk
 
 
 def core_of(operator: MixerOperator) -> CoreMixer:

@@ -130,7 +130,7 @@ def _row(mixer: CoreMixer, _: int) -> None:
 
 def _streamed(mixer: CoreMixer, _: int) -> None:
     row = _drawn(mixer.shape[2])
-    mixer.streamed(row, row, "clamp", ROWS)
+    mixer.row_product(row, row, "clamp", ROWS)
 
 
 def _weights(mixer: CoreMixer, channels: int) -> tuple[Tensor, dict[int, Tensor]]:

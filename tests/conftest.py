@@ -1,4 +1,4 @@
-"""The test run: offline, one thread, the same seeds, and every signature of the package checked."""
+"""The test run: offline, one thread, the same seeds; thorough, or with every margin written, if asked for."""
 
 import os
 
@@ -6,6 +6,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +21,38 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 import tests.signatures
+from tests.margins import Recorder
 
-# Before anything imports the package: from here on every call checks the shapes and types of its arguments.
-install_import_hook("unilinattn", f"{tests.signatures.__name__}.check")
 
-torch.set_num_threads(1)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="check shapes and types at every call of a function of the package, and draw more examples: as CI does",
+    )
+    parser.addoption("--threads", type=int, default=1, help="threads that torch may use (default: %(default)s)")
+    parser.addoption(
+        "--margins",
+        type=Path,
+        metavar="FILE",
+        help="write how far every comparison is from its limit; `python -m tests.margins` runs machines' variants",
+    )
 
-settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=20, print_blob=True)
-settings.load_profile("repeatable")
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(config.getoption("--threads"))
+    settings.load_profile("thorough" if config.getoption("--thorough") else "quick")
+    if config.getoption("--thorough"):
+        loaded = [name for name in sys.modules if name.split(".")[0] == "unilinattn"]
+        if loaded:
+            raise pytest.UsageError(f"--thorough cannot check what is imported already: {loaded[:3]}.")
+        install_import_hook("unilinattn", f"{tests.signatures.__name__}.check")
+    if config.getoption("--margins"):
+        config.pluginmanager.register(Recorder(config.getoption("--margins")))
+
+
+for name, examples in (("quick", 6), ("thorough", 20)):
+    settings.register_profile(name, derandomize=True, deadline=None, max_examples=examples, print_blob=True)
 
 
 @pytest.fixture(autouse=True)

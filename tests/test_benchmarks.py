@@ -17,12 +17,14 @@ from benchmarks.cases import Case, Place, Prepared
 from benchmarks.growth import grown
 from benchmarks.memory import PeakBytes, growth, peak
 from benchmarks.timing import interleaved
+from tools.markers import markers, read_section
 from unilinattn.mixers import CoreMixer
 
 ROOT = Path(__file__).parents[1]
 NARROW = Place(models.NARROW, "cpu")
 
 
+@pytest.mark.slow
 def test_the_whole_run_on_narrow_layers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
@@ -36,7 +38,7 @@ def test_the_whole_run_on_narrow_layers(tmp_path: Path) -> None:
     assert all(row["memory"]["counted"] >= 0 for row in found["rows"])
     assert str(tmp_path) not in text and str(ROOT) not in text
     assert platform.node() not in json.dumps(found["machine"])
-    assert page.shown((tmp_path / "performance.md").read_text()) == page.section([found])
+    assert read_section((tmp_path / "performance.md").read_text(), "performance") == page.section([found])
     assert (tmp_path / "performance.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -44,17 +46,18 @@ def test_the_page_shows_what_was_recorded() -> None:
     recorded = page.recorded(ROOT / "benchmarks" / "results")
     text = (ROOT / "docs" / "performance.md").read_text()
     assert recorded
-    assert page.shown(text) == page.section(recorded)
+    assert read_section(text, "performance") == page.section(recorded)
     for name in page.NAMES.values():
-        assert name.split(",")[0] in text.split(page.BEGIN.format("performance"))[0], name
-    assert page.shown(text, "million") == page.long_runs(ROOT / "benchmarks" / "results")
+        assert name.split(",")[0] in text.split(markers("performance")[0])[0], name
+    assert read_section(text, "million") == page.long_runs(ROOT / "benchmarks" / "results")
     for figures in recorded:
         assert page.stored(figures) == (ROOT / "benchmarks" / "results" / f"{figures['device']}.json").read_text()
 
 
+@pytest.mark.slow
 def test_the_page_says_what_each_structure_has() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
-    assert page.shown(text, "structures") == structures.table()
+    assert read_section(text, "structures") == structures.table()
     mixers = {type(build(2)) for build in structures.STRUCTURES.values()}
     assert mixers == {kind for kind in _concrete(CoreMixer) if kind.__module__.startswith("unilinattn.")}
 

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 from transformers.utils import logging
 
 from unilinattn import cli
-from unilinattn.attribution import Attribution
+from unilinattn.results.attribution import Attribution
 
 WORDS = ["[UNK]", "<s>", "the", "cat", "sat", "on", "a", "mat"]
 TEXT = "the cat sat on a mat"
@@ -57,7 +58,9 @@ def test_compare_writes_a_report_and_prints_the_table(tmp_path: Path, capsys: py
     assert (logging.get_verbosity(), torch.get_num_threads()) == (verbosity, threads)
     found = json.loads((out / "compare.json").read_text())
     assert list(found["models"]) == ["induction/transformer", "induction/s4d"]
-    assert list(found["scores"]["induction/s4d"]) == ["raw", "rollout"]
+    rows = ["random", "recency", "primacy", "raw", "rollout", "intervention"]
+    assert list(found["scores"]["induction/s4d"]) == rows
+    assert all(f"  {row} " in printed.out for row in rows)
     assert found["models"]["induction/transformer"]["accuracy"] >= 0.9
     assert found["seeds"]["selection"] != found["seeds"]["held_out"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report"]
@@ -71,7 +74,8 @@ def test_compare_needs_no_arguments(
     assert cli.main(["compare"]) == 0
     found = json.loads(Path("unilinattn-report/compare.json").read_text())
     assert len(found["models"]) == 8
-    assert all(list(scores) == list(cli.METHODS) for scores in found["scores"].values())
+    rows = ["random", "recency", "primacy", *cli.METHODS, "alti (composed)", "intervention"]
+    assert all(list(scores) == rows for scores in found["scores"].values())
     for model in found["models"].values():
         assert model["reconstruction_error"] <= 1e-5
         if model["model"] != "s4d":
@@ -99,10 +103,51 @@ def test_explain_prints_tokens_and_layers(
     assert cli.main(["explain", str(checkpoints / model), "--text", TEXT, "--method", method]) == 0
     out, err = capsys.readouterr()
     assert out.count(mixer) == 2 and "position 5 'mat'" in out
-    lines = out.splitlines()[-6:]
-    assert [line.split()[:2] for line in lines] == [[str(i), word] for i, word in enumerate(TEXT.split())]
-    assert max(line.count("#") for line in lines) == cli.BAR
+    own, *others = out.splitlines()[-6:]
+    assert [line.split()[:2] for line in others] == [[str(i), word] for i, word in enumerate(TEXT.split()[:-1])]
+    assert max(line.count("#") for line in others) == cli.BAR
+    words = "the token itself and the residual stream" if method == "rollout" else "the token itself"
+    assert own.split()[:2] == ["5", "mat"] and own.endswith(f"{words}, no bar") and "#" not in own
     assert err == ""
+
+
+def test_explain_refuses_a_layer_that_misses_the_model_unless_told_to_warn(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = cli.load_checkpoint
+
+    def hooked(*arguments: Any) -> Any:
+        host, tokenizer = load(*arguments)
+        host.backbone.layers[1].mixer.in_proj.register_forward_hook(lambda module, args, out: out + out**2)
+        return host, tokenizer
+
+    monkeypatch.setattr(cli, "load_checkpoint", hooked)
+    arguments = ["explain", str(checkpoints / "mamba"), "--text", TEXT, "--method", "raw"]
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "layers.1.mixer misses the host's output" in err and "a forward hook on in_proj" in err
+    assert cli.main([*arguments, "--trust", "warn"]) == 0
+    out, err = capsys.readouterr()
+    assert "WARNING: the operator of backbone.layers.1.mixer misses the host's output" in out and err == ""
+
+
+def test_the_default_is_alti_composed_over_layers(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "result.safetensors"
+    assert cli.main(["explain", str(checkpoints / "mamba"), "--text", TEXT, "--out", str(out)]) == 0
+    result = Attribution.load(out)
+    assert result.method == "alti" and result.options["rollout"] is True and "layer" not in result.dims
+    printed = capsys.readouterr().out
+    assert "alti, scope layer: scores for position 5 'mat', all layers" in printed
+    assert "the token itself and the residual stream" in printed
+
+
+def test_bars_are_shares_of_the_largest_other_token() -> None:
+    own, *others = cli._bars(["a", "b", "c"], torch.tensor([0.1, -0.2, 9.0]), 2, "the token itself").splitlines()
+    assert own.split()[:3] == ["2", "c", "9"]
+    assert [line.split()[-1] for line in others] == ["#" * (cli.BAR // 2), "-" * cli.BAR]
+    assert cli._bars(["a"], torch.tensor([1.0]), 0, "the token itself").count("\n") == 0
 
 
 def test_the_printed_scores_are_those_of_the_saved_result(
@@ -147,7 +192,7 @@ def test_explain_refuses_paths_without_a_whole_checkpoint(
     def refused(path: Path) -> str:
         return fails(capsys, "explain", path, "--text", TEXT)
 
-    assert "is no folder" in refused(tmp_path / "nowhere")
+    assert "is not a folder" in refused(tmp_path / "nowhere")
     assert "holds no config.json" in refused(tmp_path)
     assert "no tokenizer" in refused(checkpoints / "silent")
     config = (checkpoints / "llama" / "config.json").read_text()
@@ -176,9 +221,10 @@ def test_explain_refuses_bad_options(checkpoints: Path, tmp_path: Path, capsys: 
         return fails(capsys, "explain", checkpoints / "mamba", "--text", TEXT, *arguments)
 
     assert "did you mean 'rollout'" in refused("--method", "rolout")
-    assert "did you mean 'unified'" in refused("--scope", "unifid")
-    assert "did you mean 'discard'" in refused("--option", "discrad=0.1")
-    assert "is no NAME=VALUE" in refused("--option", "discard")
+    assert "did you mean 'unified'" in refused("--method", "rollout", "--scope", "unifid")
+    assert "did you mean 'discard'" in refused("--method", "rollout", "--option", "discrad=0.1")
+    assert "alti takes no option 'scope'" in refused("--scope", "core")
+    assert "is not NAME=VALUE" in refused("--option", "discard")
     assert "no option 'logit'" in refused("--logit", "mat")
     assert "did you mean 'mat'? Give" in refused("--method", "attribution", "--logit", "matt")
     assert "one token, or two" in refused("--method", "attribution", "--logit", "mat", "cat", "on")
@@ -203,11 +249,12 @@ def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "architectures", interrupted)
+    monkeypatch.setattr(cli, "list_architectures", interrupted)
     assert cli.main(["list"]) == 130
     assert capsys.readouterr().err == "unilinattn list: interrupted\n"
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_program() -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "unilinattn", *arguments]

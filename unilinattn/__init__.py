@@ -1,22 +1,24 @@
 """unilinattn: the attention matrix hidden in linear RNNs and Transformers, extracted exactly and explained.
 
-`trace` runs a model once and hands over its token-mixing layers, each an exact `MixerOperator`; `explain` and
-`compare` turn them into scores, and `estimate` says beforehand what that takes. `architectures` and `methods` tell
-what is registered.
+`trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
+turn them into scores, and `estimate` returns the memory and operations of `explain` beforehand. `list_architectures`
+and `list_methods` return the registry.
 """
 
-# The modules `architectures`, `methods` and `trace` share their names with functions of the public surface: they
-# are imported first, which registers what they define, so that the functions keep the names.
-from unilinattn import architectures as _architectures  # noqa: F401  imported for what it registers
-from unilinattn import methods as _methods  # noqa: F401  imported for what it registers
-from unilinattn.attribution import Attribution, Comparison
+# Imported first: torch takes seconds to import, and Ctrl-C may arrive meanwhile.
+from unilinattn import startup as _startup  # noqa: F401  the import installs the handler
+
+# isort: split
+from unilinattn import architectures, methods  # noqa: F401  importing them registers the adapters and the methods
 from unilinattn.errors import UnilinattnError
-from unilinattn.flow import Flow
 from unilinattn.methods.run import compare, estimate, explain
-from unilinattn.operator import MixerOperator
-from unilinattn.registry import architectures, methods, register_architecture, register_method
-from unilinattn.standins import through_operators
-from unilinattn.trace import Trace, trace
+from unilinattn.operator.flow import Flow
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.registry import list_architectures, list_methods, register_architecture, register_method
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.comparison import Comparison
+from unilinattn.tracing.substitution import through_operators
+from unilinattn.tracing.trace import Trace, trace
 
 __version__ = "0.1.0"
 
@@ -27,11 +29,11 @@ __all__ = [
     "MixerOperator",
     "Trace",
     "UnilinattnError",
-    "architectures",
     "compare",
     "estimate",
     "explain",
-    "methods",
+    "list_architectures",
+    "list_methods",
     "register_architecture",
     "register_method",
     "through_operators",

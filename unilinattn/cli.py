@@ -3,28 +3,43 @@
 import argparse
 import json
 import sys
+import textwrap
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from unilinattn import __version__
-from unilinattn.attribution import Attribution, import_extra
-from unilinattn.errors import CheckpointError, OptionError, ResultFileError, UncoveredError, UnilinattnError, nearest
+from unilinattn.errors import (
+    CheckpointError,
+    ExactnessWarning,
+    OptionError,
+    ResultFileError,
+    UncoveredError,
+    UnilinattnError,
+    nearest,
+)
 from unilinattn.evaluation import report
 from unilinattn.evaluation.side_by_side import Counts, measure, quiet_hosts, select
-from unilinattn.methods.run import explain
-from unilinattn.registry import architectures, methods
+from unilinattn.methods.run import DEFAULT_METHOD, explain, token_text
+from unilinattn.optional import import_extra
+from unilinattn.registry import list_architectures, list_methods
 from unilinattn.registry import method as registered
-from unilinattn.trace import Layer, Trace, trace
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.panels import counts_residual
+from unilinattn.startup import INTERRUPTED, interrupts_raise
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Trace, trace
+from unilinattn.tracing.trust import Trust
 
 METHODS = ("raw", "rollout", "attribution", "latim", "alti")
-"""What `compare` runs unless told."""
+"""Default methods of `compare`."""
 
 OUT = Path("unilinattn-report")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,16 +47,17 @@ BAR = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for an error that is explained on stderr, 130 if interrupted."""
+    """Run one command and return its exit code: 0, 2 for an error reported on stderr, 130 if interrupted."""
     options = _parser().parse_args(arguments)
     try:
+        interrupts_raise()
         options.run(options)
     except UnilinattnError as error:
         print(f"unilinattn {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"unilinattn {options.command}: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return 0
 
 
@@ -61,27 +77,39 @@ def compare(options: argparse.Namespace) -> None:
                 measured.append(measure(task, model, wanted, counts))
         report.write(folder, measured, report.numbers(measured, counts, [method.name for method in wanted]))
     print(report.text_table(measured))
-    print(
-        f"\nAUC, AP and R@K (recall at K) over {counts.scored} held-out sequences of each task, candidates the keys up "
-        "to the query; accuracy\n"
-        f"over {counts.accuracy}. worst error: ||op(x) - y|| / ||y|| of the worst layer, in float32. layer: the one "
-        f"with the best AP on {counts.selection} other\nsequences, counted from 0; all: the method composes them."
-    )
+    print(f"\n{_caption(counts)}")
     print(f"\nReport: {options.out / report.PAGE}, {report.PICTURE}, {report.NUMBERS}", end=" ")
     print(f"({time.perf_counter() - start:.0f} s)")
 
 
+def _caption(counts: Counts) -> str:
+    text = (
+        f"Over {counts.scored} held-out sequences of each task; the candidates of a query are the keys before it, its "
+        f"own left out. {'; '.join(f'{name}: {meaning}' for name, meaning in report.MEANING.items())}. "
+        f"{report.ABOUT_REFERENCES} accuracy: over {counts.accuracy} sequences. worst error: ||op(x) - y|| / ||y|| of "
+        f"the worst layer, in float32. layer: the one with the best AP on {counts.selection} other sequences, counted "
+        "from 0; all: the method composes them; -: none is read."
+    )
+    return textwrap.fill(text, 118)
+
+
 def explain_checkpoint(options: argparse.Namespace) -> None:
-    """Explain a local checkpoint on a text: print the scores of its tokens for the target, and save them if asked."""
-    registered(options.method)
+    """Explain a local checkpoint on a text: print its tokens' scores for the target, and save them with --out."""
+    if options.method is not None:
+        registered(options.method)
     _check_out(options.out)
     with quiet_hosts():
         host, tokenizer = load_checkpoint(options.path, options.dtype)
         ids = tokenizer(options.text, return_tensors="pt")["input_ids"].long()
         observed = trace(host, {"input_ids": ids})
-        texts = [_text(tokenizer, token) for token in ids[0].tolist()]
+        texts = [token_text(tokenizer, token) for token in ids[0].tolist()]
         chosen = _method_options(options, tokenizer)
-        result = explain(observed, method=options.method, target=options.target, tokens=texts, **chosen)
+        with warnings.catch_warnings():
+            # The doubts are printed below.
+            warnings.simplefilter("ignore", ExactnessWarning)
+            result = explain(
+                observed, method=options.method, target=options.target, tokens=texts, trust=options.trust, **chosen
+            )
     place = int(observed.positions(options.target)[0])
     column, scores = _shown_scores(result, options.layer)
     scope = f", scope {result.scope}" if result.scope else ""
@@ -90,7 +118,10 @@ def explain_checkpoint(options: argparse.Namespace) -> None:
     print(f"\n{result.method}{scope}: scores for position {place} {texts[place]!r}, {column}")
     if (following := _prediction(observed, place, tokenizer)) is not None:
         print(f"the model predicts {following!r} after it")
-    print(_bars(texts, scores))
+    label = "the token itself and the residual stream" if counts_residual(result) else "the token itself"
+    print(_bars(texts, scores, place, label))
+    for doubt in result.warnings:
+        print(f"\nWARNING: {doubt}")
     if options.out is not None:
         _save(result, options.out)
         print(f"\nSaved to {options.out}")
@@ -99,35 +130,38 @@ def explain_checkpoint(options: argparse.Namespace) -> None:
 def list_registered(options: argparse.Namespace) -> None:
     """Print the registered architectures and methods."""
     print("Architectures")
-    for architecture in architectures().values():
+    for architecture in list_architectures().values():
         print(f"  {architecture.name}: {architecture.kind}\n      {architecture.summary}")
         for host in architecture.hosts or ("any, known by what it calls",):
             print(f"      host  {host}")
     print("\nMethods")
-    found = methods()
-    width = max(map(len, found), default=0)
-    for method in found.values():
+    methods = list_methods()
+    width = max(map(len, methods), default=0)
+    for method in methods.values():
         print(f"  {method.name.ljust(width)}  {method.summary}")
 
 
 def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer from a local folder that `save_pretrained` wrote.
 
-    The dtype is the stored one unless named. Nothing is downloaded and no code from the folder is run.
-    Raises `CheckpointError` if there is no checkpoint, it cannot be loaded or lacks weights, or has no tokenizer.
+    `dtype` is a name of `DTYPES`, by default that of the stored weights. Nothing is downloaded, and no code from the
+    folder is run.
+
+    Raises `OptionError` for an unknown dtype, and `CheckpointError` if the folder has no checkpoint or no tokenizer, or
+    if the checkpoint cannot be loaded or lacks weights.
     """
     transformers = import_extra("transformers", "hf")
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
     if not (path / "config.json").is_file():
-        what = "is no folder" if not path.is_dir() else "holds no config.json"
+        what = "is not a folder" if not path.is_dir() else "holds no config.json"
         raise CheckpointError(
             f"{path} {what}; give a local folder with a checkpoint (config.json, weights and tokenizer, as "
             "`save_pretrained` writes them). Nothing is downloaded."
         )
     settings = {"local_files_only": True, "trust_remote_code": False}
     kind = "auto" if dtype is None else DTYPES[dtype]
-    # What transformers, tokenizers and safetensors raise for a damaged folder has no common class.
+    # transformers, tokenizers and safetensors share no error class for a damaged folder.
     try:
         host, loading = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=kind, output_loading_info=True, **settings
@@ -137,7 +171,7 @@ def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
     if absent := sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"])):
         raise CheckpointError(
             f"{path} lacks {len(absent)} weights of {type(host).__name__} ({', '.join(absent[:3])}); they would be "
-            "random numbers, and so would what explains them."
+            "random numbers, and their explanation meaningless."
         )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **settings)
@@ -146,7 +180,7 @@ def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
             f"{path} has no tokenizer that can be loaded ({_first_line(error)}); save one there with "
             "`tokenizer.save_pretrained`."
         ) from error
-    # Without files, some tokenizers come up empty instead of failing.
+    # Without files some tokenizers load empty instead of raising an error.
     files = ("tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values())
     if not any((path / file).is_file() for file in files):
         raise CheckpointError(f"{path} has no tokenizer; save one there with `tokenizer.save_pretrained`.")
@@ -171,7 +205,10 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("explain", help="explain a local checkpoint on a text")
     one.add_argument("path", type=Path, metavar="PATH", help="folder with a causal language model and its tokenizer")
     one.add_argument("--text", required=True, help="the input")
-    one.add_argument("--method", default="rollout", help="name of a method (default: rollout); see `unilinattn list`")
+    one.add_argument(
+        "--method",
+        help=f"name of a method, see `unilinattn list` (default: {DEFAULT_METHOD} composed over all layers)",
+    )
     one.add_argument("--target", type=int, default=-1, help="position to explain, negative from the end (default: -1)")
     one.add_argument(
         "--logit",
@@ -179,12 +216,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TOKEN",
         help="token (id or text) whose logit is explained, or two: their difference",
     )
-    one.add_argument("--scope", help="core, mixer or unified: which stages count as the attention matrix")
+    one.add_argument("--scope", help="stages that form the attention matrix: core, mixer or unified")
     one.add_argument(
         "--option", nargs="+", default=[], metavar="NAME=VALUE", help="further options of the method, such as p=1"
     )
     one.add_argument("--layer", default="mean", help="layer to print, an index or a name (default: their mean)")
     one.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: as stored)")
+    one.add_argument(
+        "--trust",
+        default="require",
+        choices=get_args(Trust),
+        help="a layer that misses the model's own output is an error (require, default) or a warning (warn)",
+    )
     one.add_argument("--out", type=Path, help="file for the result: .html, .png or .safetensors")
     one.set_defaults(run=explain_checkpoint)
 
@@ -195,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch compute in one thread: tensors this small only wait for a second one."""
+    """Let torch compute in one thread, which is faster for tensors this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -205,25 +248,25 @@ def _one_thread() -> Iterator[None]:
 
 
 def _names(given: Sequence[str] | None) -> list[str]:
-    """Return names that were given with spaces or commas between, each once."""
+    """Return the names of a list separated by spaces or commas, without repetitions."""
     return list(dict.fromkeys(name for part in given or () for name in part.split(",") if name))
 
 
 def _method_options(options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for pair in options.option:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise OptionError(f"--option {pair!r} is no NAME=VALUE, such as p=1.")
-        found[name] = _value(value)
+            raise OptionError(f"--option {pair!r} is not NAME=VALUE, such as p=1.")
+        chosen[name] = _value(value)
     if options.scope is not None:
-        found["scope"] = options.scope
+        chosen["scope"] = options.scope
     if options.logit is not None:
         ids = [_token_id(tokenizer, token) for token in options.logit]
         if len(ids) > 2:
             raise OptionError(f"--logit takes one token, or two for their difference; got {len(ids)}.")
-        found["logit"] = ids[0] if len(ids) == 1 else tuple(ids)
-    return found
+        chosen["logit"] = ids[0] if len(ids) == 1 else tuple(ids)
+    return chosen
 
 
 def _value(text: str) -> Any:
@@ -246,19 +289,13 @@ def _token_id(tokenizer: Any, token: str) -> int:
 
 
 def _nearest_token(token: str, vocabulary: Mapping[str, int]) -> str:
-    # The whole vocabulary would drown the message.
+    # The list of the whole vocabulary would hide the message.
     hint = nearest(token, vocabulary).partition(" Accepted:")[0]
     return f"{hint} Give a token as the vocabulary spells it, or its id."
 
 
-def _text(tokenizer: Any, token: int) -> str:
-    text: str = tokenizer.decode([token])
-    # Part of a character decodes to a replacement mark: the vocabulary's own spelling says more.
-    return tokenizer.convert_ids_to_tokens(token) if "\N{REPLACEMENT CHARACTER}" in text or not text else text
-
-
 def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:
-    """Return what the printed column is and its score a key."""
+    """Return the title of the printed column and the score of each key."""
     if "layer" not in result.dims:
         if layer != "mean":
             raise OptionError(f"{result.method} has no layers to choose from here; leave --layer out.")
@@ -286,22 +323,25 @@ def _error_text(layer: Layer) -> str:
     try:
         return report.error_text(layer.reconstruction_error())
     except UncoveredError:
-        return "not covered: its core alone is"
+        return "not covered: only its core is"
 
 
 def _prediction(observed: Trace, place: int, tokenizer: Any) -> str | None:
     logits = getattr(observed.output, "logits", None)
-    return None if logits is None else _text(tokenizer, int(logits[0, place].argmax()))
+    return None if logits is None else token_text(tokenizer, int(logits[0, place].argmax()))
 
 
-def _bars(texts: Sequence[str], scores: Tensor) -> str:
+def _bars(texts: Sequence[str], scores: Tensor, own: int, own_name: str) -> str:
+    """Return a line with the score of each token: `own` first, then the others with bars relative to the largest."""
     shown = [text if text.isprintable() and text == text.strip() else repr(text) for text in texts]
     wide = max(map(len, shown))
-    largest = float(scores.abs().max()) or 1.0
-    lines = []
-    for place, (text, score) in enumerate(zip(shown, scores.tolist(), strict=True)):
+    others = [place for place in range(len(shown)) if place != own]
+    largest = max((abs(float(scores[place])) for place in others), default=0.0) or 1.0
+    lines = [f"  {own:>4}  {shown[own].ljust(wide)}  {float(scores[own]):>10.4g}  {own_name}, no bar"]
+    for place in others:
+        score = float(scores[place])
         bar = ("#" if score >= 0 else "-") * round(BAR * abs(score) / largest)
-        lines.append(f"  {place:>4}  {text.ljust(wide)}  {score:>10.4g}  {bar}".rstrip())
+        lines.append(f"  {place:>4}  {shown[place].ljust(wide)}  {score:>10.4g}  {bar}".rstrip())
     return "\n".join(lines)
 
 

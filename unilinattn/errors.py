@@ -1,11 +1,11 @@
-"""Every error that the library raises on purpose, each saying what came, what is accepted and what to do."""
+"""Errors that the library raises on purpose: each message states the given value, the accepted ones and a remedy."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class UnilinattnError(Exception):
-    """Base class: catch it to catch everything that this library raises on purpose."""
+    """Base class of every error that this library raises on purpose."""
 
 
 class InputError(UnilinattnError, ValueError):
@@ -17,15 +17,27 @@ class OptionError(UnilinattnError, ValueError):
 
 
 class UnknownArchitectureError(UnilinattnError):
-    """A model holds no token mixer that is registered, or one that no adapter knows."""
+    """The model has no registered token mixer, or has a token mixer without an adapter."""
 
 
 class UncoveredError(UnilinattnError, NotImplementedError):
-    """A known host or method was asked for something that its adapter does not cover exactly."""
+    """An adapter or a method does not cover the requested configuration exactly."""
+
+
+class ExactnessWarning(UserWarning):
+    """Scores come from a layer whose operator misses the host's output (`trust="warn"`)."""
+
+
+class StreamError(UnilinattnError, RuntimeError):
+    """A layer's residual stream and output do not add up to the next stream of the host."""
 
 
 class ModelStateError(UnilinattnError, RuntimeError):
     """The model is in a state that cannot be traced: active dropout, or weights changed since the trace."""
+
+
+class ExactnessError(UnilinattnError, ArithmeticError):
+    """A layer's operator does not reproduce the host's output up to the rounding of its dtype."""
 
 
 class ResultFileError(UnilinattnError, ValueError):
@@ -37,15 +49,15 @@ class CheckpointError(UnilinattnError, OSError):
 
 
 class FactorError(UnilinattnError, ValueError):
-    """A factor of an operator holds NaN or infinity where a finite number is needed, or lies on another device."""
+    """A factor of an operator holds NaN or infinity where finite numbers are required, or is on another device."""
 
 
 class MemoryLimitError(UnilinattnError, MemoryError):
-    """An operation needs more memory than `max_memory` allows: nothing was allocated."""
+    """An operation needs more memory than `max_memory` allows; raised before anything is allocated."""
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:
-    """Return the tail of an error message: the accepted names, the closest one first if there is one."""
+    """Return the end of an error message: the closest of the accepted names, if one is close, then all of them."""
     accepted = sorted(choices)
     close = get_close_matches(str(name), accepted, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."

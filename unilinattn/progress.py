@@ -1,10 +1,10 @@
-"""Progress bars on long work: only where someone looks on, only after a while, and gone when the work is done."""
+"""Progress bars of long work: on a terminal or in a notebook, after a delay, and removed when the work ends."""
 
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -15,7 +15,7 @@ DELAY = 2.0
 
 
 class _Scope(threading.local):
-    """What `bars` allows in this thread, and the bars that were opened inside it."""
+    """The settings of `bars` in this thread, and the progress bars opened inside the innermost one."""
 
     shown = False
     inside = False
@@ -34,9 +34,9 @@ _scope = _Scope()
 
 @contextmanager
 def bars(shown: bool = True) -> Iterator[None]:
-    """Let `progress` and `counter` show bars inside, unless `shown` or another `bars` around this one says no.
+    """Let `progress` and `counter` show bars in this context, unless `shown` is False here or in an enclosing `bars`.
 
-    Outside of it there are none. Every bar that was opened inside is gone afterwards, whatever happens.
+    Outside of any `bars` nothing is shown. The bars opened in this context are closed at its end, also after an error.
     """
     before = _scope.shown, _scope.inside, _scope.open
     _scope.shown = shown and (_scope.shown or not _scope.inside)
@@ -44,19 +44,25 @@ def bars(shown: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        # A loop that an exception left holds its bar for as long as the traceback lives.
+        # After an exception the loop, and with it its bar, lives as long as the traceback.
         for bar in reversed(_scope.open):
             bar.close()
         _scope.shown, _scope.inside, _scope.open = before
 
 
-def progress(items: Iterable[Item], what: str, *, total: int | None = None) -> Iterator[Item]:
-    """Yield the items of a loop, with a bar named `what` once it has taken `DELAY` seconds; `total` items if known.
+def scope() -> dict[str, Any]:
+    """Return the dictionary of this thread's `bars` settings, which a run restores after an interrupt."""
+    return vars(_scope)
 
-    The bar shows inside `bars` alone, and only on a terminal or in a notebook.
+
+def progress(items: Iterable[Item], what: str, *, total: int | None = None) -> Iterator[Item]:
+    """Yield the `items` of a loop, with a bar named `what` after `DELAY` seconds.
+
+    `total` is the number of items, by default their length if they have one. The bar is shown only inside `bars`, and
+    only on a terminal or in a notebook.
     """
-    known = len(items) if total is None and isinstance(items, Sized) else total
-    with counter(what, known) as step:
+    count = len(items) if total is None and isinstance(items, Sized) else total
+    with counter(what, count) as step:
         for item in items:
             yield item
             step()
@@ -64,7 +70,7 @@ def progress(items: Iterable[Item], what: str, *, total: int | None = None) -> I
 
 @contextmanager
 def counter(what: str, total: int | None = None) -> Iterator[Callable[[], object]]:
-    """Give a function to call after each of `total` steps, for work that is no loop; the bar is that of `progress`."""
+    """Yield a function to call after each of `total` steps, for work that is not a loop, with the bar of `progress`."""
     hidden = not (_scope.shown and _watched())
     bar = _Bar(desc=what, total=total, delay=DELAY, leave=False, miniters=1, file=sys.stderr, disable=hidden)
     _scope.open.append(bar)
@@ -75,7 +81,7 @@ def counter(what: str, total: int | None = None) -> Iterator[Callable[[], object
 
 
 def _watched() -> bool:
-    """Tell whether standard error is a terminal, or belongs to a notebook, whose stream is none."""
+    """Tell whether standard error is a terminal or belongs to a notebook, whose stream is not a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
         return True
     ipython = sys.modules.get("IPython")

@@ -1,4 +1,4 @@
-"""Architectures and methods by name: what is registered here or by another package through entry points."""
+"""Architectures and methods by name, registered by this package or by others through entry points."""
 
 import warnings
 from collections.abc import Callable
@@ -13,21 +13,27 @@ from torch import Tensor
 from unilinattn.errors import OptionError, nearest
 
 ENTRY_POINT_GROUPS = ("unilinattn.architectures", "unilinattn.methods")
-"""Each entry point names a module that registers when it is imported; one that fails is left out with a warning."""
+"""Groups of entry points. Each names a module that registers on import; one that fails is skipped with a warning."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """An adapter: how a host's token-mixing module becomes an operator.
+    """An adapter, which builds an operator from a call of a host's token-mixing module.
 
-    `hosts` are qualified class names; `build(call)` returns a `Flow`.
-    `capture(model, mark)` is for hosts that are known by what they call and not by their class: a context manager
-    around the run, which calls `mark(module, record)` for each token-mixing module that it meets.
-    `leak(module, mask)` tells how padding reaches real tokens in a host that does not keep it out, or None. The mask
-    (batch, length) is False at padding, which stands on one side of the texts.
-    `observes` tells that `build` needs what a `capture` saw, so it cannot stand in for the host's own forward.
-    `extras` is how many values the host's forward returns after its output, or a function of its module that tells:
-    None each where an operator stands in.
+    Attributes:
+        name: unique name of the architecture.
+        kind: the kind of token mixer ("Mamba-1 (S6)").
+        hosts: qualified names of the host classes.
+        summary: first line of the adapter's docstring.
+        build: the adapter; `build(call)` returns a `Flow`.
+        capture: `capture(model, mark)`, a context manager around the run for hosts that are recognised by the functions
+            they call and not by their class. It calls `mark(module, record)` for each token-mixing module. Its changes
+            to modules (attributes, parameters, hooks) are undone when the run ends.
+        padding_leak: `padding_leak(module, mask)` describes how padding reaches real tokens in a host that does not
+            mask it, None if it does not. The mask (batch, length) is False at padding, on one side of the texts.
+        needs_capture: whether `build` needs a record of `capture`, so that it cannot replace the host's own forward.
+        extra_outputs: number of values that the host's forward returns after its output, or a function from the module
+            to this number. Each is None where an operator replaces the forward.
     """
 
     name: str
@@ -36,16 +42,16 @@ class Architecture:
     summary: str
     build: Callable[[Any], Any]
     capture: Callable[[Any, Callable[[Any, Any], None]], AbstractContextManager[None]] | None = None
-    leak: Callable[[Any, Tensor], str | None] | None = None
-    observes: bool = False
-    extras: int | Callable[[Any], int] = 0
+    padding_leak: Callable[[Any, Tensor], str | None] | None = None
+    needs_capture: bool = False
+    extra_outputs: int | Callable[[Any], int] = 0
 
 
 @dataclass(frozen=True)
 class Method:
     """A way to turn operators into scores: `function(trace, *, target, **options)` returns an `Attribution`.
 
-    `cost` takes the same and returns an `Estimate` of it; None for a method that does not say.
+    `cost` takes the same arguments and returns an `Estimate`; it is None for a method without a cost model.
     """
 
     name: str
@@ -64,14 +70,16 @@ def register_architecture(
     name: str,
     kind: str,
     capture: Callable[..., AbstractContextManager[None]] | None = None,
-    leak: Callable[[Any, Tensor], str | None] | None = None,
-    observes: bool = False,
-    extras: int | Callable[[Any], int] = 0,
+    padding_leak: Callable[[Any, Tensor], str | None] | None = None,
+    needs_capture: bool = False,
+    extra_outputs: int | Callable[[Any], int] = 0,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register an adapter for host classes named as strings, "package.module.Class"; subclasses match by their MRO.
 
-    `kind` says what mixes the tokens ("Mamba-1 (S6)"). The adapter's docstring opens with its one-line summary.
-    Raises `OptionError` if a name or a host class is taken.
+    `kind` is the kind of token mixer ("Mamba-1 (S6)"). The first line of the adapter's docstring is its summary. The
+    other arguments are those of `Architecture`.
+
+    Raises `OptionError` if the name or a host class is registered already.
     """
 
     def decorate(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -80,7 +88,9 @@ def register_architecture(
             raise OptionError(
                 f"architecture {name!r} or its hosts {taken} are registered already; choose another name."
             )
-        architecture = Architecture(name, kind, hosts, _first_line(build), build, capture, leak, observes, extras)
+        architecture = Architecture(
+            name, kind, hosts, _first_line(build), build, capture, padding_leak, needs_capture, extra_outputs
+        )
         _architectures[name] = architecture
         _hosts.update(dict.fromkeys(hosts, architecture))
         return build
@@ -91,11 +101,11 @@ def register_architecture(
 def register_method(
     name: str, *, cost: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a method under a name; its docstring opens with its one-line summary.
+    """Register a method under a name; the first line of its docstring is its summary.
 
     `cost(trace, *, target, **options)` returns the `Estimate` of a call, for `estimate`.
 
-    Raises `OptionError` if the name is taken.
+    Raises `OptionError` if the name is registered already.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,13 +117,13 @@ def register_method(
     return decorate
 
 
-def architectures() -> dict[str, Architecture]:
+def list_architectures() -> dict[str, Architecture]:
     """Return every registered architecture by name."""
     _load_entry_points()
     return dict(sorted(_architectures.items()))
 
 
-def methods() -> dict[str, Method]:
+def list_methods() -> dict[str, Method]:
     """Return every registered method by name."""
     _load_entry_points()
     return dict(sorted(_methods.items()))
@@ -123,18 +133,18 @@ def architecture_of(cls: type) -> Architecture | None:
     """Return the architecture registered for a host class or its nearest ancestor, None if there is none."""
     _load_entry_points()
     for ancestor in cls.__mro__:
-        found = _hosts.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
-        if found is not None:
-            return found
+        architecture = _hosts.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
+        if architecture is not None:
+            return architecture
     return None
 
 
 def method(name: str) -> Method:
     """Return a registered method; raise `OptionError` with the nearest name if there is none."""
-    known = methods()
-    if name not in known:
-        raise OptionError(f"unknown method {name!r}" + nearest(name, known))
-    return known[name]
+    methods = list_methods()
+    if name not in methods:
+        raise OptionError(f"unknown method {name!r}" + nearest(name, methods))
+    return methods[name]
 
 
 def _first_line(function: Callable[..., Any]) -> str:
@@ -145,7 +155,7 @@ def _first_line(function: Callable[..., Any]) -> str:
 def _load_entry_points() -> None:
     for group in ENTRY_POINT_GROUPS:
         for point in entry_points(group=group):
-            # Whatever another package raises while it is imported, this one goes on without it.
+            # Another package may raise any error on import; the registry continues without it.
             try:
                 point.load()
             except Exception as error:

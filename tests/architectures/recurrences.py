@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.trace import Layer
+from unilinattn.tracing.layer import Layer
 
 MASKING = "apply_mask_to_padding_states"
 

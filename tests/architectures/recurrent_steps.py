@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.architectures.recurrences import convolve, own_mask
-from unilinattn.trace import Layer
+from unilinattn.tracing.layer import Layer
 
 
 @dataclass
@@ -48,6 +48,25 @@ def rwkv4(layer: nn.Module, x: Streams) -> Tensor:
         above, below = fading * above + weight * value, fading * below + weight
         receptance = torch.sigmoid(layer.receptance(mixed(x.deciding, t, layer.time_mix_receptance)))
         outputs.append((receptance * read) @ rescaled.T)
+    return torch.stack(outputs, dim=1)
+
+
+def rwkv4_channel(layer: nn.Module, x: Streams) -> Tensor:
+    """W_v max(W_k k', 0)^2 gated by receptance, k' and r' means of a token and the one before (Eq. 17-19)."""
+
+    def mixed(stream: Tensor, t: int, mix: Tensor) -> Tensor:
+        last = stream[:, t - 1] if t else torch.zeros_like(stream[:, 0])
+        return mix[0, 0] * stream[:, t] + (1 - mix[0, 0]) * last
+
+    rescaled = layer.value.weight
+    if layer.config.rescale_every > 0:
+        rescaled = rescaled / 2 ** (layer.layer_id // layer.config.rescale_every)
+    outputs = []
+    for t in range(x.length):
+        slope = layer.key(mixed(x.deciding, t, layer.time_mix_key)).clamp_min(0)
+        hidden = slope * layer.key(mixed(x.carried, t, layer.time_mix_key))
+        receptance = torch.sigmoid(layer.receptance(mixed(x.deciding, t, layer.time_mix_receptance)))
+        outputs.append(receptance * (hidden @ rescaled.T))
     return torch.stack(outputs, dim=1)
 
 
@@ -152,7 +171,14 @@ def lfm2(layer: nn.Module, x: Streams) -> Tensor:
     return torch.stack(outputs, dim=1)
 
 
-STEPS = {"rwkv4": rwkv4, "griffin": griffin, "xlstm": xlstm, "minimax": minimax, "lfm2": lfm2}
+STEPS = {
+    "rwkv4": rwkv4,
+    "rwkv4_channel": rwkv4_channel,
+    "griffin": griffin,
+    "xlstm": xlstm,
+    "minimax": minimax,
+    "lfm2": lfm2,
+}
 """The recurrence of each adapter."""
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.architectures.recurrences import act, convolve
 from tests.models.checks import pairs, unroll
-from unilinattn.trace import Layer
+from unilinattn.tracing.layer import Layer
 
 
 def vim(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests import hosts
 from tests.architectures.recurrences import act, convolve, own_mask
 from unilinattn import trace
 from unilinattn.architectures import Call
 from unilinattn.architectures.delta_rule import kimi_delta
 from unilinattn.errors import UncoveredError
-from unilinattn.standins import through_operators
-from unilinattn.testing import Host, check_architecture, promoted, relative_error, tolerance
-from unilinattn.testing.hosts_delta import HOSTS
-from unilinattn.testing.versions import sides
+from unilinattn.testing import Host, promoted, relative_error, tolerance
+from unilinattn.testing.hosts.delta import HOSTS
+from unilinattn.tracing.substitution import through_operators
 
-every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+every_host = hosts.every_host(HOSTS, usual=("glm 5 next",))
 one_of_each = pytest.mark.parametrize(
     "name",
     ["qwen3 next", "qwen3.5", "olmo hybrid", "kimi linear", "bailing hybrid", "glm 5 next"],
@@ -37,20 +37,11 @@ def named(name: str) -> Host:
 
 
 @every_host
-def test_every_law_holds_and_layers_stand_in_order(host: Host) -> None:
+def test_layers_stand_in_order(host: Host) -> None:
     model = host.model()
-    # The recurrence below pads every host; against single sequences the short ones are enough.
-    padding = 1 < host.length < 20
-    verdict = check_architecture(model, host.inputs(), padding=padding)
     linear, full = KINDS[host.architecture]
     expected = [linear if kind == "linear_attention" else full for kind in model.config.layer_types]
-    assert [layer.kind for layer in verdict.layers] == expected
-    assert len(verdict.layers) == host.layers
-    assert verdict.masks == (sides(host) if padding else None)
-    for layer in verdict.layers:
-        assert layer.errors["float32"] <= 1e-5
-        assert layer.errors["float64"] <= 2e-6
-        assert layer.errors["promoted"] <= 1e-10
+    assert [layer.kind for layer in trace(model, host.inputs()).layers] == expected
 
 
 @every_host
@@ -107,11 +98,10 @@ def test_a_trace_runs_what_the_model_runs(name: str) -> None:
     assert relative_error(trace(model, host.inputs()).output[0], own) <= tolerance("unpromoted", torch.float64)
 
 
-def test_a_cache_is_refused() -> None:
+def test_a_trace_runs_without_a_cache() -> None:
     host = named("qwen3 next")
-    layers = trace(host.model(), {"input_ids": host.inputs(), "use_cache": True}).layers
-    with pytest.raises(UncoveredError, match="cache_params"):
-        layers[0].operator  # noqa: B018  the property builds it
+    for layer in trace(host.model(), {"input_ids": host.inputs(), "use_cache": True}).layers:
+        assert layer.reconstruction_error() <= tolerance("reconstruction", torch.float32)
 
 
 def test_an_unknown_output_gate_is_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import hosts
 from tests.architectures.reference_recurrences import RECURRENCES, frozen
 from unilinattn import explain, trace
 from unilinattn.mixers import Reversed, Toeplitz, ToeplitzLowRank
@@ -23,13 +24,13 @@ from unilinattn.models import (
     MultiHyena,
     VisionMamba,
 )
-from unilinattn.operator import MixerOperator
-from unilinattn.stages import Mix, walk
-from unilinattn.testing import Host, check_architecture, promoted, randomize, relative_error, tolerance
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Mix, walk
+from unilinattn.testing import Host, promoted, randomize, relative_error, tolerance
 from unilinattn.testing.hosts import VOCABULARY
-from unilinattn.testing.hosts_reference import HOSTS
+from unilinattn.testing.hosts.reference import HOSTS
 
-every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+every_host = hosts.every_host(HOSTS)
 EXACT = tolerance("law", torch.float64)
 
 
@@ -39,24 +40,6 @@ def _language(mixer: type[nn.Module], **settings: object) -> nn.Module:
 
 def _cores(op: MixerOperator) -> list[Mix]:
     return [stage for stage in walk(op.chains["x"]) if isinstance(stage, Mix) and stage.role == "core"]
-
-
-@every_host
-def test_every_law_holds(host: Host) -> None:
-    modules = dict(host.model().double().named_modules())
-    verdict = check_architecture(
-        host.model(),
-        host.inputs(),
-        padding=host.masks is not None,
-        recurrence=lambda layer, x: frozen(modules[layer.name], layer, x),
-    )
-    assert len(verdict.layers) == host.layers
-    assert {layer.architecture for layer in verdict.layers} == {host.architecture}
-    assert verdict.masks == host.masks
-    for layer in verdict.layers:
-        assert layer.errors["float32"] <= 1e-5
-        assert layer.errors["float64"] <= 2e-6
-        assert layer.errors["promoted"] <= 1e-10
 
 
 @every_host

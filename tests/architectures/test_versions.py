@@ -5,14 +5,14 @@ import torch
 import transformers
 from torch import nn
 
+from tools.coverage import tables
 from unilinattn import trace
 from unilinattn.errors import UncoveredError, UnknownArchitectureError
 from unilinattn.testing import HOSTS, Host, randomize
-from unilinattn.testing.coverage import tables
 from unilinattn.testing.hosts import transformers_model
-from unilinattn.testing.hosts_delta import HOSTS as DELTA
-from unilinattn.testing.hosts_mamba import HOSTS as MAMBA
-from unilinattn.testing.hosts_recurrent import HOSTS as RECURRENT
+from unilinattn.testing.hosts.delta import HOSTS as DELTA
+from unilinattn.testing.hosts.mamba import HOSTS as MAMBA
+from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT
 from unilinattn.testing.versions import Unavailable, model_of, sides, unavailable
 
 pytestmark = pytest.mark.refused
@@ -59,9 +59,10 @@ def named(table: tuple[Host, ...], name: str) -> Host:
     return next(host for host in table if host.name == name)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(transformers.__version__ not in LEFT_OUT, reason=f"about transformers {OLDEST} and {NEWEST}")
 def test_nothing_is_left_out_but_what_is_listed() -> None:
-    hosts = [host for name, table in tables().items() if name not in ("hosts_fla", "hosts_timm") for host in table]
+    hosts = [host for name, table in tables().items() if name not in ("fla", "timm") for host in table]
     found = {host.name: reason for host in hosts if (reason := unavailable(host)) is not None}
     expected = LEFT_OUT[transformers.__version__]
     assert found.keys() == expected.keys()
@@ -72,7 +73,7 @@ def test_nothing_is_left_out_but_what_is_listed() -> None:
 @oldest
 def test_attention_that_passes_the_interface_by_is_refused_by_name_and_version() -> None:
     for model, host in (
-        ("T5LayerSelfAttention", named(HOSTS, "t5, encoder")),
+        ("T5Attention", named(HOSTS, "t5, encoder")),
         ("RecurrentGemmaSdpaAttention", named(RECURRENT, "recurrent gemma")),
     ):
         with pytest.raises(

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 EXAMPLES = DOCS / "examples"
 TUTORIAL = DOCS / "adding_an_architecture.md"
 
@@ -60,8 +61,8 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page of the documentation."""
-    return sorted(DOCS.rglob("*.md"))
+    """The README and every page of the documentation."""
+    return [README, *sorted(DOCS.rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[Block]:

@@ -1,16 +1,20 @@
 """The documentation runs: what it shows is what is printed, and what it quotes is what stands in the files."""
 
+import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import unilinattn
 from tests.docs import pages
-from unilinattn import errors, methods
+from unilinattn import errors, list_methods
 
-every_page = pytest.mark.parametrize("page", pages.pages(), ids=lambda page: str(page.relative_to(pages.DOCS)))
+every_page = pytest.mark.parametrize("page", pages.pages(), ids=lambda page: str(page.relative_to(pages.ROOT)))
 
 
+@pytest.mark.slow
 def test_every_page_shows_what_it_prints() -> None:
     found = pages.printed()
     wrong = [
@@ -19,7 +23,12 @@ def test_every_page_shows_what_it_prints() -> None:
         if not pages.same(output.text, now)
     ]
     assert not wrong, "\n".join(wrong)
-    assert {page for page, *_ in found} >= {pages.TUTORIAL, pages.DOCS / "index.md", pages.DOCS / "errors.md"}
+    assert {page for page, *_ in found} >= {
+        pages.README,
+        pages.TUTORIAL,
+        pages.DOCS / "index.md",
+        pages.DOCS / "errors.md",
+    }
 
 
 @every_page
@@ -40,13 +49,40 @@ def test_the_tutorial_shows_its_programs_and_its_wrong_adapters() -> None:
 
 
 def test_every_method_and_every_error_has_its_place() -> None:
-    assert {path.stem for path in (pages.DOCS / "methods").glob("*.md")} == set(methods())
+    assert {path.stem for path in (pages.DOCS / "methods").glob("*.md")} == set(list_methods())
     listed = set(re.findall(r"^\| `(\w+)` ", (pages.DOCS / "errors.md").read_text(), re.M))
     own = [value for value in vars(errors).values() if isinstance(value, type) and value.__module__ == errors.__name__]
     assert listed == {error.__name__ for error in own} - {"UnilinattnError"}
-    linked = {path.relative_to(pages.DOCS) for path in pages.pages()}
-    navigation = (pages.ROOT / "mkdocs.yml").read_text()
-    assert [str(path) for path in linked if f"- {path}\n" not in navigation] == []
+
+
+def test_the_navigation_holds_every_page() -> None:
+    written = {str(path.relative_to(pages.DOCS)) for path in pages.DOCS.rglob("*.md")}
+    navigation = (pages.ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert set(re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", navigation, re.M)) == written
+
+
+def exported(module: ModuleType) -> list[str]:
+    return list(getattr(module, "__all__", vars(module)))
+
+
+def test_the_api_reference_holds_the_public_surface() -> None:
+    texts = [page.read_text() for page in (pages.DOCS / "api").glob("*.md")]
+    names = [name for text in texts for name in re.findall(r"^::: (\S+)$", text, re.M)]
+    objects = [pkgutil.resolve_name(name) for name in names]
+    members = [
+        getattr(module, name) for module in objects if isinstance(module, ModuleType) for name in exported(module)
+    ]
+    described = {id(each) for each in (*objects, *members)}
+    assert [name for name in unilinattn.__all__ if id(getattr(unilinattn, name)) not in described] == []
+    assert sorted(names) == sorted(set(names))
+
+
+def test_the_readme_is_short_and_opens_with_a_program() -> None:
+    lines = pages.README.read_text().splitlines()
+    assert len(lines) < 120
+    (program,) = [block for block in pages.blocks(pages.README) if block.kind == "python"]
+    assert len(program.text.splitlines()) <= 10
+    assert lines.index("```python") < 12
 
 
 @pytest.mark.parametrize(
@@ -76,6 +112,7 @@ def test_a_diff_must_fit_the_file_once() -> None:
             pages.patched(source, "-b\n+d\n")
 
 
+@pytest.mark.slow
 def test_the_unchanged_adapter_breaks_no_law_and_a_block_that_fails_shows_its_error(tmp_path: Path) -> None:
     failing = (pages.EXAMPLES, ["print(1)", "print(2)\n1 / 0", "print(3)"])
     unchanged, failed = pages.run([*pages.laid_out([""], tmp_path), failing])

@@ -1,6 +1,7 @@
 """The ranking metrics against their definitions, written out pair by pair and order by order."""
 
 from itertools import pairwise, permutations
+from statistics import correlation
 
 import hypothesis.strategies as st
 import jaxtyping
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from unilinattn.errors import InputError
-from unilinattn.evaluation.metrics import RowScores, alignment_error_rate, row_scores
+from unilinattn.evaluation.metrics import RankCorrelation, RowScores, alignment_error_rate, rank_correlation, row_scores
 
 
 @pytest.fixture
@@ -48,6 +49,12 @@ def loop_recall_at_k(scores: list[float], relevant: list[bool]) -> float:
     return sum(recalls) / len(recalls)
 
 
+def loop_hit_at_1(scores: list[float], relevant: list[bool]) -> float:
+    """The mean over the tied best keys."""
+    hits = [hit for score, hit in zip(scores, relevant, strict=True) if score == max(scores)]
+    return sum(hits) / len(hits)
+
+
 def loop_row_scores(scores: torch.Tensor, relevant: torch.Tensor, valid: torch.Tensor) -> RowScores:
     found, dropped = [], 0
     flat = (t.reshape(-1, scores.shape[-1]).tolist() for t in (scores, relevant, valid))
@@ -57,7 +64,7 @@ def loop_row_scores(scores: torch.Tensor, relevant: torch.Tensor, valid: torch.T
         if not any(wanted) or all(wanted):
             dropped += 1
             continue
-        found.append([f(ranked, wanted) for f in (loop_auc, loop_average_precision, loop_recall_at_k)])
+        found.append([f(ranked, wanted) for f in (loop_auc, loop_average_precision, loop_recall_at_k, loop_hit_at_1)])
     means = [sum(column) / len(found) for column in zip(*found, strict=True)]
     return RowScores(*means, rows=len(found), dropped=dropped)
 
@@ -80,7 +87,7 @@ def rankings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def test_metrics_equal_their_definitions(case: tuple[torch.Tensor, ...]) -> None:
     found, known = row_scores(*case), loop_row_scores(*case)
     assert (found.rows, found.dropped) == (known.rows, known.dropped)
-    for name in ("auc", "ap", "recall_at_k"):
+    for name in ("auc", "ap", "recall_at_k", "hit_at_1"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), abs=1e-12), name
 
 
@@ -103,7 +110,7 @@ def test_the_order_of_keys_changes_nothing(case: tuple[torch.Tensor, ...], rando
     order = list(range(case[0].shape[-1]))
     random.shuffle(order)
     shuffled, known = row_scores(*(t[..., order] for t in case)), row_scores(*case)
-    for name in ("auc", "ap", "recall_at_k", "rows", "dropped"):
+    for name in ("auc", "ap", "recall_at_k", "hit_at_1", "rows", "dropped"):
         assert getattr(shuffled, name) == pytest.approx(getattr(known, name), abs=1e-12)
 
 
@@ -112,14 +119,14 @@ def test_constant_scores_know_nothing() -> None:
     relevant[:, :3] = True
     found = row_scores(torch.full((4, 10), 0.7), relevant)
     assert (found.auc, found.rows, found.dropped) == (0.5, 4, 0)
-    assert (found.ap, found.recall_at_k) == (pytest.approx(0.3), pytest.approx(0.3))
+    assert (found.ap, found.recall_at_k, found.hit_at_1) == (pytest.approx(0.3),) * 3
 
 
 def test_perfect_and_reversed_scores() -> None:
     relevant = torch.eye(6, dtype=torch.bool)
-    assert row_scores(relevant.float(), relevant) == RowScores(1.0, 1.0, 1.0, 6, 0)
+    assert row_scores(relevant.float(), relevant) == RowScores(1.0, 1.0, 1.0, 1.0, 6, 0)
     worst = row_scores(-relevant.float(), relevant)
-    assert (worst.auc, worst.recall_at_k) == (0.0, 0.0)
+    assert (worst.auc, worst.recall_at_k, worst.hit_at_1) == (0.0, 0.0, 0.0)
     assert worst.ap == pytest.approx(1 / 6)
 
 
@@ -131,7 +138,7 @@ def test_keys_that_are_not_valid_are_no_candidates() -> None:
     scores = relevant.float().expand(2, -1, -1).clone()
     scores[:, ~causal] = torch.nan
     # Row 0 has no irrelevant candidate under causality, in each of the two sequences.
-    assert row_scores(scores, relevant, causal) == RowScores(1.0, 1.0, 1.0, 8, 2)
+    assert row_scores(scores, relevant, causal) == RowScores(1.0, 1.0, 1.0, 1.0, 8, 2)
     above = causal.new_zeros(length, length)
     above[1, 4] = above[4, 4] = True
     assert row_scores(relevant.float(), above, causal).rows == 1
@@ -139,7 +146,80 @@ def test_keys_that_are_not_valid_are_no_candidates() -> None:
 
 def test_a_row_with_no_relevant_key_is_dropped_and_counted() -> None:
     relevant = torch.tensor([[True, False], [False, False]])
-    assert row_scores(torch.tensor([[1.0, 0.0], [5.0, 0.0]]), relevant) == RowScores(1.0, 1.0, 1.0, 1, 1)
+    assert row_scores(torch.tensor([[1.0, 0.0], [5.0, 0.0]]), relevant) == RowScores(1.0, 1.0, 1.0, 1.0, 1, 1)
+
+
+def test_a_tied_best_key_is_a_hit_by_its_chance() -> None:
+    relevant = torch.tensor([[True, False, False, True]])
+    assert row_scores(torch.tensor([[2.0, 2.0, 2.0, 1.0]]), relevant).hit_at_1 == pytest.approx(1 / 3)
+    # Ranking by position would call the first of the tied keys a hit.
+    assert row_scores(torch.tensor([[1.0, 2.0, 2.0, 2.0]]), relevant).hit_at_1 == pytest.approx(1 / 3)
+
+
+def loop_mid_ranks(values: list[float]) -> list[float]:
+    return [
+        sum(other < value for other in values) + (sum(other == value for other in values) + 1) / 2 for value in values
+    ]
+
+
+def loop_rank_correlation(scores: torch.Tensor, truth: torch.Tensor, valid: torch.Tensor) -> tuple[list[float], int]:
+    """Pearson's correlation of the mid-ranks, written out row by row, and the number of dropped rows."""
+    found, dropped = [], 0
+    for row, known, allowed in zip(*(t.flatten(0, -2).tolist() for t in (scores, truth, valid)), strict=True):
+        ranks = [
+            loop_mid_ranks([value for value, ok in zip(values, allowed, strict=True) if ok]) for values in (row, known)
+        ]
+        if len(set(ranks[1])) < 2:
+            dropped += 1
+        else:
+            found.append(0.0 if len(set(ranks[0])) < 2 else correlation(*ranks))
+    return found, dropped
+
+
+@settings(max_examples=150)
+@given(rankings(), st.randoms(use_true_random=False))
+def test_the_rank_correlation_equals_its_definition(case: tuple[torch.Tensor, ...], random) -> None:
+    scores, _, valid = case
+    truth = torch.tensor([float(random.randrange(4)) for _ in range(scores.numel())]).view(scores.shape)
+    truth[..., :2, :2] = torch.tensor([0.0, 1.0])
+    known, dropped = loop_rank_correlation(scores, truth, valid)
+    found = rank_correlation(scores, truth, valid)
+    assert (found.rows, found.dropped) == (len(known), dropped)
+    assert found.mean == pytest.approx(sum(known) / len(known), abs=1e-12)
+
+
+def test_a_worked_rank_correlation() -> None:
+    # Without ties it is 1 - 6 sum d^2 / (n (n^2 - 1)): here d = (1, -1, 0, 0, 0), so 1 - 12 / 120.
+    truth = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
+    assert rank_correlation(torch.tensor([[20.0, 10.0, 30.0, 40.0, 50.0]]), truth).mean == pytest.approx(0.9)
+    assert rank_correlation(truth.exp(), truth) == RankCorrelation(1.0, 1, 0)
+    assert rank_correlation(-truth, truth).mean == pytest.approx(-1.0)
+    # Mid-ranks (1.5, 1.5, 3) against (1, 2, 3): 1.5 / sqrt(1.5 * 2).
+    assert rank_correlation(torch.tensor([[0.0, 0.0, 1.0]]), truth[:, :3]).mean == pytest.approx(0.75**0.5)
+
+
+def test_rows_without_an_order_are_dropped_and_scores_without_one_count_as_nothing() -> None:
+    scores = torch.tensor([[1.0, 2.0, 3.0], [7.0, 7.0, 7.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
+    truth = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [4.0, 4.0, 4.0], [1.0, 2.0, 3.0]])
+    valid = torch.tensor([[True] * 3, [True] * 3, [True] * 3, [True, False, False]])
+    assert rank_correlation(scores, truth, valid) == RankCorrelation(0.5, 2, 2)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("scores", "truth", "words"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 4), r"truth must be a tensor of the scores' shape \(2, 3\); got \(2, 4\)"),
+        (torch.ones(2, 3), [[1.0]], "got list"),
+        (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.long), "truth must be a floating-point"),
+        (torch.ones(2, 3), torch.full((2, 3), torch.nan), "truth holds NaN"),
+        (torch.full((2, 3), torch.nan), torch.ones(2, 3), "scores holds NaN"),
+        (torch.rand(2, 3), torch.ones(2, 3), "two valid keys that differ in truth"),
+    ],
+)
+def test_a_rank_correlation_that_is_undefined_is_refused(scores, truth, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        rank_correlation(scores, truth)
 
 
 def loop_error_rate(scores: torch.Tensor, sure: torch.Tensor, possible: torch.Tensor, valid: torch.Tensor) -> float:

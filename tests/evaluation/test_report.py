@@ -33,7 +33,7 @@ def test_other_held_out_sequences_change_the_scores_and_never_the_choice(monkeyp
     after = measure("induction", "s4d", chosen, FEW)
     for name in ("raw", "latim"):
         assert after.scores[name].selection == before.scores[name].selection
-        assert after.scores[name].layer == before.scores[name].layer
+        assert after.scores[name].layers == before.scores[name].layers
         assert after.scores[name].found != before.scores[name].found
     assert not torch.equal(after.expected, before.expected)
 
@@ -50,13 +50,13 @@ def test_the_layer_has_the_best_selection_precision_even_where_it_scores_worse(
         batch = sample(self, count, seed)
         if seed == SELECTION_SEED:
             return batch
-        causal = torch.ones_like(batch.relevant[0]).tril()
-        return examples.TaskBatch(batch.input_ids, batch.labels, causal & ~batch.relevant)
+        earlier = side_by_side.earlier_keys(48) & batch.relevant.any(-1, keepdim=True)
+        return examples.TaskBatch(batch.input_ids, batch.labels, earlier & ~batch.relevant)
 
     monkeypatch.setattr(type(problem), "sample", swapped)
     score = measure("induction", "transformer", [method("raw")], FEW).scores["raw"]
     best = max(score.selection, key=lambda layer: score.selection[layer])
-    assert score.layer == best == "model.layers.1.self_attn"
+    assert score.layers == (best,) == ("model.layers.1.self_attn",)
     assert score.found.auc < 0.1
 
 
@@ -65,7 +65,7 @@ def test_other_selection_sequences_change_what_the_choice_sees(monkeypatch: pyte
     monkeypatch.setattr(side_by_side, "SELECTION_SEED", SELECTION_SEED + 7)
     after = measure("induction", "s4d", [method("raw")], FEW).scores["raw"]
     assert after.selection != before.selection
-    assert after.layer != before.layer or after.found == before.found
+    assert after.layers != before.layers or after.found == before.found
 
 
 def test_what_is_measured(measured: list[Measured]) -> None:
@@ -75,27 +75,88 @@ def test_what_is_measured(measured: list[Measured]) -> None:
     assert all(0 <= one.worst_error <= 1e-5 for one in measured)
     # The second layer of a Transformer that solved induction attends to the answer itself.
     assert transformer.scores["raw"].found.ap > 0.95
-    assert transformer.layer_index("raw") == 1
-    assert transformer.scores["rollout"].layer is None
+    assert [transformer.layer_text(row) for row in ("raw", "rollout", "recency", "intervention")] == [
+        "1",
+        "all",
+        "-",
+        "-",
+    ]
+    assert transformer.scores["rollout"].layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    assert list(fixed.scores) == ["random", "recency", "primacy", "raw", "rollout", "intervention"]
     assert transformer.scores["raw"].found.rows + transformer.scores["raw"].found.dropped == 4 * 48
     assert fixed.scores["raw"].found.ap < transformer.scores["raw"].found.ap
 
 
-def test_only_keys_up_to_the_query_are_candidates() -> None:
+def test_only_keys_before_the_query_are_candidates() -> None:
     batch = examples.TASKS["induction"].sample(2, HELD_OUT_SEED)
-    result = measure("induction", "s4d", [method("raw")], FEW).shown["raw"].select(layer=0)
-    scores = batch.relevant[:1].float() + 2 * torch.ones(48, 48).triu(1)
-    found = side_by_side._found(
-        type(result)(scores=scores, dims=("batch", "query", "key"), method="known"),
-        side_by_side._first(batch, 1),
-    )
-    assert (found.auc, found.ap, found.recall_at_k) == (1, 1, 1)
+    scores = batch.relevant.float()
+    found = side_by_side._found(scores + 2 * torch.ones(48, 48).triu(), batch)
+    assert (found.auc, found.ap, found.recall_at_k, found.hit_at_1) == (1, 1, 1, 1)
+    worse = side_by_side._found(scores + 2 * torch.ones(48, 48).triu(-1), batch)
+    assert worse.hit_at_1 < 0.2
+
+
+def test_an_answer_at_the_query_itself_is_dropped_and_counted() -> None:
+    ids, labels = torch.tensor([[3, 3, 5, 3, 7]]), torch.tensor([[-100, 3, -100, 5, -100]])
+    relevant = torch.zeros(1, 5, 5, dtype=torch.bool)
+    relevant[0, 1, 1] = relevant[0, 3, 2] = True
+    batch = examples.TaskBatch(ids, labels, relevant)
+    found = side_by_side._found(torch.arange(5.0).expand(1, 5, 5), batch)
+    assert (found.rows, found.dropped, found.hit_at_1) == (1, 4, 1)
+
+
+def test_the_baselines_are_what_they_say() -> None:
+    batch = examples.TASKS["copying"].sample(3, HELD_OUT_SEED)
+    drawn, recency, primacy = side_by_side._baselines(batch).values()
+    assert torch.equal(recency[0, 0].argsort(), torch.arange(33))
+    assert torch.equal(primacy[0, 0].argsort(), torch.arange(33).flip(0))
+    found = side_by_side._found(drawn, batch)
+    assert found.auc == pytest.approx(0.5, abs=0.02)
+    # By chance, one key of the n before each query.
+    assert found.hit_at_1 == pytest.approx(sum(1 / n for n in range(16, 32)) / 16, abs=0.01)
+
+
+def test_each_form_of_a_method_is_a_row() -> None:
+    rows = side_by_side.forms([method("alti"), method("raw")])
+    assert [(name, dict(form.options)) for name, form in rows.items()] == [
+        ("alti", {}),
+        ("alti (composed)", {"rollout": True}),
+        ("raw", {}),
+    ]
+
+
+@pytest.mark.slow
+def test_recency_beats_rollout_and_attribution_on_linear_rnns() -> None:
+    chosen = [method(name) for name in ("rollout", "attribution", "alti")]
+    for model in ("mamba", "mamba2"):
+        scores = measure("induction", model, chosen, Counts(accuracy=16)).scores
+        recency, composed = scores["recency"].found, scores["alti (composed)"].found
+        for name in ("rollout", "attribution"):
+            assert scores[name].found.ap < recency.ap < composed.ap
+            assert scores[name].found.hit_at_1 < recency.hit_at_1 < composed.hit_at_1
+
+
+def test_the_intervention_is_compared_with_itself_and_finds_the_answer(measured: list[Measured]) -> None:
+    for one in measured:
+        truth = one.scores["intervention"]
+        assert truth.correlation.mean == pytest.approx(1)
+        assert truth.correlation.rows == truth.found.rows == one.scores["recency"].correlation.rows
+        assert truth.found.ap > one.scores["recency"].found.ap
+    assert measured[0].scores["intervention"].found.hit_at_1 > 0.95
+
+
+def test_the_shown_maps_leave_each_query_s_own_key_blank(measured: list[Measured]) -> None:
+    own = torch.eye(48, dtype=torch.bool)
+    for result in measured[1].shown.values():
+        assert result.scores[..., own].isnan().all()
+        assert not result.scores[..., ~own].isnan().any()
 
 
 def test_the_numbers(measured: list[Measured]) -> None:
     found = report.numbers(measured, FEW, ["raw", "rollout"])
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["seeds"] == {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED}
+    assert found["format_version"] == "2"
+    assert found["seeds"] == {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED, "random": 0, "intervention": 1}
     assert found["options"]["sequences"] == {"accuracy": 8, "selection": 4, "scored": 4}
     assert list(found["models"]) == list(found["scores"]) == [one.name for one in measured]
     for one in measured:
@@ -103,8 +164,9 @@ def test_the_numbers(measured: list[Measured]) -> None:
         assert entry["reconstruction_error"] == max(entry["reconstruction_errors"].values())
         assert {"kind", "accuracy", "task", "model"} <= set(entry)
         for score in found["scores"][one.name].values():
-            assert {"auc", "ap", "recall_at_k", "layer"} <= set(score)
-    assert found["scores"]["copying/transformer"]["rollout"]["layer"] is None
+            assert {"auc", "ap", "hit_at_1", "rank_correlation", "layers"} <= set(score)
+    assert len(found["scores"]["copying/transformer"]["rollout"]["layers"]) == 2
+    assert found["scores"]["copying/transformer"]["recency"]["layers"] == []
     assert {"unilinattn", "torch", "transformers", "python"} <= set(found["versions"])
 
 
@@ -116,9 +178,10 @@ def test_the_numbers_name_neither_the_machine_nor_a_path(measured: list[Measured
     assert platform.node() not in text
 
 
-def test_the_table_has_a_line_a_method(measured: list[Measured]) -> None:
+def test_the_table_has_a_line_a_row_of_scores(measured: list[Measured]) -> None:
     lines = report.text_table(measured).splitlines()
-    assert sum(bool(line.strip()) for line in lines) == 2 + 2 * len(measured)
+    assert sum(bool(line.strip()) for line in lines) == 2 + 6 * len(measured)
+    assert lines[0].split()[-5:] == ["hit@1", "AP", "AUC", "corr.", "layer"]
     assert lines[0].split()[:3] == ["task", "model", "mixer"]
     assert lines[2].split()[:4] == ["copying", "transformer", "softmax", "attention"]
     assert max(map(len, lines)) <= 120
@@ -128,8 +191,10 @@ def test_the_page_and_the_picture(measured: list[Measured], tmp_path: Path) -> N
     report.write(tmp_path, measured, report.numbers(measured, FEW, ["raw", "rollout"]))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted((report.PAGE, report.PICTURE, report.NUMBERS))
     page = (tmp_path / report.PAGE).read_text()
-    # Two layers of raw and one composed map for each of three models, each with the answer outlined.
-    assert page.count('<figure class="ula-map">') == page.count('<path class="expected"') == 9
+    # Two layers of raw, one composed map and the intervention for each of three models, with the answer outlined.
+    assert page.count('<figure class="ula-map">') == page.count('<path class="expected"') == 12
+    for words in ("recency", "primacy", "intervention", "hit@1", "all layers, composed"):
+        assert words in page
     for link in ('src="http', 'href="http', "@import", "url(http"):
         assert link not in page
     assert (tmp_path / report.PICTURE).read_bytes().startswith(b"\x89PNG")

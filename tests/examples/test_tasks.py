@@ -31,8 +31,7 @@ def copying_answers(tokens: list[int]) -> Answers:
     for query, following in enumerate(tokens[1:]):
         copied = query - n
         if copied >= 0:
-            keys = {copied - 1, copied, copied + 1} & set(range(n))
-            found[query] = (following, keys)
+            found[query] = (following, {copied})
             assert following == tokens[copied], "the second half does not repeat the first"
     return found
 
@@ -102,6 +101,14 @@ def test_the_sizes_that_the_tasks_promise() -> None:
     assert (copying.source_length, copying.source_vocabulary) == (16, 32)
     assert (copying.vocabulary, copying.length, copying.separator) == (33, 33, 32)
     assert (induction.vocabulary, induction.length) == (16, 48)
+
+
+def test_the_diagonals_are_the_answer_and_its_neighbours_in_the_source() -> None:
+    task = Copying(source_length=4, source_vocabulary=3)
+    known = {4: {0, 1}, 5: {0, 1, 2}, 6: {1, 2, 3}, 7: {2, 3}}
+    found = {query: set(row.nonzero().flatten().tolist()) for query, row in enumerate(task.diagonals)}
+    assert found == {query: known.get(query, set()) for query in range(task.length)}
+    assert (task.diagonals | ~task.sample(3, 0).relevant).all()
 
 
 def test_every_source_token_is_drawn_and_the_separator_stands_once() -> None:

@@ -25,7 +25,7 @@ from tests.fla.delta_recurrences import (
     unit,
     way,
 )
-from unilinattn.trace import Layer
+from unilinattn.tracing.layer import Layer
 
 
 def gated_memory(query: Tensor, key: Tensor, log_decay: Tensor, value: Tensor) -> Tensor:
@@ -300,6 +300,19 @@ def rwkv6(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
     return module.o_proj(normed * chosen(module.gate_fn)(module.g_proj.linear(x + delta * mixes["g"])))
 
 
+def rwkv6_channel(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
+    """An MLP on the token moved towards the one before, its squared ReLU a frozen slope, under receptance."""
+    gate = module.receptance.linear(deciding + (before(deciding) - deciding) * module.receptance.mu)
+    key = [module.key.linear(x + (before(x) - x) * module.key.mu) for x in (deciding, carried)]
+    return torch.sigmoid(gate) * module.value(key[0].clamp_min(0) * key[1])
+
+
+def rwkv7_channel(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
+    """The same MLP without receptance (Peng et al., 2025)."""
+    key = [module.key(x + (before(x) - x) * module.x_k) for x in (deciding, carried)]
+    return module.value(key[0].clamp_min(0) * key[1])
+
+
 def rwkv7(module: nn.Module, deciding: Tensor, carried: Tensor, first: Tensor, carried_first: Tensor) -> Tensor:
     """Peng et al., 2025: S = diag(w) S - kk (kk a)^T S + k v^T transposed, the first layer's values mixed in."""
     x, delta = deciding, before(deciding) - deciding
@@ -393,6 +406,8 @@ RECURRENCES = {
     "fla_mamba2": mamba2,
     "fla_rwkv6": rwkv6,
     "fla_rwkv7": rwkv7,
+    "fla_rwkv6_channel": rwkv6_channel,
+    "fla_rwkv7_channel": rwkv7_channel,
     "fla_attention": attention,
     "fla_forgetting_attention": forgetting_attention,
 }
@@ -410,7 +425,7 @@ def frozen(module: nn.Module, layer: Layer, carried: dict[str, Tensor]) -> Tenso
     module = copy.deepcopy(module).double()
     deciding, given = layer.operator.inputs, {}
     for name in PARAMETERS.get(layer.architecture, ()):
-        given[name] = layer._arguments.get(name)
+        given[name] = layer.arguments.get(name)
     real = torch.ones(layer.input.shape[:2], dtype=torch.bool) if layer.mask is None else layer.mask
     result = torch.zeros(layer.output.shape, dtype=torch.float64)
     with torch.no_grad():

@@ -19,8 +19,8 @@ def factors(length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("length", [1, 3, 8, 63, 130])
-@pytest.mark.parametrize("rows", [16, 24, 1024])
-@pytest.mark.parametrize("inner", [3, 9, 1536])
+@pytest.mark.parametrize("rows", [16, pytest.param(24, marks=pytest.mark.slow), 1024])
+@pytest.mark.parametrize("inner", [pytest.param(3, marks=pytest.mark.slow), 9, 1536])
 def test_it_is_its_definition(length: int, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "INNER", inner)
     monkeypatch.setattr(tiled, "COLUMNS", 20)

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.scan import tiled
 from unilinattn.kernels.scan.naive import decay_map, decay_scan
 from unilinattn.kernels.scan.pairs import between
-from unilinattn.kernels.scan.tiled import CHUNK, recur, scalar_scan, scalar_scan_adjoint, spread
+from unilinattn.kernels.scan.tiled import CHUNK, recur, scalar_scan, scalar_scan_adjoint
 from unilinattn.testing import relative_error, tolerance
 
 LENGTHS = (1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 2)
@@ -81,7 +82,7 @@ def test_a_strong_decay_costs_the_tokens_after_it_no_digits(scan, strong: float)
 
 
 def test_groups_serve_consecutive_heads() -> None:
-    assert spread(torch.tensor([[1.0, 2.0]]), 4, 1).tolist() == [[1, 1, 2, 2]]
+    assert repeat_groups(torch.tensor([[1.0, 2.0]]), 4, 1).tolist() == [[1, 1, 2, 2]]
 
 
 def test_states_continue_from_a_given_one() -> None:

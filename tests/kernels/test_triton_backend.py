@@ -1,5 +1,6 @@
 """Which form of a kernel runs, and what is said where the one asked for cannot."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from unilinattn.errors import OptionError
 from unilinattn.kernels import backend
-from unilinattn.kernels.backend import VARIABLE, BackendError, form, uses_triton, using
+from unilinattn.kernels.backend import VARIABLE, BackendError, implementation, uses_triton, using
 
 on_cpu = torch.zeros(1)
 
@@ -28,11 +29,11 @@ def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(like: object) -> bool:
     # The undecorated function: a stand-in for a tensor of a device that is not here would be refused by its type.
-    return uses_triton.__wrapped__(like)  # type: ignore[attr-defined]  # functools' cache
+    return inspect.unwrap(uses_triton)(like)
 
 
 def test_tensors_of_the_cpu_go_to_torch() -> None:
-    assert form("reduced_map", on_cpu).__name__.endswith(".tiled")
+    assert implementation("reduced_map", on_cpu).__name__.endswith(".tiled")
 
 
 def test_tensors_of_a_gpu_go_to_triton_unless_their_numbers_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +47,7 @@ def test_tensors_of_a_gpu_go_to_triton_unless_their_numbers_are_wider(monkeypatc
 def test_a_block_and_the_environment_force_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with using("triton"):
-        assert form("reduced_map", on_cpu).__name__.endswith(".triton")
+        assert implementation("reduced_map", on_cpu).__name__.endswith(".triton")
         with using("torch"):
             assert not uses_triton(on_cpu)
         with using(None):
@@ -97,9 +98,9 @@ def test_a_missing_package_is_said_once_on_a_gpu_and_refused_where_forced(monkey
 def test_the_choice_of_torch_imports_no_triton() -> None:
     code = """
 import sys, torch
-from unilinattn.kernels.backend import form
+from unilinattn.kernels.backend import implementation
 import unilinattn.mixers
-form("reduced_map", torch.zeros(1))
+implementation("reduced_map", torch.zeros(1))
 print("triton" in sys.modules)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

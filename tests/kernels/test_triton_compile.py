@@ -10,6 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
     pytest.importorskip("triton.backends.nvidia", reason="this Triton has no compiler for CUDA")
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_CACHE_DIR": str(tmp_path)}

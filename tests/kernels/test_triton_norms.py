@@ -14,7 +14,7 @@ from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import host
 from unilinattn.testing.peak import peak_of
-from unilinattn.trace import trace
+from unilinattn.tracing.trace import trace
 
 ORDERS: list[Order] = [1.0, 2.0, 3.0, 1.5, float("inf"), "alti", "dot"]
 
@@ -72,13 +72,13 @@ def test_a_coarse_product_rounds_its_inputs_alone() -> None:
 @pytest.mark.parametrize("outs", [100, 300])
 def test_what_is_held_is_what_was_said(outs: int, order: Order) -> None:
     vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, outs, 35)
-    said = 4 * form.held_numbers(vectors.shape, outs)
+    said = 4 * form.held_elements(vectors.shape, outs)
     counted = peak_of(lambda: form.norms(vectors, weight, order=order)).peak
     # The poison is one number more.
     assert said / 2 <= counted <= said + 4
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "mamba2", "gpt2"])
 @pytest.mark.parametrize(("method", "options"), [("latim", {"p": 1.0}), ("latim", {"p": 2.0}), ("alti", {})])
 def test_methods_take_them(name: str, method: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()

@@ -65,20 +65,27 @@ def weights(length: int) -> tuple[Tensor, dict[int, Tensor]]:
     return torch.randn_like(one), {0: torch.randn_like(one), 2: torch.randn(1, 1, HEADS), 3: torch.randn_like(one)}
 
 
-@pytest.mark.parametrize(("length", "rows"), [(1, 16), (3, 1024), (63, 24), (130, 1024), (130, 50)])
+@pytest.mark.parametrize(
+    ("length", "rows"),
+    [(1, 16), (3, 1024), (63, 24), *(pytest.param(130, rows, marks=pytest.mark.slow) for rows in (1024, 50))],
+)
 def test_it_is_its_definition(length: int, rows: int) -> None:
     left, taps = weights(length)
     assert compared(length, rows, (None, None)) < 1e-5
     assert compared(length, rows, (left, taps)) < 1e-5
 
 
-@pytest.mark.parametrize(("length", "rows"), [(63, 1024), (130, 1024), (130, 72), (70, 17)])
+@pytest.mark.parametrize(
+    ("length", "rows"),
+    [(63, 1024), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((130, 1024), (130, 72), (70, 17)))],
+)
 def test_it_is_its_definition_in_many_tiles(length: int, rows: int, small: None) -> None:
     left, taps = weights(length)
     for given in ((None, taps), (left, None)):
         assert compared(length, rows, given) < 1e-5
 
 
+@pytest.mark.slow
 def test_factors_may_be_shared_strided_and_taps_reach_far(small: None) -> None:
     length = 100
     _, key, decay = factors(length)
@@ -95,6 +102,7 @@ def test_a_coarse_product_rounds_its_inputs_alone() -> None:
     assert 1e-5 < compared(130, 1024, (None, None), precision="bf16") < 8e-3
 
 
+@pytest.mark.slow
 def test_a_strong_decay_costs_the_tokens_after_it_no_digits() -> None:
     query, key, decay = factors(130)
     weak = -0.05 * torch.rand_like(decay)

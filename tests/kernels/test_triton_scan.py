@@ -5,13 +5,14 @@ import torch
 from torch import Tensor
 
 from unilinattn.kernels.backend import using
-from unilinattn.kernels.scan import tiled
+from unilinattn.kernels.scan import tiled, triton_diagonal_pass, triton_launch
 from unilinattn.kernels.scan import triton as form
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 from unilinattn.mixers.scalar_decay import ScalarDecay
 from unilinattn.testing import relative_error
 
 SIZES = (1, 3, 63, 130)
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +27,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several segments, several programs."""
-    monkeypatch.setattr(form, "LEAST", 32)
-    monkeypatch.setattr(form, "HELD", 128)
+    monkeypatch.setattr(triton_launch, "LEAST", 32)
+    monkeypatch.setattr(triton_diagonal_pass, "HELD", 128)
 
 
 def strong(shape: tuple[int, ...]) -> Tensor:
@@ -79,11 +80,14 @@ def compared(name: str, given: dict[str, Tensor | None], bound: float = 1e-5) ->
 
 
 @pytest.mark.parametrize("name", ["diagonal_scan", "diagonal_scan_adjoint"])
-@pytest.mark.parametrize(("length", "columns"), [(1, 1), (3, 5), (63, 1), (130, 1), (20, 5)])
+@pytest.mark.parametrize(
+    ("length", "columns"), [(1, 1), (20, 5), *(pytest.param(*size, marks=SLOW) for size in ((3, 5), (63, 1), (130, 1)))]
+)
 def test_the_diagonal_scan_and_its_gradients(name: str, length: int, columns: int) -> None:
     compared(name, diagonal(length, columns))
 
 
+@SLOW
 @pytest.mark.parametrize("columns", [1, 3])
 def test_a_rate_resets_and_groups(columns: int) -> None:
     given = diagonal(20, columns, heads=4, groups=2)
@@ -96,6 +100,7 @@ def test_a_rate_resets_and_groups(columns: int) -> None:
     compared("diagonal_scan_adjoint", given)
 
 
+@SLOW
 def test_factors_may_be_strided_and_shared() -> None:
     given = diagonal(40, 1, heads=4)
     given["query"] = torch.randn(1, 3, 40, 1).permute(0, 2, 3, 1).expand(2, -1, -1, -1)
@@ -112,17 +117,18 @@ def test_factors_may_be_strided_and_shared() -> None:
 
 
 @pytest.mark.parametrize("name", ["scalar_scan", "scalar_scan_adjoint"])
-@pytest.mark.parametrize("length", SIZES)
+@pytest.mark.parametrize("length", [*SIZES[:-1], pytest.param(SIZES[-1], marks=SLOW)])
 def test_the_scalar_scan_and_its_gradients(name: str, length: int) -> None:
     compared(name, scalar(length))
 
 
+@SLOW
 def test_many_states_and_columns() -> None:
     compared("scalar_scan", scalar(33, columns=34, states=34))
     compared("diagonal_scan", diagonal(17, 1, heads=1, states=20))
 
 
-@pytest.mark.parametrize("decay", [-20.0, -1e3, -1e6])
+@pytest.mark.parametrize("decay", [pytest.param(-20.0, marks=SLOW), pytest.param(-1e3, marks=SLOW), -1e6])
 def test_a_strong_decay_costs_the_tokens_after_it_no_digits(decay: float) -> None:
     for given, name in ((diagonal(40, 1, heads=2), "diagonal_scan"), (scalar(70), "scalar_scan")):
         weak = -0.05 * torch.rand_like(given["log_decay"])

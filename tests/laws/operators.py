@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tests.laws.structures import HEADS, Draw, Structure
 from unilinattn.mixers import CoreMixer, Dense, Toeplitz
-from unilinattn.operator import MixerOperator
-from unilinattn.stages import Branch, Center, Chain, Matrix, Mix, Scale
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale
 
 WIDTH = 6
 INNER = 2 * HEADS

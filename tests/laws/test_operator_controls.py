@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.laws.operators import operator
 from tests.laws.structures import STRUCTURES, Draw
 from unilinattn.mixers import CoreMixer, ScalarDecay
-from unilinattn.operator import MixerOperator
-from unilinattn.stages import Branch, Mix, Scale, Stage
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Branch, Mix, Scale, Stage
 from unilinattn.testing import HOST_LAWS, OPERATOR_LAWS, LawViolation, check_operator, relative_error
 from unilinattn.testing.checks import edited, variant
 from unilinattn.testing.laws import padding, recurrence

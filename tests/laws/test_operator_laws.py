@@ -2,21 +2,20 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.laws.operators import INNER, LAYOUTS, WIDTH, Parts, around, operator
 from tests.laws.structures import EXTREMES, HEADS, STRUCTURES, Draw, Structure
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
-from unilinattn.stages import Branch, Matrix, Mix, Scale
+from unilinattn.operator.stages import Branch, Matrix, Mix, Scale
 from unilinattn.testing import check_operator, operator_passes, relative_error, require_linear_memory
 
 BY_NAME = {structure.name: structure for structure in STRUCTURES}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=12)
 @given(
     structure=st.sampled_from(STRUCTURES),
     seed=st.integers(0, 2**20),

@@ -2,25 +2,51 @@
 
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 
-from unilinattn.testing import HOSTS, hosts_delta
 from unilinattn.testing.hosts import transformers_model
-from unilinattn.trace import Trace, trace
+from unilinattn.tracing.trace import Trace, trace
 
 NAMES = ("mamba", "mamba2", "gpt2", "qwen3 next", "s4d")
+
+TABLES = ("basic", "delta", "latent", "mamba", "recurrent", "reference")
+HOSTS = [host for table in TABLES for host in import_module(f"unilinattn.testing.hosts.{table}").HOSTS]
+
+_IDS = dict(vocab_size=31, bos_token_id=None, eos_token_id=None)
+WIDE = {
+    "wide mamba": transformers_model(
+        "MambaForCausalLM", "MambaConfig", hidden_size=64, num_hidden_layers=2, state_size=8, **_IDS
+    ),
+    "wide mamba2": transformers_model(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        hidden_size=64,
+        num_hidden_layers=2,
+        state_size=16,
+        num_heads=16,
+        head_dim=8,
+        n_groups=2,
+        **_IDS,
+    ),
+    "wide rwkv": transformers_model(
+        "RwkvForCausalLM", "RwkvConfig", hidden_size=64, num_hidden_layers=2, context_length=512, **_IDS
+    ),
+}
+"""Hosts whose maps of all heads take many times what the tests allow."""
 
 _GPT2 = dict(n_embd=16, n_layer=2, n_head=4, n_positions=1024, vocab_size=31, bos_token_id=None, eos_token_id=None)
 
 
 @cache
 def traced(name: str, length: int) -> Trace:
-    """Trace a host on one sequence and build its operators, which belong to the trace."""
-    (host,) = (entry for entry in (*HOSTS, *hosts_delta.HOSTS) if entry.name == name)
+    """Trace a host on one sequence and build its operators, with the factors that wait until they are needed."""
+    host = next(entry for entry in HOSTS if entry.name == (name if name not in WIDE else "mamba"))
     build = transformers_model("GPT2LMHeadModel", "GPT2Config", **_GPT2) if name == "gpt2" else host.build
+    build = WIDE.get(name, build)
     host = replace(host, build=build, length=length, batch=1)
     found = trace(host.model(), host.inputs())
     for layer in found.layers:
-        assert layer.operator.chains
+        layer.operator.apply(layer.input)
     return found
 
 

@@ -16,6 +16,7 @@ from unilinattn.testing import mixer_passes
 from unilinattn.testing.checks import matrix_free, without_matrices
 from unilinattn.testing.hosts import host
 from unilinattn.testing.peak import peak_of
+from unilinattn.tracing.trust import require_exact
 
 LENGTH = 192
 MAP = 4 * LENGTH**2
@@ -38,6 +39,9 @@ def test_results_that_do_not_fit_are_refused_with_their_numbers(
     method: str, options: dict[str, Any], count: int, way: str
 ) -> None:
     found = traced("mamba", LENGTH)
+    # The errors of layers are computed once; those of the residual stream take two vectors a token.
+    require_exact(found.layers)
+    stream = found.layers[0].output.nbytes
 
     def refused() -> None:
         axes = "2 x 1 x 192 x 192" if count == 2 else "1 x 192 x 192"
@@ -45,7 +49,7 @@ def test_results_that_do_not_fit_are_refused_with_their_numbers(
         with pytest.raises(MemoryLimitError, match=message):
             ula.explain(found, method=method, max_memory=count * MAP - 1, **options)
 
-    assert peak_of(refused).peak < MAP / 8
+    assert peak_of(refused).peak < 2.1 * stream
 
 
 def test_a_matrix_that_does_not_fit_is_refused() -> None:
@@ -64,7 +68,7 @@ def test_a_matrix_that_does_not_fit_is_refused() -> None:
 def test_what_is_held_already_counts() -> None:
     with max_memory(1000), reserved(600, "one thing", "take less"):
         assert allowed() == 400
-        with pytest.raises(MemoryLimitError, match=r"another takes 500 bytes beside 600 bytes .* max_memory=1100"):
+        with pytest.raises(MemoryLimitError, match=r"another takes 500 bytes in addition to 600 .* max_memory=1100"):
             reserved(500, "another", "take less").__enter__()
     assert allowed() > 1000
 
@@ -78,7 +82,7 @@ def test_blocks_and_tiles_stay_within_the_limit(name: str, scope: str, heads: An
     with max_memory(limit):
         for run in (
             lambda: [None for _ in op.row_blocks(scope=scope, heads=heads)],
-            lambda: [None for _ in op.shares().tiles(True)],
+            lambda: [None for _ in op.pairwise().tiles(True)],
         ):
             assert peak_of(run).peak <= limit + linear(found)
 

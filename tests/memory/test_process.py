@@ -1,6 +1,7 @@
 """How much a process of its own grows by each operation: what no count of tensors sees is in this."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -13,9 +14,10 @@ import sys
 
 import torch
 
+from unilinattn.memory import max_memory
 from unilinattn.mixers import DiagonalDecay
-from unilinattn.operator import MixerOperator
-from unilinattn.stages import Matrix, Mix
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Matrix, Mix
 
 torch.set_num_threads(1)
 
@@ -34,14 +36,17 @@ def run(operation, length, heads, state):
     yield
     if operation == "reduced map":
         op.matrix()
+    elif operation == "row maxima":
+        with max_memory(8 << 20):
+            op.matrix(heads="max")
     elif operation == "scan":
         op.left_multiply(row[:, None])
         op.rows(-1)
         op.apply(op.inputs)
-    elif operation == "streamed":
-        op.streamed(row, row, "clamp")
+    elif operation == "row product":
+        op.row_product(row, row, "clamp")
     elif operation == "contribution norms":
-        for tile in op.shares().tiles(True):
+        for tile in op.pairwise().tiles(True):
             tile.norms(1.0)
 
 
@@ -68,11 +73,13 @@ with torch.no_grad():
     [
         # Beside its result, (L, L), of 4 MiB; the map of every head would be held otherwise.
         ("reduced map", (1024, 256, 8), 256 * 1024**2, 56),
+        # The same of blocks of rows and channels, beside a result of 1 MiB.
+        ("row maxima", (512, 512, 16), 512 * 512**2, 24),
         # The states of every token, or a map.
-        ("scan", (16384, 128, 16), 16384 * 128 * 16, 48),
-        ("streamed", (8192, 16, 8), 8192**2, 128),
+        pytest.param("scan", (16384, 128, 16), 16384 * 128 * 16, 48, marks=pytest.mark.slow),
+        pytest.param("row product", (8192, 16, 8), 8192**2, 128, marks=pytest.mark.slow),
         # The vectors of all pairs.
-        ("contribution norms", (512, 256, 8), 512**2 * 256, 32),
+        pytest.param("contribution norms", (512, 256, 8), 512**2 * 256, 32, marks=pytest.mark.slow),
     ],
 )
 def test_an_operation_makes_its_process_grow_by_far_less(
@@ -84,3 +91,43 @@ def test_an_operation_makes_its_process_grow_by_far_less(
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
     grown = int(done.stdout)
     assert 0 < grown < most * MIB < 4 * held_otherwise
+
+
+GRADIENT = """
+import sys
+
+import torch
+from transformers import MambaConfig, MambaForCausalLM
+
+import unilinattn as ula
+from unilinattn.tracing import recomputation
+
+torch.set_num_threads(1)
+if sys.argv[1] == "kept":
+    recomputation.return_free_pages = lambda: None
+
+
+def used(field):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1])
+
+
+torch.manual_seed(0)
+model = MambaForCausalLM(MambaConfig(num_hidden_layers=10, hidden_size=256, vocab_size=50)).eval()
+found = ula.trace(model, torch.randint(50, (1, 512)), progress=False)
+for layer in found.layers:
+    layer.operator
+open("/proc/self/clear_refs", "w").write("5")  # the highest use so far is forgotten
+before = used("VmRSS")
+found.gradient(-1)
+print(1024 * (used("VmHWM") - before))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns free pages when asked to")
+def test_gradients_return_the_free_pages_of_earlier_layers() -> None:
+    def grown(pages: str) -> int:
+        command = [sys.executable, "-c", GRADIENT, pages]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert 0 < grown("returned") < 0.6 * grown("kept")

@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from unilinattn.models import S4DConfig, S4DForCausalLM
 from unilinattn.testing.hosts import randomize
+from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
 from unilinattn.testing.promote import promoted
-from unilinattn.trace import Trace, trace
+from unilinattn.tracing.trace import Trace, trace
 
 VOCABULARY = 17
 LENGTH = 6
@@ -99,6 +100,23 @@ def traced(name: str, padding: str = "none") -> Trace:
         found = trace(model, inputs(padding))
         for layer in found.layers:
             assert layer.operator.reconstruction_error() < 1e-10
+    return found
+
+
+PART = 0.5
+"""Share of each layer's output that the host of `part_added` adds to its stream, by its configuration."""
+
+
+@cache
+def part_added() -> Trace:
+    """Trace a host that adds a part of its layers' outputs to the stream, biases included (Granite)."""
+    host = next(host for host in MAMBA_HOSTS if host.name == "granite hybrid")
+    model = host.model().double()
+    assert model.config.residual_multiplier == PART
+    with promoted():
+        found = trace(model, inputs())
+        assert all(layer.operator.reconstruction_error() < 1e-10 for layer in found.layers)
+    assert found.layers[0].operator.bias.abs().max() > 0.01
     return found
 
 

@@ -9,18 +9,21 @@ from tests.methods.hosts import (
     CASES,
     HOSTS,
     LENGTH,
+    PART,
     Reference,
     close,
     inputs,
+    part_added,
     real_map,
     real_tokens,
     references,
     traced,
 )
-from unilinattn.errors import UncoveredError
+from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.methods import alti
 from unilinattn.testing.promote import promoted
-from unilinattn.trace import Step, Trace, trace
+from unilinattn.tracing.layer import Step
+from unilinattn.tracing.trace import Trace, trace
 
 
 def mixing(shares: Tensor, residual: Tensor, y: Tensor, padding: str) -> Tensor:
@@ -71,6 +74,15 @@ def test_real_rows_sum_to_one(name: str, padding: str) -> None:
         assert (scores * ~real_map(padding) == 0).all()
 
 
+def test_a_layer_counts_as_often_as_the_host_adds_it() -> None:
+    found = part_added()
+    for layer, rows in zip(found.layers, alti(found).scores, strict=True):
+        whole, residual = layer.operator.contributions(range(LENGTH)), layer.residual
+        assert residual is not None
+        assert close(rows, mixing(PART * whole, residual, residual + PART * layer.output, "none"))
+        assert not close(rows, mixing(whole, residual, residual + layer.output, "none"))
+
+
 def test_rows_sum_to_one_in_float32() -> None:
     found = trace(HOSTS["mamba"].model().float(), inputs())
     scores = alti(found).scores
@@ -107,6 +119,21 @@ def test_the_rollout_multiplies_without_a_further_identity(name: str, padding: s
     assert close(only.scores, second)
 
 
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_without_the_stream_it_is_the_equation_of_the_output(name: str, padding: str) -> None:
+    found = references(name, padding)
+    result = alti(traced(name, padding), residual=False)
+    alone = [mixing(r.shares, r.residual * 0, r.output, padding) for r in found]
+    assert close(result.scores, torch.stack(alone))
+    assert not close(result.scores, torch.stack(maps(found, padding)))
+    assert not result.stream_error
+
+
+def test_a_rollout_needs_the_stream() -> None:
+    with pytest.raises(OptionError, match="rollout=True composes the layers along the residual stream"):
+        alti(traced("mamba"), residual=False, rollout=True)
+
+
 def test_a_target_is_that_row() -> None:
     for padding in ("none", "left", "right"):
         found = traced("mamba2", padding)
@@ -124,7 +151,7 @@ def test_a_row_with_everything_clipped_is_its_own_token() -> None:
     found = retraced("mamba2")
     layer = found.layers[0]
     # With a stream that cancels the output, y_i is zero and no share brings anything closer.
-    layer._stream = -layer.output
+    layer._stream, layer._total = -layer.output, torch.zeros_like(layer.output)
     scores = alti(found, layers=[0]).scores[0]
     assert torch.equal(scores, torch.eye(LENGTH, dtype=torch.float64).expand_as(scores))
 

@@ -26,7 +26,7 @@ from unilinattn.methods import attribution
 from unilinattn.methods.attribution import gradient_weights
 from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
-from unilinattn.trace import Trace, trace
+from unilinattn.tracing.trace import Trace, trace
 
 
 def own_gradients(name: str, padding: str, scalar: Callable[[Tensor], Tensor]) -> list[Tensor]:

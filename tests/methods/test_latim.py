@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.hosts import BATCH, CASES, LENGTH, Reference, close, real_map, real_tokens, references, traced
+from tests.methods.hosts import (
+    BATCH,
+    CASES,
+    LENGTH,
+    PART,
+    Reference,
+    close,
+    part_added,
+    real_map,
+    real_tokens,
+    references,
+    traced,
+)
 from unilinattn.errors import MemoryLimitError, UncoveredError
 from unilinattn.memory import max_memory
 from unilinattn.methods import latim
@@ -21,7 +33,7 @@ def norms(shares: Tensor, p: float, padding: str) -> Tensor:
     return found * real_map(padding)
 
 
-def stacked(name: str, padding: str, p: float = 2.0, part: str = "shares") -> Tensor:
+def to_result(name: str, padding: str, p: float = 2.0, part: str = "shares") -> Tensor:
     return torch.stack([norms(getattr(r, part), p, padding) for r in references(name, padding)])
 
 
@@ -37,7 +49,7 @@ def with_own(reference: Reference, vector: Tensor, part: str = "shares") -> Tens
 def test_scores_are_norms_of_the_contributions(name: str, padding: str, p: float) -> None:
     result = latim(traced(name, padding), p=p)
     assert result.dims == ("layer", "batch", "query", "key")
-    assert close(result.scores, stacked(name, padding, p))
+    assert close(result.scores, to_result(name, padding, p))
     assert result.scope == "layer"
 
 
@@ -56,8 +68,8 @@ def test_the_exact_decomposition_leaves_nothing_out(name: str, padding: str) -> 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_the_paper_s_split_of_silu(name: str, padding: str) -> None:
     result = latim(traced(name, padding), activation="silu")
-    assert close(result.scores, stacked(name, padding, part="split_shares"))
-    assert not close(result.scores, stacked(name, padding))
+    assert close(result.scores, to_result(name, padding, part="split_shares"))
+    assert not close(result.scores, to_result(name, padding))
     real = real_tokens(padding)[..., None]
     for k, r in enumerate(references(name, padding)):
         assert r.split_shares is not None and r.split_bias is not None
@@ -84,12 +96,27 @@ def test_the_bias_can_go_to_the_query_and_the_residual_be_counted(name: str, pad
         assert result.completeness_gap is not None and result.completeness_gap <= 1e-10
 
 
+@pytest.mark.parametrize("bias", ["column", "query"])
+def test_beside_the_residual_a_layer_counts_as_often_as_the_host_adds_it(bias: str) -> None:
+    found = part_added()
+    for layer, rows in zip(found.layers, latim(found, residual=True, bias=bias).scores, strict=True):
+        whole, residual = layer.operator.contributions(range(LENGTH)), layer.residual
+        assert residual is not None
+        for i in range(LENGTH):
+            whole[:, i, i] += layer.operator.bias[:, i] if bias == "query" else 0
+        for part, same in ((PART, True), (1.0, False)):
+            shares = part * whole
+            for i in range(LENGTH):
+                shares[:, i, i] += residual[:, i]
+            assert close(rows, norms(shares, 2, "none")) == same
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "llama"])
 def test_perturbed_contributions_are_told_apart(name: str) -> None:
     scores = latim(traced(name)).scores
-    assert close(scores, stacked(name, "none"))
-    assert not close(scores, stacked(name, "none", p=1))
-    assert not close(scores, stacked(name, "none").transpose(2, 3))
+    assert close(scores, to_result(name, "none"))
+    assert not close(scores, to_result(name, "none", p=1))
+    assert not close(scores, to_result(name, "none").transpose(2, 3))
     attention = torch.stack([r.alpha.abs().mean(1) for r in references(name)])
     assert not close(scores, attention)
     with_residual = torch.stack([norms(with_own(r, r.residual), 2, "none") for r in references(name)])

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from tests.methods.hosts import traced
-from unilinattn.attribution import Attribution
-from unilinattn.contributions import TAP_FUNCTIONS
 from unilinattn.errors import OptionError
 from unilinattn.methods import alti, attribution, explain, latim, raw, rollout
 from unilinattn.methods.options import (
@@ -19,9 +17,11 @@ from unilinattn.methods.options import (
     RawOptions,
     RolloutOptions,
 )
-from unilinattn.operator import REDUCTIONS
-from unilinattn.registry import methods
-from unilinattn.scopes import SCOPES
+from unilinattn.operator.contributions import TAP_FUNCTIONS
+from unilinattn.operator.scopes import SCOPES
+from unilinattn.operator.selection import REDUCTIONS
+from unilinattn.registry import list_methods
+from unilinattn.results.attribution import Attribution
 from unilinattn.testing.promote import promoted
 
 METHODS = {
@@ -34,7 +34,7 @@ METHODS = {
 
 
 def test_every_method_is_registered_with_a_line() -> None:
-    found = methods()
+    found = list_methods()
     assert set(METHODS) <= set(found)
     assert all(found[name].function is function and found[name].summary for name, (function, _) in METHODS.items())
 
@@ -82,7 +82,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {"scope": "cores"},
         r"raw does not accept scope='cores'; did you mean 'core'\? Accepted: core, mixer, unif",
     ),
-    ("raw", {"scope": "layer"}, r"scope='layer'.*'layer' has vectors for entries: see 'latim', 'alti'"),
+    ("raw", {"scope": "layer"}, r"scope='layer'.*entries of 'layer' are vectors: see 'latim', 'alti'"),
     ("raw", {"heads": "median"}, r"heads='median'; did you mean 'mean'\? Accepted: abs-mean, max, mean, min, product"),
     ("raw", {"heads": []}, r"raw does not accept heads=\[\]"),
     ("raw", {"heads": 99}, r"out of range: this scope has 4 heads"),

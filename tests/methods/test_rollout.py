@@ -8,7 +8,7 @@ from tests.methods.hosts import BATCH, CASES, LENGTH, close, real_map, real_toke
 from unilinattn.methods import explain, rollout
 from unilinattn.mixers import DiagonalDecay, ScalarDecay
 from unilinattn.mixers.base import CoreMixer
-from unilinattn.trace import Step
+from unilinattn.tracing.layer import Step
 
 
 def product(alphas: list[Tensor], padding: str) -> Tensor:
@@ -71,7 +71,7 @@ def test_the_row_of_a_target_needs_no_map(monkeypatch: pytest.MonkeyPatch) -> No
 
     found = {name: (traced(name), rollout(traced(name), target=-1).scores) for name in ("mamba", "mamba2")}
     for cls in (CoreMixer, DiagonalDecay, ScalarDecay):
-        for operation in ("rows", "tile", "materialize", "blocks", "reduced_rows", "streamed"):
+        for operation in ("rows", "tile", "materialize", "blocks", "reduced_rows", "row_product"):
             monkeypatch.setattr(cls, operation, refused)
     for trace, expected in found.values():
         assert torch.equal(rollout(trace, target=-1).scores, expected)

@@ -1,12 +1,16 @@
 """`explain` and `compare`: models, traces, labels and options in, results out."""
 
+import re
+from collections.abc import Callable
+
 import pytest
 import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
-from unilinattn.errors import InputError, OptionError
-from unilinattn.methods import compare, explain, latim, rollout
-from unilinattn.trace import trace
+from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.methods import alti, compare, estimate, explain, latim, rollout
+from unilinattn.tracing.trace import Trace, trace
 
 
 def test_a_model_and_its_trace_are_explained_alike() -> None:
@@ -19,7 +23,7 @@ def test_a_model_and_its_trace_are_explained_alike() -> None:
 
 def test_the_result_is_labelled() -> None:
     found = traced("mamba2", "right")
-    result = explain(found)
+    result = explain(found, method="rollout")
     assert result.method == "rollout"
     assert result.model == "Mamba2ForCausalLM"
     assert result.layers == ("backbone.layers.0.mixer", "backbone.layers.1.mixer")
@@ -30,6 +34,50 @@ def test_the_result_is_labelled() -> None:
     assert torch.equal(result.mask, real_tokens("right"))
     assert result.tokens is None
     assert explain(traced("mamba2")).mask is None
+
+
+@pytest.mark.parametrize("target", [None, -1])
+def test_the_default_is_alti_composed_over_layers(target: int | None) -> None:
+    found = traced("mamba2", "left")
+    result, named = explain(found, target=target), alti(found, target=target, rollout=True)
+    assert torch.equal(result.scores, named.scores)
+    assert (result.method, result.options) == ("alti", named.options)
+    assert explain(found, rollout=False).dims == ("layer", "batch", "query", "key")
+    assert repr(estimate(found, target=target)) == repr(estimate(found, target=target, method="alti", rollout=True))
+    with pytest.raises(OptionError, match="alti takes no option 'p'"):
+        explain(found, p=1)
+
+
+def post_norm() -> Trace:
+    """A model whose layers' outputs are normed before they are added, so that no residual stream is known."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=11,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        attn_implementation="eager",
+    )
+    return trace(Gemma2ForCausalLM(config).eval(), torch.randint(11, (1, 5)))
+
+
+@pytest.mark.parametrize("ask", [explain, estimate])
+def test_a_model_that_the_default_does_not_cover_is_refused_with_the_methods_that_do(ask: Callable) -> None:
+    found = post_norm()
+    with pytest.raises(UncoveredError) as refused:
+        ask(found, target=-1)
+    message = str(refused.value)
+    assert "'alti' composed over all layers (rollout=True)" in message
+    named = re.findall(r"'(\w+)'", message.partition("cover the layers of this model")[2])
+    assert set(named) >= {"raw", "rollout", "latim"} and "alti" not in named
+    for name in named:
+        assert explain(found, method=name, target=-1).method == name
+    with pytest.raises(UncoveredError) as plain:
+        ask(found, method="alti", rollout=True, target=-1)
+    assert "No method was named" not in str(plain.value)
 
 
 def test_tokens_label_one_sequence_or_several() -> None:
@@ -75,6 +123,8 @@ def test_a_comparison_holds_every_model_and_method() -> None:
 
 def test_each_model_of_a_comparison_runs_once() -> None:
     model = HOSTS["llama"].model()
+    # The first trace of a model looks for mixers that nobody registered, once.
+    trace(model, inputs())
     runs: list[int] = []
     model.register_forward_hook(lambda *_: runs.append(1))
     compare({"llama": model}, inputs(), methods=["raw", "rollout", "latim", "alti"])

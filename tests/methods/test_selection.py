@@ -10,7 +10,7 @@ from tests.methods.hosts import VOCABULARY, traced
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.methods import alti, attribution, latim, raw, rollout
 from unilinattn.testing.hosts import randomize
-from unilinattn.trace import Trace, trace
+from unilinattn.tracing.trace import Trace, trace
 
 SELF = "encoder.block.0.layer.0.SelfAttention"
 DECODER = "decoder.block.0.layer.0.SelfAttention"

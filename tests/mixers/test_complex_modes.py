@@ -5,8 +5,8 @@ import torch
 
 from unilinattn.mixers import Toeplitz
 from unilinattn.models.s5 import S5
-from unilinattn.operator import MixerOperator
-from unilinattn.stages import Branch, Matrix, Mix, Scale, ToComplex, ToReal
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Branch, Matrix, Mix, Scale, ToComplex, ToReal
 
 BATCH, MODES = 2, 4
 

@@ -56,6 +56,16 @@ def scrambled(mixer: BiMamba) -> BiMamba:
     return mixer
 
 
+def test_the_sum_of_directions_is_halved_by_default_as_in_the_authors_code() -> None:
+    halved, whole = BiMamba(d_model=6, d_state=5), BiMamba(d_model=6, d_state=5, divide_out=False)
+    whole.load_state_dict(halved.state_dict())
+    hidden = torch.randn(2, 7, 6)
+    assert torch.equal(halved(hidden) * 2, whole(hidden))
+    assert [
+        mixer.divide_out for mixer in VisionMamba(8, 4, embed_dim=6, depth=2).modules() if isinstance(mixer, BiMamba)
+    ] == [True, True]
+
+
 @pytest.mark.parametrize("length", [1, 2, 17])
 @pytest.mark.parametrize(
     "options",

@@ -42,7 +42,7 @@ import torch
 import unilinattn as ula
 from unilinattn.cli import main
 
-print(ula.architectures()["mingru"].summary)
+print(ula.list_architectures()["mingru"].summary)
 
 from mingru import MinGRUForCausalLM
 
@@ -56,7 +56,7 @@ def test_an_installed_package_is_found_traced_and_listed(installed: Path) -> Non
     done = python(FOUND_AND_TRACED, site=installed)
     assert done.returncode == 0, done.stderr
     summary, layers, listed = done.stdout.split("\n", 2)
-    assert summary.startswith("A gated RNN whose gate reads the current token alone")
+    assert summary.startswith("A gated RNN whose gate reads only the current token")
     assert layers == "('blocks.0.mixer', 'mingru', True) ('blocks.1.mixer', 'mingru', True)"
     assert "  mingru: minGRU\n" in listed
     assert "      host  mingru.MinGRU\n" in listed
@@ -64,8 +64,8 @@ def test_an_installed_package_is_found_traced_and_listed(installed: Path) -> Non
 
 
 def test_without_the_package_nothing_of_it_is_there() -> None:
-    done = python("import unilinattn as ula\nprint('mingru' in ula.architectures(), 'mamba' in ula.architectures())")
-    assert done.stdout == "False True\n"
+    done = python("import unilinattn as ula\nprint([n in ula.list_architectures() for n in ('mingru', 'mamba')])")
+    assert done.stdout == "[False, True]\n"
 
 
 BROKEN = """
@@ -74,8 +74,8 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import unilinattn as ula
     print(len(caught))
-    found = ula.architectures()
-    again = ula.methods()
+    found = ula.list_architectures()
+    again = ula.list_methods()
 print("mamba" in found, "mingru" in found, "rollout" in again)
 print(*[f"{warning.category.__name__}: {warning.message}" for warning in caught], sep="\\n")
 """

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unilinattn.viz.colours import DIVERGING, SEQUENTIAL, mix
 from unilinattn.viz.drawing import encoded, four_digits, heatmap, png, strip
-from unilinattn.viz.panels import DIVERGING, SEQUENTIAL, mix
 
 
 def data(picture: str, name: str) -> str:
@@ -130,6 +130,12 @@ def test_a_heat_map_of_nothing_and_of_one_row() -> None:
     row = heatmap(np.ones((1, 8)), names=("layer", "key"))
     assert "layer</text>" not in row
     assert 'height="40"' in row
+
+
+def test_a_token_that_stands_apart_has_its_score_and_no_part_in_the_scale() -> None:
+    drawn = strip(torch.tensor([1.0, 4.0, 9.0]), ["a", "b", "c"], own=(2, 9.0))
+    found = re.findall(r'class="(\w*)" style="--a:([\d.]+)" data-value="(\d)"', drawn)
+    assert found == [("", "0.33", "1"), ("", "0.65", "4"), ("own", "0.00", "9")]
 
 
 def test_a_strip_colours_each_token_by_its_score() -> None:

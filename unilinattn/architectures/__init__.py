@@ -1,4 +1,4 @@
-"""Adapters: one file a family, each from a host's module to the stages of its operator."""
+"""Adapters, one file per family: each maps a host module to the stages of its operator."""
 
 from unilinattn.architectures import (
     attention,
@@ -24,7 +24,7 @@ from unilinattn.architectures import (
     vim,
     xlstm,
 )
-from unilinattn.architectures.call import Call
+from unilinattn.call import Call
 
 __all__ = [
     "Call",

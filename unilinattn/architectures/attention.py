@@ -1,21 +1,22 @@
-"""Softmax attention of every host that goes through transformers' attention interface."""
+"""Softmax attention of every host that calls transformers' attention interface."""
 
-from unilinattn.architectures.call import Call
-from unilinattn.architectures.interface import attention_weights, capture, only_attention, value_source
 from unilinattn.architectures.probe import add_output, add_values, probe
-from unilinattn.flow import Flow
+from unilinattn.call import Call
+from unilinattn.call.attention_interface import attention_weights, capture, only_attention, value_source
 from unilinattn.mixers import Dense
+from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
 
-@register_architecture(name="attention", kind="softmax attention", capture=capture, observes=True)
+@register_architecture(name="attention", kind="softmax attention", capture=capture, needs_capture=True)
 def attention(call: Call) -> Flow:
-    """Any attention that goes through transformers' interface: weights recomputed, projections probed and verified.
+    """Softmax attention behind transformers' interface: weights recomputed, projections probed and verified.
 
-    HMA ACL Eq. 1. The weights are what the host's own eager function makes of its queries, keys and mask (windows,
-    sinks, soft caps, position biases included). The ways into the values and out of the result, an output gate
-    included, are found by feeding basis vectors to a copy of the module, and are then checked on the observed input;
-    where they are not affine (normed values), `core` works and anything that needs them raises `UncoveredError`.
+    HMA ACL Eq. 1. The host's eager function computes the weights from the captured queries, keys and mask (windows,
+    sinks, soft caps and position biases included). The maps from the input to the values and from the result to the
+    output, an output gate included, are read off by feeding basis vectors to a copy of the module, and are then
+    checked on the observed input. Where they are not affine (normed values), `core` works, and anything that needs
+    them raises `UncoveredError`.
     """
     seen = only_attention(call)
     weights, repeats = attention_weights(call, seen)

@@ -1,11 +1,11 @@
-"""BERT's attention block: residual and LayerNorm stand inside the module, after the output projection."""
+"""BERT's attention block, whose module ends with the residual connection and LayerNorm."""
 
-from unilinattn.architectures.call import Call
-from unilinattn.architectures.interface import attention_weights, only_attention, value_source
 from unilinattn.architectures.probe import add_values, probe
+from unilinattn.call import Call, linear_layer
+from unilinattn.call.attention_interface import attention_weights, only_attention, value_source
 from unilinattn.errors import UncoveredError
-from unilinattn.flow import Flow
 from unilinattn.mixers import Dense
+from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
 HOSTS = tuple(
@@ -21,13 +21,13 @@ HOSTS = tuple(
 )
 
 
-@register_architecture(*HOSTS, name="bert", kind="softmax attention (post-norm)", observes=True)
+@register_architecture(*HOSTS, name="bert", kind="softmax attention (post-norm)", needs_capture=True)
 def bert(call: Call) -> Flow:
     """BERT's layout: attention, output projection, residual and LayerNorm in one module."""
     if call.host.is_cross_attention:
         raise UncoveredError(
             f"{call.name}: cross-attention whose residual and LayerNorm stand inside the module is not covered; "
-            "trace the encoder alone."
+            "trace only the encoder."
         )
     host, seen = call.host, only_attention(call)
     weights, repeats = attention_weights(call, seen)
@@ -36,6 +36,7 @@ def bert(call: Call) -> Flow:
     flow = Flow(call.input)
     add_values(flow, call, seen, value, repeats)
     flow.core(Dense(weights))
-    flow.matrix(call.weight(host.output.dense.weight), call.cast(host.output.dense.bias), role="output")
+    dense = linear_layer(host.output.dense, host.output)
+    flow.matrix(*call.affine(dense), role="output")
     norm = host.output.LayerNorm
-    return flow.residual(call.input).layer_norm(call.weight(norm.weight), call.cast(norm.bias), norm.eps)
+    return flow.residual(call.input).layer_norm(*call.affine(norm), eps=norm.eps)

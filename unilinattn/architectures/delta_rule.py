@@ -1,4 +1,4 @@
-"""Gated delta rule: a memory that corrects itself, between a short convolution and a gated norm."""
+"""Gated delta rule: a memory that corrects its values, between a short convolution and a gated norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call, Host, unmasked_leak
+from unilinattn.call import Call, Host, unmasked_leak
 from unilinattn.errors import UncoveredError, nearest
-from unilinattn.flow import Flow, silu
 from unilinattn.mixers import DeltaRule
+from unilinattn.operator.flow import Flow, silu
 from unilinattn.registry import register_architecture
 
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "swish": silu, "sigmoid": torch.sigmoid}
@@ -20,20 +20,20 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "swish": silu, "s
     "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet",
     name="qwen3_next",
     kind="gated DeltaNet",
-    leak=unmasked_leak,
+    padding_leak=unmasked_leak,
 )
 def qwen3_next(call: Call) -> Flow:
-    """Gated delta rule as Qwen3-Next runs it: two fused projections, their rows grouped by key head.
+    """Gated delta rule of Qwen3-Next: two fused projections, whose rows are grouped by key head.
 
-    Yang, Kautz and Hatamizadeh, ICLR 2025. Queries and keys are unit vectors; only the values carry.
+    Yang, Kautz and Hatamizadeh, ICLR 2025. Queries and keys are frozen unit vectors; the values carry.
     """
     host, x = call.host, _masked(call)
     groups = host.num_k_heads
     keys, values = host.key_dim // groups, host.value_dim // groups
-    fused = call.weight(host.in_proj_qkvz.weight).unflatten(0, (groups, -1)).split([keys, keys, values, values], dim=1)
+    fused = call.tensor(host.in_proj_qkvz.weight).unflatten(0, (groups, -1)).split([keys, keys, values, values], dim=1)
     query, key, value, gate = (rows.flatten(0, 1) for rows in fused)
-    both = call.weight(host.in_proj_ba.weight).unflatten(0, (groups, -1)).chunk(2, dim=1)
-    strength, step = (functional.linear(x, rows.flatten(0, 1)) for rows in both)
+    gates = call.tensor(host.in_proj_ba.weight).unflatten(0, (groups, -1)).chunk(2, dim=1)
+    strength, step = (functional.linear(x, rows.flatten(0, 1)) for rows in gates)
     return _delta_rule(
         call,
         weights=(torch.cat([query, key]), value),
@@ -52,15 +52,15 @@ def qwen3_next(call: Call) -> Flow:
     "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
     name="qwen3_5",
     kind="gated DeltaNet",
-    leak=unmasked_leak,
+    padding_leak=unmasked_leak,
 )
 def qwen3_5(call: Call) -> Flow:
-    """Gated delta rule as Qwen3.5 runs it: queries, keys and values from one projection, the rest from one each.
+    """Gated delta rule of Qwen3.5: one projection for queries, keys and values, one each for strength, decay and gate.
 
-    Yang, Kautz and Hatamizadeh, ICLR 2025. Queries and keys are unit vectors; only the values carry.
+    Yang, Kautz and Hatamizadeh, ICLR 2025. Queries and keys are frozen unit vectors; the values carry.
     """
     host, x = call.host, _masked(call)
-    query_key, value = call.weight(host.in_proj_qkv.weight).split([2 * host.key_dim, host.value_dim])
+    query_key, value = call.tensor(host.in_proj_qkv.weight).split([2 * host.key_dim, host.value_dim])
     return _delta_rule(
         call,
         weights=(query_key, value),
@@ -78,20 +78,21 @@ def qwen3_5(call: Call) -> Flow:
     "transformers.models.olmo_hybrid.modeling_olmo_hybrid.OlmoHybridGatedDeltaNet",
     name="olmo_hybrid",
     kind="gated DeltaNet",
-    leak=unmasked_leak,
+    padding_leak=unmasked_leak,
 )
 def olmo_hybrid(call: Call) -> Flow:
-    """Gated delta rule as OlmoHybrid runs it: a projection each, strengths up to 2 (negative eigenvalues).
+    """Gated delta rule of OlmoHybrid: separate projections, and strengths up to 2 (negative eigenvalues).
 
-    Yang, Kautz and Hatamizadeh, ICLR 2025. Queries and keys are unit vectors; only the values carry.
+    Yang, Kautz and Hatamizadeh, ICLR 2025. Queries and keys are frozen unit vectors; the values carry.
     """
     host, x = call.host, _masked(call)
-    # Its first version has a convolution each for queries, keys and values instead of one over all of them.
-    each = [host.q_conv1d, host.k_conv1d, host.v_conv1d] if hasattr(call.module, "v_conv1d") else [host.conv1d]
+    # The first version convolves queries, keys and values separately; later ones have one convolution for all.
+    separate = hasattr(call.module, "v_conv1d")
+    convolutions = [host.q_conv1d, host.k_conv1d, host.v_conv1d] if separate else [host.conv1d]
     return _delta_rule(
         call,
         weights=_separate(call),
-        kernel=torch.cat([convolution.weight for convolution in each]),
+        kernel=torch.cat([convolution.weight for convolution in convolutions]),
         state=host.head_k_dim,
         strength=torch.sigmoid(_linear(call, x, host.b_proj)) * (2 if host.allow_neg_eigval else 1),
         log_decay=_head_decay(call, _linear(call, x, host.a_proj)),
@@ -107,19 +108,19 @@ def olmo_hybrid(call: Call) -> Flow:
     "transformers.models.glm5_next.modeling_glm5_next.Glm5NextTextLinearAttention",
     name="kimi_delta",
     kind="Kimi delta attention (KDA)",
-    leak=unmasked_leak,
+    padding_leak=unmasked_leak,
 )
 def kimi_delta(call: Call) -> Flow:
-    """Kimi delta attention: a delta rule whose memory decays coordinate by coordinate, and a sigmoid output gate.
+    """Kimi delta attention: a delta rule with one decay per key coordinate, and a sigmoid output gate.
 
-    Kimi Linear, 2025. Queries and keys are unit vectors; only the values carry. Where a host bounds its log-decay
-    from below, that is the bound times a sigmoid instead of a softplus.
+    Kimi Linear, 2025. Queries and keys are frozen unit vectors; the values carry. A host with a lower bound on the
+    log-decay computes it as the bound times a sigmoid, other hosts as minus a softplus.
     """
     host, x = call.host, _masked(call)
     module = host.forget_gate
     forget = Host(module, f"{call.name}.forget_gate")
-    rate = torch.exp(call.weight(forget.A_log)).view(-1, 1)
-    step = (_perhaps_low_rank(call, x, module, "f") + call.weight(forget.dt_bias)).unflatten(-1, (host.num_heads, -1))
+    rate = torch.exp(call.tensor(forget.A_log)).view(-1, 1)
+    step = (_perhaps_low_rank(call, x, module, "f") + call.tensor(forget.dt_bias)).unflatten(-1, (host.num_heads, -1))
     bound = getattr(module, "safe_gate_lower_bound", None)
     if getattr(module, "safe_gate", False):
         bound = forget.lower_bound
@@ -148,12 +149,18 @@ def _delta_rule(
     norm: Any,
     output: Any,
 ) -> Flow:
-    """Build what the hosts share: `weights` into queries with keys and into values, one `kernel` over all of them."""
+    """Build the layer around the delta rule.
+
+    `weights`: the projections to queries with keys and to values. `kernel`: the short convolution over all three.
+    `state`: size of a query and key head. `norm`: the RMS norm over each value head, before `gate` and `output`.
+
+    Raises `UncoveredError` if the activation of the output gate is unknown.
+    """
     call.refuse("cache_params", "cu_seq_lens_q")
-    # The first versions convolve by a function of another package, or by torch and then always with SiLU.
+    # The first versions convolve by the causal-conv1d package; without it, by torch and always with SiLU.
     by_torch = getattr(call.module, "causal_conv1d_fn", ...) is None
     activation = "silu" if by_torch else getattr(call.module, "activation", "silu")
-    frozen, carried = call.weight(kernel).split([len(rows) for rows in weights])
+    frozen, carried = call.tensor(kernel).split([len(rows) for rows in weights])
 
     side = Flow(_masked(call)).matrix(weights[0], role="input").conv(frozen).activation(activation)
     query, key = (_unit(part.unflatten(-1, (-1, state))) for part in side.value.chunk(2, dim=-1))
@@ -162,13 +169,13 @@ def _delta_rule(
     flow = Flow(call.input).scale(_mask(call), role="input").matrix(weights[1], role="input")
     flow.conv(carried).activation(activation).core(core)
     epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    flow.rms_norm(call.weight(norm.weight).repeat(core.heads), epsilon, groups=core.heads)
+    flow.rms_norm(call.tensor(norm.weight).repeat(core.heads), epsilon, groups=core.heads)
     gating = getattr(norm, "activation", "silu")
     if gating not in _GATES:
         accepted = nearest(gating, _GATES)
         raise UncoveredError(f"{call.name}: the output gate's activation {gating!r} is not covered{accepted}")
     flow.gate(_GATES[gating](gate))
-    return flow.matrix(call.weight(output.weight), call.cast(output.bias), role="output")
+    return flow.matrix(*call.affine(output), role="output")
 
 
 def _mask(call: Call) -> Tensor | None:
@@ -181,11 +188,11 @@ def _masked(call: Call) -> Tensor:
 
 
 def _linear(call: Call, x: Tensor, projection: nn.Linear) -> Tensor:
-    return functional.linear(x, call.weight(projection.weight), call.cast(projection.bias))
+    return call.affine(projection)(x)
 
 
 def _perhaps_low_rank(call: Call, x: Tensor, module: nn.Module, name: str) -> Tensor:
-    """Project by the module's `{name}_proj`, or by `{name}_a_proj` and then `{name}_b_proj`."""
+    """Apply the module's `{name}_proj`, or `{name}_a_proj` followed by `{name}_b_proj`."""
     steps = ("_a_proj", "_b_proj") if hasattr(module, f"{name}_a_proj") else ("_proj",)
     for step in steps:
         x = _linear(call, x, getattr(module, name + step))
@@ -193,13 +200,13 @@ def _perhaps_low_rank(call: Call, x: Tensor, module: nn.Module, name: str) -> Te
 
 
 def _separate(call: Call) -> tuple[Tensor, Tensor]:
-    query, key, value = (call.weight(p.weight) for p in (call.host.q_proj, call.host.k_proj, call.host.v_proj))
+    query, key, value = (call.tensor(p.weight) for p in (call.host.q_proj, call.host.k_proj, call.host.v_proj))
     return torch.cat([query, key]), value
 
 
 def _head_decay(call: Call, step: Tensor) -> Tensor:
-    rate = torch.exp(call.weight(call.host.A_log))
-    return -rate * functional.softplus(step + call.weight(call.host.dt_bias))
+    rate = torch.exp(call.tensor(call.host.A_log))
+    return -rate * functional.softplus(step + call.tensor(call.host.dt_bias))
 
 
 def _unit(x: Tensor) -> Tensor:

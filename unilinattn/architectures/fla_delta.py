@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call
 from unilinattn.architectures.fla_parts import (
     compute,
     elementwise,
@@ -19,19 +18,20 @@ from unilinattn.architectures.fla_parts import (
     unit,
     unpadded,
 )
+from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
-from unilinattn.flow import Flow
 from unilinattn.mixers import DeltaRule, LowRankUpdate, Substep
+from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
 
 @register_architecture(
-    "fla.layers.gated_deltanet.GatedDeltaNet", name="fla_gated_deltanet", kind="gated DeltaNet", extras=2
+    "fla.layers.gated_deltanet.GatedDeltaNet", name="fla_gated_deltanet", kind="gated DeltaNet", extra_outputs=2
 )
 def gated_deltanet(call: Call) -> Flow:
-    """Gated delta rule as flash-linear-attention runs it: value heads share query and key heads, one decay each.
+    """Gated delta rule of flash-linear-attention: one decay per value head; value heads share queries and keys.
 
-    Yang, Kautz and Hatamizadeh, ICLR 2025. Queries and keys are unit vectors; only the values carry.
+    Yang, Kautz and Hatamizadeh, ICLR 2025. Queries and keys are frozen unit vectors; the values carry.
     """
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
@@ -41,12 +41,12 @@ def gated_deltanet(call: Call) -> Flow:
     return _closed(call, _carried(call, mask).core(core), x, mask, gated=host.use_gate)
 
 
-@register_architecture("fla.layers.delta_net.DeltaNet", name="fla_deltanet", kind="DeltaNet", extras=2)
+@register_architecture("fla.layers.delta_net.DeltaNet", name="fla_deltanet", kind="DeltaNet", extra_outputs=2)
 def deltanet(call: Call) -> Flow:
-    """Delta rule without decay as flash-linear-attention runs it.
+    """Delta rule of flash-linear-attention, without decay.
 
-    Yang, Wang, Zhang, Shen and Kim, NeurIPS 2024. Queries and keys pass an activation and are normalised to length
-    or sum one.
+    Yang, Wang, Zhang, Shen and Kim, NeurIPS 2024. Queries and keys pass an activation and are normalised to L2 norm
+    1 or L1 norm 1.
     """
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
@@ -56,17 +56,19 @@ def deltanet(call: Call) -> Flow:
     return _closed(call, _carried(call, mask).core(core), x, mask, gated=host.use_gate)
 
 
-@register_architecture("fla.layers.kda.KimiDeltaAttention", name="fla_kda", kind="Kimi delta attention (KDA)", extras=2)
+@register_architecture(
+    "fla.layers.kda.KimiDeltaAttention", name="fla_kda", kind="Kimi delta attention (KDA)", extra_outputs=2
+)
 def kda(call: Call) -> Flow:
-    """Kimi delta attention as flash-linear-attention runs it: one decay a coordinate, and a sigmoid output gate.
+    """Kimi delta attention of flash-linear-attention: one decay per key coordinate, and a sigmoid output gate.
 
-    Kimi Linear, 2025. With a lower bound the log-decay is that bound times a sigmoid instead of a softplus.
+    Kimi Linear, 2025. With a lower bound the log-decay is the bound times a sigmoid, otherwise minus a softplus.
     """
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
     query, key = (unit(heads(_projected(call, x, name), host.head_k_dim)) for name in "qk")
-    step = heads(compute(call, host.f_proj, x) + call.weight(host.dt_bias), host.head_k_dim)
-    rate, bound = torch.exp(call.weight(host.A_log)).unsqueeze(-1), host.lower_bound
+    step = heads(compute(call, host.f_proj, x) + call.tensor(host.dt_bias), host.head_k_dim)
+    rate, bound = torch.exp(call.tensor(host.A_log)).unsqueeze(-1), host.lower_bound
     decay = -rate * functional.softplus(step) if bound is None else bound * torch.sigmoid(rate * step)
     strength = _strength(call, x, doubled=host.allow_neg_eigval)
     core = DeltaRule(query * host.head_k_dim**-0.5, key, strength, decay)
@@ -77,13 +79,13 @@ def kda(call: Call) -> Flow:
     "fla.layers.gated_deltaproduct.GatedDeltaProduct",
     name="fla_gated_deltaproduct",
     kind="gated delta product",
-    extras=2,
+    extra_outputs=2,
 )
 def gated_deltaproduct(call: Call) -> Flow:
-    """Gated delta product as flash-linear-attention runs it: several delta rule steps a token, each with its values.
+    """Gated delta product of flash-linear-attention: several delta rule steps per token, each with separate values.
 
     DeltaProduct (Siems et al., NeurIPS 2025). A token decays the memory before its first step and reads it after its
-    last; the layer is the sum of one chain a step.
+    last. The layer is the sum of one chain per step.
     """
     host, mask, count = call.host, unpadded(call), call.host.num_householder
     x = masked(call.input, mask)
@@ -92,8 +94,8 @@ def gated_deltaproduct(call: Call) -> Flow:
     strength = _in_steps(_strength(call, x, doubled=host.allow_neg_eigval).unsqueeze(-1), count).squeeze(-1)
     decay = None
     if host.use_forget_gate:
-        rest = torch.zeros_like(strength.unflatten(1, (-1, count))[:, :, 1:])
-        decay = torch.cat([_head_decay(call, x).unsqueeze(2), rest], dim=2).flatten(1, 2)
+        no_decay = torch.zeros_like(strength.unflatten(1, (-1, count))[:, :, 1:])
+        decay = torch.cat([_head_decay(call, x).unsqueeze(2), no_decay], dim=2).flatten(1, 2)
     read = (query * host.head_k_dim**-0.5).repeat_interleave(count, dim=1)
     expanded = DeltaRule(read, key, strength, decay)
 
@@ -109,18 +111,18 @@ def _part(count: int, step: int, rows: Tensor) -> Tensor:
     return rows.chunk(count)[step]
 
 
-@register_architecture("fla.layers.comba.Comba", name="fla_comba", kind="Comba", extras=2)
+@register_architecture("fla.layers.comba.Comba", name="fla_comba", kind="Comba", extra_outputs=2)
 def comba(call: Call) -> Flow:
-    """Comba as flash-linear-attention runs it: what is erased is read with a key of its own, before the decay.
+    """Comba of flash-linear-attention: a separate key p_t reads the erased value, before the decay.
 
     Hu et al., 2025: S_t = exp(g_t) S_{t-1} + b_t k_t (v_t - S_{t-1}^T p_t)^T, read with the query minus D p_t.
     """
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
     query, key = (heads(_projected(call, x, name), host.head_k_dim) for name in "qk")
-    erase = key * torch.sigmoid(call.weight(host.decay)).unsqueeze(-1) if host.use_inner_decay else key
+    erase = key * torch.sigmoid(call.tensor(host.decay)).unsqueeze(-1) if host.use_inner_decay else key
     if host.use_output_correction:
-        query = query - call.weight(host.D).unsqueeze(-1) * erase
+        query = query - call.tensor(host.D).unsqueeze(-1) * erase
     write = unit(key).repeat_interleave(host.num_v_heads // host.num_heads, dim=2)
     write = write * _strength(call, x, doubled=False).unsqueeze(-1)
     query = unit(query) * host.head_k_dim**-0.5
@@ -129,7 +131,7 @@ def comba(call: Call) -> Flow:
 
 
 def _activated(call: Call, flow: Flow) -> Flow:
-    """Append SiLU where no convolution did so."""
+    """Append SiLU if the layer has no short convolution, which would have applied it."""
     return flow if call.host.use_short_conv else flow.activation("silu")
 
 
@@ -138,7 +140,10 @@ def _projected(call: Call, x: Tensor, name: str) -> Tensor:
 
 
 def _feature(call: Call, x: Tensor, name: str) -> Tensor:
-    """Return DeltaNet's queries or keys under the activation and the norm of its configuration."""
+    """Return DeltaNet's queries or keys after the configured activation and norm.
+
+    Raises `UncoveredError` if the activation or the norm is unknown.
+    """
     activation, norm = call.host.qk_activation, call.host.qk_norm
     if activation == "silu":
         x = _projected(call, x, name)
@@ -152,17 +157,20 @@ def _feature(call: Call, x: Tensor, name: str) -> Tensor:
 
 
 def _strength(call: Call, x: Tensor, *, doubled: bool) -> Tensor:
-    """Return how much of what is held under a key is replaced: up to one, or two (negative eigenvalues)."""
+    """Return the share of the value stored under a key that a step replaces: up to 1, or 2 if `doubled`.
+
+    Strengths above 1 give the transition negative eigenvalues.
+    """
     return torch.sigmoid(compute(call, call.host.b_proj, x)) * (2 if doubled else 1)
 
 
 def _head_decay(call: Call, x: Tensor) -> Tensor:
-    rate = torch.exp(call.weight(call.host.A_log))
-    return -rate * functional.softplus(compute(call, call.host.a_proj, x) + call.weight(call.host.dt_bias))
+    rate = torch.exp(call.tensor(call.host.A_log))
+    return -rate * functional.softplus(compute(call, call.host.a_proj, x) + call.tensor(call.host.dt_bias))
 
 
 def _in_steps(x: Tensor, count: int) -> Tensor:
-    """Put the steps of each token, side by side in its heads, one after the other."""
+    """Move the steps of each token from the head axis to the time axis: (batch, length * count, head, state)."""
     return x.unflatten(2, (count, -1)).flatten(1, 2)
 
 
@@ -171,7 +179,7 @@ def _carried(call: Call, mask: Tensor | None) -> Flow:
 
 
 def _closed(call: Call, flow: Flow, x: Tensor, mask: Tensor | None, *, gated: bool) -> Flow:
-    """Append the norm over each head, with the output gate where there is one, and the output projection."""
+    """Append the norm over each head, the output gate if `gated`, and the output projection."""
     norm = call.host.o_norm
     if gated:
         gated_norm(call, flow, norm, compute(call, call.host.g_proj, x))

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call
 from unilinattn.architectures.fla_parts import (
     Rows,
     compute,
@@ -22,16 +21,17 @@ from unilinattn.architectures.fla_parts import (
     shared,
     unpadded,
 )
-from unilinattn.flow import Flow, silu
+from unilinattn.call import Call
 from unilinattn.mixers import CoreMixer, DiagonalDecay, ScalarDecay
+from unilinattn.operator.flow import Flow, silu
 from unilinattn.registry import register_architecture
 
 
 @register_architecture(
-    "fla.layers.gla.GatedLinearAttention", name="fla_gla", kind="gated linear attention (GLA)", extras=2
+    "fla.layers.gla.GatedLinearAttention", name="fla_gla", kind="gated linear attention (GLA)", extra_outputs=2
 )
 def gla(call: Call) -> Flow:
-    """Gated linear attention as flash-linear-attention runs it: one decay a coordinate of the keys.
+    """Gated linear attention of flash-linear-attention: one decay per key coordinate.
 
     Yang, Wang, Shen, Panda and Kim, ICML 2024. Query heads may share keys, values and decays.
     """
@@ -46,10 +46,10 @@ def gla(call: Call) -> Flow:
 
 
 @register_architecture(
-    "fla.layers.multiscale_retention.MultiScaleRetention", name="fla_retnet", kind="retention", extras=2
+    "fla.layers.multiscale_retention.MultiScaleRetention", name="fla_retnet", kind="retention", extra_outputs=2
 )
 def retnet(call: Call) -> Flow:
-    """Multi-scale retention as flash-linear-attention runs it: rotated queries and keys, one fixed decay a head.
+    """Multi-scale retention of flash-linear-attention: rotary queries and keys, one fixed decay per head.
 
     RetNet (Sun et al., 2023). The decays 1 - 2^(-5 - h) are the same for every token.
     """
@@ -58,19 +58,19 @@ def retnet(call: Call) -> Flow:
     query, key = (_feature(call, heads(project(call, Flow(x), name).value, host.head_k_dim)) for name in "qk")
     query, key = (rotated(call, side, mask) for side in (query, key))
     key = key.repeat_interleave(host.num_kv_groups, dim=2)
-    # The host's decays are float32 numbers whatever its dtype.
+    # The host computes its decays in float32 for every dtype.
     exponent = torch.arange(host.num_heads, device=x.device, dtype=torch.float32)
     decay = (1 - 2.0 ** (-5.0 - exponent)).log().to(x.dtype).expand(*x.shape[:2], -1)
     return _closed(call, ScalarDecay(query * host.head_k_dim**-0.5, key, decay), x, mask)
 
 
 @register_architecture(
-    "fla.layers.linear_attn.LinearAttention", name="fla_linear_attention", kind="linear attention", extras=2
+    "fla.layers.linear_attn.LinearAttention", name="fla_linear_attention", kind="linear attention", extra_outputs=2
 )
 def linear_attention(call: Call) -> Flow:
-    """Linear attention without decay as flash-linear-attention runs it, with its feature maps and normalisers.
+    """Linear attention of flash-linear-attention, without decay, with its feature maps and normalisers.
 
-    Katharopoulos, Vyas, Pappas and Fleuret, ICML 2020. Where the sum of weights divides the result, it is frozen.
+    Katharopoulos, Vyas, Pappas and Fleuret, ICML 2020. A normaliser, the sum of a query's weights, is frozen.
     """
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
@@ -78,7 +78,7 @@ def linear_attention(call: Call) -> Flow:
         elementwise(call, function)(heads(linear(call, Flow(x), name).value, host.head_k_dim))
         for name, function in (("q", host.feature_map_q), ("k", host.feature_map_k))
     )
-    # Feature maps do not keep zeros, and padding is not to count among the keys.
+    # Feature maps do not map 0 to 0, so padded keys are masked again.
     key = masked(key, None if mask is None else mask.unsqueeze(-1))
     query = query / (query.sum(-1, keepdim=True) + 1e-4) if host.norm_q else query
     key = key / (key.sum(-1, keepdim=True) + 1e-4) if host.norm_k else key
@@ -92,14 +92,14 @@ def linear_attention(call: Call) -> Flow:
     return output(call, flow, mask)
 
 
-@register_architecture("fla.layers.hgrn.HGRNAttention", name="fla_hgrn", kind="HGRN", extras=2)
+@register_architecture("fla.layers.hgrn.HGRNAttention", name="fla_hgrn", kind="HGRN", extra_outputs=2)
 def hgrn(call: Call) -> Flow:
-    """Hierarchically gated recurrence as flash-linear-attention runs it: every channel forgets f and takes in 1 - f.
+    """Hierarchically gated recurrence of flash-linear-attention: each channel decays by f and adds 1 - f of its input.
 
     Qin, Yang and Zhong, NeurIPS 2023. The forget gate's lower bound rises from layer to layer.
     """
     host, mask = call.host, padding(call)
-    # Short convolutions read masked projections; where there are none, only what enters the memory is masked.
+    # Short convolutions read masked projections; without them the host masks only the memory's input.
     early = mask if host.use_short_conv else None
     forget, flow = (linear(call, Flow(call.input), name).scale(early, role="input") for name in "fi")
     decay = _forget(call, convolved(call, forget, "f").value)
@@ -110,11 +110,11 @@ def hgrn(call: Call) -> Flow:
     return output(call, flow, None)
 
 
-@register_architecture("fla.layers.hgrn2.HGRN2Attention", name="fla_hgrn2", kind="HGRN2", extras=2)
+@register_architecture("fla.layers.hgrn2.HGRN2Attention", name="fla_hgrn2", kind="HGRN2", extra_outputs=2)
 def hgrn2(call: Call) -> Flow:
-    """HGRN2 as flash-linear-attention runs it: gated linear attention whose keys are what the decays leave over.
+    """HGRN2 of flash-linear-attention: gated linear attention with the key 1 - f for the decay f.
 
-    Qin et al., COLM 2024. The norm stands over all heads together, with the kernel's own epsilon.
+    Qin et al., COLM 2024. One norm runs over all heads, with the kernel's default epsilon.
     """
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
@@ -123,15 +123,17 @@ def hgrn2(call: Call) -> Flow:
     query, key, decay = (heads(side, host.head_f_dim) for side in (query, 1 - decay.exp(), decay))
     flow = project(call, Flow(call.input).scale(mask, role="input"), "i", mask)
     flow.core(DiagonalDecay(query * host.head_f_dim**-0.5, key, decay))
-    return output(call, flow.rms_norm(call.cast(host.g_norm.weight), 1e-5), mask)
+    return output(call, flow.rms_norm(call.tensor(host.g_norm.weight), 1e-5), mask)
 
 
-@register_architecture("fla.layers.gsa.GatedSlotAttention", name="fla_gsa", kind="gated slot attention (GSA)", extras=2)
+@register_architecture(
+    "fla.layers.gsa.GatedSlotAttention", name="fla_gsa", kind="gated slot attention (GSA)", extra_outputs=2
+)
 def gsa(call: Call) -> Flow:
-    """Gated slot attention as flash-linear-attention runs it: a softmax over slots between two gated passes.
+    """Gated slot attention of flash-linear-attention: a softmax over slots between two gated passes.
 
-    Zhang et al., NeurIPS 2024. The first pass finds how much of each slot a query reads, and is frozen; the second
-    carries the values. SiLU and a norm over all heads, with the kernel's own epsilon, follow.
+    Zhang et al., NeurIPS 2024. The first pass gives each query's weights over slots, which are frozen; the second
+    carries the values. SiLU and a norm over all heads, with the kernel's default epsilon, follow.
     """
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
@@ -139,20 +141,20 @@ def gsa(call: Call) -> Flow:
     query, key = (feature(heads(project(call, Flow(x), name).value, host.head_k_dim)) for name in "qk")
     decay = functional.logsigmoid(heads(compute(call, host.f_proj, x), host.num_slots)) / host.gate_logit_normalizer
     key, decay = (side.repeat_interleave(host.num_kv_groups, dim=2) for side in (key, decay))
-    # What a token writes is nothing where there is no token.
+    # Padded tokens write nothing.
     slots = masked(1 - decay.exp(), None if mask is None else mask.unsqueeze(-1))
     scale = host.head_k_dim**-0.5 if host.scale is None else host.scale
-    found = ScalarDecay(query * scale, key, decay.flatten(2)).apply(slots.flatten(2).unsqueeze(-1))
-    read = torch.softmax(found.reshape_as(slots), dim=-1)
+    scores = ScalarDecay(query * scale, key, decay.flatten(2)).apply(slots.flatten(2).unsqueeze(-1))
+    read = torch.softmax(scores.reshape_as(slots), dim=-1)
     flow = _carried(call, mask).activation("silu").core(DiagonalDecay(read, slots, decay)).activation("silu")
-    return output(call, flow.rms_norm(call.cast(host.g_norm.weight), 1e-5), mask)
+    return output(call, flow.rms_norm(call.tensor(host.g_norm.weight), 1e-5), mask)
 
 
-@register_architecture("fla.layers.lightnet.LightNetAttention", name="fla_lightnet", kind="LightNet", extras=2)
+@register_architecture("fla.layers.lightnet.LightNetAttention", name="fla_lightnet", kind="LightNet", extra_outputs=2)
 def lightnet(call: Call) -> Flow:
-    """LightNet as flash-linear-attention runs it: keys are a running softmax over time, coordinate by coordinate.
+    """LightNet of flash-linear-attention: keys are a running softmax over time, one per coordinate.
 
-    Qin et al., 2024: k_j = exp(x_j - z_j) with z the logarithm of the sum so far, and the decays z_{j-1} - z_j.
+    Qin et al., 2024: k_j = exp(x_j - z_j) and log-decays z_{j-1} - z_j, with z_j = log sum_{i <= j} exp(x_i).
     """
     host, mask = call.host, unpadded(call)
     x = masked(call.input, mask)
@@ -161,14 +163,14 @@ def lightnet(call: Call) -> Flow:
     if mask is not None:
         logits = logits.masked_fill(mask.unsqueeze(-1) == 0, torch.finfo(logits.dtype).min)
         seen = mask.unsqueeze(-1).cumsum(1).expand_as(logits) > 0
-    # Before the first token the sum is empty, and nothing is there to decay.
+    # Before the first real token the sum is empty, and there is no memory to decay.
     total = logits.logcumsumexp(1).masked_fill(~seen, 0)
     key = (logits - total).exp()
     fading = (total[:, :-1] - total[:, 1:]).masked_fill(~seen[:, :-1], 0)
     decay = torch.cat([torch.zeros_like(total[:, :1]), fading], dim=1)
     core = DiagonalDecay(functional.silu(query) * host.head_f_dim**-0.5, key, decay)
     flow = project(call, Flow(call.input).scale(mask, role="input"), "v", mask).core(core)
-    flow.rms_norm(call.cast(host.g_norm.weight), 1e-6).gate(silu(compute(call, host.g_proj, x)))
+    flow.rms_norm(call.tensor(host.g_norm.weight), 1e-6).gate(silu(compute(call, host.g_proj, x)))
     return output(call, flow, mask)
 
 
@@ -178,15 +180,15 @@ def _feature(call: Call, x: Tensor) -> Tensor:
 
 
 def _forget(call: Call, x: Tensor) -> Tensor:
-    """Return the logarithm of the forget gate, above its lower bound in all but the first layer."""
-    bound, decay = call.cast(call.arguments.get("lower_bound")), functional.logsigmoid(x)
+    """Return the logarithm of the forget gate, which has a lower bound in every layer after the first."""
+    bound, decay = call.tensor(call.arguments.get("lower_bound")), functional.logsigmoid(x)
     if bound is None or call.host.layer_idx == 0:
         return decay
     return torch.logaddexp(bound.log(), torch.log1p(-bound) + decay)
 
 
 def _repeated(call: Call) -> Rows:
-    """Return what repeats each head of values for the queries that share it."""
+    """Return the function that repeats each value head for the query heads that share it."""
     return shared(call.host.head_v_dim, call.host.num_kv_groups)
 
 

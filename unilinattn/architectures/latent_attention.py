@@ -1,12 +1,12 @@
-"""Multi-head latent attention: keys and values kept in a normed low-rank latent."""
+"""Multi-head latent attention: keys and values come from a normed low-rank latent."""
 
 import torch
 
-from unilinattn.architectures.call import Call, Seen, package_version
-from unilinattn.architectures.interface import attention_weights, only_attention, tolerance
 from unilinattn.architectures.probe import add_output, probe, values_missed
-from unilinattn.flow import Flow
+from unilinattn.call import Call, Captured, package_version
+from unilinattn.call.attention_interface import attention_weights, only_attention, tolerance
 from unilinattn.mixers import Dense
+from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
 HOSTS = tuple(
@@ -33,12 +33,13 @@ HOSTS = tuple(
 )
 
 
-@register_architecture(*HOSTS, name="latent_attention", kind="multi-head latent attention (MLA)", observes=True)
+@register_architecture(*HOSTS, name="latent_attention", kind="multi-head latent attention (MLA)", needs_capture=True)
 def latent_attention(call: Call) -> Flow:
-    """Softmax attention whose values come out of a latent: a matrix into it, its frozen RMS norm, a matrix out of it.
+    """Softmax attention whose values are a matrix of a latent: input projection, frozen RMS norm, up-projection.
 
-    DeepSeek-V2, 2024, Eq. 9-11. The weights, an output gate and the output projection are found as for any attention.
-    A layer that reads another layer's latent has its `core`; anything that needs its values raises `UncoveredError`.
+    DeepSeek-V2, 2024, Eq. 9-11. The weights, an output gate and the output projection are probed as in `attention`.
+    For a layer that reads another layer's latent, `core` works, and anything that needs the values raises
+    `UncoveredError`.
     """
     call.refuse("past_key_values")
     seen = only_attention(call)
@@ -48,26 +49,24 @@ def latent_attention(call: Call) -> Flow:
     return add_output(flow, call, seen, weights, repeats, output)
 
 
-def _values(call: Call, seen: Seen) -> Flow:
-    host, weight = call.host, call.weight
+def _values(call: Call, seen: Captured) -> Flow:
+    host, tensor = call.host, call.tensor
     norm, head = host.kv_a_layernorm, host.qk_nope_head_dim + host.v_head_dim
-    out_of = weight(host.kv_b_proj.weight).unflatten(0, (-1, head))[:, host.qk_nope_head_dim :].flatten(0, 1)
+    up = tensor(host.kv_b_proj.weight).unflatten(0, (-1, head))[:, host.qk_nope_head_dim :].flatten(0, 1)
     where = f"{call.name} ({type(call.module).__name__} of {package_version(call.module)})"
     if norm is None:
         reason = f"{where}: its values come from an earlier layer's latent (is_kv_shared_layer), not from its input."
-        return Flow(call.input).unmapped("input", f"{reason} Use scope='core'.", len(out_of))
-    into, bias = host.kv_a_proj_with_mqa, call.cast(host.kv_a_proj_with_mqa.bias)
-    rank = host.kv_lora_rank
+        return Flow(call.input).unmapped("input", f"{reason} Use scope='core'.", len(up))
     flow = Flow(call.input)
-    flow.matrix(weight(into.weight)[:rank], None if bias is None else bias[:rank], role="input")
-    flow.rms_norm(weight(norm.weight), norm.variance_epsilon)
+    flow.matrix(*call.affine(host.kv_a_proj_with_mqa)[: host.kv_lora_rank], role="input")
+    flow.rms_norm(tensor(norm.weight), norm.variance_epsilon)
     for name in ("kv_lora_scale", "mla_scale_kv_lora"):
         if hasattr(call.module, name):
             flow.scale(call.input.new_full((1, 1, 1), getattr(call.module, name)), role="norm")
-    flow.matrix(out_of, role="input")
+    flow.matrix(up, role="input")
     missed = values_missed(flow.value.detach(), call, seen)
-    # Hosts norm in float32 even where all else is float64.
+    # Hosts compute this norm in float32 even in a float64 model.
     if missed > max(tolerance(seen.record.value.dtype), tolerance(torch.float32)):
-        reason = f"{where}: its values are not what its latent gives (missed by {missed:.1e} on the observed input)."
-        return Flow(call.input).unmapped("input", f"{reason} Use scope='core'.", len(out_of))
+        reason = f"{where}: its values differ from those of its latent (missed by {missed:.1e} on the observed input)."
+        return Flow(call.input).unmapped("input", f"{reason} Use scope='core'.", len(up))
     return flow

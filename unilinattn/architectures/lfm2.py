@@ -1,12 +1,10 @@
-"""LFM2: a short convolution between two gates mixes the tokens, and nothing else does."""
+"""LFM2: a short convolution between two gates is the only token mixer."""
 
-from torch.nn import functional
-
-from unilinattn.architectures.call import Call, projection_leak
-from unilinattn.flow import Flow
+from unilinattn.call import Call, projection_leak
 from unilinattn.mixers import Toeplitz
+from unilinattn.operator.flow import Flow
+from unilinattn.operator.stages import Mix
 from unilinattn.registry import register_architecture
-from unilinattn.stages import Mix
 
 
 @register_architecture(
@@ -14,10 +12,10 @@ from unilinattn.stages import Mix
     "transformers.models.lfm2_moe.modeling_lfm2_moe.Lfm2MoeShortConv",
     name="lfm2",
     kind="short convolution (LFM2)",
-    leak=projection_leak,
+    padding_leak=projection_leak,
 )
 def lfm2(call: Call) -> Flow:
-    """LFM2's gated short convolution: C * conv(B * x), the convolution itself the core.
+    """Gated short convolution of LFM2: C * conv(B * x), with the convolution as core.
 
     Liquid AI, LFM2 Technical Report, 2025, section 2.2. B, C and x are one projection; both gates are frozen.
     """
@@ -25,13 +23,12 @@ def lfm2(call: Call) -> Flow:
     host = call.host
     mask = call.padding_scale(call.arguments.get("attention_mask"))
     masked = call.input if mask is None else call.input * mask
-    projection, bias = call.weight(host.in_proj.weight), call.cast(host.in_proj.bias)
-    entering, leaving, _ = functional.linear(masked, projection, bias).chunk(3, dim=-1)
-    kernel = call.weight(host.conv.weight).squeeze(1).flip(-1)
-    batch, length = call.input.shape[:2]
+    projection, (kernel, bias) = call.affine(host.in_proj), call.affine(host.conv)
+    input_gate, output_gate, values = projection(masked).chunk(3, dim=-1)
+    core = Toeplitz(kernel.squeeze(1).flip(-1), batch=len(values), length=values.shape[1])
 
     flow = Flow(call.input).scale(mask, role="input")
-    flow.matrix(projection.chunk(3)[2], None if bias is None else bias.chunk(3)[2], role="input").gate(entering)
-    flow.stage(Mix("core", Toeplitz(kernel, batch=batch, length=length), call.cast(host.conv.bias)))
-    flow.gate(leaving)
-    return flow.matrix(call.weight(host.out_proj.weight), call.cast(host.out_proj.bias), role="output")
+    flow.matrix(*projection[-values.shape[2] :], role="input").gate(input_gate)
+    flow.stage(Mix("core", core, bias))
+    flow.gate(output_gate)
+    return flow.matrix(*call.affine(host.out_proj), role="output")

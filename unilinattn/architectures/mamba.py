@@ -1,29 +1,38 @@
-"""Mamba-1 and its relatives: the selective state space S6 between a short convolution and a gate."""
+"""Mamba-1 and its relatives: the selective state space S6 between a short convolution and a gate.
+
+All adapters build one layer, y = W_out ((S6 u + D u) * act(W_z x)) with u = act(conv(W_x x)). They differ in how they
+compute the step delta, the key B and the query C from u, and in the row order of the projection [W_x; W_z].
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call, masks_by_function, projection_leak
-from unilinattn.flow import Flow, silu
+from unilinattn.architectures.s6 import s6_core
+from unilinattn.call import Call, masks_by_function, projection_leak
 from unilinattn.mixers import DiagonalDecay
+from unilinattn.operator.flow import Flow, silu
 from unilinattn.registry import register_architecture
 
 
 def leak(module: nn.Module, mask: Tensor) -> str | None:
-    """Tell how padding leaks: not where the host masks what its projection returned, as it once did."""
+    """Return the reason why padding leaks into real tokens, or None if it does not.
+
+    transformers < 5.17 masks after the projection, so the projection's bias cannot leak.
+    """
     return projection_leak(module, mask) if masks_by_function(module) else None
 
 
 @register_architecture(
-    "transformers.models.mamba.modeling_mamba.MambaMixer", name="mamba", kind="Mamba-1 (S6)", leak=leak
+    "transformers.models.mamba.modeling_mamba.MambaMixer", name="mamba", kind="Mamba-1 (S6)", padding_leak=leak
 )
 def mamba(call: Call) -> Flow:
-    """S6 as transformers runs it: one head a channel, query C and key B shared by all of them.
+    """S6 of Mamba in transformers: each channel is a head, and all heads share the query C and the key B.
 
-    HMA ACL Eq. 6-9 and 14; delta, B and C are functions of the convolved input and are frozen with it.
+    HMA ACL Eq. 6-9 and 14. delta, B and C are functions of the convolved input and are frozen with it.
     """
     return _layer(call, lambda u: _selective(call, *_split(call, u)))
 
@@ -32,10 +41,10 @@ def mamba(call: Call) -> Flow:
     "transformers.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer",
     name="falcon_mamba",
     kind="Mamba-1 (S6), normalised",
-    leak=leak,
+    padding_leak=leak,
 )
 def falcon_mamba(call: Call) -> Flow:
-    """S6 whose step, key and query pass an RMS norm without weights, frozen with them.
+    """S6 of FalconMamba: the step, key and query pass an RMS norm without weights, which is frozen with them.
 
     HMA ACL Eq. 6-9 and 14, with B, C and the low-rank step normalised.
     """
@@ -47,10 +56,10 @@ def falcon_mamba(call: Call) -> Flow:
     "transformers.models.jamba.modeling_jamba.JambaMambaMixer",
     name="jamba",
     kind="Mamba-1 (S6), normalised",
-    leak=leak,
+    padding_leak=leak,
 )
 def jamba(call: Call) -> Flow:
-    """S6 whose step, key and query each pass an RMS norm of their own, frozen with them.
+    """S6 of Jamba: the step, key and query pass one weighted RMS norm each, which is frozen with them.
 
     HMA ACL Eq. 6-9 and 14, with B, C and the low-rank step normalised.
     """
@@ -58,11 +67,11 @@ def jamba(call: Call) -> Flow:
     norms = (host.dt_layernorm, host.b_layernorm, host.c_layernorm)
 
     def core(u: Tensor) -> DiagonalDecay:
-        normed = (
-            Flow(x).rms_norm(call.weight(norm.weight), norm.variance_epsilon).value
+        normalised = (
+            Flow(x).rms_norm(call.tensor(norm.weight), norm.variance_epsilon).value
             for x, norm in zip(_split(call, u), norms, strict=True)
         )
-        return _selective(call, *normed)
+        return _selective(call, *normalised)
 
     return _layer(call, core)
 
@@ -71,21 +80,22 @@ def jamba(call: Call) -> Flow:
     "transformers.models.zamba.modeling_zamba.ZambaMambaMixer",
     name="zamba",
     kind="Mamba-1 (S6), several Mamba heads",
-    leak=leak,
+    padding_leak=leak,
 )
 def zamba(call: Call) -> Flow:
-    """S6 in several Mamba heads: each makes the step, key and query of its channels from these channels alone.
+    """S6 of Zamba in several Mamba heads: each projects its step, key and query from its channels only.
 
-    HMA ACL Eq. 6-9 and 14 for each Mamba head; the input projection interleaves a channel's value and gate.
+    HMA ACL Eq. 6-9 and 14 for each Mamba head. The input projection interleaves the rows of values and gates.
     """
-    host, weight = call.host, call.weight
+    host, tensor = call.host, call.tensor
     rank, state = host.time_step_rank, host.ssm_state_size
 
     def core(u: Tensor) -> DiagonalDecay:
-        parts = torch.einsum("blhp,hrp->blhr", u.unflatten(2, (host.n_mamba_heads, -1)), weight(host.x_proj_weight))
-        step, key, query = parts.split([rank, state, state], dim=-1)
-        step = torch.einsum("blhr,hpr->blhp", step, weight(host.dt_proj_weight)) + weight(host.dt_proj_bias)
-        return _decay(call, functional.softplus(step).flatten(2), key, query)
+        heads = u.unflatten(2, (host.n_mamba_heads, -1))
+        projected = torch.einsum("blhp,hrp->blhr", heads, tensor(host.x_proj_weight))
+        step, key, query = projected.split([rank, state, state], dim=-1)
+        step = torch.einsum("blhr,hpr->blhp", step, tensor(host.dt_proj_weight)) + tensor(host.dt_proj_bias)
+        return s6_core(call, functional.softplus(step).flatten(2), key, query, host.A_log)
 
     return _layer(call, core, carries=slice(0, None, 2), gates=slice(1, None, 2))
 
@@ -93,45 +103,41 @@ def zamba(call: Call) -> Flow:
 def _layer(
     call: Call, core: Callable[[Tensor], DiagonalDecay], *, carries: slice | None = None, gates: slice | None = None
 ) -> Flow:
-    """Put a core, made from the convolved input, between the convolution and the gate.
+    """Build the layer: input projection, short convolution, activation, core with skip, gate, output projection.
 
-    `carries` and `gates` are the rows of the input projection, its first and its second half unless told.
+    `core` maps the convolved input (batch, length, channel) to S6. `carries` and `gates` are the rows of the input
+    projection that produce the values and the gate; by default its first and its second half.
     """
-    host, weight, inner = call.host, call.weight, call.host.intermediate_size
+    host, tensor, inner = call.host, call.tensor, call.host.intermediate_size
     call.refuse("seq_idx")
     carries, gates = carries or slice(inner), gates or slice(inner, None)
-    in_proj, in_bias = weight(host.in_proj.weight), call.cast(host.in_proj.bias)
+    projection = call.affine(host.in_proj)
     mask = call.padding_scale(call.arguments.get("attention_mask"))
-    # Older hosts mask what the projection returned, and gate by the activation they are given, not always by SiLU.
+    # transformers < 5.17 masks after the projection and gates by `host.act`; later versions mask the layer's input
+    # and always gate by SiLU.
     masks_input = masks_by_function(call.module)
     flow = Flow(call.input).scale(mask if masks_input else None, role="input")
-    entering = flow.value
-    flow.matrix(in_proj[carries], None if in_bias is None else in_bias[carries], role="input")
+    gate_input = flow.value
+    flow.matrix(*projection[carries], role="input")
     flow.scale(None if masks_input else mask, role="input")
-    flow.conv(weight(host.conv1d.weight), call.cast(host.conv1d.bias)).activation(host.activation)
+    flow.conv(*call.affine(host.conv1d)).activation(host.activation)
     flow.scale(mask, role="act")
-    flow.core(core(flow.value), skip=weight(host.D).flatten())
+    flow.core(core(flow.value), skip=tensor(host.D).flatten())
     activation = silu if masks_input else host.act
-
-    def gate() -> Tensor:
-        return activation(functional.linear(entering, in_proj[gates], None if in_bias is None else in_bias[gates]))
-
-    flow.gate(gate)
-    return flow.matrix(weight(host.out_proj.weight), call.cast(host.out_proj.bias), role="output")
+    flow.gate(lambda: activation(projection[gates](gate_input)))
+    return flow.matrix(*call.affine(host.out_proj), role="output")
 
 
 def _split(call: Call, u: Tensor) -> tuple[Tensor, ...]:
-    """Return the low-rank step, key and query that the convolved input makes, shared by all channels."""
+    """Project the convolved input to the low-rank step, the key and the query, which all channels share."""
     rank, state = call.host.time_step_rank, call.host.ssm_state_size
-    return (u @ call.weight(call.host.x_proj.weight).T).split([rank, state, state], dim=-1)
+    return call.affine(call.host.x_proj)(u).split([rank, state, state], dim=-1)
 
 
 def _selective(call: Call, step: Tensor, key: Tensor, query: Tensor) -> DiagonalDecay:
-    host = call.host
-    step = functional.linear(step, call.weight(host.dt_proj.weight), call.cast(host.dt_proj.bias))
-    return _decay(call, functional.softplus(step), key.unsqueeze(2), query.unsqueeze(2))
-
-
-def _decay(call: Call, delta: Tensor, key: Tensor, query: Tensor) -> DiagonalDecay:
-    rate = -torch.exp(call.weight(call.host.A_log)).flatten(0, -2)
-    return DiagonalDecay(query, key, delta.unsqueeze(-1), key_scale=delta, rate=rate)
+    """Return S6 for a low-rank step (batch, length, rank), a key and a query (batch, length, state)."""
+    # A quantised host calls `dt_proj`; any other multiplies by `dt_proj.weight`, so LoRA on `dt_proj` has no effect.
+    quantised = hasattr(getattr(call.module, "config", None), "_is_quantized")
+    layer: Any = call.host.dt_proj if quantised else call.module.dt_proj
+    delta = functional.softplus(call.affine(layer)(step))
+    return s6_core(call, delta, key.unsqueeze(2), query.unsqueeze(2), call.host.A_log)

@@ -1,4 +1,4 @@
-"""Mamba-2 and its relatives: the state-space dual, one decay a head, with a gated norm before the output projection."""
+"""Mamba-2 and its relatives: the state-space dual SSD with one decay per head, then a gated norm."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call, masks_by_function, package_version, projection_leak
+from unilinattn.call import Affine, Call, masks_by_function, package_version, projection_leak
 from unilinattn.errors import UncoveredError
-from unilinattn.flow import Flow, silu
 from unilinattn.mixers import ScalarDecay
+from unilinattn.operator.flow import Flow, silu
 from unilinattn.registry import register_architecture
 
 
@@ -19,12 +19,12 @@ from unilinattn.registry import register_architecture
     "transformers.models.granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridMambaLayer",
     name="mamba2",
     kind="Mamba-2 (SSD)",
-    leak=projection_leak,
+    padding_leak=projection_leak,
 )
 def mamba2(call: Call) -> Flow:
-    """SSD as transformers runs it: groups of heads share query C and key B, gate first, then a grouped RMS norm.
+    """SSD of Mamba-2 in transformers: groups of heads share query C and key B; the gate, then a grouped RMS norm.
 
-    LaTIM Eq. 13-14 and 24-25. One convolution runs over x, B and C; only its x slice carries, B and C are frozen.
+    LaTIM Eq. 13-14 and 24-25. One convolution runs over x, B and C. Only its x slice carries; B and C are frozen.
     """
     return _gated_norm(call, call.host.time_step_limit)
 
@@ -34,12 +34,13 @@ def mamba2(call: Call) -> Flow:
     "transformers.models.nemotron_h.modeling_nemotron_h.NemotronHMamba2Mixer",
     name="mamba2_floor",
     kind="Mamba-2 (SSD)",
-    leak=projection_leak,
+    padding_leak=projection_leak,
 )
 def mamba2_floor(call: Call) -> Flow:
-    """SSD whose steps are limited from below alone, as Zamba2 and NemotronH run it.
+    """SSD of Zamba2 and NemotronH: the step has a lower limit only.
 
-    LaTIM Eq. 13-14 and 24-25.
+    LaTIM Eq. 13-14 and 24-25. Raises `UncoveredError` for more than `chunk_size` tokens with transformers < 5.17,
+    which passes wrong states between chunks.
     """
     host, length = call.host, call.input.shape[1]
     if masks_by_function(call.module):
@@ -57,68 +58,64 @@ def mamba2_floor(call: Call) -> Flow:
     "transformers.models.falcon_h1.modeling_falcon_h1.FalconH1Mixer",
     name="falcon_h1",
     kind="Mamba-2 (SSD), multipliers",
-    leak=projection_leak,
+    padding_leak=projection_leak,
 )
 def falcon_h1(call: Call) -> Flow:
-    """SSD with multipliers on the input and on each part of its projection; norm and gate in either order.
+    """SSD of FalconH1: multipliers on the input and on each part of its projection; norm and gate in either order.
 
-    LaTIM Eq. 13-14 and 24-25; the multipliers are folded into the projection, and the norm may be missing.
+    LaTIM Eq. 13-14 and 24-25. The multipliers are folded into the projection; the norm is optional. Raises
+    `UncoveredError` if the host returns another number of tokens than it was given.
     """
-    host, weight = call.host, call.weight
+    host, tensor = call.host, call.tensor
     if call.output is not None and call.output.shape[1] != call.input.shape[1]:
         raise UncoveredError(
             f"{call.name} ({type(call.module).__name__} of {package_version(call.module)}) returns "
             f"{call.output.shape[1]} tokens for {call.input.shape[1]}. Trace several tokens, or use a newer version."
         )
-    multipliers, bias = weight(host.mup_vector).flatten(), call.cast(host.in_proj.bias)
-    projection = weight(host.in_proj.weight) * host.ssm_in_multiplier * multipliers[:, None]
-    flow, gate = _mixed(call, projection, None if bias is None else bias * multipliers, host.time_step_limit)
+    multipliers, (weight, bias) = tensor(host.mup_vector).flatten(), call.affine(host.in_proj)
+    weight = weight * host.ssm_in_multiplier * multipliers[:, None]
+    projection = Affine(weight, None if bias is None else bias * multipliers)
+    flow, gate = _mixed(call, projection, host.time_step_limit)
     norm = host.norm if host.mamba_rms_norm else None
     if norm is None or not norm.norm_before_gate:
         flow.gate(gate)
     if norm is not None:
-        flow.rms_norm(weight(norm.weight), norm.variance_epsilon, groups=norm.n_groups)
+        flow.rms_norm(tensor(norm.weight), norm.variance_epsilon, groups=norm.n_groups)
     if norm is not None and norm.norm_before_gate:
         flow.gate(gate)
-    return flow.matrix(weight(host.out_proj.weight), call.cast(host.out_proj.bias), role="output")
+    return flow.matrix(*call.affine(host.out_proj), role="output")
 
 
 def _gated_norm(call: Call, limit: tuple[float, float]) -> Flow:
-    """Run SSD, then the gate, then the norm, as most hosts do."""
-    host, weight = call.host, call.weight
-    flow, gate = _mixed(call, weight(host.in_proj.weight), call.cast(host.in_proj.bias), limit)
-    # Before groups came to transformers' norm it normalised over all channels at once.
+    """Build a layer with the order of most hosts: SSD, gate, RMS norm, output projection."""
+    host, tensor = call.host, call.tensor
+    flow, gate = _mixed(call, call.affine(host.in_proj), limit)
+    # Versions whose norm has no `group_size` normalise over all channels.
     groups = host.intermediate_size // getattr(host.norm, "group_size", host.intermediate_size)
-    flow.gate(gate).rms_norm(weight(host.norm.weight), host.norm.variance_epsilon, groups=groups)
-    return flow.matrix(weight(host.out_proj.weight), call.cast(host.out_proj.bias), role="output")
+    flow.gate(gate).rms_norm(tensor(host.norm.weight), host.norm.variance_epsilon, groups=groups)
+    return flow.matrix(*call.affine(host.out_proj), role="output")
 
 
-def _mixed(
-    call: Call, projection: Tensor, bias: Tensor | None, limit: tuple[float, float]
-) -> tuple[Flow, Callable[[], Tensor]]:
-    """Return the flow up to the core and its skip, and what makes the frozen gate."""
-    host, weight = call.host, call.weight
+def _mixed(call: Call, projection: Affine, limit: tuple[float, float]) -> tuple[Flow, Callable[[], Tensor]]:
+    """Return the flow up to the core and its skip, and a function that computes the frozen gate."""
+    host, tensor = call.host, call.tensor
     call.refuse("seq_idx")
     inner, heads, groups, state = host.intermediate_size, host.num_heads, host.n_groups, host.ssm_state_size
     mask = call.padding_scale(call.arguments.get("attention_mask"))
     flow = Flow(call.input).scale(mask, role="input")
-    entering = flow.value
+    layer_input = flow.value
+    frozen, step = projection[2 * inner :](layer_input).split([host.conv_dim - inner, heads], dim=-1)
+    conv = call.affine(host.conv1d)
 
-    def projected(part: slice) -> Tensor:
-        return functional.linear(entering, projection[part], None if bias is None else bias[part])
-
-    frozen, step = projected(slice(2 * inner, None)).split([host.conv_dim - inner, heads], dim=-1)
-    kernel, kernel_bias = weight(host.conv1d.weight), call.cast(host.conv1d.bias)
-
-    # B and C go through the same convolution and activation as x, in a flow of their own that nothing carries.
-    side = Flow(frozen).conv(kernel[inner:], None if kernel_bias is None else kernel_bias[inner:])
+    # B and C pass the same convolution and activation as x, in a separate flow that is frozen.
+    side = Flow(frozen).conv(*conv[inner:])
     side.activation(host.activation).scale(mask, role="act")
     key, query = (part.unflatten(-1, (groups, state)) for part in side.value.chunk(2, dim=-1))
-    delta = functional.softplus(step + weight(host.dt_bias)).clamp(*limit)
-    decay = -torch.exp(weight(host.A_log)) * delta
+    delta = functional.softplus(step + tensor(host.dt_bias)).clamp(*limit)
+    decay = -torch.exp(tensor(host.A_log)) * delta
 
-    flow.matrix(projection[inner : 2 * inner], None if bias is None else bias[inner : 2 * inner], role="input")
-    flow.conv(kernel[:inner], None if kernel_bias is None else kernel_bias[:inner]).activation(host.activation)
+    flow.matrix(*projection[inner : 2 * inner], role="input")
+    flow.conv(*conv[:inner]).activation(host.activation)
     flow.scale(mask, role="act")
-    flow.core(ScalarDecay(query, key, decay, key_scale=delta), skip=weight(host.D))
-    return flow, lambda: silu(projected(slice(inner)))
+    flow.core(ScalarDecay(query, key, decay, key_scale=delta), skip=tensor(host.D))
+    return flow, lambda: silu(projection[:inner](layer_input))

@@ -1,11 +1,11 @@
-"""MiniMax: lightning attention, a linear attention whose heads forget at fixed rates."""
+"""MiniMax: lightning attention, a linear attention with one fixed decay per head."""
 
 import torch
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call
-from unilinattn.flow import Flow
+from unilinattn.call import Call
 from unilinattn.mixers import ScalarDecay
+from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
 
@@ -13,30 +13,30 @@ from unilinattn.registry import register_architecture
     "transformers.models.minimax.modeling_minimax.MiniMaxLightningAttention",
     name="minimax",
     kind="lightning attention",
-    extras=1,
+    extra_outputs=1,
 )
 def minimax(call: Call) -> Flow:
-    """Lightning attention as MiniMax runs it: activated queries, keys and values, an RMS norm, then a sigmoid gate.
+    """Lightning attention of MiniMax: activated queries, keys and values, an RMS norm, then a sigmoid gate.
 
-    Qin et al., ICML 2024 (Lightning Attention-2); MiniMax-01, 2025, section 2.2. The host's blocks and their tables
-    of decays make up one recurrence with the decay exp(-slope) a head; only the values carry.
+    Qin et al., ICML 2024 (Lightning Attention-2); MiniMax-01, 2025, section 2.2. The host computes in blocks with
+    tables of decays, which equals one recurrence with decay exp(-slope) per head. Only the values carry.
     """
     call.refuse("past_key_values")
     host = call.host
     heads, width = host.num_attention_heads, host.head_dim
     mask = call.padding_scale(call.arguments.get("attention_mask"))
-    # The rows of a head's query, key and value stand together.
-    query, key, value = call.weight(host.qkv_proj.weight).unflatten(0, (heads, 3, width)).unbind(1)
+    # The rows of the fused projection are grouped by head, then by query, key and value.
+    query, key, value = call.tensor(host.qkv_proj.weight).unflatten(0, (heads, 3, width)).unbind(1)
     activation = type(host.act_fn).__name__.removesuffix("Activation").lower()
     batch, length = call.input.shape[:2]
 
     side = Flow(call.input).matrix(torch.cat([query, key]).flatten(0, 1), role="input").activation(activation)
     side.scale(mask, role="act")
     queries, keys = side.value.unflatten(-1, (2, heads, width)).unbind(2)
-    decay = -call.weight(host.slope_rate).flatten().expand(batch, length, -1)
+    decay = -call.tensor(host.slope_rate).flatten().expand(batch, length, -1)
 
     flow = Flow(call.input).matrix(value.flatten(0, 1), role="input").activation(activation).scale(mask, role="act")
     flow.core(ScalarDecay(queries, keys, decay))
-    flow.rms_norm(call.weight(host.norm.weight), host.norm.variance_epsilon)
-    flow.gate(torch.sigmoid(functional.linear(call.input, call.weight(host.output_gate.weight))))
-    return flow.matrix(call.weight(host.out_proj.weight), role="output")
+    flow.rms_norm(call.tensor(host.norm.weight), host.norm.variance_epsilon)
+    flow.gate(torch.sigmoid(functional.linear(call.input, call.tensor(host.output_gate.weight))))
+    return flow.matrix(call.tensor(host.out_proj.weight), role="output")

@@ -1,4 +1,4 @@
-"""Find the ways into an attention's values and out of its result by running a copy of the host's module."""
+"""Probe the affine maps from an attention's input to its values and from its result to its output."""
 
 import copy
 from typing import Any
@@ -7,19 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call, Seen, package_version
-from unilinattn.architectures.interface import Attended, cast, interface, mixed_values, relative_error, tolerance
-from unilinattn.flow import Flow
+from unilinattn.call import Call, Captured, package_version
+from unilinattn.call.attention_interface import Attended, cast, interface, mixed_values, relative_error, tolerance
+from unilinattn.errors import UncoveredError
+from unilinattn.operator.flow import Flow
 
 Affine = tuple[Tensor, Tensor]
 """A weight (out, in) and a bias (out)."""
 
 
-def probe(call: Call, seen: Seen, source: Tensor) -> tuple[Affine, Affine]:
-    """Read off the affine maps into the values and out of the attention's result: ((W_v, b_v), (W_o, b_o)).
+def probe(call: Call, seen: Captured, source: Tensor) -> tuple[Affine, Affine]:
+    """Return the affine maps to the values and from the attention's result to the output: ((W_v, b_v), (W_o, b_o)).
 
-    Basis vectors go through a copy of the module as tokens, as many at once as the observed call had (its masks and
-    position embeddings have that shape); the attention function hands basis vectors back as its result.
+    A copy of the module runs on basis vectors as tokens, in batches of the observed call's shape (its masks and
+    position embeddings have that shape), while its attention function returns basis vectors as the result.
+
+    Raises `UncoveredError` if no argument of the module is `source`, the input of the values.
     """
     record: Attended = seen.record
     module = _copy(seen.module, source.dtype)
@@ -37,7 +40,12 @@ def probe(call: Call, seen: Seen, source: Tensor) -> tuple[Affine, Affine]:
         return rows.view(batch, queries, heads, -1), None
 
     calls = max(-(-(width + 1) // tokens), -(-(inner + 1) // (batch * queries)))
-    place = next(name for name, value in seen.arguments.items() if _is_source(value, source, call))
+    place = next((name for name, value in seen.arguments.items() if _is_source(value, source, call)), None)
+    if place is None:
+        raise UncoveredError(
+            f"{call.name} ({type(call.module).__name__}): no argument of its attention module is the input that its "
+            "values come from; register an adapter for this class."
+        )
     with torch.no_grad(), interface(module, handle):
         for start in range(calls):
             rows = _rows(basis, start * tokens, tokens).view(batch, -1, width)
@@ -45,13 +53,13 @@ def probe(call: Call, seen: Seen, source: Tensor) -> tuple[Affine, Affine]:
     return _affine(torch.cat(values), width), _affine(torch.cat(outputs), inner)
 
 
-def gated_output(call: Call, seen: Seen) -> tuple[Tensor, Affine] | None:
-    """Find an output gate (batch, query, inner): what multiplies the attention's result on its way to a projection.
+def gated_output(call: Call, seen: Captured) -> tuple[Tensor, Affine] | None:
+    """Return an output gate (batch, query, inner), a factor on the attention's result, and the map after it.
 
-    A copy of the module runs on what the module was given, while the attention function returns zeros, then ones.
-    The first inner module to receive something else the second time is the projection, and what it receives is the
-    gate; basis vectors in its place give the map from there on. None where no module tells the runs apart, or where
-    one receives more than the result times a factor.
+    A copy of the module runs twice on the captured arguments, while the attention function returns zeros, then ones.
+    The first submodule whose input differs between the runs is the projection, and its second input is the gate.
+    Basis vectors in place of that input give the affine map to the output. Returns None if no submodule's input
+    differs, or if it is not the result times a factor.
     """
     record: Attended = seen.record
     module = _copy(seen.module, call.input.dtype)
@@ -73,10 +81,10 @@ def gated_output(call: Call, seen: Seen) -> tuple[Tensor, Affine] | None:
         for hook in hooks:
             hook.remove()
         pairs = zip(silent, received, strict=True)
-        met = next(((leaf, x, y) for (leaf, x), (_, y) in pairs if not torch.equal(x, y)), None)
-        if met is None or bool(met[1].any()) or met[2].numel() != batch * queries * inner:
+        first = next(((leaf, x, y) for (leaf, x), (_, y) in pairs if not torch.equal(x, y)), None)
+        if first is None or bool(first[1].any()) or first[2].numel() != batch * queries * inner:
             return None
-        projection, _, gate = met
+        projection, _, gate = first
         basis, outputs = _basis(inner, call.input), []
         for start in range(0, inner + 1, batch * queries):
             rows = _rows(basis, start, batch * queries).view_as(gate)
@@ -86,8 +94,11 @@ def gated_output(call: Call, seen: Seen) -> tuple[Tensor, Affine] | None:
     return gate.reshape(batch, queries, inner), _affine(torch.cat(outputs), inner)
 
 
-def add_values(flow: Flow, call: Call, seen: Seen, value: Affine, repeats: int) -> None:
-    """Append the way into the values, each value head repeated for its queries, if it is affine as observed."""
+def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: int) -> None:
+    """Append the map to the values, each value head repeated for its query heads.
+
+    If it misses the captured values, the map is not affine: append an unmapped stage that gives the reason.
+    """
     weight, bias = value
     missed = values_missed(functional.linear(flow.value.detach(), weight, bias), call, seen)
     head_dim = seen.record.value.shape[-1]
@@ -102,18 +113,21 @@ def add_values(flow: Flow, call: Call, seen: Seen, value: Affine, repeats: int) 
         flow.matrix(weight, bias, role="input")
 
 
-def values_missed(found: Tensor, call: Call, seen: Seen) -> float:
-    """Return how far values (batch, key, head * channel) are from those that the attention function was given."""
-    return relative_error(found, call.weight(seen.record.value).transpose(1, 2).flatten(2))
+def values_missed(found: Tensor, call: Call, seen: Captured) -> float:
+    """Return the relative error of values (batch, key, head * channel) against those of the captured call."""
+    return relative_error(found, call.tensor(seen.record.value).transpose(1, 2).flatten(2))
 
 
-def add_output(flow: Flow, call: Call, seen: Seen, weights: Tensor, repeats: int, output: Affine) -> Flow:
-    """Append the way out of the attention's result: a matrix, or a gate and a matrix, if that is what was observed."""
+def add_output(flow: Flow, call: Call, seen: Captured, weights: Tensor, repeats: int, output: Affine) -> Flow:
+    """Append the map from the attention's result to the output: a matrix, or a gate and a matrix.
+
+    If neither gives the observed output, append an unmapped stage that gives the reason.
+    """
     if call.output is None:
         return flow.matrix(*output, role="output")
     limit, gate = tolerance(seen.record.value.dtype), None
     with torch.no_grad():
-        context = mixed_values(weights, call.weight(seen.record.value), repeats)
+        context = mixed_values(weights, call.tensor(seen.record.value), repeats)
         missed = relative_error(functional.linear(context, *output), call.output)
         gated = gated_output(call, seen) if missed > limit else None
         if gated is not None:
@@ -125,8 +139,11 @@ def add_output(flow: Flow, call: Call, seen: Seen, weights: Tensor, repeats: int
     return flow.scale(gate, role="gate").matrix(*output, role="output")
 
 
-def _run(module: nn.Module, call: Call, seen: Seen, **instead: Tensor) -> Tensor:
-    """Run a copy of an observed module as it was called but for some arguments; return its output token by token."""
+def _run(module: nn.Module, call: Call, seen: Captured, **instead: Tensor) -> Tensor:
+    """Run a copy of an observed module with its captured arguments, those in `instead` replaced.
+
+    Returns the output (batch * query, channel).
+    """
     given = {name: cast(call, value) for name, value in seen.arguments.items() if not name.isdigit()}
     result = module(**{**given, **instead})
     return (result[0] if isinstance(result, tuple) else result).flatten(0, 1)
@@ -135,7 +152,7 @@ def _run(module: nn.Module, call: Call, seen: Seen, **instead: Tensor) -> Tensor
 def _not_affine(call: Call, where: str, missed: float, example: str) -> str:
     host = f"{type(call.module).__name__} of {package_version(call.module)}"
     return (
-        f"{call.name} ({host}): the way {where} is not one matrix and one bias (missed by {missed:.1e} on the observed "
+        f"{call.name} ({host}): the map {where} is not one matrix and one bias (missed by {missed:.1e} on the observed "
         f"input; perhaps {example}). Use scope='core', 'mixer' or 'unified', or register an adapter for this class."
     )
 
@@ -151,19 +168,19 @@ def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _is_source(value: Any, source: Tensor, call: Call) -> bool:
     return (
-        isinstance(value, Tensor) and value.shape == source.shape and torch.equal(call.weight(value), source.detach())
+        isinstance(value, Tensor) and value.shape == source.shape and torch.equal(call.tensor(value), source.detach())
     )
 
 
 def _basis(width: int, like: Tensor) -> Tensor:
-    """Return a zero vector and the unit vectors: what reads off a bias and the columns of a matrix."""
+    """Return the zero vector and the unit vectors, whose images are a bias and the columns of a matrix."""
     return torch.cat([like.new_zeros(1, width), torch.eye(width, dtype=like.dtype, device=like.device)])
 
 
 def _rows(rows: Tensor, start: int, count: int) -> Tensor:
-    """Return `count` rows from `start` on, zeros where there are no more."""
-    picked = rows[start : start + count]
-    return functional.pad(picked, (0, 0, 0, count - picked.shape[0]))
+    """Return `count` rows from `start` on, padded with zero rows."""
+    chunk = rows[start : start + count]
+    return functional.pad(chunk, (0, 0, 0, count - chunk.shape[0]))
 
 
 def _affine(images: Tensor, width: int) -> Affine:

@@ -1,17 +1,21 @@
-"""RWKV-4: exponential keys with a fixed decay a channel, divided by their sum, between token shift and receptance."""
+"""RWKV-4: time mixing, a normalised sum of exponential keys with one fixed decay per channel, and channel mixing.
+
+Both are traced as layers: each moves information between tokens and adds to the residual stream.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.architectures.call import Call, padded_left
-from unilinattn.flow import Flow
-from unilinattn.mixers import NormalizedExponential
+from unilinattn.call import Call, padded_left
+from unilinattn.mixers import NormalizedExponential, Toeplitz
+from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
 _HOST = "transformers.models.rwkv.modeling_rwkv"
@@ -19,25 +23,27 @@ _HOST = "transformers.models.rwkv.modeling_rwkv"
 
 @contextmanager
 def stand_ins(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterator[None]:
-    """Let a host that rescales its weights in place at a first pass do so to copies, noting each layer's weight.
+    """Replace by copies the output weights that a host rescales in place at its first pass in a mode.
 
-    The weights themselves are not written to; the copies are gone afterwards.
+    `mark` receives each layer with the rescaled copy that it ran with. The model's weights are never written to; the
+    recorder restores them after the run.
     """
     hosts: list[Any] = [m for m in model.modules() if isinstance(m, getattr(sys.modules.get(_HOST), "RwkvModel", ()))]
-    with ExitStack() as stack:
-        for host in hosts:
-            # The host's own test for weights that are not yet as its mode wants them.
-            if host.training != host.layers_are_rescaled:
-                continue
-            stack.callback(setattr, host, "layers_are_rescaled", host.layers_are_rescaled)
-            for block in host.blocks:
-                for projection in (block.attention.output, block.feed_forward.value):
-                    own = projection.weight
-                    projection.weight = nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad)
-                    stack.callback(setattr, projection, "weight", own)
-                hook = block.attention.register_forward_pre_hook(lambda layer, _: mark(layer, layer.output.weight))
-                stack.callback(hook.remove)
-        yield
+    for host in hosts:
+        # The host rescales its weights at the next pass unless these two differ.
+        if host.training != host.layers_are_rescaled:
+            continue
+        for block in host.blocks:
+            layers = (block.attention, block.attention.output), (block.feed_forward, block.feed_forward.value)
+            for layer, projection in layers:
+                weight = projection.weight
+                projection.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+                layer.register_forward_pre_hook(partial(_mark_weight, mark, projection))
+    yield
+
+
+def _mark_weight(mark: Callable[[nn.Module, Any], None], projection: nn.Module, layer: nn.Module, _: Any) -> None:
+    mark(layer, projection.weight)
 
 
 def _leak(layer: nn.Module, mask: Tensor) -> str | None:
@@ -49,30 +55,62 @@ def _leak(layer: nn.Module, mask: Tensor) -> str | None:
     name="rwkv4",
     kind="RWKV-4 (normalised exponential)",
     capture=stand_ins,
-    leak=_leak,
-    extras=1,
+    padding_leak=_leak,
+    extra_outputs=1,
 )
 def rwkv4(call: Call) -> Flow:
     """RWKV-4's time mixing: token shift, a normalised exponential with a bonus for the token itself, receptance.
 
     Peng et al., EMNLP Findings 2023, Eq. 11-16. Keys and receptance are frozen; only the values carry. The host
-    halves its output weights block by block at its first evaluation pass; those that ran are those used here.
+    divides the output weights of block n by 2^(n // rescale_every) at its first evaluation pass; the operator uses the
+    weights that ran.
     """
     call.refuse("state")
     host = call.host
     frozen = [
-        functional.linear(_shifted(call, mix), call.weight(projection.weight))
+        functional.linear(_shifted(call, mix), call.tensor(projection.weight))
         for mix, projection in ((host.time_mix_key, host.key), (host.time_mix_receptance, host.receptance))
     ]
-    output = call.seen[0].record if call.seen else host.output.weight
+    output = _output_weight(call, host.output)
 
-    flow = Flow(call.input).shift(1 - call.weight(host.time_mix_value))
-    flow.matrix(call.weight(host.value.weight), role="input")
-    decay = -torch.exp(call.weight(host.time_decay))
-    flow.core(NormalizedExponential(frozen[0], decay, call.weight(host.time_first)))
+    flow = Flow(call.input).shift(1 - call.tensor(host.time_mix_value))
+    flow.matrix(call.tensor(host.value.weight), role="input")
+    decay = -torch.exp(call.tensor(host.time_decay))
+    flow.core(NormalizedExponential(frozen[0], decay, call.tensor(host.time_first)))
     flow.gate(torch.sigmoid(frozen[1]))
-    return flow.matrix(call.weight(output), role="output")
+    return flow.matrix(output, role="output")
+
+
+@register_architecture(
+    f"{_HOST}.RwkvFeedForward",
+    name="rwkv4_channel",
+    kind="RWKV-4 channel mixing (token shift)",
+    padding_leak=_leak,
+    extra_outputs=1,
+)
+def rwkv4_channel(call: Call) -> Flow:
+    """RWKV-4's channel mixing: a token shift, which is the core, an MLP and receptance.
+
+    Peng et al., EMNLP Findings 2023, Eq. 17-19. max(k, 0)^2 is k times the frozen max(k, 0); receptance is frozen. Both
+    matrices follow the core, so `unified` is the token shift too.
+    """
+    call.refuse("state")
+    host = call.host
+    receptance = functional.linear(_shifted(call, host.time_mix_receptance), call.tensor(host.receptance.weight))
+    mix = call.tensor(host.time_mix_key).flatten()
+    batch, length = call.input.shape[:2]
+
+    flow = Flow(call.input)
+    flow.core(Toeplitz(torch.stack([mix, 1 - mix], dim=-1), batch=batch, length=length))
+    flow.matrix(call.tensor(host.key.weight), role="output").activation("relu2")
+    flow.matrix(_output_weight(call, host.value), role="output")
+    return flow.gate(torch.sigmoid(receptance))
+
+
+def _output_weight(call: Call, projection: Any) -> Tensor:
+    """Return the weight that the host ran with: the rescaled copy if `stand_ins` recorded one."""
+    return call.tensor(call.seen[0].record if call.seen else projection.weight)
 
 
 def _shifted(call: Call, mix: Tensor) -> Tensor:
-    return Flow(call.input).shift(1 - call.weight(mix)).value
+    return Flow(call.input).shift(1 - call.tensor(mix)).value

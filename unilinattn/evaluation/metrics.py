@@ -1,4 +1,4 @@
-"""How well scores find the keys that are known to be relevant, and the links of a known alignment."""
+"""Metrics of scores against known relevant keys, a measured truth, or a known alignment."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,21 @@ from unilinattn.errors import InputError
 
 @dataclass(frozen=True)
 class RowScores:
-    """Ranking metrics averaged over query rows, with the number of rows that count and that were dropped."""
+    """Ranking metrics averaged over query rows, and the numbers of counted and of dropped rows."""
 
     auc: float
     ap: float
     recall_at_k: float
+    hit_at_1: float
+    rows: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class RankCorrelation:
+    """A rank correlation averaged over query rows, and the numbers of counted and of dropped rows."""
+
+    mean: float
     rows: int
     dropped: int
 
@@ -25,38 +35,73 @@ def row_scores(
     relevant: Bool[Tensor, "..."],
     valid: Bool[Tensor, "..."] | None = None,
 ) -> RowScores:
-    """Rank each query row's keys by score and measure how the relevant ones rank, averaged over all rows.
+    """Rank each query row's keys by score and return metrics of the relevant keys' ranks, averaged over all rows.
 
-    `relevant` and `valid` broadcast to the scores' shape. Only valid keys (allowed by causality, real tokens)
-    are candidates; without `valid` all keys are. A row with no relevant candidate, or with no other, ranks
-    nothing: it is dropped and counted. Ties are never broken by position:
+    `relevant` and `valid` broadcast to the scores' shape. Only valid keys (allowed by causality, real tokens) are
+    candidates; by default all keys are. A row without a relevant candidate, or without an irrelevant one, has no
+    ranking: it is dropped, and `dropped` counts it. Ties are never broken by position:
 
-    - AUC is the probability that a relevant key scores above an irrelevant one, a tie counting one half
-      (mid-ranks), so that constant scores have 0.5;
-    - AP is the mean, over relevant keys, of the precision among the keys that score at least as high, so that
-      tied keys enter together, as in scikit-learn, and constant scores have the share of relevant keys;
-    - Recall@K, K the row's number of relevant candidates, is the expectation over random orders of tied keys.
+    - AUC is the probability that a relevant key scores above an irrelevant one; a tie counts one half (mid-ranks), so
+      constant scores have AUC 0.5;
+    - AP is the mean, over relevant keys, of the precision among the keys that score at least as high; tied keys enter
+      at once, as in scikit-learn, so constant scores have the share of relevant keys;
+    - Recall@K, with K the row's number of relevant candidates, is the expectation over random orders of tied keys;
+    - hit@1 is the probability that the best key is relevant, with one of several tied best keys drawn at random.
 
-    Errors: `InputError` for shapes that do not fit, NaN among the candidates, or no row that counts.
+    Raises `InputError` if shapes do not fit, candidates hold NaN, or no row counts.
     Source: LaTIM 4.1, Table 2.
     """
-    wanted, candidates = _masks(scores, {"relevant": relevant, "valid": valid})
-    wanted = wanted & candidates
-    counted = wanted.any(-1) & (candidates & ~wanted).any(-1)
+    candidates = _candidates(scores, valid)
+    hits = _broadcast(relevant, scores, "relevant") & candidates
+    counted = hits.any(-1) & (candidates & ~hits).any(-1)
     rows = int(counted.sum())
     if rows == 0:
         raise InputError(
             f"None of the {counted.numel()} rows has both a relevant and an irrelevant candidate, so "
             "there is nothing to rank; check `relevant` and `valid`."
         )
-    ranking = _Ranking.of(scores[counted], wanted[counted], candidates[counted])
+    ranking = _Ranking.of(scores[counted], hits[counted], candidates[counted])
     return RowScores(
         auc=float(ranking.auc().mean()),
         ap=float(ranking.average_precision().mean()),
         recall_at_k=float(ranking.recall_at_k().mean()),
+        hit_at_1=float(ranking.hit_at_1().mean()),
         rows=rows,
         dropped=counted.numel() - rows,
     )
+
+
+def rank_correlation(
+    scores: Float[Tensor, "*batch query key"],
+    truth: Float[Tensor, "*batch query key"],
+    valid: Bool[Tensor, "..."] | None = None,
+) -> RankCorrelation:
+    """Return Spearman's rank correlation of each query row's scores with a measured truth, averaged over all rows.
+
+    `valid` broadcasts to the scores' shape; only valid keys are ranked, by default all keys. Tied keys share their
+    mid-rank. A row whose truth orders no keys (fewer than two valid keys, or all of them tied) is dropped, and
+    `dropped` counts it. A row whose scores are all tied counts as 0, because it orders no pair of keys.
+
+    Raises `InputError` if shapes do not fit, valid keys hold NaN, or no row counts.
+    Source: Spearman (1904); ties as in Kendall, Rank Correlation Methods (1948), ch. 3.
+    """
+    candidates = _candidates(scores, valid)
+    if not isinstance(truth, Tensor) or truth.shape != scores.shape:
+        got = tuple(truth.shape) if isinstance(truth, Tensor) else type(truth).__name__
+        raise InputError(f"truth must be a tensor of the scores' shape {tuple(scores.shape)}; got {got}.")
+    _candidates(truth, valid, "truth")
+    ranks, true_ranks = (_centred_ranks(values.flatten(0, -2), candidates.flatten(0, -2)) for values in (scores, truth))
+    counted = true_ranks.any(-1)
+    rows = int(counted.sum())
+    if rows == 0:
+        raise InputError(
+            f"None of the {counted.numel()} rows has two valid keys that differ in truth, so there is no order to "
+            "compare with; check `truth` and `valid`."
+        )
+    ranks, true_ranks = ranks[counted], true_ranks[counted]
+    spread = ((ranks**2).sum(-1) * (true_ranks**2).sum(-1)).sqrt()
+    correlation = (ranks * true_ranks).sum(-1) / spread.masked_fill(spread == 0, 1)
+    return RankCorrelation(float(correlation.mean()), rows, counted.numel() - rows)
 
 
 def alignment_error_rate(
@@ -67,28 +112,27 @@ def alignment_error_rate(
 ) -> float:
     """Return 1 - (|A and S| + |A and P|) / (|A| + |S|) for the links A from each row to its best key.
 
-    `sure` (S), `possible` (P, always made to contain S) and `valid` broadcast to the scores' shape. A row
-    with no valid key has no link; a link shared by tied best keys is divided evenly among them. Links are
-    counted over all sequences together.
+    `sure` (S), `possible` (P, to which S is added) and `valid` broadcast to the scores' shape. A row without a valid
+    key has no link; tied best keys share a link in equal parts. Links are counted over all sequences.
 
-    Errors: `InputError` for shapes that do not fit, NaN among the valid keys, or no links at all.
+    Raises `InputError` if shapes do not fit, valid keys hold NaN, or there are no links.
     Source: LaTIM 4.2, Table 3.
     """
-    gold, candidates = _masks(scores, {"sure": sure, "valid": valid})
-    gold = gold & candidates
+    candidates = _candidates(scores, valid)
+    gold = _broadcast(sure, scores, "sure") & candidates
     allowed = gold if possible is None else gold | (_broadcast(possible, scores, "possible") & candidates)
     ranked = torch.where(candidates, scores.detach().double(), -torch.inf)
     best = candidates & (ranked == ranked.amax(-1, keepdim=True))
     share = best / best.sum(-1, keepdim=True).clamp(min=1).double()
-    links, known = share.sum(), gold.sum()
-    if links + known == 0:
+    links, sure_links = share.sum(), gold.sum()
+    if links + sure_links == 0:
         raise InputError("There is neither a row with a valid key nor a sure link, so there is no error rate.")
-    return float(1 - ((share * gold).sum() + (share * allowed).sum()) / (links + known))
+    return float(1 - ((share * gold).sum() + (share * allowed).sum()) / (links + sure_links))
 
 
 @dataclass(frozen=True)
 class _Ranking:
-    """Rows sorted from the best candidate down: counts above each key's group of ties and through its end."""
+    """Rows sorted by descending score: counts of keys above each key's group of ties, and up to the group's end."""
 
     relevant: Float[Tensor, "row key"]
     keys_above: Float[Tensor, "row key"]
@@ -103,17 +147,8 @@ class _Ranking:
         relevant: Bool[Tensor, "row key"],
         candidates: Bool[Tensor, "row key"],
     ) -> "_Ranking":
-        by_score = scores.detach().argsort(dim=-1, descending=True, stable=True)
-        # Sorted by candidacy last: a candidate may score -inf, so no score can stand for "not a candidate".
-        last = candidates.gather(-1, by_score).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-        order = by_score.gather(-1, last)
-        ranked, candidate = scores.detach().gather(-1, order), candidates.gather(-1, order)
-        hit = relevant.gather(-1, order).double()
-        differs = (ranked[:, 1:] != ranked[:, :-1]) | (candidate[:, 1:] != candidate[:, :-1])
-        edge = torch.ones_like(candidate[:, :1])
-        first = _positions(torch.cat([edge, differs], -1)).cummax(-1).values
-        final = _positions(torch.cat([differs, edge], -1).flip(-1)).cummax(-1).values.flip(-1)
-        final = hit.shape[-1] - 1 - final
+        order, first, final = _tie_groups(scores, candidates)
+        candidate, hit = candidates.gather(-1, order), relevant.gather(-1, order).double()
         keys, hits = candidate.double().cumsum(-1), hit.cumsum(-1)
         return cls(
             relevant=hit,
@@ -140,30 +175,58 @@ class _Ranking:
         drawn = (k - above) / (tied_from - above)
         return ((hits_above + drawn * (hits_from - hits_above)) / k).squeeze(-1)
 
+    def hit_at_1(self) -> Float[Tensor, " row"]:
+        return self.relevant_from[:, 0] / self.keys_from[:, 0]
+
+
+def _tie_groups(
+    scores: Float[Tensor, "row key"], candidates: Bool[Tensor, "row key"]
+) -> tuple[Int[Tensor, "row key"], Int[Tensor, "row key"], Int[Tensor, "row key"]]:
+    """Sort each row by descending score; return the order, and the first and last position of each position's ties.
+
+    Keys that are no candidates come last.
+    """
+    by_score = scores.detach().argsort(dim=-1, descending=True, stable=True)
+    # A second, stable sort moves the other keys last: a candidate may score -inf, so no score can mark them.
+    last = candidates.gather(-1, by_score).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    order = by_score.gather(-1, last)
+    ranked, candidate = scores.detach().gather(-1, order), candidates.gather(-1, order)
+    differs = (ranked[:, 1:] != ranked[:, :-1]) | (candidate[:, 1:] != candidate[:, :-1])
+    edge = torch.ones_like(candidate[:, :1])
+    first = _positions(torch.cat([edge, differs], -1)).cummax(-1).values
+    final = _positions(torch.cat([differs, edge], -1).flip(-1)).cummax(-1).values.flip(-1)
+    return order, first, scores.shape[-1] - 1 - final
+
+
+def _centred_ranks(scores: Float[Tensor, "row key"], candidates: Bool[Tensor, "row key"]) -> Float[Tensor, "row key"]:
+    """Return each candidate's mid-rank, larger for larger scores, minus the mean of its row; 0 at other keys."""
+    order, first, final = _tie_groups(scores, candidates)
+    place = torch.zeros_like(order, dtype=torch.float64).scatter_(-1, order, (first + final).double() / 2)
+    # The mean position of n candidates is (n - 1) / 2, with or without ties; it is exact, so a row of ties is 0.
+    middle = (candidates.sum(-1, keepdim=True) - 1).double() / 2
+    return torch.where(candidates, middle - place, 0.0)
+
 
 def _positions(marked: Bool[Tensor, "row key"]) -> Int[Tensor, "row key"]:
     return torch.where(marked, torch.arange(marked.shape[-1], device=marked.device), 0)
 
 
-def _masks(
-    scores: Float[Tensor, "*batch query key"], masks: dict[str, Tensor | None]
-) -> tuple[Bool[Tensor, "*batch query key"], Bool[Tensor, "*batch query key"]]:
+def _candidates(
+    scores: Float[Tensor, "*batch query key"], valid: Tensor | None, name: str = "scores"
+) -> Bool[Tensor, "*batch query key"]:
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.ndim < 2 or scores.numel() == 0:
-        found = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise InputError(f"scores must be a floating-point tensor (..., query, key) with entries; got {found}.")
-    first, candidates = (
-        torch.ones_like(scores, dtype=torch.bool) if mask is None else _broadcast(mask, scores, name)
-        for name, mask in masks.items()
-    )
+        got = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise InputError(f"{name} must be a floating-point tensor (..., query, key) with entries; got {got}.")
+    candidates = torch.ones_like(scores, dtype=torch.bool) if valid is None else _broadcast(valid, scores, "valid")
     if bool((scores.isnan() & candidates).any()):
-        raise InputError("scores hold NaN at valid keys, which cannot be ranked.")
-    return first, candidates
+        raise InputError(f"{name} holds NaN at valid keys, which cannot be ranked.")
+    return candidates
 
 
 def _broadcast(mask: Tensor, scores: Tensor, name: str) -> Bool[Tensor, "*batch query key"]:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"{name} must be a boolean tensor, not {found}.")
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"{name} must be a boolean tensor, not {got}.")
     try:
         return mask.to(scores.device).broadcast_to(scores.shape)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The report of a side-by-side comparison: a text table, and a folder with a page, a picture and the numbers."""
+"""The report of a side-by-side comparison: a text table, and a folder with a page, a picture and a JSON file."""
 
 import json
 import os
@@ -13,44 +13,68 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from unilinattn.attribution import Attribution, Comparison, import_extra
 from unilinattn.errors import ResultFileError
-from unilinattn.evaluation.side_by_side import Counts, Measured
+from unilinattn.evaluation.side_by_side import (
+    BASELINES,
+    DRAWS,
+    INTERVENTION,
+    INTERVENTION_SEED,
+    RANDOM_DRAWS,
+    RANDOM_SEED,
+    Counts,
+    Measured,
+    Score,
+)
 from unilinattn.examples import TASKS
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED
-from unilinattn.viz import figures, html
-from unilinattn.viz.panels import panels
+from unilinattn.optional import import_extra
+from unilinattn.results import plots
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.comparison import Comparison
+from unilinattn.results.panels import panels
+from unilinattn.viz import blocks, drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "unilinattn.report"
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
+"""Version 2: a query's own key is no candidate; `scores` have hit@1, a rank correlation and `layers`."""
 
 PAGE, PICTURE, NUMBERS = "index.html", "compare.png", "compare.json"
-"""The files of a report, and all that its folder may hold."""
+"""The files of a report; its folder holds no others."""
 
 MEANING = {
-    "AUC": "the chance that a key of the known answer scores above another key",
+    "hit@1": "how often the best key is the one that holds the answer",
     "AP": "average precision of the ranked keys",
-    "R@K": "share of the answer's K keys among the K best",
+    "AUC": "the chance that the key of the answer scores above another key",
+    "corr.": "rank correlation with the effect on the answer of replacing each token",
 }
-"""What the columns of scores say, each averaged over queries; the candidates are the keys up to the query."""
+"""Meaning of each score column, averaged over queries; the candidates are the keys before the query."""
+
+REFERENCES = (*BASELINES, INTERVENTION)
+"""Rows of the table that are not methods."""
+
+ABOUT_REFERENCES = (
+    f"To compare with: random scores, the mean of {RANDOM_DRAWS} draws; recency, a key's position; primacy, its "
+    "negative; and intervention, how much the log-probability of the answer falls if the key's token is replaced, the "
+    f"mean over {DRAWS} other tokens. Most keys have next to no effect, and their order lowers corr. even for scores "
+    "that find the answer."
+)
 
 
 def text_table(measured: Sequence[Measured]) -> str:
-    """Return an aligned text table: a line a method, the model's own numbers on its first line."""
-    header = ("task", "model", "mixer", "accuracy", "worst error", "method", "AUC", "AP", "R@K", "layer")
+    """Return an aligned text table with one line per row of scores; a model's first line has its accuracy and error."""
+    header = ("task", "model", "mixer", "accuracy", "worst error", "method", *MEANING, "layer")
     lines: list[tuple[str, ...]] = []
     for one in measured:
-        own: tuple[str, ...] = (one.task, one.model, one.kind, f"{one.accuracy:.1%}", error_text(one.worst_error))
-        for method, score in one.scores.items():
-            found, layer = score.found, one.layer_index(method)
-            ranks = tuple(f"{value:.3f}" for value in (found.auc, found.ap, found.recall_at_k))
-            lines.append((*own, method, *ranks, "all" if layer is None else str(layer)))
-            own = ("",) * len(own)
+        leading: tuple[str, ...] = (one.task, one.model, one.kind, f"{one.accuracy:.1%}", error_text(one.worst_error))
+        for row, score in one.scores.items():
+            hits, *ranks = columns(score)
+            lines.append((*leading, row, f"{hits:.1%}", *(f"{value:.3f}" for value in ranks), one.layer_text(row)))
+            leading = ("",) * len(leading)
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-    numeric = {header.index(name) for name in ("accuracy", "worst error", "AUC", "AP", "R@K", "layer")}
+    numeric = {header.index(name) for name in ("accuracy", "worst error", *MEANING, "layer")}
 
     def aligned(line: Sequence[str]) -> str:
         cells = [c.rjust(w) if j in numeric else c.ljust(w) for j, (c, w) in enumerate(zip(line, widths, strict=True))]
@@ -64,25 +88,37 @@ def text_table(measured: Sequence[Measured]) -> str:
     return "\n".join(out)
 
 
+def columns(score: Score) -> tuple[float, float, float, float]:
+    """Return the values of the columns of `MEANING`, in order."""
+    return score.found.hit_at_1, score.found.ap, score.found.auc, score.correlation.mean
+
+
 def error_text(error: float) -> str:
     """Return a reconstruction error to two digits; 0 means equal bit for bit."""
     return "0" if error == 0 else f"{error:.1e}"
 
 
 def numbers(measured: Sequence[Measured], counts: Counts, methods: Sequence[str]) -> dict[str, Any]:
-    """Return what `compare.json` holds: plain values, without the name of the machine or any path of it."""
+    """Return the content of `compare.json`: plain values, without the machine's name or paths."""
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "models": {one.name: _model(one) for one in measured},
-        "scores": {one.name: {method: _score(one, method) for method in one.scores} for one in measured},
-        "seeds": {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED},
+        "scores": {one.name: {row: _score(one, row) for row in one.scores} for one in measured},
+        "seeds": {
+            "selection": SELECTION_SEED,
+            "held_out": HELD_OUT_SEED,
+            "random": RANDOM_SEED,
+            "intervention": INTERVENTION_SEED,
+        },
         "options": {
             "tasks": list(dict.fromkeys(one.task for one in measured)),
             "models": list(dict.fromkeys(one.model for one in measured)),
             "methods": list(methods),
             "sequences": {"accuracy": counts.accuracy, "selection": counts.selection, "scored": counts.scored},
-            "candidates": "the keys j <= i of query i",
+            "candidates": "the keys j < i of query i",
+            "replacements": DRAWS,
+            "random_draws": RANDOM_DRAWS,
             "layer_chosen_by": "average precision on the selection sequences",
         },
         "versions": {"python": platform.python_version(), **_versions(measured)},
@@ -91,7 +127,7 @@ def numbers(measured: Sequence[Measured], counts: Counts, methods: Sequence[str]
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine without its name: what it runs, its kind of processor, cores and threads."""
+    """Return the machine's system, processor architecture, cores and threads, without its name."""
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
@@ -102,12 +138,12 @@ def machine() -> dict[str, Any]:
 
 
 def page(measured: Sequence[Measured], report: Mapping[str, Any]) -> str:
-    """Return the self-contained page: tables of scores and errors, then the maps model by model, layer by layer."""
+    """Return the report as a self-contained HTML page: tables of scores and errors, then maps by model and layer."""
     sequences = report["options"]["sequences"]
     lead = (
         f"Small models, each trained on a task whose answer is known for every query. The scores say how well a method "
         f"finds the tokens that hold the answer, on {sequences['scored']} held-out sequences; the reconstruction error "
-        "says how far a layer's frozen linear operator is from what the model itself computed there."
+        "is the distance of a layer's frozen linear operator from the model's own output there."
     )
     sections = [
         ("Which method finds the answer", _scores_section(measured, sequences)),
@@ -115,13 +151,13 @@ def page(measured: Sequence[Measured], report: Mapping[str, Any]) -> str:
         *((f"{one.task}: {one.model}", _maps_section(one)) for one in measured),
         ("How it was measured", _about_section(report)),
     ]
-    return html.page("Trained models side by side", sections, lead=lead)
+    return blocks.page("Trained models side by side", sections, lead=lead)
 
 
 def picture(measured: Sequence[Measured], path: Path) -> None:
-    """Write the picture: the tasks side by side, a column a model, a row a method at its chosen layer.
+    """Write the picture: the tasks side by side, one column per model, one row per method at its chosen layer.
 
-    Raises `MissingExtraError` without matplotlib.
+    Raises `MissingExtraError` if matplotlib is missing.
     """
     tasks = list(dict.fromkeys(one.task for one in measured))
     drawn = [_pixels(_task_figure([one for one in measured if one.task == task], task)) for task in tasks]
@@ -131,7 +167,10 @@ def picture(measured: Sequence[Measured], path: Path) -> None:
 
 
 def write(folder: Path, measured: Sequence[Measured], report: Mapping[str, Any]) -> None:
-    """Write the three files of the report into a folder that exists."""
+    """Write the three files of the report into an existing folder.
+
+    Raises `MissingExtraError` if matplotlib is missing.
+    """
     (folder / PAGE).write_text(page(measured, report), encoding="utf-8")
     picture(measured, folder / PICTURE)
     (folder / NUMBERS).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -139,10 +178,10 @@ def write(folder: Path, measured: Sequence[Measured], report: Mapping[str, Any])
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """Give a temporary folder beside `out` that takes its place at the end, or vanishes if anything goes wrong.
+    """Yield a temporary folder next to `out`, which replaces `out` on success and is removed on failure.
 
-    A report of ours that stands there is replaced. Raises `ResultFileError`, before anything is computed, if `out` is
-    anything else but an empty folder, or if nothing can be written beside it.
+    Raises `ResultFileError`, on entry, unless `out` is free, an empty folder or an earlier report, or if its parent
+    folder is not writable.
     """
     out = Path(os.path.abspath(out))
     check_replaceable(out)
@@ -161,16 +200,16 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def check_replaceable(out: Path) -> None:
-    """Raise `ResultFileError` if a path is neither free, nor an empty folder, nor a report and nothing else."""
+    """Raise `ResultFileError` unless `out` is free, an empty folder, or a folder with only a report."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ResultFileError(f"{out} is no folder, so no report can be written there; name another with --out.")
-    held = sorted(entry.name for entry in out.iterdir()) if out.exists() else []
-    strange = [name for name in held if name not in (PAGE, PICTURE, NUMBERS)]
-    if not held or (not strange and _is_ours(out / NUMBERS)):
+    names = sorted(entry.name for entry in out.iterdir()) if out.exists() else []
+    strange = [name for name in names if name not in (PAGE, PICTURE, NUMBERS)]
+    if not names or (not strange and _is_ours(out / NUMBERS)):
         return
-    what = f"it holds {', '.join(map(repr, strange[:3]))}" if strange else f"its {NUMBERS} is not one of ours"
+    reason = f"it holds {', '.join(map(repr, strange[:3]))}" if strange else f"its {NUMBERS} is not one of ours"
     raise ResultFileError(
-        f"{out} is not empty and not just a report of this program ({what}), so it is left as it is; "
+        f"{out} is not empty and not just a report of this program ({reason}), so it is not changed; "
         "name another folder with --out, or empty it."
     )
 
@@ -209,19 +248,20 @@ def _model(one: Measured) -> dict[str, Any]:
     }
 
 
-def _score(one: Measured, method: str) -> dict[str, Any]:
-    score, result = one.scores[method], one.shown[method]
+def _score(one: Measured, row: str) -> dict[str, Any]:
+    score, result = one.scores[row], one.shown.get(row)
     return {
-        "auc": score.found.auc,
+        "hit_at_1": score.found.hit_at_1,
         "ap": score.found.ap,
+        "auc": score.found.auc,
         "recall_at_k": score.found.recall_at_k,
-        "layer": score.layer,
-        "layer_index": one.layer_index(method),
+        "rank_correlation": score.correlation.mean,
+        "layers": list(score.layers),
         "selection_ap": dict(score.selection),
         "rows": score.found.rows,
         "dropped_rows": score.found.dropped,
-        "scope": result.scope,
-        "options": dict(result.options),
+        "scope": None if result is None else result.scope,
+        "options": {} if result is None else dict(result.options),
     }
 
 
@@ -230,27 +270,27 @@ def _versions(measured: Sequence[Measured]) -> dict[str, str]:
 
 
 def _scores_section(measured: Sequence[Measured], sequences: Mapping[str, int]) -> str:
-    blocks = []
+    parts = []
     for task in dict.fromkeys(one.task for one in measured):
         rows: list[tuple[object, ...]] = []
         best = set()
         for one in (one for one in measured if one.task == task):
-            top = max(score.found.ap for score in one.scores.values())
-            for place, (method, score) in enumerate(one.scores.items()):
-                found, layer = score.found, score.layer
-                if found.ap == top:
+            top = max((score.found.ap for row, score in one.scores.items() if row not in REFERENCES), default=None)
+            for place, (row, score) in enumerate(one.scores.items()):
+                if score.found.ap == top and row not in REFERENCES:
                     best |= {(len(rows), 3), (len(rows), 5)}
-                own = ("", "", "") if place else (one.model, one.kind, f"{one.accuracy:.1%}")
-                rows.append((*own, method, found.auc, found.ap, found.recall_at_k, layer or "all, composed"))
+                leading = ("", "", "") if place else (one.model, one.kind, f"{one.accuracy:.1%}")
+                layer = one.layer_text(row) if len(score.layers) != 1 else score.layers[0]
+                rows.append((*leading, row, *columns(score), layer))
         header = ("model", "mixer", "accuracy", "method", *MEANING, "layer")
-        blocks.append(html.group(task, html.table(header, rows, strong=best)))
+        parts.append(blocks.group(task, blocks.table(header, rows, strong=best)))
     meaning = "; ".join(f"{name}: {text}" for name, text in MEANING.items())
-    chosen = (
-        f"Averages over queries, whose candidates are the keys up to the query. {meaning}. A method that "
-        f"scores layer by layer shows the layer with the best AP on {sequences['selection']} sequences of another "
-        "seed. Stressed: each model's best method by AP."
+    about = (
+        f"Averages over queries, whose candidates are the keys before the query. {meaning}. A method that scores layer "
+        f'by layer shows the layer with the best AP on {sequences["selection"]} sequences of another seed; "all" '
+        "composes the layers. Stressed: each model's best method by AP."
     )
-    return html.paragraph(chosen) + "".join(blocks)
+    return blocks.paragraph(about) + blocks.paragraph(ABOUT_REFERENCES) + "".join(parts)
 
 
 def _errors_section(measured: Sequence[Measured]) -> str:
@@ -263,33 +303,34 @@ def _errors_section(measured: Sequence[Measured]) -> str:
         "||op(x) - y|| / ||y|| in float32 against the host's own output y: the worst scored sequence of each layer; 0 "
         "means equal bit for bit."
     )
-    return html.paragraph(text) + html.table(("task", "model", "layer", "mixer", "reconstruction error"), rows)
+    return blocks.paragraph(text) + blocks.table(("task", "model", "layer", "mixer", "reconstruction error"), rows)
 
 
 def _maps_section(one: Measured) -> str:
-    drawn = {method: panels(result, expected=one.expected) for method, result in one.shown.items()}
+    drawn = {row: panels(result, expected=one.expected) for row, result in one.shown.items()}
     signed = any(panel.signed for made in drawn.values() for panel in made)
-    blocks = [
-        html.facts(
+    parts = [
+        blocks.facts(
             {
                 "mixer": one.kind,
                 "accuracy": f"{one.accuracy:.1%}",
                 "worst reconstruction error": error_text(one.worst_error),
-                "shown": f"the first held-out sequence of {one.task}",
+                "shown": f"the first held-out sequence of {one.task}; each query's own key is blank",
             }
         ),
-        html.legend(signed=signed, expected=True),
+        blocks.legend(signed=signed, expected=True),
     ]
     maps = []
-    for method, made in drawn.items():
-        score = one.scores[method]
+    for row, made in drawn.items():
+        score = one.scores[row]
+        layerwise = "layer" in one.shown[row].dims
         for panel in made:
-            composed = score.layer is None
-            scored = composed or panel.title == score.layer
+            scored = not layerwise or panel.title in score.layers
+            title = f"{row}: {panel.title}" if layerwise else row
             maps.append(
-                html.heatmap(
+                drawing.heatmap(
                     panel.values,
-                    title=f"{method}: {'all layers, composed' if composed else panel.title}",
+                    title=title if layerwise or not score.layers else f"{row}: all layers, composed",
                     notes=[
                         *panel.notes,
                         f"AP over all sequences {score.found.ap:.3f}" if scored else "layer not scored",
@@ -300,14 +341,14 @@ def _maps_section(one: Measured) -> str:
                     signed=signed,
                 )
             )
-    return "".join((*blocks, html.grid(*maps)))
+    return "".join((*parts, blocks.grid(*maps)))
 
 
 def _about_section(report: Mapping[str, Any]) -> str:
     def listed(values: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in values.items())
 
-    return html.facts(
+    return blocks.facts(
         {
             "sequences": listed(report["options"]["sequences"]),
             "seeds": listed(report["seeds"]),
@@ -318,16 +359,16 @@ def _about_section(report: Mapping[str, Any]) -> str:
 
 
 def _task_figure(measured: Sequence[Measured], task: str) -> "Figure":
-    chosen = {one.model: {m: _scored_layer(one, m) for m in one.shown} for one in measured}
-    figure = figures.comparison(Comparison(chosen), expected=measured[0].expected)
+    chosen = {one.model: {row: _scored_layer(one, row) for row in one.shown} for one in measured}
+    figure = plots.comparison(Comparison(chosen), expected=measured[0].expected)
     title = f"{task}, {TASKS[task].length} tokens: each method at its scored layer, the known answer outlined"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     return figure
 
 
-def _scored_layer(one: Measured, method: str) -> Attribution:
-    layer = one.scores[method].layer
-    return one.shown[method] if layer is None else one.shown[method].select(layer=layer)
+def _scored_layer(one: Measured, row: str) -> Attribution:
+    result = one.shown[row]
+    return result.select(layer=one.scores[row].layers[0]) if "layer" in result.dims else result
 
 
 def _pixels(figure: "Figure") -> np.ndarray:

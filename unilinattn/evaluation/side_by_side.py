@@ -1,27 +1,41 @@
-"""The trained examples measured on their tasks: accuracy, exactness, and which method finds the known answer."""
+"""Measure the trained examples on their tasks: accuracy, reconstruction error, and the ranks of the known answer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn import examples
-from unilinattn.attribution import Attribution
 from unilinattn.errors import OptionError, nearest
-from unilinattn.evaluation.metrics import RowScores, row_scores
+from unilinattn.evaluation.intervention import replacement_effects
+from unilinattn.evaluation.metrics import RankCorrelation, RowScores, rank_correlation, row_scores
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED, Task, TaskBatch
+from unilinattn.methods.run import DEFAULT_METHOD, DEFAULT_OPTIONS
 from unilinattn.registry import Method
-from unilinattn.trace import Trace, trace
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.trace import Trace, trace
+
+BASELINES = ("random", "recency", "primacy")
+"""Scores independent of model and tokens: random draws, the key's position, and its negative."""
+INTERVENTION = "intervention"
+"""Row of the ground truth by intervention: the drop in the answer's log-probability when a token is replaced."""
+DRAWS = 4
+"""Replacements per token, over which the effect is averaged."""
+RANDOM_DRAWS = 32
+"""Random draws per sequence, over which the metrics are averaged."""
+RANDOM_SEED, INTERVENTION_SEED = 0, 1
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many sequences the accuracy is measured on, the layer is chosen on, and the methods are scored on.
+    """Numbers of sequences for the accuracy, for the choice of a layer, and for the scores of the methods.
 
-    The scored ones are the first of those of the accuracy. Raises `OptionError` unless there are that many.
+    The scored sequences are the first of the accuracy's. Raises `OptionError` if `selection` or `scored` is below 1, or
+    `scored` above `accuracy`.
     """
 
     accuracy: int = 512
@@ -38,20 +52,38 @@ class Counts:
 
 @dataclass(frozen=True)
 class Score:
-    """How well one method finds the known answer on the held-out sequences.
+    """Metrics of one row's scores on the held-out sequences.
 
-    `layer` is the layer whose scores these are, None for a method that composes all layers; `selection` holds the
-    average precision of every layer on the selection sequences, by which that layer was chosen.
+    Attributes:
+        found: ranking metrics against the known answer.
+        correlation: rank correlation with the effect of replacing each token.
+        layers: names of the scored layers: the chosen one, all for a method that composes layers, or none for a row
+            that reads no operator.
+        selection: average precision of each layer on the selection sequences; the best layer is chosen.
     """
 
     found: RowScores
-    layer: str | None
-    selection: Mapping[str, float]
+    correlation: RankCorrelation
+    layers: tuple[str, ...] = ()
+    selection: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One trained model on its task; `shown` holds each method's result on the first held-out sequence."""
+    """The measurements of one trained model on its task.
+
+    Attributes:
+        task, model: names of the task and the model.
+        host: class of the host model.
+        kinds: kind of mixer of each layer.
+        accuracy: share of right answers, from 0 to 1.
+        reconstruction_error: the worst error over the scored sequences, by layer.
+        scores: the metrics of each row of the table.
+        shown: maps of the methods and of the intervention on the first held-out sequence, NaN at each query's own key,
+            which is no candidate.
+        expected: the known answer of that sequence.
+        versions: package versions by name.
+    """
 
     task: str
     model: str
@@ -71,7 +103,7 @@ class Measured:
 
     @property
     def kind(self) -> str:
-        """What mixes the tokens."""
+        """The kinds of mixers of the model, without repetition."""
         return ", ".join(dict.fromkeys(self.kinds))
 
     @property
@@ -79,33 +111,59 @@ class Measured:
         """The largest reconstruction error of a layer; a NaN counts as the largest."""
         return max(self.reconstruction_error.values(), key=lambda e: float("inf") if e != e else e)
 
-    def layer_index(self, method: str) -> int | None:
-        """Return the position of the layer that a method is scored on, None if it composes them."""
-        layer = self.scores[method].layer
-        return None if layer is None else list(self.reconstruction_error).index(layer)
+    def layer_text(self, row: str) -> str:
+        """Return the index of a row's layer from 0, "all" if the row composes layers, or "-" if it reads none."""
+        layers = self.scores[row].layers
+        if len(layers) != 1:
+            return "all" if layers else "-"
+        return str(list(self.reconstruction_error).index(layers[0]))
+
+
+@dataclass(frozen=True)
+class Form:
+    """A method with its options: one row of the table."""
+
+    method: Method
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, observed: Trace) -> Attribution:
+        """Score every query of a trace."""
+        result: Attribution = self.method.function(observed, target=None, **self.options)
+        return result
+
+
+def forms(methods: Sequence[Method]) -> dict[str, Form]:
+    """Return the rows of methods by name: each method with its default options, and also the default of `explain`."""
+    rows: dict[str, Form] = {}
+    for method in methods:
+        rows[method.name] = Form(method)
+        if method.name == DEFAULT_METHOD:
+            rows[f"{method.name} (composed)"] = Form(method, DEFAULT_OPTIONS)
+    return rows
 
 
 def select(task: str, models: Sequence[str] | None) -> list[tuple[str, str]]:
-    """Return the shipped (task, model) pairs of one task or of "all", of all models or of those named.
+    """Return the shipped (task, model) pairs of one task or "all", restricted to `models` if given.
 
-    Raises `OptionError` for a task or a model that is not shipped.
+    Raises `OptionError` if a task or a model is not shipped.
     """
     shipped = examples.names()
     tasks = list(dict.fromkeys(name for name, _ in shipped))
     if task not in ("all", *tasks):
         raise OptionError(f"unknown task {task!r}{nearest(task, ['all', *tasks])}")
     pairs = [(name, model) for name, model in shipped if task in ("all", name)]
-    known = list(dict.fromkeys(model for _, model in pairs))
+    trained = list(dict.fromkeys(model for _, model in pairs))
     for model in models or ():
-        if model not in known:
-            raise OptionError(f"no model {model!r} was trained on {_these(tasks, task)}{nearest(model, known)}")
+        if model not in trained:
+            raise OptionError(f"no model {model!r} was trained on {_these(tasks, task)}{nearest(model, trained)}")
     return [(name, model) for name, model in pairs if not models or model in models]
 
 
 def measure(task: str, model: str, methods: Sequence[Method], counts: Counts) -> Measured:
-    """Measure one shipped model: everything but the choice of layers on sequences of `HELD_OUT_SEED`.
+    """Measure one shipped model on sequences of `HELD_OUT_SEED`; layers are chosen on those of `SELECTION_SEED`.
 
-    Operators are in float32, and the reconstruction error is the worst over the scored sequences.
+    Rows: the baselines, the methods in all their `forms`, and the ground truth by intervention. Operators are in
+    float32, and the reconstruction error is the worst over the scored sequences.
     """
     problem = examples.TASKS[task]
     held_out = problem.sample(counts.accuracy, HELD_OUT_SEED)
@@ -116,13 +174,25 @@ def measure(task: str, model: str, methods: Sequence[Method], counts: Counts) ->
         observed = trace(host, scored.input_ids)
         selection = problem.sample(counts.selection, SELECTION_SEED)
         chooser = _Chooser(trace(host, selection.input_ids), selection)
-        scores, shown = {}, {}
-        for method in methods:
-            result = method.function(observed, target=None)
-            scores[method.name] = _score(result, method, scored, chooser)
-            shown[method.name] = replace(
-                result.select(batch=0), model=f"{task}/{model}", tokens=[_texts(problem, scored)]
-            )
+        judge = _Judge(
+            scored,
+            replacement_effects(
+                host,
+                scored.input_ids,
+                scored.labels,
+                vocabulary=problem.vocabulary,
+                draws=DRAWS,
+                seed=INTERVENTION_SEED,
+            ),
+        )
+        scores = {name: judge.score(baseline) for name, baseline in _baselines(scored).items()}
+        shown = {}
+        for name, form in forms(methods).items():
+            result = form(observed)
+            scores[name] = _score(result, form, judge, chooser)
+            shown[name] = result.select(batch=0)
+    scores[INTERVENTION] = judge.score(judge.effects)
+    shown[INTERVENTION] = Attribution(scores=judge.effects[0], dims=("query", "key"), method=INTERVENTION)
     errors = {layer.name: layer.reconstruction_error() for layer in observed.layers}
     return Measured(
         task=task,
@@ -132,36 +202,79 @@ def measure(task: str, model: str, methods: Sequence[Method], counts: Counts) ->
         accuracy=accuracy,
         reconstruction_error=errors,
         scores=scores,
-        shown=shown,
+        shown={
+            name: replace(
+                result,
+                scores=_without_own(result.scores),
+                model=f"{task}/{model}",
+                tokens=[_texts(problem, scored)],
+            )
+            for name, result in shown.items()
+        },
         expected=scored.relevant[0],
         versions=observed.versions,
     )
 
 
+def earlier_keys(length: int) -> Bool[Tensor, "query key"]:
+    """Return the candidate keys of every query: those before it, without its own.
+
+    Methods that add the residual stream always rank a query's own token first, so every row excludes it.
+    """
+    return torch.ones(length, length, dtype=torch.bool).tril(-1)
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Scores each row on the held-out sequences, against the known answers and the effects of replacing tokens."""
+
+    batch: TaskBatch
+    effects: Float[Tensor, "batch query key"]
+
+    def score(
+        self, scores: Float[Tensor, "*draw batch query key"], layers: Sequence[str] = (), **choice: Mapping[str, float]
+    ) -> Score:
+        candidates = earlier_keys(scores.shape[-1])
+        # Restricted to the rows that `row_scores` counts: those with a relevant candidate.
+        asked = (self.batch.relevant & candidates).any(-1, keepdim=True)
+        correlation = rank_correlation(scores, self.effects.expand_as(scores), candidates & asked)
+        return Score(_found(scores, self.batch), correlation, tuple(layers), **choice)
+
+
 @dataclass(frozen=True)
 class _Chooser:
-    """Chooses layers by average precision on the selection sequences, which are all that it knows."""
+    """Chooses layers by their average precision on the selection sequences only."""
 
     trace: Trace
     batch: TaskBatch
 
-    def precision(self, method: Method) -> dict[str, float]:
-        """Return the average precision of every layer of a layer-wise method."""
-        result = method.function(self.trace, target=None)
-        return {layer: _found(result.select(layer=layer), self.batch).ap for layer in result.layers}
+    def precision(self, form: Form) -> dict[str, float]:
+        """Return the average precision of each layer of a layer-wise method."""
+        result = form(self.trace)
+        return {layer: _found(result.select(layer=layer).scores, self.batch).ap for layer in result.layers}
 
 
-def _score(result: Attribution, method: Method, batch: TaskBatch, chooser: _Chooser) -> Score:
+def _score(result: Attribution, form: Form, judge: _Judge, chooser: _Chooser) -> Score:
     if "layer" not in result.dims:
-        return Score(_found(result, batch), None, {})
-    precision = chooser.precision(method)
+        return judge.score(result.scores, result.layers)
+    precision = chooser.precision(form)
     layer = max(precision, key=precision.__getitem__)
-    return Score(_found(result.select(layer=layer), batch), layer, precision)
+    return judge.score(result.select(layer=layer).scores, (layer,), selection=precision)
 
 
-def _found(result: Attribution, batch: TaskBatch) -> RowScores:
-    queries, keys = result.scores.shape[-2:]
-    return row_scores(result.scores, batch.relevant, torch.ones(queries, keys, dtype=torch.bool).tril())
+def _found(scores: Float[Tensor, "*draw batch query key"], batch: TaskBatch) -> RowScores:
+    return row_scores(scores, batch.relevant, earlier_keys(scores.shape[-1]))
+
+
+def _baselines(batch: TaskBatch) -> dict[str, Float[Tensor, "*draw batch query key"]]:
+    shape = batch.relevant.shape
+    position = torch.arange(shape[-1], dtype=torch.float64).expand(shape)
+    drawn = torch.rand(RANDOM_DRAWS, *shape, generator=torch.Generator().manual_seed(RANDOM_SEED))
+    return dict(zip(BASELINES, (drawn, position, -position), strict=True))
+
+
+def _without_own(scores: Float[Tensor, "*layer query key"]) -> Float[Tensor, "*layer query key"]:
+    return scores.masked_fill(torch.eye(scores.shape[-1], dtype=torch.bool), torch.nan)
 
 
 def _first(batch: TaskBatch, count: int) -> TaskBatch:
@@ -179,7 +292,7 @@ def _these(tasks: Sequence[str], task: str) -> str:
 
 @contextmanager
 def quiet_hosts() -> Iterator[None]:
-    """Keep transformers from reporting absent CUDA kernels and loading bars; its settings are as before afterwards."""
+    """Silence transformers' warnings about missing CUDA kernels and its loading bars inside the block."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

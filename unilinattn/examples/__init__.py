@@ -1,4 +1,4 @@
-"""Small models that were trained on tasks with known answers, with their weights and measured accuracies."""
+"""Small trained models for tasks with known answers, with their weights and measured accuracies."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ from unilinattn.examples.tasks import NO_ANSWER, TASKS, Task, TaskBatch
 __all__ = ["MODELS", "TASKS", "Task", "TaskBatch", "accuracy", "build", "load", "names", "record"]
 
 FOLDER = Path(__file__).parent
-"""Where the weights and `index.json` lie."""
+"""Folder of the weights and of `index.json`."""
 
 MODELS: dict[str, tuple[str, str, str]] = {
     "mamba": ("transformers", "MambaConfig", "MambaForCausalLM"),
@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[str, str, str]] = {
 
 
 def build(model: str, config: dict[str, Any]) -> nn.Module:
-    """Make an untrained host from keyword arguments of its configuration class.
+    """Build an untrained host from keyword arguments of its configuration class.
 
     Raises `OptionError` if `model` is not one of `MODELS`.
     """
@@ -39,20 +39,22 @@ def build(model: str, config: dict[str, Any]) -> nn.Module:
 
 
 def index() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return all records, by task and then by model."""
+    """Return all records by task and model."""
     return json.loads((FOLDER / "index.json").read_text())
 
 
 def names() -> list[tuple[str, str]]:
-    """Return the (task, model) pairs that are shipped."""
+    """Return the shipped (task, model) pairs."""
     return [(task, model) for task, models in index().items() for model in models]
 
 
 def record(task: str, model: str) -> dict[str, Any]:
-    """Return how a shipped model was trained and what it reached.
+    """Return the training record of a shipped model: its class, configuration, recipe, seeds and accuracy.
 
-    `accuracy` is its share of right answers on `held_out_sequences` sequences drawn from `held_out_seed`, by
-    the host's own forward pass. Raises `OptionError` if the task or the model is not shipped.
+    `accuracy` is the share of right answers on `held_out_sequences` sequences drawn from `held_out_seed`, by the
+    host's own forward pass.
+
+    Raises `OptionError` if the task or the model is not shipped.
     """
     records = index()
     if task not in records:
@@ -67,15 +69,15 @@ def load(task: str, model: str) -> nn.Module:
 
     Raises `OptionError` if the task or the model is not shipped.
     """
-    found = record(task, model)
-    host = build(model, found["config"])
-    host.load_state_dict(load_file(FOLDER / found["weights"]), strict=True)
+    entry = record(task, model)
+    host = build(model, entry["config"])
+    host.load_state_dict(load_file(FOLDER / entry["weights"]), strict=True)
     return host.eval()
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, batch: TaskBatch) -> float:
-    """Return the share of answers, over all positions that have one, that the model predicts."""
+    """Return the share of right predictions over all positions with an answer."""
     predicted = model(batch.input_ids).logits.argmax(dim=-1)
     asked = batch.labels != NO_ANSWER
     return (predicted == batch.labels)[asked].double().mean().item()

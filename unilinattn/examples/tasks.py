@@ -1,4 +1,4 @@
-"""Two synthetic tasks whose answers, and the tokens that hold them, are known for every query."""
+"""Two synthetic tasks with a known answer, and known tokens that hold it, for every query."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,24 +11,26 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError
 
 NO_ANSWER = -100
-"""Label of a position without an answer: the value that `torch.nn.functional.cross_entropy` ignores."""
+"""Label of a position without an answer: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 TRAINING_SEEDS = range(0, 1_000_000)
-"""Seeds of the training batches: step k of a training draws its batch with the k-th of them."""
+"""Seeds of the training batches: training step k draws its batch with the k-th seed."""
 SELECTION_SEED = 1_000_000
-"""Seed of the sequences on which choices are made (which layer to show), never scored."""
+"""Seed of the sequences for choices, such as the layer to show; they are never scored."""
 HELD_OUT_SEED = 1_000_001
-"""Seed of the sequences that are scored, never trained on and never used for a choice."""
+"""Seed of the scored sequences, which are never used for training or for a choice."""
 
 
 @dataclass(frozen=True)
 class TaskBatch:
-    """Sequences of a task with their answers and with the keys that hold each answer.
+    """Sequences of a task with their answers and the keys that hold each answer.
 
-    `labels[b, i]` is the token to predict at position i, so it is compared with `logits[b, i]` as it is
-    (the `labels` argument of Hugging Face models shifts by one itself: do not pass these there);
-    `NO_ANSWER` stands where nothing is asked. `relevant[b, i, j]` is true if key j is part of the known
-    answer of query i; rows without an answer are false throughout.
+    Attributes:
+        input_ids: the tokens.
+        labels: `labels[b, i]` is the token to predict from `logits[b, i]`, or `NO_ANSWER`. Do not pass these as the
+            `labels` argument of Hugging Face models, which shift them by one.
+        relevant: `relevant[b, i, j]` is true if key j is part of the known answer of query i; rows without an answer
+            are false.
     """
 
     input_ids: Int[Tensor, "batch length"]
@@ -38,7 +40,7 @@ class TaskBatch:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A task with known answers: sequences of one length over one vocabulary, drawn from a seed."""
+    """A task with known answers: random sequences of one length over one vocabulary."""
 
     name: ClassVar[str]
 
@@ -56,7 +58,7 @@ class Task(ABC):
     def _draw(self, count: int, generator: torch.Generator) -> TaskBatch: ...
 
     def sample(self, count: int, seed: int) -> TaskBatch:
-        """Draw `count` sequences that depend on the seed alone.
+        """Draw `count` sequences, which depend only on the seed.
 
         Raises `InputError` if `count` is below one.
         """
@@ -69,16 +71,14 @@ class Task(ABC):
 class Copying(Task):
     """Repeat a random source after a separator (LaTIM 4.1 and B.1).
 
-    A sequence is `source, separator, copy`: the source is drawn uniformly with replacement from
-    `source_vocabulary` tokens, the separator has an id of its own (the last), and the copy is read as input
-    (teacher forcing). Copy token t is predicted at the position before it: the separator for t = 0, copy
-    token t - 1 after that; the last copy token asks nothing. The answer always lies `source_length` positions
-    back, so that a fixed mixer can solve the task as well: it tells methods apart, not kinds of mixers.
+    A sequence is `source, separator, copy`: the source is drawn uniformly with replacement from `source_vocabulary`
+    tokens, the separator has the last id, and the copy is read as input (teacher forcing). Copy token t is predicted at
+    the position before it: the separator for t = 0, copy token t - 1 for t > 0; the last copy token has no answer to
+    predict. The answer always lies `source_length` positions back, so a fixed mixer can also solve the task: it
+    distinguishes methods, not kinds of mixers.
 
-    The keys known to be relevant are LaTIM's three main diagonals from source to copy (4.1, Table 2, D.1):
-    for the query that predicts copy token t the source positions t - 1, t and t + 1, those outside the source
-    dropped. Position t holds the answer; t - 1 holds the query's own token, by which the answer can be found;
-    t + 1 is the next place that a short convolution carries the answer to.
+    The only relevant key of the query that predicts copy token t is source position t, which holds the answer. LaTIM's
+    pattern also counts its two neighbours: see `diagonals`.
 
     Raises `OptionError` if `source_length` is below one or `source_vocabulary` below two.
     """
@@ -109,6 +109,18 @@ class Copying(Task):
         """Number of tokens in a sequence: source, separator and copy."""
         return 2 * self.source_length + 1
 
+    @property
+    def diagonals(self) -> Bool[Tensor, "length length"]:
+        """LaTIM's pattern of relevant keys, the same in every sequence: the three main diagonals (Table 2, D.1).
+
+        For the query that predicts copy token t these are the source positions among t - 1, t and t + 1; t holds the
+        answer and t - 1 the query's token. Replacing token t + 1 does not change the answer, so faithful scores rank
+        it last: use the pattern only to reproduce LaTIM's table.
+        """
+        n, position = self.source_length, torch.arange(self.length)
+        query, key = position[:, None], position
+        return (query >= n) & (query < 2 * n) & (key < n) & ((query - n - key).abs() <= 1)
+
     def _draw(self, count: int, generator: torch.Generator) -> TaskBatch:
         n = self.source_length
         source = torch.randint(self.source_vocabulary, (count, n), generator=generator)
@@ -116,31 +128,29 @@ class Copying(Task):
         labels = torch.full((count, self.length), NO_ANSWER)
         labels[:, n : 2 * n] = source
         position = torch.arange(self.length)
-        query, key = position[:, None], position[None, :]
-        answered = (query >= n) & (query < 2 * n)
-        diagonals = answered & (key < n) & ((query - n - key).abs() <= 1)
+        answer = position[:, None] - n == position
         return TaskBatch(
             input_ids=torch.cat([source, separator, source], dim=1),
             labels=labels,
-            relevant=diagonals.repeat(count, 1, 1),
+            relevant=(answer & (position < n)).repeat(count, 1, 1),
         )
 
 
 @dataclass(frozen=True)
 class Induction(Task):
-    """Recall what followed the current token when it last occurred (Induction 3.1, no special token).
+    """Recall the token after the last occurrence of the current token (Induction 3.1, no special token).
 
-    Tokens are drawn uniformly with replacement; the last one is drawn among those before it, so that it
-    always has an answer. With v_i the current token and s the largest position before i that has v_s = v_i,
-    the answer is v_{s+1}. The paper asks at the last position only; here every position whose token has
-    occurred before is asked by the same rule. Where the answer lies depends on the tokens, which a fixed
-    mixer (HMA ACL Theorem 1) cannot follow by mixing alone.
+    Tokens are drawn uniformly with replacement; the last one is drawn among those before it, so that it always has an
+    answer. With v_i the current token and s the largest position before i that has v_s = v_i, the answer is v_{s+1}.
+    The paper asks at the last position only; here every position whose token has occurred before has an answer, by the
+    same rule. The answer's position depends on the tokens, which a fixed mixer (HMA ACL Theorem 1) cannot follow by
+    mixing only.
 
-    The one key known to be relevant is s + 1. It holds the answer itself, and it is where the paper's
-    mechanism stores and finds it: the bi-gram (v_s, v_{s+1}) enters the state when its second token is read
-    (Induction 4.1), and the hidden attention map of the trained model points to the tokens right after
-    earlier occurrences (Induction 5, Fig. 7). Position s only supplies the address, so it is not counted. If
-    the current token repeats the one right before it, s + 1 is the query itself.
+    The only relevant key is s + 1. It holds the answer, and the paper's mechanism stores and finds it there: the
+    bi-gram (v_s, v_{s+1}) enters the state when its second token is read (Induction 4.1), and the hidden attention map
+    of the trained model points to the tokens right after earlier occurrences (Induction 5, Fig. 7). Position s only
+    supplies the address, so it is not counted. If the current token repeats the one right before it, s + 1 is the
+    query itself.
 
     Raises `OptionError` if `length` is below two or `vocabulary` below two.
     """
@@ -167,4 +177,4 @@ class Induction(Task):
 
 
 TASKS: dict[str, Task] = {task.name: task for task in (Copying(), Induction())}
-"""The tasks that models were trained for, by name, at the sizes they were trained on."""
+"""The tasks of the trained models by name, at their training sizes."""

@@ -19,18 +19,18 @@ from tqdm import trange
 from unilinattn.errors import OptionError, nearest
 from unilinattn.examples import FOLDER, MODELS, TASKS, accuracy, build
 from unilinattn.examples.tasks import HELD_OUT_SEED, NO_ANSWER, TRAINING_SEEDS, Task
-from unilinattn.standins import through_operators
+from unilinattn.tracing.substitution import through_operators
 
 HELD_OUT_SEQUENCES = 512
-"""How many sequences the recorded accuracy is measured on."""
+"""Number of sequences for the recorded accuracy."""
 
 THROUGH_OPERATORS = {"mamba", "mamba2"}
-"""Models whose host scans slowly on a CPU: trained through their operators, measured by the host itself."""
+"""Models whose host scans slowly on a CPU: trained through their operators, measured by the host's forward pass."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: AdamW on fresh sequences, linear warm-up, then a cosine down to zero."""
+    """Hyperparameters of a training: AdamW on fresh sequences, linear warm-up, then cosine decay to zero."""
 
     steps: int
     learning_rate: float
@@ -41,7 +41,7 @@ class Recipe:
     initial_seed: int = 0
 
     def schedule(self, step: int) -> float:
-        """Return the factor on the learning rate at a step."""
+        """Return the learning-rate factor of a step."""
         progress = torch.tensor(step / self.steps)
         return min(1.0, (step + 1) / self.warmup) * 0.5 * (1 + torch.cos(torch.pi * progress).item())
 
@@ -50,10 +50,10 @@ RECIPES = {
     "copying": Recipe(steps=2400, learning_rate=5e-3),
     "induction": Recipe(steps=1500, learning_rate=3e-3),
 }
-"""One recipe a task: the models see the same sequences in the same order."""
+"""The recipe of each task: its models see the same sequences in the same order."""
 
 PATIENT = {("induction", "s4d"): Recipe(steps=6000, learning_rate=1e-2)}
-"""Where a model gets more: a fixed mixer learns induction slowly, so it is given about the seconds of Mamba-1."""
+"""Recipes of single models: a fixed mixer learns induction slowly, so it trains about as many seconds as Mamba-1."""
 
 
 def configuration(task: Task, model: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def configuration(task: Task, model: str) -> dict[str, Any]:
     }
     if model not in sizes:
         raise OptionError(f"Unknown example model {model!r}{nearest(model, MODELS)}")
-    # The defaults of these ids lie outside so small a vocabulary, and no task has such tokens.
+    # The default ids lie outside this small vocabulary, and no task has special tokens.
     tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     shape = {"vocab_size": task.vocabulary, "hidden_size": 64, "num_hidden_layers": 2, **sizes[model]}
     return {**shape, **tokens, "tie_word_embeddings": False, "use_cache": False}
@@ -84,7 +84,7 @@ def configuration(task: Task, model: str) -> dict[str, Any]:
 def train(
     task: Task, model: str, recipe: Recipe, config: dict[str, Any], *, show: bool = False
 ) -> tuple[nn.Module, list[float]]:
-    """Train on every position that has an answer; return the model, in evaluation mode, and each step's loss."""
+    """Train on all positions with an answer; return the model, in evaluation mode, and the loss of each step."""
     torch.manual_seed(recipe.initial_seed)
     host = build(model, config).train()
     optimizer = torch.optim.AdamW(host.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
@@ -107,7 +107,7 @@ def train(
 
 
 def save(folder: Path, task: str, model: str, host: nn.Module, found: dict[str, Any]) -> None:
-    """Write the weights, and the record into the folder's `index.json` beside those of other models."""
+    """Write the weights to `folder`, and the record to its `index.json`."""
     weights = f"{task}-{model}.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in host.state_dict().items()}, folder / weights)
     path = folder / "index.json"
@@ -118,7 +118,7 @@ def save(folder: Path, task: str, model: str, host: nn.Module, found: dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, measure on held-out sequences by the host's own forward pass, and save."""
+    """Train a model, measure its accuracy on held-out sequences by the host's own forward pass, and save it."""
     parser = argparse.ArgumentParser(prog="python -m unilinattn.examples.train", description=__doc__)
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--model", choices=MODELS, required=True)
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipe = PATIENT.get((options.task, options.model), RECIPES[options.task])
     config = configuration(task, options.model)
 
-    # Tensors this small gain nothing from a second thread.
+    # Tensors of this size gain nothing from a second thread.
     torch.set_num_threads(1)
     start = time.perf_counter()
     host, losses = train(task, options.model, recipe, config, show=True)
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{options.task} {options.model}: accuracy {reached:.4f} on held-out sequences, {seconds:.0f} s")
 
     options.out.mkdir(parents=True, exist_ok=True)
-    found = {
+    record = {
         "class": MODELS[options.model][2],
         "config": config,
         "task": asdict(task),
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "seconds": round(seconds),
         "versions": {package: version(package) for package in ("torch", "transformers")},
     }
-    save(options.out, options.task, options.model, host, found)
+    save(options.out, options.task, options.model, host, record)
 
 
 if __name__ == "__main__":

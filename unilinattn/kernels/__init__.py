@@ -1,1 +1,1 @@
-"""Tensor-only algorithms: one folder an operation, each with its definition and its faster forms."""
+"""Tensor-only algorithms: one folder per operation, with its definition and its fast implementations."""

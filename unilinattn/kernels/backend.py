@@ -1,4 +1,4 @@
-"""Which form of a kernel runs: Triton's for tensors on a CUDA device, torch's for all others, or the one asked for."""
+"""Choice of a kernel's implementation: Triton for tensors on CUDA devices, torch otherwise, or the forced one."""
 
 import importlib
 import importlib.util
@@ -19,23 +19,23 @@ from unilinattn.errors import OptionError, UnilinattnError, nearest
 Backend = Literal["triton", "torch"]
 
 VARIABLE = "UNILINATTN_KERNELS"
-"""The environment variable that forces one form for a whole process: triton or torch."""
+"""The environment variable that forces one implementation in a process: triton or torch."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the Triton kernels read; they compute in float32, so that float64 and complex numbers stay with torch."""
+"""Dtypes of the Triton kernels, which compute in float32; float64 and complex tensors use torch."""
 
 _forced: ContextVar[Backend | None] = ContextVar("forced", default=None)
 
 
 class BackendError(UnilinattnError, RuntimeError):
-    """Triton kernels were asked for where they cannot run."""
+    """Raised if Triton kernels are forced where they cannot run."""
 
 
 @contextmanager
 def using(backend: Backend | None) -> Iterator[None]:
-    """Force one form of every kernel inside a `with` block; None leaves the choice as it was.
+    """Force one implementation of every kernel inside a `with` block; None keeps the current choice.
 
-    A block's choice comes before the environment variable's.
+    The block takes precedence over the environment variable.
     """
     token = _forced.set(_forced.get() if backend is None else _checked(backend, "using"))
     try:
@@ -44,16 +44,18 @@ def using(backend: Backend | None) -> Iterator[None]:
         _forced.reset(token)
 
 
-def form(operation: str, like: Tensor) -> ModuleType:
-    """Return the module that holds an operation's functions for tensors like one: its `triton` or its `tiled`.
+def implementation(operation: str, like: Tensor) -> ModuleType:
+    """Return the module of an operation for tensors like `like`: its `triton` or its `tiled`.
 
-    Both have the same functions. Raises `BackendError` where Triton is forced and cannot run.
+    Both define the same functions.
+
+    Raises `BackendError` if Triton is forced and cannot run.
     """
     return importlib.import_module(f"unilinattn.kernels.{operation}.{'triton' if uses_triton(like) else 'tiled'}")
 
 
 def uses_triton(like: Tensor) -> bool:
-    """Return whether tensors like one go to Triton; warn once where its package is missing on a GPU."""
+    """Return whether tensors like `like` use Triton; warn once if the package is missing on a GPU."""
     forced = _forced.get()
     if forced is None and (named := os.environ.get(VARIABLE)):
         forced = _checked(named, f"the environment variable {VARIABLE}")

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: tuning on a GPU and none in the interpreter, and products of a chosen precision."""
+"""Shared parts of the Triton kernels: tuning on a GPU, launching, and products in a chosen precision."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from torch import Tensor
 from unilinattn.kernels.backend import interpreted
 
 Precision = Literal["ieee", "tf32x3", "tf32", "bf16"]
-"""What products round their inputs to: 24 bits, about 21, 11 or 8; sums are always float32."""
+"""Precision of products' inputs: 24 bits, about 21, 11 or 8; sums are always float32."""
 
 INTERPRETED = tl.constexpr(interpreted())
 
@@ -20,11 +20,11 @@ INTERPRETED = tl.constexpr(interpreted())
 @triton.jit
 @no_type_check
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """Add the product of two float32 blocks to float32 sums, its inputs rounded as asked."""
+    """Add the product of two float32 blocks to float32 sums, with inputs rounded to `PRECISION`."""
     if PRECISION == "bf16":
         a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
         if INTERPRETED:
-            # The interpreter would multiply the bit patterns of bfloat16.
+            # Triton's interpreter would multiply the bit patterns of bfloat16 numbers.
             a, b = a.to(tl.float32), b.to(tl.float32)
         return tl.dot(a, b, acc)
     else:
@@ -32,10 +32,10 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
 
 def tuned(configs: Sequence[dict[str, int]], key: Sequence[str], restore: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """Return a decorator that times the configurations on a GPU, once for each value of the key.
+    """Return a decorator that times the configurations on a GPU, once for each value of `key`.
 
     A configuration holds block sizes, `num_warps` and `num_stages`. `restore` names the tensors that a kernel adds to.
-    In the interpreter the first configuration is taken as it is: timing it would need a GPU.
+    The interpreter uses the first configuration without timing.
     """
 
     def decorate(kernel: Any) -> Any:
@@ -55,7 +55,7 @@ def tuned(configs: Sequence[dict[str, int]], key: Sequence[str], restore: Sequen
 
 
 class _First:
-    """A kernel with one configuration, launched as an autotuned one is."""
+    """A kernel with one configuration, with the launch syntax of an autotuned kernel."""
 
     def __init__(self, kernel: Any, config: dict[str, int]) -> None:
         self.fn, self.config = kernel, config
@@ -69,10 +69,10 @@ class _First:
 
 
 def on(like: Tensor) -> AbstractContextManager[object]:
-    """Return a `with` block in which kernels are launched on a tensor's device: Triton takes the current one."""
+    """Return a context that makes the tensor's device current, on which Triton launches kernels."""
     return torch.cuda.device(like.device) if like.is_cuda else nullcontext()
 
 
 def power(size: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least so large."""
+    """Return the smallest power of two that is at least `size` and `least`."""
     return max(least, triton.next_power_of_2(size))

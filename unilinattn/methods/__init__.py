@@ -1,4 +1,4 @@
-"""Methods: functions from a trace to scores, registered by name, one file each; `explain` and `compare` run them."""
+"""Methods: functions from a trace to scores, one file each, registered by name and run by `explain` and `compare`."""
 
 from unilinattn.methods.alti import alti
 from unilinattn.methods.attribution import attribution

@@ -3,41 +3,46 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.attribution import Attribution
+from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
 from unilinattn.methods.costs import Estimate, estimated
-from unilinattn.methods.latim import residual_of
-from unilinattn.methods.maps import ONE_ROW, added, blank_padding, map_bytes, map_shape, picked
+from unilinattn.methods.latim import residual_of, stream_errors
+from unilinattn.methods.maps import ONE_ROW, blank_padding, gather_rows, map_bytes, map_shape, sum_on_first
 from unilinattn.methods.options import AltiOptions
-from unilinattn.methods.results import filled, labelled, room, stacked
-from unilinattn.methods.selection import composable_steps, query_rows, stackable_layers
-from unilinattn.methods.vectors import share_tiles, shares_cost
+from unilinattn.methods.results import allocate_scores, make_result, score_layers, to_result
+from unilinattn.methods.selection import composable_steps, only_port, query_rows, stackable_layers
+from unilinattn.methods.vectors import contribution_tiles, shares_cost
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
-from unilinattn.trace import Layer, Target, Trace
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
-    """Return what `alti` takes: tiles of vectors, or those of a few rows; composed, a map and a product beside."""
+    """Return the cost of `alti`: tiles of vectors, or the vectors of a few rows; with rollout=True also two maps."""
     chosen = AltiOptions.of("alti", options)
     layers = stackable_layers(trace, "alti", chosen.layers)
-    together: dict[str, tuple[Layer, ...]] = {layer.name: (layer,) for layer in layers}
+    for layer in layers:
+        residual_of(layer, "alti")
+    step_of: dict[str, tuple[Layer, ...]] = {layer.name: (layer,) for layer in layers}
     held = 0
     if chosen.rollout:
         steps = composable_steps(trace, "alti", layers)
-        together = {layer.name: step for step in steps for layer in step}
+        step_of = {layer.name: step for step in steps for layer in step}
         held = (2 if target is None else 1) * map_bytes(layers[0])
 
     def of(layer: Layer) -> tuple[int, int]:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None or chosen.rollout else 1
         apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" else 0
-        size, operations = shares_cost(together[layer.name], rows, exact=chosen.activation == "exact")
+        size, operations = shares_cost(step_of[layer.name], rows, exact=chosen.activation == "exact")
         product = batch * queries * keys * (queries if target is None else 1) if chosen.rollout else 0
-        return apart + size, operations // len(together[layer.name]) + product
+        return apart + size, operations // len(step_of[layer.name]) + product
 
     return estimated("alti", layers, target, None if chosen.rollout else chosen, of, held=held)
 
@@ -46,36 +51,44 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
 def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """ALTI: C_ij proportional to [||y_i||_1 - ||y_i - T_i(x_j)||_1]^+, rows that sum to 1 (LaTIM Eq. 6).
 
-    y_i is the residual stream plus the layer's output, biases included; T_ii includes the stream. A row in which
-    everything is clipped is one-hot on its own token. Scores: (layer, batch, query, key), without `query` for a
-    target. With rollout=True the steps are composed, P_n ... P_1, without a further identity, and the layer axis
-    goes; layers that run in parallel then share a row: y_i is the stream plus all their outputs.
+    y_i is the residual stream plus the layer's output, biases included; T_ii includes the stream. With
+    residual=False y_i is the output and T_ii has no stream. A row in which every entry is clipped is one-hot on its
+    own token.
 
-    Options: `AltiOptions`. Raises `OptionError` for options that do not exist, `UncoveredError` for a layer whose
-    residual stream is not known, and where layers cannot be stacked or composed.
+    Scores: (layer, batch, query, key), without `query` for a target. With rollout=True the steps are composed,
+    P_n ... P_1, without a further identity, and there is no layer axis; layers that run in parallel then share a row:
+    y_i is the stream plus all their outputs. `stream_error` of the result is the error of stream plus outputs against
+    the host's next stream, by layer.
+
+    Options: `AltiOptions`. Raises `OptionError` for an unknown option or value, `UncoveredError` for a layer whose
+    residual stream is unknown and for layers that cannot be stacked or composed, and `StreamError` if stream and
+    output do not add up.
     """
     chosen = AltiOptions.of("alti", options)
     layers = stackable_layers(trace, "alti", chosen.layers)
+    errors = stream_errors(trace, layers, "alti") if chosen.residual else None
     if not chosen.rollout:
 
         def fill(layer: Layer, rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch row key"]) -> None:
-            mixing(out, trace, (layer,), rows, chosen.activation)
+            mixing(out, trace, (layer,), rows, chosen)
 
-        scores = filled(trace, "alti", layers, target, chosen, fill)
-        return stacked(trace, "alti", layers, scores, options=chosen, target=target, scope="layer")
+        scores = score_layers(trace, "alti", layers, target, chosen, fill)
+        return to_result(
+            trace, "alti", layers, scores, options=chosen, target=target, scope="layer", stream_error=errors
+        )
     rows = query_rows(trace, layers[0], target)
-    rho = room("alti", layers, target).scatter_(2, rows.unsqueeze(-1), 1.0)
+    rho = allocate_scores("alti", layers, target).scatter_(2, rows.unsqueeze(-1), 1.0)
     steps = composable_steps(trace, "alti", layers)
     size = map_bytes(layers[0])
     with reserved(size + rho.numel() * rho.element_size(), "alti: the map of a step and its product", ONE_ROW):
-        for together in progress(steps if target is None else steps[::-1], "alti"):
-            share = together[0].output.new_zeros(map_shape(together[0]))
-            mixing(share, trace, together, query_rows(trace, together[0]), chosen.activation)
+        for step in progress(steps if target is None else steps[::-1], "alti"):
+            share = step[0].output.new_zeros(map_shape(step[0]))
+            mixing(share, trace, step, query_rows(trace, step[0]), chosen)
             share = share.to(rho)
             rho = share @ rho if target is None else rho @ share
     blank_padding(rho, trace, layers[0], rows)
     rho = rho if target is None else rho.squeeze(1)
-    return labelled(trace, "alti", layers, rho, options=chosen, target=target, scope="layer")
+    return make_result(trace, "alti", layers, rho, options=chosen, target=target, scope="layer", stream_error=errors)
 
 
 def mixing(
@@ -83,22 +96,31 @@ def mixing(
     trace: Trace,
     together: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
-    activation: str,
+    options: AltiOptions,
 ) -> None:
-    """Write P of one step at selected rows into zeros: what each real token is to stream plus layers; rows sum to 1."""
+    """Write rows of P of one step into `out`, which is zero: each real token's share of y_i, rows summing to 1."""
     first = together[0]
-    stream = residual_of(first, "alti")
-    output = added([stream, *(layer.multiplier * layer.output for layer in together)])
+    stream = residual_of(first, "alti") if options.residual else _no_stream(first)
+    output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in together)])
     factors = [layer.multiplier for layer in together]
-    # A pair without a tile adds nothing, so it brings no row closer to its output.
-    for tile in share_tiles(together, factors, rows, activation):
-        own = rows[:, tile.rows]
-        own_stream, own_output = picked(stream, own), picked(output, own)
-        out[:, tile.rows, tile.cols] = tile.norms("alti", extra=own_stream, reference=own_output)
+    # A pair without a tile has T_i(x_j) = 0 and a score of 0.
+    for tile in contribution_tiles(together, factors, rows, options.activation):
+        positions = rows[:, tile.rows]
+        extra, reference = gather_rows(stream, positions), gather_rows(output, positions)
+        out[:, tile.rows, tile.cols] = tile.norms("alti", extra=extra, reference=reference)
     out.clamp_min_(0)
     blank_padding(out, trace, first, rows)
     total = out.sum(-1, keepdim=True)
     out.div_(total.masked_fill(total == 0, 1))
-    # A row in which everything is clipped is one-hot on its own token; one of padding stays empty.
+    # A row in which every entry is clipped is one-hot on its own token; a row of padding stays zero.
     out.scatter_add_(2, rows.unsqueeze(-1), (total == 0).to(out))
     blank_padding(out, trace, first, rows)
+
+
+def _no_stream(layer: Layer) -> Float[Tensor, "batch query out"]:
+    if (ports := only_port(layer).ports) != ("x",):
+        raise UncoveredError(
+            f"alti: {layer.name} takes its keys from {ports[0]!r}, so a row's own token is not among them; use "
+            "'latim', or layers=[...] without this layer."
+        )
+    return torch.zeros_like(layer.output)

@@ -1,89 +1,99 @@
-"""`attribution`: attention maps weighed by the gradient of a class or token, composed like a rollout."""
+"""`attribution`: attention maps weighted by the gradient of a class or token logit, composed like a rollout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.attribution import Attribution
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import Estimate, carried_cost, composed_cost, estimated, map_cost
+from unilinattn.methods.costs import Estimate, LayerCost, composed_cost, estimated, map_cost, vecmat_cost
 from unilinattn.methods.maps import (
     ONE_ROW,
-    added,
     attention_map,
     blank_padding,
-    carried,
     composed,
     map_bytes,
+    sum_on_first,
     unit_rows,
+    vecmat,
 )
 from unilinattn.methods.options import AttributionOptions
-from unilinattn.methods.results import labelled, room
+from unilinattn.methods.results import allocate_scores, make_result
 from unilinattn.methods.selection import composable_steps, layers_from, query_rows
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
-from unilinattn.trace import Layer, Logit, Target, Trace
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Logit, Target, Trace
 
 Weights = dict[str, Float[Tensor, "batch query"]]
 Steps = Sequence[tuple[Layer, ...]]
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
-    """Return what `attribution` takes beside its gradients: a rollout's share, or all maps where each row has its own.
+    """Return the cost of `attribution`: gradients, and a rollout's maps, or all maps if each row has its own gradient.
 
-    The gradients run the model forward and backward; what that takes is the model's own.
+    A gradient is a forward and a backward pass of the model, block by block (see `Trace.gradient`).
     """
     chosen = AttributionOptions.of("attribution", options)
     layers = layers_from(trace, "attribution", chosen.start_layer)
     composable_steps(trace, "attribution", layers)
+    gradient = trace.gradient_cost(chosen.logit)
+    maps, passes = 0, 1
+    weights = sum(layer.output.shape[0] * layer.output.shape[1] * layer.output.element_size() for layer in layers)
     if target is not None:
-        return estimated("attribution", layers, target, chosen, lambda layer: carried_cost(layer, chosen))
-    if _one_gradient(trace, chosen.logit):
-        held = map_bytes(layers[0])
-        return estimated("attribution", layers, None, chosen, lambda layer: composed_cost(layer, chosen), held=held)
 
-    def of(layer: Layer) -> tuple[int, int]:
-        size, operations = carried_cost(layer, chosen, known=not chosen.is_linear)
-        filling, once = (0, 0) if chosen.is_linear else map_cost(layer, chosen)
-        return max(size, filling), once + layer.output.shape[1] * operations
+        def of(layer: Layer) -> tuple[int, int]:
+            return vecmat_cost(layer, chosen)
+    elif _one_gradient(trace, chosen.logit):
+        maps = map_bytes(layers[0])
 
-    held = 0 if chosen.is_linear else sum(map(map_bytes, layers))
-    return estimated("attribution", layers, None, chosen, of, held=held)
+        def of(layer: Layer) -> tuple[int, int]:
+            return composed_cost(layer, chosen)
+    else:
+        maps, passes = 0 if chosen.is_linear else sum(map(map_bytes, layers)), layers[0].output.shape[1]
+
+        def of(layer: Layer) -> tuple[int, int]:
+            size, operations = vecmat_cost(layer, chosen, known=not chosen.is_linear)
+            filling, once = (0, 0) if chosen.is_linear else map_cost(layer, chosen)
+            return max(size, filling), once + layer.output.shape[1] * operations
+
+    passed = LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)
+    return estimated("attribution", layers, target, chosen, of, held=maps + weights, before=[passed])
 
 
 @register_method("attribution", cost=cost)
 def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Mamba-Attribution: rho = B_n ... B_1 with B_ij = delta_ij + (g_i abar_ij)^+ (HMA ACL Eq. 24).
 
-    abar is the mean map; g_i the mean over channels of d logit / d y'_i, y' the input of the output projection: the
-    model's own gradient, not the frozen one. The logit is the model's prediction at the target, or what the option
-    `logit` says. Without a target each row i takes the gradient of the logit at position i, which runs the model
-    forward and backward once a token; a model with one vector of logits a sequence, or a function as `logit`, has
-    one gradient for all rows. Scores: (batch, query, key), without `query` for a target.
+    abar is the mean map, and g_i the mean over channels of d logit / d y'_i, where y' is the input of the output
+    projection: the gradient of the model itself, not of the frozen operators. The logit is the model's prediction at
+    the target, or that of the option `logit`. Without a target row i takes the gradient of the logit at position i:
+    a forward and a backward pass of the model for each token. A model with one vector of logits for each sequence, or
+    a function as `logit`, has one gradient for all rows. Scores: (batch, query, key), without `query` for a target.
 
-    Options: `AttributionOptions`. Raises `OptionError` for options that do not exist, `InputError` for a model
-    without logits, `UncoveredError` where layers are on different streams.
+    Options: `AttributionOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model
+    without logits, and `UncoveredError` if layers are on different streams.
     """
     chosen = AttributionOptions.of("attribution", options)
     layers = layers_from(trace, "attribution", chosen.start_layer)
     steps = composable_steps(trace, "attribution", layers)
     rows = query_rows(trace, layers[0], target)
-    rho = room("attribution", layers, target)
+    rho = allocate_scores("attribution", layers, target)
     if target is not None:
         rho = _row(trace, steps, chosen, rows, next(gradient_weights(trace, layers, [target], chosen.logit)), {})
     elif _one_gradient(trace, chosen.logit):
         weights = next(gradient_weights(trace, layers, [-1], chosen.logit))
         rho.scatter_(2, rows.unsqueeze(-1), 1.0)
-        for together in progress(steps, "attribution"):
-            rho = composed(rho, trace, together, chosen, weights)
+        for step in progress(steps, "attribution"):
+            rho = composed(rho, trace, step, chosen, weights)
     else:
         _row_by_row(rho, trace, steps, chosen, layers)
     blank_padding(rho, trace, layers[0], rows)
     rho = rho if target is None else rho.squeeze(1)
-    return labelled(trace, "attribution", layers, rho, options=chosen, target=target, scope=chosen.scope)
+    return make_result(trace, "attribution", layers, rho, options=chosen, target=target, scope=chosen.scope)
 
 
 def gradient_weights(
@@ -91,13 +101,19 @@ def gradient_weights(
 ) -> Iterator[Weights]:
     """Yield g_i of each layer for each target: the mean over channels of the gradient before the output projection."""
     place = {layer.name: at for at, layer in enumerate(trace.layers)}
-    pulls = {layer.name: layer.pullback() for layer in layers}
-    for found in trace.gradients(targets, logit):
-        yield {name: pull(found[place[name]]).mean(-1) for name, pull in pulls.items()}
+    pulls: dict[str, Callable[[Tensor], Tensor]] = {}
+    for gradients in trace.gradients(targets, logit):
+        weights = {}
+        for layer in layers:
+            pull = pulls.get(layer.name) or layer.pullback()
+            weights[layer.name] = pull(gradients[place[layer.name]]).mean(-1)
+            if len(targets) > 1:
+                pulls[layer.name] = pull
+        yield weights
 
 
 def _one_gradient(trace: Trace, logit: Logit) -> bool:
-    """Whether the logit is the same for every query: a function of the whole output, or of one vector a sequence."""
+    """Whether every query has the same logit: a function of the output, or a class logit of the whole sequence."""
     logits = getattr(trace.output, "logits", None)
     return callable(logit) or (logits is not None and logits.ndim == 2)
 
@@ -111,9 +127,9 @@ def _row(
     attention: dict[str, Float[Tensor, "batch query key"]],
 ) -> Float[Tensor, "batch 1 key"]:
     rho = unit_rows(target, steps[0][0])
-    for together in progress(steps[::-1], "attribution"):
-        below = added(
-            carried(
+    for step in progress(steps[::-1], "attribution"):
+        below = sum_on_first(
+            vecmat(
                 rho,
                 trace,
                 layer,
@@ -122,7 +138,7 @@ def _row(
                 weight=weights[layer.name],
                 attention=attention.get(layer.name),
             )
-            for layer in together
+            for layer in step
         )
         rho = rho + below.to(rho)
     return rho
@@ -138,15 +154,15 @@ def _row_by_row(
     first = layers[0]
     batch, length = rho.shape[:2]
     counts = torch.full((batch,), length) if first.mask is None else first.mask.sum(1).cpu()
-    # A shorter sequence repeats its last row while the longer ones go on.
+    # A shorter sequence repeats its last row until the longest one ends.
     targets = [torch.clamp(counts - 1, max=nth) for nth in range(int(counts.max()))]
-    # Each row weighs the maps anew, so all of them are kept.
-    known = () if options.is_linear else layers
-    what = f"attribution without a target keeps the maps of {len(known)} layers, which together"
-    with reserved(sum(map(map_bytes, known)), what, ONE_ROW):
-        attention = {layer.name: attention_map(layer, options) for layer in known}
-        found = zip(targets, gradient_weights(trace, layers, targets, options.logit), strict=True)
-        for own, weights in progress(found, "attribution", total=len(targets)):
-            target = query_rows(trace, first, own)
+    # Each row weights the maps by another gradient, so all maps are kept.
+    mapped = () if options.is_linear else layers
+    what = f"attribution without a target keeps the maps of {len(mapped)} layers, which together"
+    with reserved(sum(map(map_bytes, mapped)), what, ONE_ROW):
+        attention = {layer.name: attention_map(layer, options) for layer in mapped}
+        rows = zip(targets, gradient_weights(trace, layers, targets, options.logit), strict=True)
+        for position, weights in progress(rows, "attribution", total=len(targets)):
+            target = query_rows(trace, first, position)
             row = _row(trace, steps, options, target, weights, attention)
             rho.scatter_(1, target.unsqueeze(-1).expand(-1, -1, length), row)

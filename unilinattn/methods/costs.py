@@ -1,4 +1,4 @@
-"""What a method will take, before it takes anything; each method states its own cost in its file."""
+"""Estimates of a method's memory and operations before it runs; each method's file states its cost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,18 @@ from dataclasses import dataclass
 import torch
 
 from unilinattn.memory import allowed, in_words, without
-from unilinattn.methods.maps import map_bytes, map_shape, treatment_bytes, treatment_size
+from unilinattn.methods.maps import map_bytes, map_shape, postprocess_bytes, postprocess_elements
 from unilinattn.methods.options import MapOptions, Options
 from unilinattn.methods.results import result_shape
 from unilinattn.methods.selection import only_port
-from unilinattn.trace import Layer, Target
+from unilinattn.operator.cost import apply_cost, left_multiply_cost, map_cut, map_operations
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer takes while a method is at it: bytes beside all else, and multiply-adds."""
+    """Cost of one layer in a method: bytes allocated only during the layer, and multiply-adds."""
 
     name: str
     kind: str
@@ -25,16 +27,18 @@ class LayerCost:
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """What a method will allocate and compute on one trace; printed, a table of its layers.
+    """Memory and operations of a method on one trace; prints as a table of its layers.
 
-    The trace, its operators and, for gradients, the model's own run are not counted.
+    The trace and its operators are not counted. If a method needs gradients, the first row is the model's forward
+    and backward pass, which `max_memory` does not limit.
 
     Attributes:
-        method: its name.
-        shape: of the scores.
-        result: bytes of the scores and of what comes with them.
-        held: bytes beside the result from the first layer to the last.
-        layers: each layer's bytes beside these, which go when the next layer comes, and its operations.
+        method: name of the method.
+        shape: shape of the scores.
+        result: bytes of the scores and of the result's extras.
+        held: bytes in addition to the result from the first layer to the last.
+        layers: cost of each layer, whose bytes are in addition to these and released before the next layer; preceded by
+            the cost of the gradients, if any.
         allowed: bytes that `max_memory` allowed.
     """
 
@@ -47,7 +51,7 @@ class Estimate:
 
     @property
     def beside(self) -> int:
-        """Bytes allocated beside the result at the peak."""
+        """Bytes allocated in addition to the result at the peak."""
         return self.held + max(layer.bytes for layer in self.layers)
 
     @property
@@ -56,7 +60,7 @@ class Estimate:
         return sum(layer.operations for layer in self.layers)
 
     def __repr__(self) -> str:
-        """Show the totals and the layers, one a line."""
+        """Show the totals, then each layer on a line."""
         width = max(len(layer.name) for layer in self.layers)
         lines = [
             f"Estimate of {self.method}: result {self.shape}, {in_words(self.result)}; {in_words(self.beside)} beside "
@@ -80,60 +84,73 @@ def estimated(
     *,
     held: int = 0,
     extras: int = 0,
+    before: Sequence[LayerCost] = (),
 ) -> Estimate:
-    """Put together what a layer takes, (bytes, operations) by `cost`, with what is allocated for all of them."""
+    """Return the estimate of a method, given the cost of each layer and the memory shared by all layers.
+
+    Args:
+        method: name of the method.
+        layers: the layers of the method.
+        target: the method's target.
+        options: options of a layer-wise method, None for a method without a layer axis.
+        cost: returns (bytes, operations) of a layer.
+        held: bytes in addition to the result from the first layer to the last.
+        extras: bytes of the result's extras.
+        before: costs of the work before the first layer.
+    """
     shape, dtype = result_shape(layers, target, options)
-    costs = []
+    costs = list(before)
     with without(held):
         for layer in layers:
-            own, operations = cost(layer)
-            # Every result is checked against what the host computed.
-            checked = only_port(layer).apply_cost() if layer.prefix_error is None else None
-            if checked is not None:
-                own = max(own, checked.numbers * layer.output.element_size())
+            size, operations = cost(layer)
+            # The check of each layer against the host's output.
+            if layer.prefix_error is None:
+                op = only_port(layer)
+                checked = apply_cost(op.chains, op.inputs)
+                size = max(size, checked.elements * layer.output.element_size())
                 operations += checked.operations
-            costs.append(LayerCost(layer.name, layer.kind, own, operations))
+            costs.append(LayerCost(layer.name, layer.kind, size, operations))
     shape = shape if target is None else (*shape[:-2], shape[-1])
     result = torch.Size(shape).numel() * dtype.itemsize + extras
     return Estimate(method, shape, result, held, tuple(costs), allowed())
 
 
 def map_cost(layer: Layer, options: MapOptions, *, beside: int = 0) -> tuple[int, int]:
-    """Return the bytes and operations of `attention_blocks`."""
+    """Return the bytes and operations of `attention_blocks` with the same `beside`."""
     heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    op = only_port(layer)
-    _, size = op.block_rows(scope=options.scope, heads=heads, beside=beside)
-    return size, op.map_operations(scope=options.scope, heads=heads)
+    scope = only_port(layer).scoped_map(options.scope)
+    _, _, size = map_cut(scope, heads, beside=beside)
+    return size, map_operations(scope, heads)
 
 
-def treated_cost(layer: Layer, options: MapOptions, *, known: bool = False) -> tuple[int, int]:
-    """Return the bytes and operations of `map_blocks`; `known`: the map is there already."""
-    width, numbers = layer.output.element_size(), treatment_size(options.discard)
+def postprocess_cost(layer: Layer, options: MapOptions, *, known: bool = False) -> tuple[int, int]:
+    """Return the bytes and operations of `map_blocks`; `known` says that the map is computed already."""
+    width, numbers = layer.output.element_size(), postprocess_elements(options.discard)
     size, operations = map_cost(layer, options, beside=numbers)
     if options.normalize == "min-max":
         whole = map_bytes(layer)
         return max((1 + numbers) * whole, whole + size), 0 if known else operations
     if known:
-        return treatment_bytes(map_shape(layer), width, options.discard), 0
+        return postprocess_bytes(map_shape(layer), width, options.discard), 0
     return size, operations
 
 
 def composed_cost(layer: Layer, options: MapOptions) -> tuple[int, int]:
-    """Return the bytes and operations of `composed` beside the two products: the map and its product with them."""
+    """Return the bytes and operations of `composed` without its two products: the map, and multiplying by it."""
     batch, queries, keys = map_shape(layer)
-    size, operations = treated_cost(layer, options)
+    size, operations = postprocess_cost(layer, options)
     return size, operations + batch * queries * queries * keys
 
 
-def carried_cost(layer: Layer, options: MapOptions, *, known: bool = False) -> tuple[int, int]:
-    """Return the bytes and operations of `carried`: a linear-time pass, or blocks of the map."""
+def vecmat_cost(layer: Layer, options: MapOptions, *, known: bool = False) -> tuple[int, int]:
+    """Return the bytes and operations of `vecmat`: a linear-time pass, or blocks of the map."""
     batch, queries, keys = map_shape(layer)
     if options.is_linear and not known:
-        numbers, operations = only_port(layer).left_multiply_cost(1, scope=options.scope)
-        return numbers * layer.output.element_size(), operations
+        elements, operations = left_multiply_cost(only_port(layer).scoped_map(options.scope), 1)
+        return elements * layer.output.element_size(), operations
     if options.is_plain and not known:
         size, operations = map_cost(layer, options)
     else:
-        size, operations = treated_cost(layer, options, known=known)
-    # Each pair may be weighed, and is multiplied by the row.
+        size, operations = postprocess_cost(layer, options, known=known)
+    # Each pair is weighted, at most once, and multiplied by the row.
     return size, operations + 2 * batch * queries * keys

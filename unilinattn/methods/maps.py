@@ -1,4 +1,4 @@
-"""A layer's L x L map as the methods use it: heads reduced, signs and scale treated, rows carried through it."""
+"""A layer's L x L map for the methods: heads reduced, scores postprocessed, rows multiplied by the map."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -7,44 +7,43 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import require, reserved, rows_within
 from unilinattn.methods.options import MapOptions
 from unilinattn.methods.selection import key_mask, only_port, query_rows, real_pairs
-from unilinattn.trace import Layer, Trace
-
-SIGNS = {"keep": lambda a: a, "clamp": lambda a: a.clamp_min(0), "abs": lambda a: a.abs()}
-"""What becomes of negative scores (HMA ACL Table 6)."""
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Trace
 
 ONE_ROW = "ask for one row with target="
 
 
 def attention_rows(layer: Layer, options: MapOptions, rows: Int[Tensor, "batch row"]) -> Float[Tensor, "batch row key"]:
-    """Return rows of the layer's attention map, its heads reduced as the option says."""
+    """Return rows of the layer's attention map, reduced over heads by `options.heads`."""
     heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    found = only_port(layer).rows(rows, scope=options.scope, heads=heads)
-    return found if isinstance(heads, (str, int)) else found.mean(1)
+    scores = only_port(layer).rows(rows, scope=options.scope, heads=heads)
+    return scores if isinstance(heads, (str, int)) else scores.mean(1)
 
 
 def attention_blocks(
     layer: Layer, options: MapOptions, beside: int = 0
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    """Yield the layer's attention map block of rows by block of rows, its heads reduced as the option says.
+    """Yield the layer's attention map in blocks of rows, reduced over heads by `options.heads`.
 
-    `beside`: numbers for each entry of a block that the caller will hold, to be counted to what may be taken.
+    `beside` is the number of elements that the caller holds for each entry of a block, within the memory limit.
     """
     heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    for rows, found in only_port(layer).row_blocks(scope=options.scope, heads=heads, beside=beside):
-        yield rows, found if isinstance(heads, (str, int)) else found.mean(1)
+    for rows, block in only_port(layer).row_blocks(scope=options.scope, heads=heads, beside=beside):
+        yield rows, block if isinstance(heads, (str, int)) else block.mean(1)
 
 
 def fill_attention(out: Float[Tensor, "batch query key"], layer: Layer, options: MapOptions) -> None:
-    """Write the layer's whole attention map, its heads reduced as the option says."""
+    """Write the layer's whole attention map into `out`, reduced over heads by `options.heads`."""
     for part, block in attention_blocks(layer, options):
         out[:, part] = block
 
 
 def attention_map(layer: Layer, options: MapOptions) -> Float[Tensor, "batch query key"]:
-    """Return the layer's whole attention map, its heads reduced as the option says."""
+    """Return the layer's whole attention map, reduced over heads by `options.heads`."""
     out = layer.output.new_empty(map_shape(layer))
     fill_attention(out, layer, options)
     return out
@@ -57,11 +56,11 @@ def map_shape(layer: Layer) -> tuple[int, int, int]:
 
 
 def map_bytes(layer: Layer) -> int:
-    """Return what a layer's whole map takes."""
+    """Return the bytes of a layer's whole map."""
     return prod(map_shape(layer)) * layer.output.element_size()
 
 
-def treated(
+def postprocess(
     scores: Float[Tensor, "batch row key"],
     real: Bool[Tensor, "batch row key"],
     protected: Int[Tensor, "batch row"],
@@ -71,7 +70,7 @@ def treated(
 ) -> Float[Tensor, "batch row key"]:
     """Set pairs with padding to zero, then discard each row's lowest scores, then normalise.
 
-    `protected` is the key that each row never discards. Rows are normalised each by itself, "min-max" by the map.
+    `protected` is the key that each row never discards. "rows" normalises each row, "min-max" the whole map.
     """
     scores = _kept(scores, real, protected, discard)
     if normalize == "rows":
@@ -81,23 +80,23 @@ def treated(
     return scores
 
 
-def treat(
+def postprocess_(
     scores: Float[Tensor, "batch row key"],
     trace: Trace,
     layer: Layer,
     rows: Int[Tensor, "batch row"],
     *,
-    sign: str = "keep",
+    sign: Sign = "keep",
     discard: float,
     normalize: str,
 ) -> None:
-    """Do in place, some rows at a time, what `SIGNS` and then `treated` do; each row keeps its own token."""
-    parts = _parts(scores, treatment_size(discard), "the treatment of a map")
+    """Apply the sign option and then `postprocess` in place, in blocks of rows."""
+    parts = _parts(scores, postprocess_elements(discard), "the treatment of a map")
     extremes = []
     for part in parts:
-        real, each = real_pairs(trace, layer, rows[:, part]), SIGNS[sign](scores[:, part])
+        real, each = real_pairs(trace, layer, rows[:, part]), apply_sign(sign, scores[:, part])
         by_row = "none" if normalize == "min-max" else normalize
-        scores[:, part] = treated(each, real, rows[:, part], discard=discard, normalize=by_row)
+        scores[:, part] = postprocess(each, real, rows[:, part], discard=discard, normalize=by_row)
         if normalize == "min-max":
             extremes.append(_extremes(scores[:, part], real))
     if normalize == "min-max":
@@ -108,20 +107,20 @@ def treat(
             scores[:, part] = _between(scores[:, part], real, low, high)
 
 
-def treatment_size(discard: float) -> int:
-    """Return how many numbers of four bytes `treat` holds for each score: to rank them takes the most."""
+def postprocess_elements(discard: float) -> int:
+    """Return the elements of four bytes that `postprocess` holds for each score; ranks to discard take the most."""
     return 14 if discard else 4
 
 
-def treatment_bytes(scores: tuple[int, int, int], width: int, discard: float) -> int:
-    """Return what `treat` holds of scores (batch, row, key) whose numbers have so many bytes."""
+def postprocess_bytes(scores: tuple[int, int, int], width: int, discard: float) -> int:
+    """Return the bytes that `postprocess_` holds for scores (batch, row, key) with elements of `width` bytes."""
     batch, count, keys = scores
-    each = batch * keys * treatment_size(discard) * max(4, width)
+    each = batch * keys * postprocess_elements(discard) * max(4, width)
     return min(count, rows_within(lambda rows: rows * each, max(1, count), None)) * each
 
 
 def _parts(scores: Float[Tensor, "batch row key"], numbers: int, what: str) -> list[slice]:
-    """Split rows so that so many numbers of four bytes for each score stay within what is allowed."""
+    """Split rows so that `numbers` elements of at least four bytes for each score fit the memory limit."""
     batch, count, keys = scores.shape
     width = numbers * max(4, scores.element_size())
     step = rows_within(lambda rows: batch * rows * keys * width, max(1, count), what)
@@ -131,16 +130,16 @@ def _parts(scores: Float[Tensor, "batch row key"], numbers: int, what: str) -> l
 def _kept(scores: Tensor, real: Tensor, protected: Tensor, discard: float) -> Float[Tensor, "batch row key"]:
     scores = scores.masked_fill(~real, 0)
     if discard:
-        own = torch.arange(scores.shape[-1], device=scores.device) == protected.unsqueeze(-1)
-        rank = scores.masked_fill(~real | own, torch.inf).argsort(dim=-1, stable=True).argsort(-1)
-        # The small term keeps fractions such as 0.29 of 100 from losing one to rounding.
+        exempt = torch.arange(scores.shape[-1], device=scores.device) == protected.unsqueeze(-1)
+        rank = scores.masked_fill(~real | exempt, torch.inf).argsort(dim=-1, stable=True).argsort(-1)
+        # Without the small term rounding would make 0.29 of 100 scores 28.
         count = (discard * real.sum(-1, keepdim=True).double() + 1e-9).floor()
-        scores = scores.masked_fill((rank < count) & ~own, 0)
+        scores = scores.masked_fill((rank < count) & ~exempt, 0)
     return scores
 
 
 def _extremes(scores: Tensor, real: Tensor) -> tuple[Float[Tensor, "batch 1 1"], Float[Tensor, "batch 1 1"]]:
-    """Return the least size of a real pair's score and the largest."""
+    """Return the smallest and the largest absolute score among real pairs."""
     size = scores.abs()
     return size.masked_fill(~real, torch.inf).amin((1, 2), keepdim=True), size.amax((1, 2), keepdim=True)
 
@@ -158,28 +157,35 @@ def map_blocks(
     weight: Float[Tensor, "batch query"] | None = None,
     attention: Float[Tensor, "batch query key"] | None = None,
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    """Yield the map of a layer block of rows by block of rows: reduced over heads, times a weight a row, then treated.
+    """Yield a layer's map in blocks of rows: reduced over heads, weighted by row, then postprocessed.
 
-    `target`: the positions whose column no row discards; without it each row keeps its own. `attention`: the
-    reduced map, where it is known already. Only "min-max", which needs the extremes of the whole map first, holds
-    all of it.
+    Only normalize="min-max", which needs the extremes of the whole map first, holds all of it.
+
+    Args:
+        trace: the trace of the layer.
+        layer: the layer.
+        options: scope, heads, sign, discard and normalize.
+        target: the key of each sequence that no row discards; by default each row's own token.
+        weight: a factor for each row, by default 1.
+        attention: the map reduced over heads, if it is computed already.
     """
-    every, size = query_rows(trace, layer), treatment_size(options.discard)
+    every, size = query_rows(trace, layer), postprocess_elements(options.discard)
     if options.normalize == "min-max":
         require((1 + size) * map_bytes(layer), f"normalize='min-max' of the map of {layer.name}", "take 'rows'")
         attention = attention_map(layer, options) if attention is None else attention
         blocks: Iterable[tuple[slice, Tensor]] = [(slice(0, every.shape[1]), attention)]
     elif attention is not None:
-        known = attention
-        blocks = ((part, known[:, part]) for part in _parts(known, size, "the treatment of a map"))
+        matrix = attention
+        blocks = ((part, matrix[:, part]) for part in _parts(matrix, size, "the treatment of a map"))
     else:
         blocks = attention_blocks(layer, options, beside=size)
     for part, block in blocks:
         rows = every[:, part]
-        scores = SIGNS[options.sign](block if weight is None else weight[:, part].unsqueeze(-1) * block)
+        weighted = block if weight is None else weight[:, part].unsqueeze(-1) * block
+        scores = apply_sign(options.sign, weighted)
         protected = rows if target is None else target.to(rows.device).expand_as(rows)
         real = real_pairs(trace, layer, rows)
-        yield part, treated(scores, real, protected, discard=options.discard, normalize=options.normalize)
+        yield part, postprocess(scores, real, protected, discard=options.discard, normalize=options.normalize)
 
 
 def composed(
@@ -189,7 +195,7 @@ def composed(
     options: MapOptions,
     weights: Mapping[str, Float[Tensor, "batch query"]] | None = None,
 ) -> Float[Tensor, "batch query key"]:
-    """Return (I + sum of these layers' maps) rho, the maps block by block."""
+    """Return (I + the sum of the maps of a step's layers) rho, with the maps in blocks of rows."""
     with reserved(rho.numel() * rho.element_size(), "the product of the maps of two steps", ONE_ROW):
         total = rho.clone()
         for layer in together:
@@ -199,7 +205,7 @@ def composed(
     return total
 
 
-def carried(
+def vecmat(
     row: Float[Tensor, "batch 1 query"],
     trace: Trace,
     layer: Layer,
@@ -209,11 +215,11 @@ def carried(
     weight: Float[Tensor, "batch query"] | None = None,
     attention: Float[Tensor, "batch query key"] | None = None,
 ) -> Float[Tensor, "batch 1 key"]:
-    """Return a row times what `map_blocks` yields, the map never held: a linear-time pass where that is exact."""
+    """Return a row times the map of `map_blocks`, in blocks or, where that is exact, by a linear-time pass."""
     row = row.to(layer.output)
     if attention is not None or not options.is_plain:
         blocks = map_blocks(trace, layer, options, target=target, weight=weight, attention=attention)
-        return added(row[:, :, part] @ block for part, block in blocks)
+        return sum_on_first(row[:, :, part] @ block for part, block in blocks)
     op, mask = only_port(layer), key_mask(trace, layer)
     real = 1 if mask is None else mask.unsqueeze(1)
     if options.sign == "keep":
@@ -221,11 +227,12 @@ def carried(
         return op.left_multiply(row * real, scope=options.scope) * real
     weights = torch.ones_like(row) if weight is None else weight.to(row).unsqueeze(1)
     return (
-        op.streamed((row * real).squeeze(1), weights.squeeze(1), options.sign, scope=options.scope).unsqueeze(1) * real
+        op.row_product((row * real).squeeze(1), weights.squeeze(1), options.sign, scope=options.scope).unsqueeze(1)
+        * real
     )
 
 
-def added(parts: Iterable[Tensor]) -> Tensor:
+def sum_on_first(parts: Iterable[Tensor]) -> Tensor:
     """Return the sum of tensors, on the device of the first."""
     first, *others = parts
     return sum((other.to(first) for other in others), start=first)
@@ -239,7 +246,7 @@ def unit_rows(rows: Int[Tensor, "batch row"], layer: Layer) -> Float[Tensor, "ba
 def blank_padding(
     scores: Float[Tensor, "batch row key"], trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]
 ) -> None:
-    """Set pairs with padding to zero, in place."""
+    """Set the scores of pairs with padding to zero, in place."""
     keys = key_mask(trace, layer)
     if keys is not None:
         scores.masked_fill_(~keys[:, None, :], 0)
@@ -247,11 +254,13 @@ def blank_padding(
         scores.masked_fill_(~layer.mask.gather(1, rows)[:, :, None], 0)
 
 
-def picked(scores: Float[Tensor, "batch query key"], rows: Int[Tensor, "batch row"]) -> Float[Tensor, "batch row key"]:
-    """Return selected rows, each sequence its own."""
+def gather_rows(
+    scores: Float[Tensor, "batch query key"], rows: Int[Tensor, "batch row"]
+) -> Float[Tensor, "batch row key"]:
+    """Return the rows of each sequence at its positions in `rows`."""
     return scores.gather(1, rows.unsqueeze(-1).expand(-1, -1, scores.shape[-1]))
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide, giving zero where there is nothing to divide by."""
+    """Divide by the denominator, or by 1 where it is zero: the numerator is then zero too."""
     return numerator / denominator.masked_fill(denominator == 0, 1)

@@ -1,8 +1,9 @@
-"""Options of the methods: each with a name, a default and one line; checked, and stored in every result."""
+"""Options of the methods, each with a default and a description; checked, and stored in every result."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
+import numpy as np
 import torch
 from pydantic import (
     BaseModel,
@@ -15,7 +16,7 @@ from pydantic import (
 )
 
 from unilinattn.errors import OptionError, nearest
-from unilinattn.trace import Target
+from unilinattn.tracing.trace import Target
 
 Activation = Literal["exact", "silu", "relu", "identity", "taylor1", "taylor2"]
 Discard = Annotated[
@@ -24,28 +25,34 @@ Discard = Annotated[
         ge=0,
         lt=1,
         description="fraction of each row's lowest scores set to zero, counted over the sequence's real keys; the "
-        "target's column is never dropped, nor without a target each row's own token (HMA ACL Table 5)",
+        "target's column (without a target, each row's own token) is never dropped (HMA ACL Table 5)",
     ),
 ]
 Normalize = Annotated[
     Literal["none", "rows", "min-max"],
     Field(
         description="'rows' divides each row by the sum of its absolute values, because a signed row may sum to zero "
-        "or less; 'min-max' brings the absolute values of each sequence's map to 0..1 (HMA ACL 4.1)"
+        "or less; 'min-max' rescales the absolute values of each sequence's map to 0..1 (HMA ACL 4.1)"
     ),
 ]
 
 
 class Options(BaseModel):
-    """What every method's options share: frozen, nothing unknown, nothing converted silently."""
+    """Base class of every method's options: frozen, without unknown names and without silent conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_numbers(cls, given: Any) -> Any:
+        """Convert numbers and arrays of NumPy and torch to plain Python values."""
+        return {name: _plain(value) for name, value in given.items()}
+
     @classmethod
     def of(cls, method: str, given: Mapping[str, Any]) -> Self:
-        """Check the options of a method.
+        """Check the options given to a method.
 
-        Raises `OptionError` naming the method, what came, what is accepted and the nearest of it.
+        Raises `OptionError` with the method, the given value, the accepted ones and the nearest of them.
         """
         try:
             return cls.model_validate(dict(given))
@@ -53,17 +60,17 @@ class Options(BaseModel):
             raise OptionError(_message(cls, method, given, error)) from None
 
     def stored(self, target: Target | None) -> dict[str, Any]:
-        """Return the options and the target as plain values, for the result."""
+        """Return the options and the target as plain Python values, for the result."""
         plain = torch.as_tensor(target).tolist() if target is not None else None
         return {**self.model_dump(), "target": plain}
 
 
 class MapOptions(Options):
-    """Which L x L map a layer is reduced to, and what is done to it; in this order."""
+    """The L x L map of a layer and its postprocessing; the options apply in the order of the fields."""
 
     scope: Literal["core", "mixer", "unified"] = Field(
         "core",
-        description="which stages count as the attention matrix; 'layer' has vectors for entries: see 'latim', 'alti'",
+        description="stages that form the attention matrix; the entries of 'layer' are vectors: see 'latim', 'alti'",
     )
     heads: (
         Literal["mean", "max", "min", "abs-mean", "product"] | int | Annotated[Sequence[int], Field(min_length=1)]
@@ -80,12 +87,12 @@ class MapOptions(Options):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the map is the plain mean over heads, which a row can be pulled through in linear time."""
+        """Whether the map is the plain mean over heads, by which a row can be multiplied in linear time."""
         return self.sign == "keep" and self.is_plain
 
     @property
     def is_plain(self) -> bool:
-        """Whether the map is the mean over heads, treated at most by signs: entry by entry, whatever the others are."""
+        """Whether the map is the mean over heads, changed at most by `sign`, which treats each entry by itself."""
         return self.heads == "mean" and self.discard == 0 and self.normalize == "none"
 
 
@@ -100,7 +107,7 @@ class Layerwise(Options):
 class Composed(Options):
     """Options of methods that compose layers."""
 
-    start_layer: int = Field(0, ge=0, description="layers before this one count as the identity")
+    start_layer: int = Field(0, ge=0, description="index of the first layer; the layers before it are the identity")
 
 
 class RawOptions(MapOptions, Layerwise):
@@ -126,7 +133,7 @@ class AttributionOptions(MapOptions, Composed):
     @field_validator("logit", mode="before")
     @classmethod
     def _pair(cls, logit: Any) -> Any:
-        # A saved result gives a pair back as a list.
+        # A saved result stores a pair as a list.
         return tuple(logit) if isinstance(logit, list) else logit
 
     @field_serializer("logit")
@@ -144,9 +151,11 @@ class LatimOptions(Layerwise):
         "convolution (LaTIM Eq. 19)",
     )
     bias: Literal["column", "query"] = Field(
-        "column", description="the bias's norm apart, in extras['bias'], or its vector added to the query's own token"
+        "column", description="'column' returns the bias's norm in extras['bias']; 'query' adds its vector to T_ii"
     )
-    residual: bool = Field(False, description="whether what the host adds outside the module counts to T_ii")
+    residual: bool = Field(
+        False, description="whether T_ii includes the residual stream that the host adds outside the module"
+    )
     discard: Discard = 0.0
     normalize: Normalize = "none"
 
@@ -157,13 +166,24 @@ class AltiOptions(Layerwise):
     activation: Activation = Field(
         "exact", description="'exact' freezes the activation's slope; the others are LaTIM's f (LaTIM Eq. 19)"
     )
-    rollout: bool = Field(False, description="compose the layers, P_n ... P_1, in place of the layer axis")
+    residual: bool = Field(
+        True, description="whether y_i and T_ii include the residual stream; False: y_i is the output"
+    )
+    rollout: bool = Field(False, description="compose the layers, P_n ... P_1, instead of returning a layer axis")
 
     @model_validator(mode="after")
     def _not_both(self) -> Self:
+        if self.rollout and not self.residual:
+            raise ValueError("rollout=True composes the layers along the residual stream, which residual=False drops")
         if self.rollout and self.layers == "mean":
             raise ValueError("rollout=True composes the layers, so layers='mean' has nothing left to average")
         return self
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return value.tolist() if isinstance(value, np.generic | np.ndarray | torch.Tensor) else value
 
 
 def _message(model: type[Options], method: str, given: Mapping[str, Any], error: ValidationError) -> str:
@@ -181,5 +201,5 @@ def _message(model: type[Options], method: str, given: Mapping[str, Any], error:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Return the strings that a type accepts by name, those inside unions too."""
+    """Return the strings among the literals of a type, unions included."""
     return [choice for part in get_args(annotation) for choice in ([part] if isinstance(part, str) else _choices(part))]

@@ -1,22 +1,24 @@
-"""`raw`: the attention maps as they are, layer by layer."""
+"""`raw`: the attention map of each layer."""
 
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.attribution import Attribution
 from unilinattn.methods.costs import Estimate, estimated, map_cost
-from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, treat, treatment_bytes
+from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
 from unilinattn.methods.options import RawOptions
-from unilinattn.methods.results import filled, stacked
+from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import only_port, stackable_layers
+from unilinattn.operator.cost import rows_cost
 from unilinattn.registry import register_method
-from unilinattn.trace import Layer, Target, Trace
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
-    """Return what `raw` takes: blocks of a map or a few rows, and their treatment."""
+    """Return the cost of `raw`: blocks of a map or a few rows, and their postprocessing."""
     chosen = RawOptions.of("raw", options)
     layers = stackable_layers(trace, "raw", chosen.layers)
     extremes = chosen.normalize == "min-max"
@@ -28,9 +30,10 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         if rows == queries:
             size, operations = map_cost(layer, chosen)
         else:
-            numbers, operations = only_port(layer).rows_cost(rows, scope=chosen.scope)
-            size = numbers * width
-        return apart + max(size, treatment_bytes((batch, rows, keys), width, chosen.discard)), operations
+            scope = only_port(layer).scoped_map(chosen.scope)
+            elements, operations = rows_cost(scope.chain, batch * keys, scope.groups, rows)
+            size = elements * width
+        return apart + max(size, postprocess_bytes((batch, rows, keys), width, chosen.discard)), operations
 
     return estimated("raw", layers, target, chosen, of)
 
@@ -40,8 +43,10 @@ def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attrib
     """The attention map of each layer, mean_h alpha_h (HMA ACL 4.2).
 
     Scores: (layer, batch, query, key), without `query` for a target, without `layer` for layers="mean", which HMA
-    found best. Options: `RawOptions`. Raises `OptionError` for options that do not exist, `UncoveredError` where
-    the maps of the layers cannot be stacked.
+    found best.
+
+    Options: `RawOptions`. Raises `OptionError` for an unknown option or value, and `UncoveredError` if the maps of
+    the layers cannot be stacked.
     """
     chosen = RawOptions.of("raw", options)
     layers = stackable_layers(trace, "raw", chosen.layers)
@@ -51,8 +56,8 @@ def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attrib
             fill_attention(out, layer, chosen)
         else:
             out.copy_(attention_rows(layer, chosen, rows))
-        treat(out, trace, layer, rows, sign=chosen.sign, discard=chosen.discard, normalize=chosen.normalize)
+        postprocess_(out, trace, layer, rows, sign=chosen.sign, discard=chosen.discard, normalize=chosen.normalize)
 
-    # The map's own minimum and maximum need the whole of it.
-    scores = filled(trace, "raw", layers, target, chosen, fill, whole=chosen.normalize == "min-max")
-    return stacked(trace, "raw", layers, scores, options=chosen, target=target, scope=chosen.scope)
+    # The map's minimum and maximum need the whole map.
+    scores = score_layers(trace, "raw", layers, target, chosen, fill, whole=chosen.normalize == "min-max")
+    return to_result(trace, "raw", layers, scores, options=chosen, target=target, scope=chosen.scope)

@@ -1,4 +1,4 @@
-"""From scores to a labelled result."""
+"""Allocate a method's scores and label them as a result."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -8,14 +8,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.attribution import Attribution
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import require_result, reserved
-from unilinattn.methods.maps import ONE_ROW, map_shape, picked
+from unilinattn.methods.maps import ONE_ROW, gather_rows, map_shape
 from unilinattn.methods.options import Layerwise, Options
 from unilinattn.methods.selection import key_mask, query_rows
 from unilinattn.progress import progress
-from unilinattn.trace import Layer, Target, Trace
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
 
 DIMS = ("layer", "batch", "query", "key")
 
@@ -23,9 +24,9 @@ DIMS = ("layer", "batch", "query", "key")
 def result_shape(
     layers: Sequence[Layer], target: Target | None, options: Options | None = None
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape of what a method finds, and its dtype: ([layer,] batch, query, key), one query for a target.
+    """Return the shape and dtype of a method's scores: ([layer,] batch, query, key), one query for a target.
 
-    With `options` of a layer-wise method there is a layer axis, but for layers="mean".
+    They have a layer axis if `options` are those of a layer-wise method and not layers="mean".
     """
     batch, queries, keys = map_shape(layers[0])
     shape = (batch, queries if target is None else 1, keys)
@@ -34,12 +35,12 @@ def result_shape(
     return ((len(layers), *shape) if layered else shape), dtype
 
 
-def room(
+def allocate_scores(
     method: str, layers: Sequence[Layer], target: Target | None, options: Options | None = None
 ) -> Float[Tensor, "*axes"]:
-    """Return zeros of `result_shape`: the one place where every method allocates its scores.
+    """Return zeros of `result_shape`; every method allocates its scores here.
 
-    Raises `MemoryLimitError` before it does if they are larger than `max_memory`.
+    Raises `MemoryLimitError`, before it allocates, if they are larger than `max_memory`.
     """
     shape, dtype = result_shape(layers, target, options)
     ways = [ONE_ROW] if target is None else ["take fewer sequences or a shorter one"]
@@ -50,7 +51,7 @@ def room(
     return torch.zeros(shape, dtype=dtype, device=layers[0].output.device)
 
 
-def filled(
+def score_layers(
     trace: Trace,
     method: str,
     layers: Sequence[Layer],
@@ -60,32 +61,33 @@ def filled(
     *,
     whole: bool = False,
 ) -> Float[Tensor, "*axes"]:
-    """Return each layer's scores, or their mean with layers="mean", written by `fill(layer, rows, out)` in place.
+    """Return each layer's scores, or their mean with layers="mean".
 
-    `out` is zeros. `whole`: a layer's map is needed whole even where one row of it is asked for.
+    `fill(layer, rows, out)` writes the scores of the query positions `rows` into `out`, which is zero. With `whole` it
+    computes all rows of a layer even for a target.
     """
-    scores = room(method, layers, target, options)
+    scores = allocate_scores(method, layers, target, options)
     for at, layer in enumerate(progress(layers, method)):
         wanted = query_rows(trace, layer, target)
         rows = query_rows(trace, layer) if whole else wanted
-        own = scores[at] if scores.ndim == 4 else None
-        alike = own is not None and (own.device, own.dtype) == (layer.output.device, layer.output.dtype)
-        if alike and own is not None and rows.shape[1] == own.shape[1]:
-            fill(layer, rows, own)
+        part = scores[at] if scores.ndim == 4 else None
+        alike = part is not None and (part.device, part.dtype) == (layer.output.device, layer.output.dtype)
+        if alike and part is not None and rows.shape[1] == part.shape[1]:
+            fill(layer, rows, part)
             continue
         shape = (*rows.shape, scores.shape[-1])
         with reserved(prod(shape) * layer.output.element_size(), f"{method}: the map of {layer.name}", ONE_ROW):
             out = layer.output.new_zeros(shape)
             fill(layer, rows, out)
-        out = picked(out, wanted) if rows.shape[1] != wanted.shape[1] else out
-        if own is None:
+        out = gather_rows(out, wanted) if rows.shape[1] != wanted.shape[1] else out
+        if part is None:
             scores.add_(out.to(scores), alpha=1 / len(layers))
         else:
-            own.copy_(out)
+            part.copy_(out)
     return scores
 
 
-def stacked(
+def to_result(
     trace: Trace,
     method: str,
     layers: Sequence[Layer],
@@ -96,11 +98,12 @@ def stacked(
     scope: str,
     extras: dict[str, Sequence[Float[Tensor, "batch row"]]] | None = None,
     decomposition_error: Sequence[float] | None = None,
+    stream_error: dict[str, float] | None = None,
 ) -> Attribution:
-    """Label what `filled` returns.
+    """Label the scores of `score_layers`.
 
-    `extras` hold a number a row and a layer, averaged here for layers="mean"; `decomposition_error` one a layer, the
-    worst of which is the completeness gap.
+    `extras` have one number for each row of each layer, averaged here for layers="mean"; `decomposition_error` has one
+    for each layer, the worst of which is the completeness gap.
     """
     more = {name: torch.stack([part.to(scores.device) for part in parts]) for name, parts in (extras or {}).items()}
     if options.layers == "mean":
@@ -111,7 +114,7 @@ def stacked(
     if decomposition_error is not None:
         more["decomposition_error"] = torch.tensor(decomposition_error, dtype=torch.float64)
         gap = more["decomposition_error"].max().item()
-    return labelled(
+    return make_result(
         trace,
         method,
         layers,
@@ -122,10 +125,11 @@ def stacked(
         scope=scope,
         extras=more,
         completeness_gap=gap,
+        stream_error=stream_error,
     )
 
 
-def labelled(
+def make_result(
     trace: Trace,
     method: str,
     layers: Sequence[Layer],
@@ -137,10 +141,11 @@ def labelled(
     dims: tuple[str, ...] = DIMS[1:],
     extras: dict[str, Tensor] | None = None,
     completeness_gap: float | None = None,
+    stream_error: dict[str, float] | None = None,
 ) -> Attribution:
-    """Put scores and all that is needed to read them into a result; with a target its `dims` lose "query".
+    """Return a result of scores with labels, options and errors; with a target its `dims` lack "query".
 
-    A layer whose adapter covers its core alone has no reconstruction error to state.
+    Layers whose adapter covers only their core have no reconstruction error.
     """
     errors = {}
     for layer in layers:
@@ -161,6 +166,7 @@ def labelled(
         model=trace.model,
         versions=trace.versions,
         reconstruction_error=errors,
+        stream_error=stream_error or {},
         completeness_gap=completeness_gap,
         extras=extras or {},
     )

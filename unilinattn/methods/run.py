@@ -1,82 +1,115 @@
 """`explain` and `compare`: from a model and its inputs, or a trace, to labelled results."""
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from unilinattn.attribution import Attribution, Comparison
-from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
+from unilinattn.errors import ExactnessWarning, InputError, OptionError, UncoveredError, UnilinattnError, nearest
+from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.costs import Estimate
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
+from unilinattn.registry import Method, list_methods
 from unilinattn.registry import method as registered
-from unilinattn.registry import methods as all_methods
-from unilinattn.trace import Target, Trace, trace
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.comparison import Comparison
+from unilinattn.tracing.trace import Target, Trace, trace
+from unilinattn.tracing.trust import Trust, require_exact, trusting
 
-Tokens = Sequence[str] | Sequence[Sequence[str]]
-"""Texts of the key tokens, padding included: one list a sequence, or one list for a single sequence."""
+Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
+"""Texts of the key tokens, padding included: a list for each sequence, a list for a single sequence, or a tokenizer."""
+
+DEFAULT_METHOD = "alti"
+DEFAULT_OPTIONS: Mapping[str, Any] = MappingProxyType({"rollout": True})
+"""Default method of `explain` and its options.
+
+Among the methods that compose all layers it finds the known answers of the trained Mamba models best, as
+`unilinattn compare` shows.
+"""
 
 
 def explain(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
     *,
-    method: str = "rollout",
+    method: str | None = None,
     target: Target | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
     max_memory: int | None = None,
     progress: bool = True,
+    trust: Trust = "require",
     **options: Any,
 ) -> Attribution:
-    """Explain a model on inputs by one method; from a trace nothing is run again but what gradients need.
+    """Explain a model on inputs by one method.
 
-    `target` is a position, or one a sequence, counted over real tokens, negative from their end; None keeps every
-    query. `tokens` and `grid`, the (rows, columns) of an image's patches, label the result.
+    The model runs once to be traced; a trace needs no run, except for gradients.
 
-    `max_memory` bounds the bytes that each operation takes beside its inputs and its result, 1 GiB unless told.
-    Work of more than a moment shows a progress bar on a terminal or in a notebook, unless `progress` is False.
+    Args:
+        model_or_trace: the model, or a trace of it.
+        inputs: inputs of the model as in `trace`; None for a trace.
+        method: name of the method, by default `alti` composed over layers (method="alti", rollout=True); the result
+            names it.
+        target: a position, or one for each sequence, counted over real tokens and negative from their end; None keeps
+            every query.
+        tokens: labels of the keys: texts, or a tokenizer for the texts of the model's ids.
+        grid: the (rows, columns) of an image's patches.
+        max_memory: bytes that each operation may take in addition to its inputs and result, by default 1 GiB.
+        progress: whether long work shows a progress bar on a terminal or in a notebook.
+        trust: "require" raises an error for a layer whose reconstruction error exceeds the tolerance of its dtype (see
+            `docs/exactness.md`) before a method uses it; "warn" warns, and the result keeps the warning.
+        options: options of the method.
 
     Raises `OptionError` for an unknown method or option, `InputError` for inputs, a target or labels that do not
-    fit, `MemoryLimitError` before anything too large is allocated, and whatever `trace` raises.
+    fit, `ExactnessError` for a layer that misses the host's output, `MemoryLimitError` before anything too large is
+    allocated, `UncoveredError` for a model that the method does not cover (the default method's error names those that
+    do), and the errors of `trace`.
     """
-    chosen = registered(method)
-    with limited_to(max_memory), bars(progress):
-        found = _traced(model_or_trace, inputs)
-        result: Attribution = chosen.function(found, target=target, **options)
-    return _with_labels(result, tokens, grid)
+    chosen, options = _chosen(method, options)
+    with limited_to(max_memory), bars(progress), trusting(trust):
+        traced = _traced(model_or_trace, inputs)
+        with _naming_methods_that_work(traced, target, default=method is None):
+            result = _run(chosen, traced, target, options)
+    return _with_labels(result, traced, tokens, grid)
 
 
 def estimate(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
     *,
-    method: str = "rollout",
+    method: str | None = None,
     target: Target | None = None,
     max_memory: int | None = None,
+    trust: Trust = "require",
     **options: Any,
 ) -> Estimate:
-    """Say what `explain` will take with the same arguments: bytes of the result, bytes beside it, multiply-adds.
+    """Estimate `explain` with the same arguments: bytes of the result, bytes in addition to it, multiply-adds.
 
-    A model is run once, to be traced, and operators are built; nothing else is allocated, and nothing is refused for
-    its size. Bytes and operations are within a factor of two of what is measured, at lengths where they matter.
+    A model runs once, to be traced, and its operators are built and checked. Nothing else is allocated, and nothing is
+    refused for its size. Bytes and operations are within a factor of two of the measured ones at lengths where they
+    matter.
 
-    Raises `UncoveredError` for a method that was registered without its cost, else what `explain` does for wrong
+    Raises `UncoveredError` for a method that was registered without its cost, and the errors of `explain` for invalid
     arguments.
     """
-    chosen = registered(method)
+    chosen, options = _chosen(method, options)
     if chosen.cost is None:
-        known = [name for name, entry in all_methods().items() if entry.cost is not None]
+        costed = [name for name, entry in list_methods().items() if entry.cost is not None]
         raise UncoveredError(
-            f"{method} was registered without its cost, so nothing can be estimated; give register_method a `cost`. "
-            f"Methods that have one: {', '.join(known)}."
+            f"{chosen.name} was registered without its cost, so nothing can be estimated; give register_method a "
+            f"`cost`. Methods that have one: {', '.join(costed)}."
         )
-    with limited_to(max_memory):
-        found: Estimate = chosen.cost(_traced(model_or_trace, inputs), target=target, **options)
-    return found
+    with limited_to(max_memory), trusting(trust):
+        traced = _traced(model_or_trace, inputs)
+        with _naming_methods_that_work(traced, target, default=method is None), full_precision():
+            estimated: Estimate = chosen.cost(traced, target=target, **options)
+    return estimated
 
 
 def compare(
@@ -89,46 +122,91 @@ def compare(
     grid: tuple[int, int] | None = None,
     max_memory: int | None = None,
     progress: bool = True,
+    trust: Trust = "require",
     **options: Any,
 ) -> Comparison:
-    """Explain several models on the same inputs by several methods; each model runs once, beside gradients.
+    """Explain several models on the same inputs by several methods.
 
-    An option goes to every method, so each must take it; a mapping under a method's name goes to that method alone:
-    `compare(models, ids, methods=["rollout", "latim"], latim={"p": 1})`. `max_memory` and `progress` as in `explain`.
+    Each model runs once, except for gradients. `models` maps names to models or traces. An option applies to every
+    method, so each must accept it; a mapping under a method's name applies only to that method:
+    `compare(models, ids, methods=["rollout", "latim"], latim={"p": 1})`. The other arguments are those of `explain`.
 
-    Raises `OptionError` for unknown methods and for options that a method does not take, naming the method;
-    `InputError` for inputs, a target or labels that do not fit.
+    Raises `OptionError` for an unknown method and for an option that a method does not accept, `InputError` for inputs,
+    a target or labels that do not fit, and the other errors of `explain`.
     """
     if isinstance(methods, str) or not methods:
-        raise OptionError(f"methods={methods!r}; give a list of method names" + nearest(methods, all_methods()))
+        raise OptionError(f"methods={methods!r}; give a list of method names" + nearest(methods, list_methods()))
     if not models:
         raise InputError("compare needs a mapping from names to models or traces, at least one; it was given none.")
     chosen = {name: registered(name) for name in methods}
-    own = {name: value for name, value in options.items() if name in all_methods()}
-    for name, value in own.items():
+    by_method = {name: value for name, value in options.items() if name in list_methods()}
+    for name, value in by_method.items():
         if name not in chosen or not isinstance(value, Mapping):
             raise OptionError(
                 f"{name}={value!r}: options under a method's name are a mapping, for one of the methods that are "
                 f"compared: {', '.join(chosen)}."
             )
-    shared = {name: value for name, value in options.items() if name not in own}
+    shared = {name: value for name, value in options.items() if name not in by_method}
     results: dict[str, dict[str, Attribution]] = {}
-    with limited_to(max_memory), bars(progress):
+    with limited_to(max_memory), bars(progress), trusting(trust):
         for model, host in steps(models.items(), "models"):
-            found = _traced(host, None if isinstance(host, Trace) else inputs)
+            traced = _traced(host, None if isinstance(host, Trace) else inputs)
             results[model] = {
                 name: _with_labels(
-                    entry.function(found, target=target, **{**shared, **own.get(name, {})}), tokens, grid
+                    _run(entry, traced, target, {**shared, **by_method.get(name, {})}), traced, tokens, grid
                 )
                 for name, entry in chosen.items()
             }
     return Comparison(results)
 
 
+def _run(method: Method, trace: Trace, target: Target | None, options: Mapping[str, Any]) -> Attribution:
+    """Run a method, check the layers of its result against the host's outputs, and keep the warnings in the result."""
+    with full_precision():
+        result: Attribution = method.function(trace, target=target, **options)
+        doubts = require_exact(layer for layer in trace.layers if layer.name in result.layers)
+    for doubt in doubts:
+        warnings.warn(doubt, ExactnessWarning, stacklevel=3)
+    return replace(result, warnings=doubts) if doubts else result
+
+
+def _chosen(method: str | None, options: dict[str, Any]) -> tuple[Method, dict[str, Any]]:
+    """Return the named method and `options`; by default the default method, with `options` over its default ones."""
+    if method is not None:
+        return registered(method), options
+    return registered(DEFAULT_METHOD), {**DEFAULT_OPTIONS, **options}
+
+
+@contextmanager
+def _naming_methods_that_work(found: Trace, target: Target | None, *, default: bool) -> Iterator[None]:
+    """Add the methods that cover the model to an `UncoveredError` of the default method."""
+    try:
+        yield
+    except UncoveredError as error:
+        if not default:
+            raise
+        others = [name for name in list_methods() if name != DEFAULT_METHOD and _covers(name, found, target)]
+        covering = f"method={' or '.join(map(repr, others))}" if others else "none"
+        raise UncoveredError(
+            f"{error} No method was named, so this was the default, {DEFAULT_METHOD!r} composed over all layers "
+            f"({', '.join(f'{name}={value}' for name, value in DEFAULT_OPTIONS.items())}). Methods that cover the "
+            f"layers of this model: {covering}."
+        ) from error
+
+
+def _covers(name: str, found: Trace, target: Target | None) -> bool:
+    """Whether a method estimates its cost on these layers; for layers that it does not cover it raises an error."""
+    cost = registered(name).cost
+    try:
+        return cost is not None and cost(found, target=target) is not None
+    except UnilinattnError:
+        return False
+
+
 def _traced(model_or_trace: nn.Module | Trace, inputs: Any) -> Trace:
     if isinstance(model_or_trace, Trace):
         if inputs is not None:
-            raise InputError("a trace holds its inputs already; pass the trace alone, or the model with other inputs.")
+            raise InputError("a trace holds its inputs already; pass only the trace, or the model with other inputs.")
         return model_or_trace
     if inputs is None:
         raise InputError(
@@ -138,12 +216,37 @@ def _traced(model_or_trace: nn.Module | Trace, inputs: Any) -> Trace:
     return trace(model_or_trace, inputs)
 
 
-def _with_labels(result: Attribution, tokens: Tokens | None, grid: tuple[int, int] | None) -> Attribution:
+def token_text(tokenizer: Any, token: int) -> str:
+    """Return the decoded text of a token, or its spelling in the vocabulary if the text is empty or partial."""
+    text: str = tokenizer.decode([token])
+    # A part of a character decodes to the replacement character.
+    return tokenizer.convert_ids_to_tokens(token) if "\N{REPLACEMENT CHARACTER}" in text or not text else text
+
+
+def _with_labels(result: Attribution, trace: Trace, tokens: Tokens | None, grid: tuple[int, int] | None) -> Attribution:
     if tokens is None and grid is None:
         return result
-    return replace(result, tokens=None if tokens is None else _rows_of(tokens), grid=grid)
+    return replace(result, tokens=None if tokens is None else _rows_of(tokens, trace), grid=grid)
 
 
-def _rows_of(tokens: Tokens) -> list[list[str]]:
+def _rows_of(tokens: Any, trace: Trace) -> list[list[str]]:
+    if hasattr(tokens, "convert_ids_to_tokens"):
+        if trace.ids is None:
+            raise InputError(
+                f"tokens is a tokenizer, and {trace.model} was not given one tensor of token ids that it could name; "
+                "give one list of texts a sequence."
+            )
+        return [[token_text(tokens, token) for token in row] for row in trace.ids.tolist()]
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise InputError(
+            f"tokens is a {type(tokens).__name__}; give one text a token, in one list a sequence, or the tokenizer."
+        )
     texts = [token for token in tokens if isinstance(token, str)]
-    return [texts] if len(texts) == len(tokens) else [list(row) for row in tokens]
+    if len(texts) == len(tokens):
+        return [texts]
+    rows = [row for row in tokens if isinstance(row, Sequence) and not isinstance(row, str)]
+    if len(rows) < len(tokens):
+        raise InputError(
+            "tokens holds texts and other values side by side; give one list of texts a sequence, or the tokenizer."
+        )
+    return [list(row) for row in rows]

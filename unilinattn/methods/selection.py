@@ -1,4 +1,4 @@
-"""Which layers, rows and tokens a method looks at, and whether their scores go together."""
+"""Select the layers, rows and tokens of a method, and check that the layers' scores can be combined."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,17 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from unilinattn.errors import OptionError, UncoveredError, nearest
-from unilinattn.operator import MixerOperator
-from unilinattn.trace import Layer, Target, Trace
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
+from unilinattn.tracing.trust import require_exact
 
 
 def stackable_layers(trace: Trace, method: str, layers: str | Sequence[int | str]) -> tuple[Layer, ...]:
-    """Return the layers that the option `layers` of a layer-wise method names, in the order of the list.
+    """Return the layers named by the option `layers` of a layer-wise method, in the order of the list.
 
-    Raises `OptionError` for an unknown layer, `UncoveredError` if the scores of these layers cannot be stacked.
+    Raises `OptionError` for an unknown layer, `UncoveredError` if the scores of these layers cannot be stacked, and
+    `ExactnessError` for a layer that misses the host's output.
     """
     if isinstance(layers, str):
         chosen = _known(trace, method)
@@ -30,31 +33,38 @@ def stackable_layers(trace: Trace, method: str, layers: str | Sequence[int | str
                 f"({_described(axes)}) have different axes and cannot be stacked; pass layers=[...] with layers of "
                 "one kind."
             )
+    require_exact(chosen)
     return chosen
 
 
 def layers_from(trace: Trace, method: str, start_layer: int) -> tuple[Layer, ...]:
-    """Return the layers from `start_layer` on; raise `OptionError` if there are none."""
-    count, known = len(trace.layers), _known(trace, method)
+    """Return the layers from `start_layer` on that have an operator, checked against the host's outputs.
+
+    Raises `OptionError` if `start_layer` is beyond the last layer, and `ExactnessError` for a layer that misses the
+    host's output.
+    """
+    count, transparent = len(trace.layers), _known(trace, method)
     if start_layer >= count:
         raise OptionError(
             f"{method}: start_layer={start_layer} leaves no layer; {trace.model} has layers 0 to {count - 1}."
         )
-    return tuple(layer for layer in trace.layers[start_layer:] if layer in known)
+    chosen = tuple(layer for layer in trace.layers[start_layer:] if layer in transparent)
+    require_exact(chosen)
+    return chosen
 
 
 def _known(trace: Trace, method: str) -> tuple[Layer, ...]:
-    """Return the layers that an adapter knows; raise `UncoveredError` if none is left of a trace that kept others."""
-    known = tuple(layer for layer in trace.layers if not layer.opaque)
-    if not known:
+    """Return the layers that are not opaque; raise `UncoveredError` if there are none."""
+    layers = tuple(layer for layer in trace.layers if not layer.opaque)
+    if not layers:
         raise UncoveredError(f"{method}: every layer of {trace.model} is opaque: no adapter knows any of them.")
-    return known
+    return layers
 
 
 def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
-    """Return these layers in order of execution, those that are added to the stream together in one step.
+    """Return these layers in order of execution, grouped into steps of layers that are added to the stream together.
 
-    Raises `UncoveredError` unless each of them maps one and the same stream of tokens to itself.
+    Raises `UncoveredError` unless all of them map the same stream of tokens to itself.
     """
     first = _axes(trace, layers[0])
     for layer in layers:
@@ -62,19 +72,19 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
         if port != "x" or queries != keys or axes != first:
             raise UncoveredError(
                 f"{method} multiplies the maps of layers on one stream; {layer.name} ({_described(axes)}) does not go "
-                f"with {layers[0].name} ({_described(first)}). Trace the encoder or the decoder alone, or use a "
+                f"with {layers[0].name} ({_described(first)}). Trace only the encoder or only the decoder, or use a "
                 "layer-wise method ('raw', 'latim') with layers=[...]."
             )
-    kept = set(map(id, layers))
-    steps = (tuple(layer for layer in step.layers if id(layer) in kept) for step in trace.steps)
-    return [together for together in steps if together]
+    chosen = set(map(id, layers))
+    steps = (tuple(layer for layer in step.layers if id(layer) in chosen) for step in trace.steps)
+    return [step for step in steps if step]
 
 
 def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[Tensor, "batch row"]:
-    """Return the query positions to compute: every one, or the target's in each sequence.
+    """Return the query positions to compute: all of them, or the target's position in each sequence.
 
-    Raises `InputError` for a target out of range, `UncoveredError` where the target, which counts the last
-    layer's tokens, does not count this layer's.
+    Raises `InputError` for a target out of range, and `UncoveredError` if this layer's queries are not the last
+    layer's tokens, which the target counts.
     """
     batch, length = layer.output.shape[:2]
     if target is None:
@@ -89,7 +99,7 @@ def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[
 
 
 def key_mask(trace: Trace, layer: Layer) -> Bool[Tensor, "batch key"] | None:
-    """Return the real keys of a layer, None where all are real."""
+    """Return the mask of a layer's real keys, None if all are real."""
     port, shape = _only(layer)
     mask = layer.mask if port == "x" else trace.mask
     fits = mask is not None and tuple(mask.shape) == shape
@@ -97,7 +107,7 @@ def key_mask(trace: Trace, layer: Layer) -> Bool[Tensor, "batch key"] | None:
 
 
 def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bool[Tensor, "batch row key"]:
-    """Return which pairs of a selected query and a key are both real tokens."""
+    """Return the mask of pairs of a selected query and a key that are both real tokens."""
     keys, queries = key_mask(trace, layer), layer.mask
     if keys is None:
         keys = torch.ones(_only(layer)[1], dtype=torch.bool, device=rows.device)
@@ -106,13 +116,13 @@ def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bo
 
 
 def only_port(layer: Layer) -> MixerOperator:
-    """Return a layer's operator; raise `UncoveredError` if it reads several tensors, since one map is then a part."""
+    """Return a layer's operator; raise `UncoveredError` if it reads several tensors, so that one map is incomplete."""
     _only(layer)
     return layer.operator
 
 
 def _only(layer: Layer) -> tuple[str, tuple[int, int]]:
-    """Return a layer's one port with its batch and number of tokens, without its operator where that is rebuilt."""
+    """Return a layer's only port and its (batch, number of tokens), without building an operator at length."""
     ports = layer.ports
     if len(ports) > 1:
         raise UncoveredError(
@@ -139,7 +149,7 @@ def _stream(trace: Trace, layer: Layer) -> str:
 
 
 def _axes(trace: Trace, layer: Layer) -> tuple[str, str, int, int]:
-    """Return what a layer's query and key axes are: the stream, the port of the keys, and their lengths."""
+    """Return a layer's query and key axes: its stream, the port of the keys, and both lengths."""
     port, (_, keys) = _only(layer)
     return _stream(trace, layer), port, layer.output.shape[1], keys
 

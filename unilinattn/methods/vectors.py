@@ -1,90 +1,92 @@
-"""T_i(x_j) of all pairs or of some rows, as the methods that reduce these vectors take them."""
+"""The vectors T_i(x_j) of all pairs or of some rows, in tiles, for the methods that reduce them to norms."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unilinattn.costs import rows_cost
 from unilinattn.memory import allowed, rows_within
-from unilinattn.methods.maps import added, map_shape
+from unilinattn.methods.maps import map_shape, sum_on_first
 from unilinattn.methods.selection import only_port
-from unilinattn.shares import TILE, Shares, Tile
-from unilinattn.trace import Layer
+from unilinattn.operator.cost import TILE, apply_cost, rows_cost, tile_elements, tile_operations, tile_rows
+from unilinattn.operator.deferred import shapes_only
+from unilinattn.operator.pairwise import PairwiseContributions, Tile
+from unilinattn.tracing.layer import Layer
+
+SUMMED = 3
+"""Tiles of vectors beside those of each layer: the last layer's product before its axes are put in order, the sum so
+far, and the next sum."""
 
 
-def share_tiles(
+def contribution_tiles(
     layers: Sequence[Layer], factors: Sequence[float], rows: Int[Tensor, "batch row"], activation: str
 ) -> Iterator[Tile]:
-    """Yield T_i(x_j), each layer's times its factor, summed, of some rows and keys at a time.
+    """Yield tiles of the sum over layers of factor * T_i(x_j).
 
-    Tiles of all pairs where every layer has such a form and every row is asked for; else some rows at a time.
-    Pairs that a causal layer leaves at zero may be missing.
+    If `rows` are all rows, `activation` is "exact" and every layer has a pairwise form, the tiles are blocks of pairs;
+    else they are blocks of rows. Pairs for which every layer's T_i(x_j) is zero by causality may be missing.
     """
     ops = [only_port(layer) for layer in layers]
     tiled = rows.shape[1] == layers[0].output.shape[1] and activation == "exact"
-    forms = [form for op in ops if tiled and (form := op.shares()) is not None]
+    forms = [form for op in ops if tiled and (form := op.pairwise()) is not None]
     count = len(layers)
     if len(forms) == count:
-        # A step of several layers holds the vectors of each, and all have to be cut alike.
-        size = min(form.rows(_held_vectors(count), count) for form in forms)
+        # A step of several layers holds the vectors of each layer, in tiles of one size.
+        size = min(tile_rows(form, beside=_held_vectors(count), parts=count) for form in forms)
         causal = all(form.causal for form in forms)
         streams = (form.times(factor).tiles(causal, rows=size) for form, factor in zip(forms, factors, strict=True))
-        for together in zip(*streams, strict=True):
-            yield together[0] if count == 1 else _sum(together[0], [tile.vectors() for tile in together])
+        for tiles in zip(*streams, strict=True):
+            yield tiles[0] if count == 1 else _sum(tiles[0], [tile.vectors() for tile in tiles])
         return
-    keys, held = ops[0].inputs[ops[0].ports[0]].shape[1], _rows_size(layers)
-    size = rows_within(lambda n: n * held, TILE, "vectors T_i(x_j)")
+    keys, width = ops[0].inputs[ops[0].ports[0]].shape[1], _rows_size(layers)
+    size = rows_within(lambda n: n * width, TILE, "vectors T_i(x_j)")
     for start in range(0, rows.shape[1], size):
         part = slice(start, min(start + size, rows.shape[1]))
-        found = (op.contributions(rows[:, part], activation=activation) for op in ops)
-        shares = [(v if f == 1 else f * v).permute(0, 3, 1, 2) for f, v in zip(factors, found, strict=True)]
+        vectors = (op.contributions(rows[:, part], activation=activation) for op in ops)
+        shares = [(v if f == 1 else f * v).permute(0, 3, 1, 2) for f, v in zip(factors, vectors, strict=True)]
         yield _sum(Tile(part, slice(0, keys), shares[0], None, rows[:, part]), shares)
 
 
 def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool) -> tuple[int, int]:
-    """Return the bytes and operations of `share_tiles` for so many rows, the vectors of each row included."""
+    """Return the bytes and operations of `contribution_tiles` for `rows` rows, the output vector of each included."""
     ops, count = [only_port(layer) for layer in together], len(together)
     batch, queries, keys = map_shape(together[0])
     width, out = together[0].output.element_size(), together[0].output.shape[2]
-    forms: list[Shares] = []
+    forms: list[PairwiseContributions] = []
     if exact and rows == queries:
-        # On shapes alone: nothing is allocated.
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            forms = [form for op in ops if (form := op.shares()) is not None]
+        with shapes_only():
+            forms = [form for op in ops if (form := op.pairwise()) is not None]
     vectors = 4 * batch * max(rows, 1) * out
     if len(forms) == count:
         beside = _held_vectors(count)
-        size = min(form.rows(beside, count, name=None) for form in forms)
-        numbers = sum(form.numbers(min(size, queries), beside=beside) for form in forms) + vectors
-        return width * numbers, sum(form.operations() for form in forms)
-    # Rows of a per-channel chain, as many as fit; each weighs a vector of every key.
+        size = min(tile_rows(form, beside=beside, parts=count, what=None) for form in forms)
+        elements = sum(tile_elements(form, min(size, queries), beside=beside) for form in forms) + vectors
+        return width * elements, sum(tile_operations(form) for form in forms)
+    # As many rows of a per-channel chain as fit; each row weights a vector of every key.
     each = _rows_size(together)
     size = min(rows, TILE)
     while size > 1 and size * each > allowed():
         size //= 2
-    passes = [op.apply_cost() for op in ops]
-    found = [rows_cost(op.chains[op.ports[0]], 0, op.width, size) for op in ops]
-    taken = size * each // width + max(cost.numbers for cost in found)
-    numbers = max(taken, *(cost.numbers for cost in passes)) + vectors
+    passes = [apply_cost(op.chains, op.inputs) for op in ops]
+    chains = [rows_cost(op.chains[op.ports[0]], 0, op.width, size) for op in ops]
+    taken = size * each // width + max(cost.elements for cost in chains)
+    elements = max(taken, *(cost.elements for cost in passes)) + vectors
     inner = sum(op.width * (out + 8) for op in ops)
-    return width * numbers, batch * rows * keys * inner + sum(cost.operations for cost in passes)
+    return width * elements, batch * rows * keys * inner + sum(cost.operations for cost in passes)
 
 
 def _sum(tile: Tile, vectors: Sequence[Float[Tensor, "batch out row col"]]) -> Tile:
-    return replace(tile, inner=added(vectors), weight=None, squared=None)
+    return replace(tile, inner=sum_on_first(vectors), weight=None, squared=None)
 
 
 def _held_vectors(count: int) -> int:
-    """Return how many tiles of vectors `share_tiles` holds for so many layers in one step."""
-    return 0 if count == 1 else count + 3
+    """Tiles of vectors that `contribution_tiles` holds for `count` layers in one step: one each, and their sum."""
+    return 0 if count == 1 else count + SUMMED
 
 
 def _rows_size(layers: Sequence[Layer]) -> int:
-    """Return how many bytes `share_tiles` holds for each row where a layer has no form in tiles."""
+    """Return the bytes that `contribution_tiles` holds for each row if a layer has no pairwise form."""
     ops = [only_port(layer) for layer in layers]
     batch, keys, _ = ops[0].inputs[ops[0].ports[0]].shape
-    return 5 * batch * keys * max(op.width for op in ops) * layers[0].output.element_size()
+    return 4 * batch * keys * max(op.width for op in ops) * layers[0].output.element_size()

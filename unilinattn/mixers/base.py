@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Inexact, Int
@@ -11,20 +11,10 @@ from torch import Tensor
 
 from unilinattn.errors import FactorError
 from unilinattn.kernels.reduced_map.dense import Taps, reduced, weighted
-from unilinattn.kernels.streamed.naive import Phi, phi_of
+from unilinattn.kernels.row_product.naive import Sign, apply_sign
+from unilinattn.kernels.subnormal import flushed_
 
 ALL = slice(None)
-
-CHUNK = 64
-"""Tokens of a chunk in the cost of a pass that a structure does not state itself."""
-
-
-class Cost(NamedTuple):
-    """What an operation holds beside its inputs, its result included, and how much it multiplies."""
-
-    numbers: int
-    operations: int
-
 
 Block = Callable[[slice], Tensor]
 """From columns to those of some rows of the matrix: (batch, head, row, col)."""
@@ -99,11 +89,6 @@ class CoreMixer(ABC):
             part = slice(start, min(start + rows, queries))
             yield part, partial(self.tile, part)
 
-    @property
-    def carried_size(self) -> int:
-        """How many numbers `blocks` carries from one block to the next."""
-        return 0
-
     def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
         """Yield left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] as `blocks`: (batch, channel, row, col).
 
@@ -126,58 +111,24 @@ class CoreMixer(ABC):
         for part, block in self.blocks(rows):
             yield reduced(block(ALL), part, left, taps)
 
-    def weighted_size(self, rows: int, cols: int, channels: int, lags: int) -> int:
-        """Return how many numbers `weighted_blocks` holds beside its tiles: a block of each head, and what makes it."""
-        return 2 * self.shape[0] * self.heads * rows * (cols + lags)
-
-    def streamed(
+    def row_product(
         self,
         row: Float[Tensor, "batch query"],
         weight: Float[Tensor, "batch query"],
-        phi: Phi,
+        sign: Sign,
         rows: int,
         left: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Float[Tensor, "batch key"]:
-        """Return sum_i row_i phi(weight_i m_ij) for the map m of `reduced_rows`, which is never held."""
+        """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, which is never held."""
         total = row.new_zeros(row.shape[0], self.shape[3])
         start = 0
         for block in self.reduced_rows(rows, left, taps):
             part = slice(start, start + block.shape[1])
-            total = total + torch.einsum("bi,bij->bj", row[:, part], phi_of(phi, block * weight[:, part, None]))
+            scaled = flushed_(apply_sign(sign, block * weight[:, part, None]))
+            total = total + torch.einsum("bi,bij->bj", row[:, part], scaled)
             start = part.stop
         return total
-
-    def reduced_size(self, rows: int, channels: int) -> int:
-        """Return how many numbers `reduced_rows` holds for so many rows, with weights on so many channels."""
-        batch, heads, _, keys = self.shape
-        return batch * (3 * heads + 2) * rows * keys
-
-    @property
-    def state_size(self) -> int:
-        """How many numbers a head remembers of a channel: the inner dimension of a fast form."""
-        query = getattr(self, "_query", None)
-        return 1 if query is None else query.shape[-1]
-
-    def pass_cost(self, channels: int) -> Cost:
-        """Return what `apply` or `adjoint` costs for so many channels a head: states of one chunk, token by token."""
-        batch, heads, length, _ = self.shape
-        each = batch * heads * channels
-        return Cost(each * (2 * length + 5 * min(length, CHUNK) * self.state_size), 3 * each * length * self.state_size)
-
-    def rows_cost(self, rows: int) -> Cost:
-        """Return what `rows` costs for so many rows of each sequence: a pass for each."""
-        return self.pass_cost(rows)
-
-    def map_operations(self, channels: int) -> int:
-        """Return how much `reduced_rows` multiplies for the whole map, with weights on so many channels."""
-        batch, heads, queries, keys = self.shape
-        pairs = batch * queries * keys
-        weighed = pairs * (channels + heads) if channels > 1 else 0
-        return pairs * heads * self.state_size // (2 if self.is_lower_triangular else 1) + weighed
-
-    streams_by_lag: ClassVar[bool] = False
-    """Whether `reduced_rows` holds a block for each lag of the taps."""
 
     @abstractmethod
     def _like(self, shape: tuple[int, ...]) -> Tensor:

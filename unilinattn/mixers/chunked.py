@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from unilinattn.kernels.reduced_map.dense import Taps, reduced
-from unilinattn.kernels.scan.chunks import Chunk, Reading, fill
-from unilinattn.kernels.scan.pairs import LEAF
+from unilinattn.kernels.scan.chunks import Chunk, Reading, fill, held_elements
 from unilinattn.kernels.scan.tiled import CHUNK, cut
-from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost
+from unilinattn.kernels.subnormal import flushed_
+from unilinattn.memory import allowed
+from unilinattn.mixers.base import ALL, Block, CoreMixer
 
 KEPT = 8192
 """Tokens up to which a pass that will be differentiated keeps the matrices of all of its chunks."""
@@ -44,11 +45,13 @@ class Chunked(CoreMixer):
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the memory forward in time, chunk by chunk."""
-        return torch.cat(self._pass(Chunk.forward, value, 1), dim=1)
+        return self._by_parts(lambda part: torch.cat(self._pass(Chunk.forward, value[:, :, part], 1, part), dim=1))
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the memory backward in time, chunk by chunk."""
-        return torch.cat(self._pass(Chunk.backward, grad, -1)[::-1], dim=1)
+        return self._by_parts(
+            lambda part: torch.cat(self._pass(Chunk.backward, grad[:, :, part], -1, part)[::-1], dim=1)
+        )
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Fill a block column by column, each carried as a state from its own chunk to the last row's."""
@@ -58,12 +61,14 @@ class Chunked(CoreMixer):
             return self._like((batch, len(range(total)[heads]), len(row), len(col)))
         first, last = col[0] // CHUNK, row[-1] // CHUNK
         device = self._like(()).device
-        return fill(
-            (self.chunk(factors, heads) for factors in self._pieces(slice(first, last + 1))),
-            first * CHUNK,
-            torch.tensor(row, device=device),
-            torch.tensor(col, device=device),
-        )
+        places = [torch.tensor(positions, device=device) for positions in (row, col)]
+        parts = [
+            fill(
+                (self.chunk(factors, part) for factors in self._pieces(slice(first, last + 1))), first * CHUNK, *places
+            )
+            for part in self._parts(heads)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
         """Yield blocks of at most one chunk of rows; each column's state is carried from chunk to chunk, once."""
@@ -87,65 +92,46 @@ class Chunked(CoreMixer):
                     yield torch.cat(held, dim=1)
                     held = []
 
-    @property
-    def carried_size(self) -> int:
-        """How many numbers `blocks` carries: states of every column, their successors, and a chunk as it is made."""
-        batch, heads, _, keys = self.shape
-        return 2 * batch * heads * keys * self.state_size + self._making
-
     @cached_property
     def state_size(self) -> int:
-        """How many numbers a head remembers of a channel: the inner dimension of a chunk's matrices."""
+        """Coordinates of the state: the inner dimension of a chunk's matrices."""
         return self.chunk(self._pieces(slice(0, 1))[0], slice(0, 1)).read.shape[-1]
 
-    def pass_cost(self, channels: int) -> Cost:
-        """Return what `apply` or `adjoint` costs: the matrices of one chunk and of its making."""
-        batch, heads, length, _ = self.shape
-        chunk, state = min(CHUNK, length), self.state_size
-        solved = chunk * (chunk + state) // 2
-        each = solved + 4 * chunk * state + state * state + channels * (chunk + 3 * state)
-        return Cost(2 * batch * length * heads * channels + self._making, batch * length * heads * each)
-
-    def map_operations(self, channels: int) -> int:
-        """Return how much `reduced_rows` multiplies: every column's state through every chunk after it."""
-        batch, heads, length, _ = self.shape
-        chunk, state = min(CHUNK, length), self.state_size
-        carried = state * (state + WAIT * chunk) // (WAIT * chunk) + 1
-        weighed = length * (channels + heads) if channels > 1 else 0
-        return batch * length * (length * heads * carried // 2 + weighed) + self.pass_cost(0).operations
-
-    def reduced_size(self, rows: int, channels: int) -> int:
-        """Return how many numbers `reduced_rows` holds: states, and a chunk as it is made or a block as it is read.
-
-        Every head's block is there where heads are weighed apart.
-        """
-        batch, heads, _, keys = self.shape
-        apart = heads if channels > 1 else 1
-        block = batch * keys * (2 * apart * min(rows, CHUNK) + 2 * rows)
-        return self.carried_size + max(0, block - self._making // 2)
-
-    @property
-    def _making(self) -> int:
-        """How many numbers the matrices of one chunk take while they are made."""
-        batch, heads, length, _ = self.shape
-        chunk, state = min(CHUNK, length), self.state_size
+    def making_elements(self, heads: int) -> int:
+        """Elements held while one chunk of `heads` heads is made."""
+        batch, _, length, _ = self.shape
         decay = getattr(self, "_log_decay", None)
-        # Decays of their own for every coordinate are multiplied out in small blocks.
-        fine = LEAF * state if decay is not None and decay.ndim == 4 and decay.shape[-1] > 1 else 0
-        return batch * heads * chunk * (8 * (chunk + state) + fine)
+        fine = decay is not None and decay.ndim == 4 and decay.shape[-1] > 1
+        return batch * heads * held_elements(min(CHUNK, length), self.state_size, fine)
+
+    def _parts(self, heads: slice = ALL) -> list[slice]:
+        """Split heads so that making one chunk of them takes no more than half of what `max_memory` allows."""
+        chosen = range(self.heads)[heads]
+        step = max(1, allowed() // max(1, 2 * self._like(()).element_size() * self.making_elements(1)))
+        parts = [chosen[start : start + step] for start in range(0, max(1, len(chosen)), step)]
+        return [slice(part.start, part.stop, part.step) for part in parts]
 
     def _pieces(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
         """Cut the factors of some chunks, all at once: the gradient of each single slice is as long as all."""
         first, last, _ = chunks.indices(len(self._chunks()))
         return cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self._factors))
 
+    def _by_parts(self, run: Callable[[slice], Tensor]) -> Tensor:
+        """Run a pass for some heads at a time, and put their outputs, whose third axis is the head, side by side."""
+        parts = self._parts()
+        return run(ALL) if len(parts) == 1 else torch.cat([run(part) for part in parts], dim=2)
+
     def _pass(
-        self, step: Callable[[Chunk, Tensor | None, Tensor], tuple[Tensor, Tensor]], vectors: Tensor, order: int
+        self,
+        step: Callable[[Chunk, Tensor | None, Tensor], tuple[Tensor, Tensor]],
+        vectors: Tensor,
+        order: int,
+        heads: slice,
     ) -> list[Tensor]:
         """Carry a state through the chunks in an order, and return what each chunk makes of it and of its vectors."""
 
         def run(state: Tensor | None, vector: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-            return step(self.chunk(factors), state, vector)
+            return step(self.chunk(factors, heads), state, vector)
 
         # The matrices of a long pass are made again when its gradient needs them: states alone are kept.
         again = torch.is_grad_enabled() and vectors.shape[1] > KEPT
@@ -169,9 +155,9 @@ class Chunked(CoreMixer):
         far, near, crossed = none, none, unmoved
         for number, (tokens, factors) in enumerate(zip(self._chunks(), self._pieces(), strict=True)):
             if number % WAIT == 0:
-                far, near, crossed = torch.cat([crossed @ far, near], dim=-1), none, unmoved
+                far, near, crossed = torch.cat([flushed_(crossed @ far), near], dim=-1), none, unmoved
             chunk = self.chunk(factors)
-            reading = Reading(((chunk.read @ crossed, far), (chunk.read, near)), chunk.within, keys)
+            reading = Reading(((flushed_(chunk.read @ crossed), far), (chunk.read, near)), chunk, keys)
             for start in range(tokens.start, tokens.stop, rows):
                 part = slice(start, min(start + rows, tokens.stop))
                 yield part, reading, slice(part.start - tokens.start, part.stop - tokens.start)

@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.scan.chunks import Chunk
 from unilinattn.kernels.scan.pairs import from_token, pairs_of, to_token
-from unilinattn.kernels.scan.tiled import spread
+from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.chunked import Chunked
 
@@ -57,16 +58,16 @@ class DeltaRule(Chunked):
         With u the memory is a plain decayed one, y = tril Khat(q, k) u, and X_s = X diag(exp(G)) k. What reads u and
         what writes it is solved for instead of u itself: both then take one solve.
         """
-        query, key, strength, decay = (spread(t, self.heads, 2)[:, :, heads] for t in factors)
+        query, key, strength, decay = (repeat_groups(t, self.heads, 2)[:, :, heads] for t in factors)
         strength = strength.transpose(1, 2)
-        arriving, leaving = to_token(decay).exp(), from_token(decay).exp()
+        arriving, leaving = decays(to_token(decay)), decays(from_token(decay))
         among, scores = pairs_of((key, query), key, decay)
-        plain = torch.cat([scores, (key * leaving).permute(0, 2, 3, 1)], dim=-2)
+        plain = torch.cat([scores, flushed_(key * leaving).permute(0, 2, 3, 1)], dim=-2)
         # The solve reads below the diagonal only and takes the diagonal as one.
-        system = strength.unsqueeze(-1) * among
+        system = flushed_(strength.unsqueeze(-1) * among)
         solved = torch.linalg.solve_triangular(system, plain, upper=False, left=False, unitriangular=True)
-        within, write = (solved * strength.unsqueeze(-2)).split([key.shape[1], key.shape[-1]], dim=-2)
-        held = (key * arriving).transpose(1, 2)
+        within, write = flushed_(solved * strength.unsqueeze(-2)).split([key.shape[1], key.shape[-1]], dim=-2)
+        held = flushed_(key * arriving).transpose(1, 2)
         return Chunk(
             within=within,
             read=(query * arriving).transpose(1, 2) - within @ held,
@@ -81,7 +82,7 @@ class DeltaRule(Chunked):
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return b_i (q_i . k_i)."""
-        own = spread((self._query * self._key).sum(-1), self.heads, 2)
+        own = repeat_groups((self._query * self._key).sum(-1), self.heads, 2)
         return (own * self._strength).transpose(1, 2)
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:

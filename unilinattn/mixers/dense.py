@@ -6,11 +6,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.mixers.base import ALL, CoreMixer, Cost, check_factors
+from unilinattn.kernels.subnormal import flushed, flushed_given
+from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 
 
 class Dense(CoreMixer):
     """Attention weights as a softmax leaves them, under any mask, window, sink or cap (HMA ACL Eq. 1).
+
+    Weights below the smallest normal number of their dtype are set to zero, in a copy.
 
     Every operation takes O(L_query L_key) time for each channel; the weights are held.
 
@@ -25,7 +28,7 @@ class Dense(CoreMixer):
     def __init__(self, weights: Float[Tensor, "batch head query key"]) -> None:
         """Hold the weights; raise `FactorError` if they hold NaN or infinity."""
         check_factors(weights=weights)
-        self._weights = weights
+        self._weights = flushed_given(weights)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -40,11 +43,11 @@ class Dense(CoreMixer):
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Multiply by the weights."""
-        return torch.einsum("bhij,bjhp->bihp", self._weights, value)
+        return torch.einsum("bhij,bjhp->bihp", self._weights, flushed(value))
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Multiply by the transposed weights."""
-        return torch.einsum("bhij,bihp->bjhp", self._weights, grad)
+        return torch.einsum("bhij,bihp->bjhp", self._weights, flushed(grad))
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Gather the rows that are held."""
@@ -54,25 +57,6 @@ class Dense(CoreMixer):
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Slice the weights that are held."""
         return self._weights[:, heads, rows, cols]
-
-    def pass_cost(self, channels: int) -> Cost:
-        """Return what `apply` or `adjoint` costs: a product with the weights that are held."""
-        batch, heads, queries, keys = self.shape
-        return Cost(batch * queries * heads * channels, batch * heads * queries * keys * channels)
-
-    def rows_cost(self, rows: int) -> Cost:
-        """Return what `rows` costs: a copy of them."""
-        batch, heads, _, keys = self.shape
-        return Cost(2 * batch * heads * rows * keys, 0)
-
-    def reduced_size(self, rows: int, channels: int) -> int:
-        """Return how many numbers `reduced_rows` holds: the sum alone where nothing weighs the heads that are held."""
-        batch, heads, _, keys = self.shape
-        return batch * rows * keys * (1 if channels == 1 else 2 * heads + 2)
-
-    def map_operations(self, channels: int) -> int:
-        """Return how much `reduced_rows` multiplies: nothing for a sum over heads."""
-        return super().map_operations(channels) if channels > 1 else 0
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return each token's weight on itself."""

@@ -7,19 +7,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unilinattn.kernels.backend import form
+from unilinattn.kernels.backend import implementation
+from unilinattn.kernels.groups import of_heads
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import square, square_rows
+from unilinattn.kernels.reduced_map.tiled import Places, square
+from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
-from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors, of_heads
-from unilinattn.kernels.streamed.naive import Phi
-from unilinattn.mixers.base import ALL, Block, CoreMixer, Cost, check_factors
+from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors
+from unilinattn.kernels.subnormal import decays, flushed_
+from unilinattn.memory import allowed
+from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
 
 SQUARES = 128
 """Heads whose squares of a block of rows are filled at once."""
 
 PAIR_BUDGET = 1 << 22
-"""Elements that a product over (head, state) holds at once in `tile` and `rows`."""
+"""Most elements that a product over (head, state) holds at once in `tile` and `rows`, whatever is allowed."""
 
 
 class DiagonalDecay(CoreMixer):
@@ -73,16 +76,16 @@ class DiagonalDecay(CoreMixer):
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the recurrence forward in time: O(L H N) for each channel."""
-        return form("scan", self._log_decay).diagonal_scan(*self._raw, value)
+        return implementation("scan", self._log_decay).diagonal_scan(*self._raw, value)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the recurrence backward in time, reading with the keys what the queries wrote."""
-        return form("scan", self._log_decay).diagonal_scan_adjoint(*self._raw, grad)
+        return implementation("scan", self._log_decay).diagonal_scan_adjoint(*self._raw, grad)
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Carry one-hot vectors backward in time, some at once: O(L H N) for each row."""
         batch, heads, length, _ = self.shape
-        step = max(1, PAIR_BUDGET // max(1, batch * min(length, STEPS) * heads * self.state_size))
+        step = max(1, self._budget // max(1, batch * min(length, STEPS) * heads * self._query.shape[-1]))
         return torch.cat([super(DiagonalDecay, self).rows(part) for part in index.split(step, dim=1)], dim=2)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
@@ -111,7 +114,8 @@ class DiagonalDecay(CoreMixer):
         """Return `square` of each head by itself, some heads at a time."""
         batch, count = self.shape[0], tokens.stop - tokens.start
         near = self._like((batch, self.heads, count, count + max(taps)))
-        read = self._like((batch, self.heads, count, self.state_size))
+        read = self._like((batch, self.heads, count, self._query.shape[-1]))
+        places = Places()
         for first in range(0, self.heads, SQUARES):
             heads = slice(first, min(first + SQUARES, self.heads))
             query, key, decay = self.factors(tokens, heads)
@@ -124,18 +128,10 @@ class DiagonalDecay(CoreMixer):
                 _head_by_head(decay),
                 None if weighing is None else _head_by_head(weighing),
                 {lag: _head_by_head(weight) for lag, weight in weights.items()},
+                places=places,
             )
             near[:, heads], read[:, heads] = (t.unflatten(0, (batch, -1)) for t in found)
         return near, read
-
-    def weighted_size(self, rows: int, cols: int, channels: int, lags: int) -> int:
-        """Return how many numbers `weighted_blocks` holds: a square of each head, and the factors it is made of."""
-        batch, heads, _, _ = self.shape
-        if channels != heads:
-            return super().weighted_size(rows, cols, channels, lags)
-        size = square_rows(rows)
-        held = 2 * (size + lags) + (2 + lags) * self.state_size
-        return batch * size * (heads * (size + lags + 3 * self.state_size) + min(heads, SQUARES) * held)
 
     def _near_and_far(
         self,
@@ -155,7 +151,7 @@ class DiagonalDecay(CoreMixer):
                 landed = of_tokens(tap, slice(cols.start + lag, min(cols.stop + lag, part.start))).unsqueeze(-1)
                 there = faded[:, lag : lag + width]
                 write[:, : there.shape[1]].addcmul_(there, landed)
-            total = read @ write.permute(0, 2, 3, 1)
+            total = read @ flushed_(write).permute(0, 2, 3, 1)
         # The square's columns begin `reach` tokens before its rows; what is later than its last row is zero.
         begun, stop = part.start - reach, min(cols.stop, part.stop)
         first = max(cols.start, begun)
@@ -175,41 +171,36 @@ class DiagonalDecay(CoreMixer):
             return
         batch, heads, length, _ = self.shape
         shape = (batch, length, heads, self._query.shape[-1])
-        for _, block in form("reduced_map", self._log_decay).reduced_rows(self.factors, shape, left, taps, rows=rows):
+        for _, block in implementation("reduced_map", self._log_decay).reduced_rows(
+            self.factors, shape, left, taps, rows=rows
+        ):
             yield block
 
-    def streamed(
+    def row_product(
         self,
         row: Float[Tensor, "batch query"],
         weight: Float[Tensor, "batch query"],
-        phi: Phi,
+        sign: Sign,
         rows: int,
         left: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Float[Tensor, "batch key"]:
-        """Return sum_i row_i phi(weight_i m_ij) for the map m of `reduced_rows`, which is never held."""
+        """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, which is never held."""
         weights = [*(taps or {}).values(), *([] if left is None else [left])]
         if any(factor.shape[2] != self.heads for factor in weights):
-            return super().streamed(row, weight, phi, rows, left, taps)
+            return super().row_product(row, weight, sign, rows, left, taps)
         batch, heads, length, _ = self.shape
         shape = batch, length, heads, self._query.shape[-1]
-        kernel = form("streamed", self._log_decay).streamed
-        found: Tensor = kernel(self.factors, shape, row, weight, left, taps, phi=phi, rows=rows)
+        kernel = implementation("row_product", self._log_decay).row_product
+        found: Tensor = kernel(self.factors, shape, row, weight, left, taps, sign=sign, rows=rows)
         return found
-
-    def reduced_size(self, rows: int, channels: int) -> int:
-        """Return how many numbers `reduced_rows` holds: the factors of one tile of heads."""
-        batch, heads, length, _ = self.shape
-        if channels not in (1, heads):
-            return super().reduced_size(rows, channels)
-        return form("reduced_map", self._log_decay).held_numbers(rows, (batch, length, heads, self._query.shape[-1]))
 
     def _block(self, rows: slice, cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
         cut, parts = rows.start, []
         query, _, decay = self.factors(rows, heads)
         batch, _, heads_here, _ = decay.shape
         if cols.start < cut:
-            read = decay.cumsum(1).exp() * query
+            read = flushed_(decays(decay.cumsum(1)) * query)
             write = self._written(slice(cols.start, min(cols.stop, cut)), cut, heads)
             parts.append(torch.einsum("bihn,bjhn->bhij", read, write))
         if cols.stop > cut:
@@ -230,17 +221,22 @@ class DiagonalDecay(CoreMixer):
         crossed = self._log_decay[:, tokens.stop : cut, heads].sum(1, keepdim=True)
         exponent = from_token(self._log_decay[:, tokens, heads]) + crossed
         # One number a head is summed before the rates of its coordinates multiply it.
-        left = (exponent if self._rate is None else exponent * self._rate[heads]).exp()
+        left = decays(exponent if self._rate is None else exponent * self._rate[heads])
         if self._reset is not None:
             later = self._reset[:, tokens.start : cut].flip(1).cumsum(1).flip(1)[:, 1:] > 0
             forgotten = torch.nn.functional.pad(later, (0, 1))[:, : key.shape[1]]
             left = left.masked_fill(forgotten[..., None, None], 0)
-        return left * key
+        return flushed_(left * key)
+
+    @property
+    def _budget(self) -> int:
+        """Elements that a product over (head, state) holds at once: an eighth of what `max_memory` allows, at most."""
+        return min(PAIR_BUDGET, allowed() // (8 * self._query.element_size()))
 
     def _parts(self, size: int, heads: slice = ALL) -> list[slice]:
         """Split heads so that so many vectors over (batch, head, state) stay within the budget."""
         chosen = range(self.heads)[heads]
-        step = max(1, PAIR_BUDGET // max(1, self.shape[0] * size * self._query.shape[-1]))
+        step = max(1, self._budget // max(1, self.shape[0] * size * self._query.shape[-1]))
         # One empty part for no heads at all, so that there is a block to return.
         parts = [chosen[start : start + step] for start in range(0, max(1, len(chosen)), step)]
         return [slice(part.start, part.stop, part.step) for part in parts]
@@ -252,27 +248,6 @@ class DiagonalDecay(CoreMixer):
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:
         return self._query.new_zeros(shape)
-
-    def pass_cost(self, channels: int) -> Cost:
-        """Return what `apply` or `adjoint` costs for so many channels a head: the states of a few tokens at once."""
-        batch, heads, length, _ = self.shape
-        each = batch * heads * channels
-        held = 5 * min(length, STEPS) * self.state_size
-        return Cost(each * (2 * length + held), 3 * each * length * self.state_size)
-
-    def rows_cost(self, rows: int) -> Cost:
-        """Return what `rows` costs: a pass for each, the states of a few tokens and of some rows at once."""
-        batch, heads, length, _ = self.shape
-        states = batch * rows * heads * self.state_size
-        held = 5 * min(states * min(length, STEPS), PAIR_BUDGET)
-        return Cost(2 * batch * rows * heads * length + held, 3 * states * length)
-
-    def map_operations(self, channels: int) -> int:
-        """Return how much `reduced_rows` multiplies: half of one product with an inner H N."""
-        batch, heads, length, _ = self.shape
-        if channels not in (1, heads):
-            return super().map_operations(channels)
-        return batch * length * (length + 64) // 2 * heads * self.state_size
 
 
 def _head_by_head(factor: Float[Tensor, "batch token head *state"]) -> Float[Tensor, "batchhead token 1 *state"]:

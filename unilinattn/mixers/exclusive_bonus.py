@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unilinattn.kernels.scan.chunks import Chunk
 from unilinattn.kernels.scan.pairs import before_token, exclusive_pairs, from_token, to_token
+from unilinattn.kernels.subnormal import decays
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.chunked import Chunked
 
@@ -51,9 +52,9 @@ class ExclusiveBonus(Chunked):
         own = (query * self._bonus[heads] * key).sum(-1).transpose(1, 2)
         return Chunk(
             within=exclusive_pairs(query, key, decay) + torch.diag_embed(own),
-            read=(query * before_token(decay).exp()).transpose(1, 2),
-            write=(key * from_token(decay).exp()).permute(0, 2, 3, 1),
-            decay=to_token(decay)[:, -1].exp(),
+            read=(query * decays(before_token(decay))).transpose(1, 2),
+            write=(key * decays(from_token(decay))).permute(0, 2, 3, 1),
+            decay=decays(to_token(decay)[:, -1]),
         )
 
     @property

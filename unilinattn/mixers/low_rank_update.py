@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.scan.chunks import Chunk
 from unilinattn.kernels.scan.pairs import before_token, exclusive_pairs, from_token, pairs, to_token
-from unilinattn.kernels.scan.tiled import spread
+from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.chunked import Chunked
 
@@ -58,15 +59,15 @@ class LowRankUpdate(Chunked):
 
         What reads u and what writes it is solved for instead of u itself: both then take one solve.
         """
-        query, key, a, b, decay = (spread(t, self.heads, 2)[:, :, heads] for t in factors)
-        arriving, leaving = to_token(decay).exp(), from_token(decay).exp()
-        held = (a * before_token(decay).exp()).transpose(1, 2)
-        write, rewrite = ((t * leaving).permute(0, 2, 3, 1) for t in (key, b))
+        query, key, a, b, decay = (repeat_groups(t, self.heads, 2)[:, :, heads] for t in factors)
+        arriving, leaving = decays(to_token(decay)), decays(from_token(decay))
+        held = flushed_(a * decays(before_token(decay))).transpose(1, 2)
+        write, rewrite = (flushed_(t * leaving).permute(0, 2, 3, 1) for t in (key, b))
         using = torch.cat([pairs(query, b, decay), rewrite], dim=-2)
         # The solve reads below the diagonal only and takes the diagonal as one.
         system = -exclusive_pairs(a, b, decay)
         solved = torch.linalg.solve_triangular(system, using, upper=False, left=False, unitriangular=True)
-        moved = solved @ torch.cat([exclusive_pairs(a, key, decay), held], dim=-1)
+        moved = flushed_(solved) @ torch.cat([exclusive_pairs(a, key, decay), held], dim=-1)
         length = key.shape[1]
         within = pairs(query, key, decay) + moved[..., :length, :length]
         if self._bonus is not None:
@@ -85,7 +86,7 @@ class LowRankUpdate(Chunked):
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return sum_n q_n (1 + rho_n) k_n."""
-        query, key = (spread(t, self.heads, 2) for t in (self._query, self._key))
+        query, key = (repeat_groups(t, self.heads, 2) for t in (self._query, self._key))
         weight = query if self._bonus is None else query * (1 + self._bonus)
         return (weight * key).sum(-1).transpose(1, 2)
 

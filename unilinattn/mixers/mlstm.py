@@ -45,7 +45,9 @@ class MLSTM(Chunked):
         self._query, self._key = query, key
         # Gates as large as their inputs leave no float32 digits to the differences that are exponentiated.
         self._log_forget, self._log_input = log_forget.double(), log_input.double()
-        peak = torch.zeros_like(self._log_input[:, 0])
+        # Weights are relative to the largest of the tokens, not to m, which begins at 0: where every input gate is
+        # far below, all of them would be too small to multiply.
+        peak = torch.full_like(self._log_input[:, 0], -torch.inf)
         self._entering, peaks = [peak], []
         for forget, entered in cut(CHUNK, self._log_forget.unsqueeze(-1), self._log_input):
             found = between(forget).squeeze(-1) + entered.unsqueeze(1)
@@ -55,10 +57,12 @@ class MLSTM(Chunked):
         self._peak = torch.cat(peaks, dim=1)
         self._scale = torch.ones_like(log_input)
         total = self.apply(torch.ones_like(log_input).unsqueeze(-1)).squeeze(-1)
+        m = torch.maximum(self._peak, self._log_forget.cumsum(1))
         # Numerator and denominator share exp(min(m, 0)): exp(-m) itself overflows where everything was forgotten.
-        low = self._peak.clamp_max(0)
-        floor = torch.maximum(total.abs() * low.exp(), (low - self._peak).exp())
-        self._scale = (low.exp() / (floor + eps * low.exp())).to(query.dtype)
+        low = m.clamp_max(0)
+        numerator = (low + self._peak - m).exp()
+        floor = torch.maximum(total.abs() * numerator, (low - m).exp())
+        self._scale = (numerator / (floor + eps * low.exp())).to(query.dtype)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -67,18 +71,19 @@ class MLSTM(Chunked):
         return batch, heads, length, length
 
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
-        """Return the weights of one chunk relative to the running maxima, rows divided by their normalisers."""
+        """Return the weights of one chunk relative to the running maxima, and what normalises each row of them."""
         query, key, forget, log_input, peak, scale, entering, ending = (t[:, :, heads] for t in factors)
         weight = between(forget).squeeze(-1) + log_input.unsqueeze(1) - peak.unsqueeze(2)
         scores = torch.einsum("bihn,bjhn->bhij", query, key) * weight.exp().permute(0, 3, 1, 2).to(query.dtype)
         arriving, leaving = to_token(forget).squeeze(-1), from_token(forget).squeeze(-1)
-        read = query * ((arriving + entering - peak).exp().to(query.dtype) * scale).unsqueeze(-1)
+        read = query * (arriving + entering - peak).exp().to(query.dtype).unsqueeze(-1)
         write = key * (leaving + log_input - ending).exp().to(key.dtype).unsqueeze(-1)
         return Chunk(
-            within=scores * scale.transpose(1, 2).unsqueeze(-1),
+            within=scores,
             read=read.transpose(1, 2),
             write=write.permute(0, 2, 3, 1),
             decay=(arriving[:, -1:] + entering - ending).exp().transpose(1, 2).to(key.dtype),
+            scale=scale.transpose(1, 2),
         )
 
     @property

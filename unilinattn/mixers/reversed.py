@@ -3,7 +3,7 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.mixers.base import ALL, CoreMixer, Cost
+from unilinattn.mixers.base import ALL, CoreMixer
 
 
 class Reversed(CoreMixer):
@@ -45,23 +45,6 @@ class Reversed(CoreMixer):
         """Fill the mirrored block and mirror it."""
         _, _, queries, keys = self.shape
         return self._mixer.tile(_mirrored(rows, queries), _mirrored(cols, keys), heads).flip(-2, -1)
-
-    @property
-    def state_size(self) -> int:
-        """What the inner mixer remembers."""
-        return self._mixer.state_size
-
-    def pass_cost(self, channels: int) -> Cost:
-        """Return what the inner pass costs, with its values turned round."""
-        batch, heads, queries, keys = self.shape
-        numbers, operations = self._mixer.pass_cost(channels)
-        return Cost(numbers + batch * heads * channels * (queries + keys), operations)
-
-    def rows_cost(self, rows: int) -> Cost:
-        """Return what the inner rows cost, turned round."""
-        batch, heads, _, keys = self.shape
-        numbers, operations = self._mixer.rows_cost(rows)
-        return Cost(numbers + batch * rows * heads * keys, operations)
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the inner diagonal from its end."""

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.kernels.backend import form
+from unilinattn.kernels.backend import implementation
+from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps
-from unilinattn.kernels.reduced_map.tiled import held_numbers
-from unilinattn.kernels.scan.tiled import CHUNK, spread
-from unilinattn.mixers.base import ALL, CoreMixer, Cost, check_factors
+from unilinattn.kernels.subnormal import decays
+from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
 
@@ -32,7 +32,6 @@ class ScalarDecay(CoreMixer):
     structure = "scalar decay"
     causal = True
     data_controlled = True
-    streams_by_lag = True
 
     def __init__(
         self,
@@ -56,22 +55,24 @@ class ScalarDecay(CoreMixer):
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the chunked recurrence forward in time."""
         scaled = value * self._key_scale.unsqueeze(-1)
-        return form("scan", self._log_decay).scalar_scan(self._query, self._key, self._log_decay, scaled)
+        return implementation("scan", self._log_decay).scalar_scan(self._query, self._key, self._log_decay, scaled)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the chunked recurrence backward in time."""
-        passed = form("scan", self._log_decay).scalar_scan_adjoint(self._query, self._key, self._log_decay, grad)
+        passed = implementation("scan", self._log_decay).scalar_scan_adjoint(
+            self._query, self._key, self._log_decay, grad
+        )
         return passed * self._key_scale.unsqueeze(-1)
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Fill selected rows from the closed form: O(L (N + H)) for each."""
         query = self._query.gather(1, index[:, :, None, None].expand(-1, -1, *self._query.shape[2:]))
-        scores = spread(torch.einsum("bign,bjgn->bgij", query, self._key), self.heads, 1)
+        scores = repeat_groups(torch.einsum("bign,bjgn->bgij", query, self._key), self.heads, 1)
         hidden = torch.arange(self.shape[2], device=index.device) > index[:, :, None]
         # From each key to the row: a sum of the steps between them, never a difference of two longer sums.
         between = self._log_decay[:, None].masked_fill(hidden[..., None], 0)
         exponent = torch.nn.functional.pad(between[:, :, 1:].flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
-        decay = exponent.masked_fill(hidden[..., None], -torch.inf).exp() * self._key_scale[:, None]
+        decay = decays(exponent.masked_fill(hidden[..., None], -torch.inf)) * self._key_scale[:, None]
         return scores * decay.permute(0, 3, 1, 2)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
@@ -80,8 +81,11 @@ class ScalarDecay(CoreMixer):
         if not row or not col:
             return self._like((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
         hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
-        scores = spread(self._scores(*hull), self.heads, 1)[:, heads]
-        block = scores * self._fading.tile(*hull, heads)
+        block = self._fading.tile(*hull, heads)
+        owner = torch.arange(self.heads, device=block.device)[heads] // (self.heads // self._query.shape[2])
+        first, last = int(owner[0]), int(owner[-1])
+        scores = self._scores(*hull, slice(first, last + 1))
+        block = block * (scores if first == last else scores[:, owner - first])
         return block[:, :, :: row.step, :: col.step]
 
     def reduced_rows(
@@ -112,43 +116,8 @@ class ScalarDecay(CoreMixer):
                     total = total + torch.nn.functional.pad(landed[..., lag:], (0, min(lag, length)))
             yield total
 
-    def weighted_size(self, rows: int, cols: int, channels: int, lags: int) -> int:
-        """Return how many numbers `weighted_blocks` holds beside its tiles: on the diagonal, squares of each head."""
-        return 3 * self.shape[0] * self.heads * rows * (max(rows, cols) + lags)
-
-    def reduced_size(self, rows: int, channels: int) -> int:
-        """Return how many numbers `reduced_rows` holds: the products of each group, and decays reduced one by one."""
-        batch, heads, length, _ = self.shape
-        groups = self._query.shape[2]
-        inner = max(channels, heads) // groups
-        # Each group's stream keeps its block, its decays and its scales while the others go on.
-        fading = groups * (held_numbers(rows, (batch, length, inner, 1)) + 2 * batch * length * inner)
-        return fading + batch * (groups + 2) * rows * length
-
-    def pass_cost(self, channels: int) -> Cost:
-        """Return what `apply` or `adjoint` costs: one chunk's pairs of tokens."""
-        batch, heads, length, _ = self.shape
-        groups, chunk = self._query.shape[2], min(CHUNK, length)
-        pairs, vectors = heads * chunk, heads * (2 * self.state_size + 3 * channels)
-        numbers = batch * (3 * length * heads * channels + chunk * (3 * pairs + vectors))
-        each = groups * chunk * self.state_size + pairs + heads * channels * (chunk + 2 * self.state_size)
-        return Cost(numbers, batch * length * each)
-
-    def rows_cost(self, rows: int) -> Cost:
-        """Return what `rows` costs: scores of groups, decays of heads."""
-        batch, heads, length, _ = self.shape
-        groups = self._query.shape[2]
-        every = batch * rows * length
-        return Cost(every * (groups + 5 * heads), every * (groups * self.state_size + 2 * heads))
-
-    def map_operations(self, channels: int) -> int:
-        """Return how much `reduced_rows` multiplies: a product with an inner N a group, decays with one a channel."""
-        batch, heads, length, _ = self.shape
-        groups = self._query.shape[2]
-        return batch * length * length * (groups * (self.state_size + 1) + max(channels, heads) // 2)
-
-    def _scores(self, rows: slice, cols: slice) -> Float[Tensor, "batch group row col"]:
-        return torch.einsum("bign,bjgn->bgij", self._query[:, rows], self._key[:, cols])
+    def _scores(self, rows: slice, cols: slice, groups: slice = ALL) -> Float[Tensor, "batch group row col"]:
+        return torch.einsum("bign,bjgn->bgij", self._query[:, rows, groups], self._key[:, cols, groups])
 
     @cached_property
     def _fading(self) -> DiagonalDecay:
@@ -168,7 +137,7 @@ class ScalarDecay(CoreMixer):
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return (q_i . k_i) times the key's scale."""
-        own = spread((self._query * self._key).sum(-1), self.heads, 2)
+        own = repeat_groups((self._query * self._key).sum(-1), self.heads, 2)
         return (own * self._key_scale).transpose(1, 2)
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:

@@ -7,7 +7,8 @@ from jaxtyping import Inexact, Int
 from torch import Tensor
 
 from unilinattn.kernels.reduced_map.dense import Taps
-from unilinattn.mixers.base import ALL, CoreMixer, Cost, check_factors
+from unilinattn.kernels.subnormal import flushed
+from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 
 DIRECT_TAPS = 32
 """Up to so many taps are summed shift by shift (bit for bit causal); a longer kernel goes through the FFT."""
@@ -34,7 +35,7 @@ class Toeplitz(CoreMixer):
     def __init__(self, kernel: Inexact[Tensor, "head tap"], *, batch: int, length: int) -> None:
         """Hold the kernel, cut to the length; raise `FactorError` if it holds NaN or infinity."""
         check_factors(kernel=kernel)
-        self._kernel = kernel[:, :length]
+        self._kernel = flushed(kernel[:, :length])
         self._batch, self._length = batch, length
 
     @property
@@ -91,28 +92,6 @@ class Toeplitz(CoreMixer):
         total = Toeplitz(self._kernel.sum(0, keepdim=True), batch=self._batch, length=self._length)
         for _, block in total.blocks(rows):
             yield block(ALL).squeeze(1)
-
-    def pass_cost(self, channels: int) -> Cost:
-        """Return what `apply` or `adjoint` costs: shift by shift, or spectra of twice the length."""
-        every = self._batch * self.heads * self._length * channels
-        if self.is_short:
-            return Cost(4 * every, every * self._kernel.shape[1])
-        return Cost(8 * every, every * (2 + 4 * self._length.bit_length()))
-
-    def rows_cost(self, rows: int) -> Cost:
-        """Return what `rows` costs: lags and a look-up."""
-        every = self._batch * rows * self._length
-        return Cost(every * (3 * self.heads + 5), every * self.heads)
-
-    def reduced_size(self, rows: int, channels: int) -> int:
-        """Return how many numbers `reduced_rows` holds: lags as int64, and the kernels or their sum looked up."""
-        heads = 1 if channels == 1 else 3 * self.heads
-        return self._batch * rows * self._length * (heads + 1) + rows * self._length * 4
-
-    def map_operations(self, channels: int) -> int:
-        """Return how much `reduced_rows` multiplies: the look-up, of the kernels' sum where nothing weighs them."""
-        every = self._batch * self._length**2
-        return every if channels == 1 else every * (2 * self.heads + channels)
 
     def _lookup(
         self, index: Int[Tensor, "batch row"], cols: slice, heads: slice

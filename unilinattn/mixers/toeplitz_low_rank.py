@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.kernels.scan.tiled import spread
-from unilinattn.mixers.base import ALL, CoreMixer, Cost, check_factors
+from unilinattn.kernels.groups import of_heads, repeat_groups
+from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 from unilinattn.mixers.toeplitz import Toeplitz
 
 
@@ -56,27 +56,16 @@ class ToeplitzLowRank(CoreMixer):
         """Multiply the convolution's rows by the products of their queries with all keys."""
         query = self._query.gather(1, index[:, :, None, None].expand(-1, -1, *self._query.shape[2:]))
         scores = torch.einsum("bign,bjgn->bgij", query, self._key)
-        return self._toeplitz.rows(index) * spread(scores, self.heads, 1)
+        return self._toeplitz.rows(index) * repeat_groups(scores, self.heads, 1)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Multiply the convolution's block by one product of queries and keys a group."""
-        scores = torch.einsum("bign,bjgn->bgij", self._query[:, rows], self._key[:, cols])
-        return self._toeplitz.tile(rows, cols, heads) * spread(scores, self.heads, 1)[:, heads]
-
-    def pass_cost(self, channels: int) -> Cost:
-        """Return what `apply` or `adjoint` costs: a convolution for each coordinate of the rank."""
-        return self._toeplitz.pass_cost(channels * self.state_size)
-
-    def rows_cost(self, rows: int) -> Cost:
-        """Return what `rows` costs: the convolution's rows and the products of the queries."""
-        numbers, operations = self._toeplitz.rows_cost(rows)
-        batch, heads, _, keys = self.shape
-        every = batch * rows * keys * heads
-        return Cost(numbers + 2 * every, operations + every * self.state_size)
+        query, key = (of_heads(t, heads, self.heads) for t in (self._query[:, rows], self._key[:, cols]))
+        return self._toeplitz.tile(rows, cols, heads) * torch.einsum("bihn,bjhn->bhij", query, key)
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return K[0] (q_i . k_i)."""
-        own = spread((self._query * self._key).sum(-1), self.heads, 2)
+        own = repeat_groups((self._query * self._key).sum(-1), self.heads, 2)
         return self._toeplitz.diagonal() * own.transpose(1, 2)
 
     def _like(self, shape: tuple[int, ...]) -> Tensor:
@@ -85,10 +74,10 @@ class ToeplitzLowRank(CoreMixer):
 
 def _outer(vector: Tensor, value: Tensor) -> Float[Tensor, "batch length head product"]:
     """Return each head's outer product of a factor and a value, flat."""
-    return (spread(vector, value.shape[2], 2).unsqueeze(-1) * value.unsqueeze(-2)).flatten(3)
+    return (repeat_groups(vector, value.shape[2], 2).unsqueeze(-1) * value.unsqueeze(-2)).flatten(3)
 
 
 def _contract(vector: Tensor, product: Tensor) -> Float[Tensor, "batch length head channel"]:
     """Sum flat outer products over the factor's coordinates."""
-    vector = spread(vector, product.shape[2], 2)
+    vector = repeat_groups(vector, product.shape[2], 2)
     return (vector.unsqueeze(-1) * product.unflatten(3, (vector.shape[-1], -1))).sum(-2)

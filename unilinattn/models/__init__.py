@@ -1,4 +1,4 @@
-"""Reference models that no package carries, with the parameter names of published checkpoints."""
+"""Reference models without a maintained package, with the parameter names of published checkpoints."""
 
 from unilinattn.models.dss import DSS
 from unilinattn.models.gss import GSS

@@ -20,7 +20,7 @@ def bounded_reciprocal(x: Complex[Tensor, "*shape"], epsilon: float) -> Complex[
 
 
 class DSSKernel(nn.Module):
-    """The convolution kernels of DSS, one a channel, from complex poles that all channels share.
+    """The convolution kernels of DSS, one per channel, from complex poles shared by all channels.
 
     K_l = Re sum_n W_n / Lambda_n s_n(l), where s is the softmax over l < L of dt Lambda_n l (version "softmax":
     Proposition 1a; the kernel depends on the length L), or s_n(l) = (exp(dt Lambda_n) - 1) exp(dt Lambda_n l)
@@ -60,7 +60,7 @@ class DSSKernel(nn.Module):
             norm = (poles * poles.conj()).real.clamp(self.epsilon)
             weights = weights * torch.expm1(step) * poles.conj() / norm
             return (weights[..., None] * torch.exp(step[..., None] * taps)).sum(1).real
-        # A pole that grows is read from the end, so that no exponential exceeds one.
+        # A growing pole is evaluated from the end, so that no exponential exceeds one.
         grows = poles.real > 0
         start = torch.where(grows, length - 1, 0)[:, None]
         rows = torch.exp(step[..., None] * (taps - start))
@@ -70,7 +70,7 @@ class DSSKernel(nn.Module):
 
 
 class DSS(nn.Module):
-    """The DSS mixer: a fixed causal convolution a channel, a skip, GELU, and an output projection.
+    """The DSS mixer: one fixed causal convolution per channel, a skip, GELU, and an output projection.
 
     Takes and returns (batch, length, d_model), without residual or norm: W gelu(K * u + D u) + b. The layer of
     Gupta, Gu and Berant, "Diagonal State Spaces are as Effective as Structured State Spaces" (2022), with the
@@ -78,12 +78,14 @@ class DSS(nn.Module):
     `kernel.W`, `kernel.Lambda` (softmax) or `kernel.Lambda_log_neg_re` and `kernel.Lambda_im` (exp), complex
     numbers as two real ones, `output_linear.weight`, and `output_linear.bias` as a column.
 
-    Left out of the original: dropout, several kernels a channel, bidirectional kernels, the gated variant, an
-    activation after the projection, one dt for both parts, the clipped, unscaled and log-imaginary kernels,
-    random poles, and learning rates of their own.
+    Omitted from the original: dropout, several kernels per channel, bidirectional kernels, the gated variant, an
+    activation after the projection, one dt for both parts, the clipped, unscaled and log-imaginary kernels, random
+    poles, and separate learning rates.
 
-    `kernel(length)` gives the kernels, (d_model, length). With version "softmax" they differ from length to
-    length. The convolution runs in float32 at least. Raises `OptionError` for an unknown version.
+    `kernel(length)` returns the kernels, (d_model, length); with version "softmax" they depend on the length. The
+    convolution runs in float32 at least.
+
+    Raises `OptionError` if the version is unknown.
     """
 
     def __init__(

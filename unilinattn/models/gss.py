@@ -1,4 +1,4 @@
-"""GSS: a narrow diagonal state space model whose output is gated at a wide one."""
+"""GSS: a diagonal state space model on few channels, whose output is gated on many."""
 
 import torch
 from jaxtyping import Complex, Float
@@ -8,10 +8,10 @@ from unilinattn.models.numerics import causal_convolution, working_dtype
 
 
 class GSSKernel(nn.Module):
-    """The simplified DSS of GSS: LayerNorm, a fixed causal convolution a channel with unit step, and a skip.
+    """The simplified DSS of GSS: LayerNorm, one fixed causal convolution per channel with unit step, and a skip.
 
     K_l = Re sum_n C_n (exp(Lambda_n) - 1) / Lambda_n exp(Lambda_n l) with poles Lambda_n = -exp(Lambda_real) +
-    i exp(Lambda_imag) that all channels share; then y = K * norm(u) + param_D norm(u). Initialised at random.
+    i exp(Lambda_imag) shared by all channels; then y = K * norm(u) + param_D norm(u). Initialised at random.
     """
 
     def __init__(self, d_ssm: int, d_state: int) -> None:
@@ -47,16 +47,16 @@ class GSSKernel(nn.Module):
 class GSS(nn.Module):
     """The GSS mixer: out((gate dss(gelu(v x))) * gelu(u x)).
 
-    Takes and returns (batch, length, d_model), without the residual and the norm before it, which belong to the
-    block; the norm inside the state space model is the original's and stays. The layer of Mehta, Gupta, Cutkosky
+    Takes and returns (batch, length, d_model). The residual and the norm before the layer belong to the block; the norm
+    inside the state space model is part of the layer, as in the original. The layer of Mehta, Gupta, Cutkosky
     and Neyshabur, "Long Range Language Modeling via Gated State Spaces" (2022), Section 3.2, with the parameter
     names of the public gated-state-spaces-pytorch: `to_u.0.weight`, `to_v.0.weight`, `dss.norm`,
     `dss.Lambda_real`, `dss.Lambda_imag`, `dss.C_real`, `dss.C_imag`, `dss.param_D`, `to_gate.weight`,
     `to_out.weight` and `.bias`. `d_inner` defaults to 4 d_model, `d_ssm` to d_model / 4, as in the paper.
 
-    Left out of the original: the variant that reads sequences backwards, and the hybrid with attention.
+    Omitted from the original: the variant that reads sequences backwards, and the hybrid with attention.
 
-    `dss.kernel(length)` gives the kernels, (d_ssm, length). The convolution runs in float32 at least.
+    `dss.kernel(length)` returns the kernels, (d_ssm, length). The convolution runs in float32 at least.
     """
 
     def __init__(self, d_model: int, d_state: int = 512, d_inner: int | None = None, d_ssm: int | None = None) -> None:

@@ -12,9 +12,9 @@ from unilinattn.models.numerics import causal_convolution, complex_from_pairs, p
 
 
 class ShiftKernel(nn.Module):
-    """The kernels of the shift state space model, one a channel: K_l = sum_n B_n C_{n+l}, zero from `d_state` on.
+    """The kernels of the shift state space model, one per channel: K_l = sum_n B_n C_{n+l}, zero from `d_state` on.
 
-    Its state holds the last `d_state` inputs. Starts with B = e_1, where the taps are C itself.
+    Its state holds the last `d_state` inputs. Initialised with B = e_1, for which the taps are C.
     """
 
     def __init__(self, channels: int, d_state: int) -> None:
@@ -32,10 +32,10 @@ class ShiftKernel(nn.Module):
 
 
 class DiagonalKernel(nn.Module):
-    """The kernels of a diagonal state space model, one a head, from complex poles in conjugate pairs.
+    """The kernels of a diagonal state space model, one per head, from complex poles in conjugate pairs.
 
     The bilinear transform with step dt of A_n = -exp(inv_A_real) + i A_imag gives K_l = 2 Re sum_n B_n C_n
-    dt / (1 - dt A_n / 2) ((1 + dt A_n / 2) / (1 - dt A_n / 2))^l. Starts as S4D-Lin: A_n = -1/2 + i pi n, B = 1.
+    dt / (1 - dt A_n / 2) ((1 + dt A_n / 2) / (1 - dt A_n / 2))^l. Initialised as S4D-Lin: A_n = -1/2 + i pi n, B = 1.
     """
 
     def __init__(self, heads: int, d_state: int, dt_min: float, dt_max: float) -> None:
@@ -58,7 +58,7 @@ class DiagonalKernel(nn.Module):
 
 
 class H3(nn.Module):
-    """The H3 mixer: q_i sum_j K_{i-j} (shift(k))_j v_j, a head at a time, and an output projection.
+    """The H3 mixer: q_i sum_j K_{i-j} (shift(k))_j v_j per head, and an output projection.
 
     Takes and returns (batch, length, d_model), without residual or norm. Each head of `head_dim` channels sends
     the outer products of its keys (after the shift, with skip `ssm_k_D`) and values through one convolution
@@ -68,13 +68,14 @@ class H3(nn.Module):
     `q_proj`, `k_proj`, `v_proj`, `ssm_k_kernel.kernel.B` and `.C`, `ssm_k_D`, `kernel.kernel.C`, `.B` (complex
     numbers as two real ones), `.log_dt`, `.inv_A_real`, `.A_imag`, `D`, `output_linear`.
 
-    Left out of the original: kernels of a fixed maximal length, systems shared by heads, inits other than
-    S4D-Lin, zero-order hold, learning rates of their own, the step-by-step mode with a state, and the MLP and
-    attention layers around it.
+    Omitted from the original: kernels of a fixed maximal length, systems shared by heads, inits other than S4D-Lin,
+    zero-order hold, separate learning rates, the step-by-step mode with a state, and the MLP and attention layers
+    around it.
 
-    `key_kernel(length)` gives the shift's taps, (d_model, length), `value_kernel(length)` the heads', (d_model /
-    head_dim, length). All that follows the projections runs in float32 at least. Raises `OptionError` for sizes
-    that cannot be built.
+    `key_kernel(length)` returns the shift's taps, (d_model, length), `value_kernel(length)` the heads', (d_model /
+    head_dim, length). Everything after the projections runs in float32 at least.
+
+    Raises `OptionError` if `head_dim` does not divide `d_model`, or `d_state` is not even and positive.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class H3(nn.Module):
         self.output_linear = nn.Linear(d_model, d_model)
 
     def key_kernel(self, length: int) -> Float[Tensor, "d_model length"]:
-        """Return the taps of the shift that the keys pass, without its skip."""
+        """Return the taps of the keys' shift, without its skip."""
         return self.ssm_k_kernel["kernel"](length)
 
     def value_kernel(self, length: int) -> Float[Tensor, "head length"]:
-        """Return the taps of the convolution that the outer products pass, without its skip."""
+        """Return the taps of the outer products' convolution, without its skip."""
         return self.kernel["kernel"](length)
 
     def forward(self, hidden_states: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
@@ -120,6 +121,6 @@ class H3(nn.Module):
         products = heads(k)[:, :, :, None] * heads(v)[:, :, None]
         state = causal_convolution(products, kernel[:, None, None]) + self.D.to(k.dtype)[:, None, None, None] * products
         read = (heads(q)[:, :, :, None] * state).sum(2)
-        # Heads come in as (head, channel) and go out as (channel, head): published weights expect it.
+        # Published weights expect heads flattened as (head, channel) at the input and (channel, head) at the output.
         mixed = read.transpose(1, 2).flatten(1, 2).transpose(1, 2)
         return self.output_linear(mixed.to(hidden_states.dtype))

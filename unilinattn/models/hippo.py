@@ -1,4 +1,4 @@
-"""The HiPPO-LegS matrix in its diagonal plus low rank form, from which S4, DSS and S5 start."""
+"""The HiPPO-LegS matrix in its diagonal plus low-rank form, the initialisation of S4, DSS and S5."""
 
 from typing import NamedTuple
 
@@ -30,14 +30,14 @@ def hippo_matrix(size: int) -> Float[Tensor, "state state"]:
 
 
 def hippo_legs(size: int) -> HippoLegS:
-    """Return HiPPO-LegS as a normal matrix minus one of rank one, diagonalised.
+    """Return HiPPO-LegS as a diagonalised normal matrix minus a rank-one matrix.
 
     Gu, Goel and Ré, "Efficiently Modeling Long Sequences with Structured State Spaces" (2022), Theorem 1 and
     Appendix C.1. `size` is even, so that every pole has its conjugate.
     """
     index = torch.arange(size, dtype=torch.float64)
     low_rank = torch.sqrt(index + 0.5)
-    # Without its -1/2 on the diagonal the normal part is skew-symmetric, and i times it is Hermitian.
+    # Without its diagonal of -1/2 the normal part is skew-symmetric, so i times it is Hermitian.
     skew = hippo_matrix(size) + low_rank[:, None] * low_rank + 0.5 * torch.eye(size, dtype=torch.float64)
     frequencies, vectors = torch.linalg.eigh(-1j * skew)
     adjoint = vectors.mH

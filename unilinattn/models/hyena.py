@@ -11,7 +11,7 @@ from unilinattn.models.numerics import causal_convolution, working_dtype
 
 
 class Sine(nn.Module):
-    """sin(freq x) with a learned frequency a channel."""
+    """sin(freq x) with one learned frequency per channel."""
 
     def __init__(self, channels: int, frequency: float) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class PositionalFeatures(nn.Module):
 
 
 class DecayWindow(nn.Module):
-    """The rates of the exponential windows, from slow to fast over the channels."""
+    """The decay rates of the exponential windows, from slow to fast over the channels."""
 
     deltas: Tensor
 
@@ -49,10 +49,10 @@ class DecayWindow(nn.Module):
 
 
 class HyenaFilter(nn.Module):
-    """An implicit filter: a small sine network of the position, times an exponential window a channel.
+    """An implicit filter: a small sine network of the position, times one exponential window per channel.
 
-    h(t) = FFN(features(t)) (exp(-|delta| t) + shift), Poli et al. (2023), Section 3.3; `bias` is the skip beside
-    the convolution, one number a channel.
+    h(t) = FFN(features(t)) (exp(-|delta| t) + shift), Poli et al. (2023), Section 3.3; `bias` is the skip next
+    to the convolution, one number per channel.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HyenaFilter(nn.Module):
     def forward(self, length: int) -> Float[Tensor, "channel length"]:
         """Return the first `length` taps of each channel, tap 0 first, in float32 at least.
 
-        Raises `InputError` for more taps than the filter has.
+        Raises `InputError` if `length` exceeds `l_max`.
         """
         if length > self.l_max:
             raise InputError(f"The sequence has {length} tokens; this filter has l_max={self.l_max}: cut the input.")
@@ -109,20 +109,23 @@ class Hyena(nn.Module):
     """The Hyena mixer: x_1 * (h_1 conv (x_2 * (h_2 conv ... (x_N * v)))), and an output projection.
 
     Takes and returns (batch, length, d_model), without residual or norm. One projection gives `order` gates and
-    the values, each channel of which passes a short convolution; `order` - 1 long convolutions (each with a skip)
+    the values, whose channels pass a short convolution; `order` - 1 long convolutions (each with a skip)
     alternate with the gates, the last gate first. The layer of Poli et al., "Hyena Hierarchy: Towards Larger
     Convolutional Language Models" (2023), Definition 3.1, with the parameter names and shapes of the authors'
     operator and of HyenaDNA, whose mixers' state dicts load: `in_proj`, `out_proj`, `short_filter`,
     `filter_fn.bias`, `filter_fn.pos_emb.z` and `.t`, `filter_fn.implicit_filter.<i>.weight`, `.bias` and `.freq`
-    (one sine, listed at each of its places), `filter_fn.modulation.deltas`.
+    (one shared sine, listed at each of its layers), `filter_fn.modulation.deltas`.
     HyenaDNA has `emb_dim` 5, `w` 10 and `shift` 0.05 (its code's default; the original operator's is 0).
 
-    Left out of the original: dropout, several heads with one filter, outer mixing, blocks, a wider inside, an
-    activation before the projection, a projection between orders, normalised filters, learned positional
-    features, and learning rates of their own. Sequences longer than `l_max` raise instead of being cut.
+    Omitted from the original: dropout, several heads with one filter, outer mixing, blocks, a wider inner dimension,
+    an activation before the projection, a projection between orders, normalised filters, learned positional features,
+    and separate learning rates.
 
-    `filters(length)` gives the long filters, (order - 1, d_model, length), in the order in which they are
-    applied; `skips` their skips. The convolutions run in float32 at least.
+    `filters(length)` returns the long filters, (order - 1, d_model, length), in the order of application; `skips` their
+    skips. The convolutions run in float32 at least.
+
+    Raises `OptionError` if `order` is below 2 or `emb_dim` is not odd and at least 3. A sequence longer than `l_max`
+    raises `InputError`, where the original cuts it.
     """
 
     def __init__(
@@ -152,12 +155,12 @@ class Hyena(nn.Module):
         )
 
     def filters(self, length: int) -> Float[Tensor, "filter d_model length"]:
-        """Return the long filters, the one that is applied first first."""
+        """Return the long filters (order - 1, d_model, length), in the order of application."""
         return self.filter_fn(length).unflatten(0, (self.d_model, self.order - 1)).transpose(0, 1)
 
     @property
     def skips(self) -> Float[Tensor, "filter d_model"]:
-        """The skip beside each long convolution, in the order of `filters`."""
+        """The skip of each long convolution, in the order of `filters`."""
         return self.filter_fn.bias.unflatten(0, (self.d_model, self.order - 1)).mT
 
     def forward(self, hidden_states: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
@@ -174,7 +177,7 @@ class Hyena(nn.Module):
 
 
 class MultiHyena(nn.Module):
-    """The multi-head Hyena mixer: q_i sum_j h_{i-j} k_j v_j, a head at a time, and an output projection.
+    """The multi-head Hyena mixer: q_i sum_j h_{i-j} k_j v_j per head, and an output projection.
 
     Takes and returns (batch, length, d_model), without residual or norm. Each of `num_heads` heads sends the
     outer products of its keys and values through one long convolution (with a skip) and reads them with its
@@ -182,10 +185,12 @@ class MultiHyena(nn.Module):
     Distillery: Extracting Compact Recurrences From Convolutions" (2023), Section 4. With as many heads as
     channels it is `Hyena` of order 2, parameter for parameter. No checkpoint of it is public.
 
-    Left out of the original: the distillation into a recurrence, and what `Hyena` leaves out.
+    Omitted from the original: the distillation into a recurrence, and everything that `Hyena` omits.
 
-    `filter_fn(length)` gives the filters, (num_heads, length), `filter_fn.bias` their skips. The convolutions run
-    in float32 at least.
+    `filter_fn(length)` returns the filters, (num_heads, length), `filter_fn.bias` their skips. The convolutions run in
+    float32 at least.
+
+    Raises `OptionError` if `num_heads` does not divide `d_model`.
     """
 
     def __init__(

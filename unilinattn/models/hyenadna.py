@@ -17,7 +17,7 @@ class HyenaDNAMLP(nn.Module):
         self.fc2 = nn.Linear(d_inner, d_model)
 
     def forward(self, hidden_states: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
-        """Map each token on its own."""
+        """Apply the MLP to each token."""
         return self.fc2(functional.gelu(self.fc1(hidden_states), approximate="tanh"))
 
 
@@ -63,12 +63,12 @@ class HyenaDNAForCausalLM(nn.Module):
     """The language model of Nguyen et al., "HyenaDNA: Long-Range Genomic Sequence Modeling at Single Nucleotide
     Resolution" (2023), with the parameter names and shapes of the published checkpoints.
 
-    Their state dicts load once the leading `model.` is taken off each name, and, in those trained with gradient
-    checkpointing, the `.layer` after `mixer` and `mlp`. `vocab_size` is the padded one (16 for 12 tokens), `l_max`
-    the longest training sequence plus 2; the defaults are those of the smallest published model, of 1024 tokens.
-    The head shares the embedding's weight.
+    Their state dicts load after the prefix `model.` is removed from each name and, in checkpoints trained with gradient
+    checkpointing, `.layer` after `mixer` and `mlp`. `vocab_size` is the padded one (16 for 12 tokens), `l_max` the
+    longest training sequence plus 2; the defaults are those of the smallest published model, for 1024 tokens. The head
+    shares the embedding's weight.
 
-    Left out of the original: dropout, the classification heads, attention layers, and the tokenizer.
+    Omitted from the original: dropout, the classification heads, attention layers, and the tokenizer.
     """
 
     def __init__(
@@ -82,5 +82,5 @@ class HyenaDNAForCausalLM(nn.Module):
     def forward(
         self, input_ids: Int[Tensor, "batch length"], labels: Int[Tensor, "batch length"] | None = None
     ) -> LanguageModelOutput:
-        """Return the logits of the next token at every position, and the loss of the labels if there are any."""
+        """Return the logits of the next token at every position, and the loss if `labels` are given."""
         return with_loss(self.lm_head(self.backbone(input_ids)), labels)

@@ -1,4 +1,4 @@
-"""A small causal language model around any mixer that keeps the shape of its input."""
+"""A small causal language model around any mixer whose output has the shape of its input."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class LanguageModelOutput:
-    """What a language model returns: the logits, and the loss if labels were passed."""
+    """The output of a language model: the logits, and the loss if labels were given."""
 
     logits: Float[Tensor, "batch length vocabulary"]
     loss: Float[Tensor, ""] | None = None
@@ -19,7 +19,7 @@ class LanguageModelOutput:
 def with_loss(
     logits: Float[Tensor, "batch length vocabulary"], labels: Int[Tensor, "batch length"] | None
 ) -> LanguageModelOutput:
-    """Return the output with the loss of the next token: labels are shifted by one here, -100 asks for no loss."""
+    """Return the output with the next-token loss; labels are shifted by one here, and -100 is ignored."""
     if labels is None:
         return LanguageModelOutput(logits)
     return LanguageModelOutput(logits, functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:]))
@@ -28,9 +28,9 @@ def with_loss(
 class MixerBlock(nn.Module):
     """One residual block: LayerNorm, then the mixer, added to the stream.
 
-    `attention_mask` sets the mixer's input to zero at padding. Right padding never reaches a real token of a causal
-    mixer; left padding then reaches none in S4, DSS and S5, which map zero to a zero state, but does in H3 and
-    Hyena, whose projections have biases, and in GSS once its inner norm has learned one.
+    `attention_mask` sets the mixer's input to zero at padding. Right padding reaches no real token of a causal mixer.
+    Left padding reaches none in S4, DSS and S5, which map zero to a zero state, but does in H3 and Hyena, whose
+    projections have biases, and in GSS if its inner norm has learned one.
     """
 
     def __init__(self, d_model: int, mixer: nn.Module, layer_norm_eps: float = 1e-5) -> None:
@@ -53,9 +53,9 @@ class MixerBlock(nn.Module):
 class MixerForCausalLM(nn.Module):
     """A causal language model of mixer blocks: embedding, blocks, final LayerNorm, head.
 
-    `mixer` builds one layer's mixer, a module from (batch, length, d_model) to the same; it is called once a
-    layer, so `functools.partial(H3, d_model, head_dim=4)` gives layers of their own weights. The mixers stand at
-    `layers[i].mixer`. Positions are left to the mixers: there is no positional embedding, and no MLP.
+    `mixer` builds one mixer, a module from (batch, length, d_model) to the same shape; it is called once per layer, so
+    the layers of `functools.partial(H3, d_model, head_dim=4)` have separate weights. The mixers are
+    `layers[i].mixer`. There is no positional embedding, and no MLP.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class MixerForCausalLM(nn.Module):
         attention_mask: Int[Tensor, "batch length"] | Bool[Tensor, "batch length"] | None = None,
         labels: Int[Tensor, "batch length"] | None = None,
     ) -> LanguageModelOutput:
-        """Return the logits of the next token at every position, and the loss of the labels if there are any."""
+        """Return the logits of the next token at every position, and the loss if `labels` are given."""
         hidden_states = self.embeddings(input_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask)

@@ -1,4 +1,4 @@
-"""S4D: a fixed convolution by a diagonal state space model, and a small causal language model of it."""
+"""S4D: a fixed convolution by a diagonal state space model, and a small causal language model."""
 
 import math
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from unilinattn.errors import OptionError
 
 
 class S4DKernel(nn.Module):
-    """The convolution kernels of S4D, one a channel, from complex poles in conjugate pairs.
+    """The convolution kernels of S4D, one per channel, from complex poles in conjugate pairs.
 
     With step dt, poles A_n (real part -exp(log_A_real), imaginary part A_imag) and weights C_n of a channel,
-    zero-order hold gives K_l = 2 Re sum_n C_n (exp(dt A_n) - 1) / A_n exp(dt A_n l), the input matrix being
-    one. Initialised as S4D-Lin: A_n = -1/2 + i pi n.
+    zero-order hold gives K_l = 2 Re sum_n C_n (exp(dt A_n) - 1) / A_n exp(dt A_n l), with an input
+    matrix of ones. Initialised as S4D-Lin: A_n = -1/2 + i pi n.
     """
 
     def __init__(self, d_model: int, d_state: int, dt_min: float, dt_max: float) -> None:
@@ -40,7 +40,7 @@ class S4DKernel(nn.Module):
 
 
 class S4D(nn.Module):
-    """The S4D mixer: a fixed causal convolution a channel, a skip, GELU, and a gated output projection.
+    """The S4D mixer: one fixed causal convolution per channel, a skip, GELU, and a gated output projection.
 
     Takes and returns (batch, length, d_model), without residual or norm: y = K * u + D u, then
     GLU(W gelu(y) + b). The layer of Gu, Gupta, Goel and Ré, "On the Parameterization and Initialization of
@@ -48,11 +48,11 @@ class S4D(nn.Module):
     state dicts load: `D`, `kernel.log_dt`, `kernel.C` (a complex number as two real ones),
     `kernel.log_A_real`, `kernel.A_imag`, `output_linear.0.weight` and `.bias`.
 
-    Left out of the original: dropout, the channels-first layout, bidirectional kernels, several kernels a
-    channel, inits other than S4D-Lin, discretisation other than zero-order hold, learning rates of their own
-    for dt and A, and the step-by-step mode with a state.
+    Omitted from the original: dropout, the channels-first layout, bidirectional kernels, several kernels per channel,
+    inits other than S4D-Lin, discretisation other than zero-order hold, separate learning rates for dt and A, and the
+    step-by-step mode with a state.
 
-    `kernel(length)` gives the kernels, (d_model, length). The convolution runs in float32 at least.
+    `kernel(length)` returns the kernels, (d_model, length). The convolution runs in float32 at least.
     """
 
     def __init__(self, d_model: int, d_state: int = 64, dt_min: float = 0.001, dt_max: float = 0.1) -> None:
@@ -68,7 +68,7 @@ class S4D(nn.Module):
         length = hidden_states.shape[1]
         kernel = self.kernel(length)
         u = hidden_states.transpose(1, 2).to(kernel.dtype)
-        # Padding to twice the length keeps the product of spectra from wrapping the end onto the start.
+        # Zero-padding to twice the length keeps the end of the convolution from wrapping onto the start.
         spectrum = torch.fft.rfft(u, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
         y = torch.fft.irfft(spectrum, n=2 * length)[..., :length] + self.D.to(kernel.dtype)[:, None] * u
         return self.output_linear(functional.gelu(y).to(hidden_states.dtype)).transpose(1, 2)
@@ -78,7 +78,7 @@ class S4D(nn.Module):
 class S4DConfig:
     """Sizes of an `S4DForCausalLM`; `S4DConfig(**dataclasses.asdict(config))` is the same configuration.
 
-    Raises `OptionError` for a size that cannot be built.
+    Raises `OptionError` if a size is below 1, `d_state` is odd, or not 0 < `dt_min` <= `dt_max`.
     """
 
     vocab_size: int
@@ -104,7 +104,7 @@ class S4DConfig:
 
 @dataclass(frozen=True)
 class S4DOutput:
-    """What `S4DForCausalLM` returns: the logits, and the loss if labels were passed."""
+    """The output of `S4DForCausalLM`: the logits, and the loss if labels were given."""
 
     logits: Float[Tensor, "batch length vocabulary"]
     loss: Float[Tensor, ""] | None = None
@@ -113,7 +113,7 @@ class S4DOutput:
 class S4DBlock(nn.Module):
     """One residual block: LayerNorm, then S4D, added to the stream.
 
-    `attention_mask` sets the mixer's input to zero at padding, on either side, so that no real token sees it.
+    `attention_mask` sets the mixer's input to zero at padding on either side, so that it reaches no real token.
     """
 
     def __init__(self, config: S4DConfig) -> None:
@@ -154,8 +154,8 @@ class S4DForCausalLM(nn.Module):
     ) -> S4DOutput:
         """Return the logits of the next token at every position.
 
-        `attention_mask` is one at real tokens and zero at padding, which may stand on either side. `labels`
-        are the input tokens themselves, shifted by one inside, -100 where no loss is wanted.
+        `attention_mask` is 1 at real tokens and 0 at padding, on either side. `labels` are the input tokens, which are
+        shifted by one here, with -100 at positions without a loss.
         """
         hidden_states = self.embeddings(input_ids)
         for layer in self.layers:

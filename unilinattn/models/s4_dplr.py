@@ -1,4 +1,4 @@
-"""S4: a fixed convolution by a state space model whose matrix is diagonal plus low rank."""
+"""S4: a fixed convolution by a state space model with a diagonal plus low-rank matrix."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from unilinattn.models.numerics import causal_convolution, complex_from_pairs, w
 
 
 class DPLRSystem(NamedTuple):
-    """x' = (diag(poles) - p p*) x + b u, y = Re c x, for each channel, conjugate pairs written out."""
+    """x' = (diag(poles) - p p*) x + b u, y = Re c x, per channel, with both poles of each conjugate pair."""
 
     poles: Complex[Tensor, "channel state"]
     low_rank: Complex[Tensor, "channel state"]
@@ -24,12 +24,12 @@ class DPLRSystem(NamedTuple):
 
 
 class S4Kernel(nn.Module):
-    """The convolution kernels of S4, one a channel, from x' = (diag(A) - P P*) x + B u, y = C x.
+    """The convolution kernels of S4, one per channel, from x' = (diag(A) - P P*) x + B u, y = C x.
 
     The bilinear transform with step dt gives K_l = C Abar^l Bbar. Its spectrum at the roots of unity comes from
     the truncated generating function, which the Woodbury identity turns into four Cauchy-like sums (Gu, Goel and
     Ré, "Efficiently Modeling Long Sequences with Structured State Spaces", 2022, Appendix C.3): linear in the
-    state, beside one dense matrix power a channel. Initialised with HiPPO-LegS.
+    state, plus one dense matrix power per channel. Initialised with HiPPO-LegS.
     """
 
     l_kernel: Tensor
@@ -52,7 +52,7 @@ class S4Kernel(nn.Module):
         self.register_buffer("l_kernel", torch.tensor(0))
 
     def system(self) -> DPLRSystem:
-        """Return the continuous system of every channel, in complex64 at least; systems are shared in turn."""
+        """Return the continuous system of every channel, in complex64 at least; channels take the systems in turn."""
         dtype = working_dtype(self.A_real)
         channels = self.C.shape[1]
 
@@ -71,11 +71,11 @@ class S4Kernel(nn.Module):
     def forward(self, length: int) -> Float[Tensor, "d_model length"]:
         """Return the first `length` taps of each channel, tap 0 first, in float32 at least."""
         poles, p, b, c, dt = self.system()
-        # The series is cut off at `length`: sum_{l < L} K_l z^l = c (I - Abar^L z^L) (I - Abar z)^-1 Bbar.
+        # The series is truncated at `length`: sum_{l < L} K_l z^l = c (I - Abar^L z^L) (I - Abar z)^-1 Bbar.
         kept = c - (c[:, None] @ torch.linalg.matrix_power(transition(poles, p, dt), length))[:, 0]
         angles = torch.arange(length // 2 + 1, device=dt.device, dtype=dt.dtype) * (-2 * math.pi / length)
         z = torch.polar(torch.ones_like(angles), angles)
-        # Multiplied out by 1 + z: the quotient (1 - z) / (1 + z) has a pole at z = -1.
+        # Multiplied by 1 + z, because the quotient (1 - z) / (1 + z) has a pole at z = -1.
         weight = dt / 2 * (1 + z)
         inverse = 1 / ((1 - z)[:, None] - weight[..., None] * poles[:, None])
 
@@ -87,7 +87,7 @@ class S4Kernel(nn.Module):
         return torch.fft.irfft(resolvent(kept, b) - correction, n=length)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Undo what the authors' code does to C once it has run: there it holds C (I - Abar^L), L = `l_kernel`."""
+        """Load C from the authors' C (I - Abar^L), L = `l_kernel`, which their code stores after its first run."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         if not self.l_kernel:
             return
@@ -106,7 +106,7 @@ def transition(
     low_rank: Complex[Tensor, "channel state"],
     dt: Float[Tensor, "channel 1"],
 ) -> Complex[Tensor, "channel state state"]:
-    """Return the step (I - dt/2 A)^-1 (I + dt/2 A) of A = diag(poles) - p p*, the bilinear transform."""
+    """Return the bilinear transform (I - dt/2 A)^-1 (I + dt/2 A) of A = diag(poles) - p p*."""
     dense = torch.diag_embed(poles) - low_rank[:, :, None] * low_rank.conj()[:, None]
     half = dt[:, :, None] / 2 * dense
     identity = torch.eye(half.shape[-1], dtype=half.dtype, device=half.device)
@@ -114,7 +114,7 @@ def transition(
 
 
 class S4Convolution(nn.Module):
-    """A fixed causal convolution a channel with a skip: K * u + D u, in float32 at least."""
+    """One fixed causal convolution per channel with a skip: K * u + D u, in float32 at least."""
 
     def __init__(self, d_model: int, kernel: S4Kernel) -> None:
         super().__init__()
@@ -129,21 +129,22 @@ class S4Convolution(nn.Module):
 
 
 class S4(nn.Module):
-    """The S4 mixer: a fixed causal convolution a channel, a skip, GELU, and a gated output projection.
+    """The S4 mixer: one fixed causal convolution per channel, a skip, GELU, and a gated output projection.
 
     Takes and returns (batch, length, d_model), without residual or norm: y = K * u + D u, then
     GLU(W gelu(y) + b). The layer of Gu, Goel and Ré, "Efficiently Modeling Long Sequences with Structured State
     Spaces" (2022), with the parameter names and shapes of the authors' fourth version, whose blocks' state dicts
     load: `layer.D`, `layer.kernel.C`, `.B` and `.P` (complex numbers as two real ones), `.A_real`, `.A_imag`,
-    `.inv_dt`, `.l_kernel`, `output_linear.0.weight` and `.bias`. `n_ssm` systems (default: one a channel) are
-    dealt out to the channels in turn.
+    `.inv_dt`, `.l_kernel`, `output_linear.0.weight` and `.bias`. The channels take the
+    `n_ssm` systems (default: one per channel) in turn.
 
-    Left out of the original: dropout, several kernels a channel, bidirectional kernels, rank above one, inits
-    other than HiPPO-LegS and its clipping of B, other transforms of dt and A, gates and bottlenecks around the
-    layer, sampling rates, learning rates of their own, and the step-by-step mode with a state.
+    Omitted from the original: dropout, several kernels per channel, bidirectional kernels, rank above one, inits other
+    than HiPPO-LegS and its clipping of B, other transforms of dt and A, gates and bottlenecks around the layer,
+    sampling rates, separate learning rates, and the step-by-step mode with a state.
 
-    `layer.kernel(length)` gives the kernels, (d_model, length). The convolution runs in float32 at least. Raises
-    `OptionError` for sizes that cannot be built.
+    `layer.kernel(length)` returns the kernels, (d_model, length). The convolution runs in float32 at least.
+
+    Raises `OptionError` if `d_state` is not even and positive, or `n_ssm` does not divide `d_model`.
     """
 
     def __init__(

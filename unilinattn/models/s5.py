@@ -16,7 +16,7 @@ DISCRETIZATIONS = ("zoh", "bilinear")
 
 
 class DiscreteModes(NamedTuple):
-    """x_k = decay x_{k-1} + inputs u_k; y_k = Re(outputs x_k), where outputs holds the 2 of conjugate pairs."""
+    """x_k = decay x_{k-1} + inputs u_k; y_k = Re(outputs x_k), with the factor 2 of conjugate pairs in outputs."""
 
     decay: Complex[Tensor, " mode"]
     inputs: Complex[Tensor, "mode d_model"]
@@ -26,9 +26,9 @@ class DiscreteModes(NamedTuple):
 class S5SSM(nn.Module):
     """The state space model of S5: y_k = Re(C x_k) + D u_k over modes x_k = Lambda_bar x_{k-1} + B_bar u_k.
 
-    With `conj_sym` only one mode of each conjugate pair is kept, `d_state / 2` in all, and the output is doubled.
+    With `conj_sym` the system has one mode of each conjugate pair, `d_state / 2` in all, and the output is doubled.
     `clip_eigs` keeps the real parts of Lambda below -1e-4. Initialised with `blocks` copies of the normal part of
-    HiPPO-LegS on the diagonal; B and C are drawn real and carried into the basis of its eigenvectors.
+    HiPPO-LegS on the diagonal; B and C are drawn real and transformed to the basis of its eigenvectors.
     """
 
     def __init__(
@@ -87,19 +87,20 @@ class S5SSM(nn.Module):
 
 
 class S5(nn.Module):
-    """The S5 mixer: a state space model from all channels to all channels, GELU, and a sigmoid gate.
+    """The S5 mixer: one state space model with all channels as input and output, GELU, and a sigmoid gate.
 
     Takes and returns (batch, length, d_model), without residual or norm: g * sigmoid(W g + b), g = gelu(y), with
     GELU in its tanh form. The layer of Smith, Warrington and Linderman, "Simplified State Space Layers for
     Sequence Modeling" (2023), with the parameter names and shapes of the authors' (JAX) layer: `seq.Lambda_re`,
     `seq.Lambda_im`, `seq.B`, `seq.C` (complex numbers as two real ones), `seq.D`, `seq.log_step`, `out2.weight`
-    and `out2.bias`; a Dense kernel of theirs is the transpose of `out2.weight`.
+    and `out2.bias`; their Dense kernel is the transpose of `out2.weight`.
 
-    Left out of the original: dropout, batch norm, the bidirectional model, the other gates, other draws of B and
-    C, step rescaling, learning rates of their own, and sequences with irregular steps.
+    Omitted from the original: dropout, batch norm, the bidirectional model, the other gates, other draws of B and C,
+    step rescaling, separate learning rates, and sequences with irregular steps.
 
-    `seq.modes()` gives the discrete system. It runs in float32 at least. Raises `OptionError` for an unknown
-    discretisation and for sizes that cannot be built.
+    `seq.modes()` returns the discrete system. It runs in float32 at least.
+
+    Raises `OptionError` if the discretisation is unknown, or `2 * blocks` does not divide `d_state`.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ def selective_scan(
     B: Float[Tensor, "batch length state"],
     C: Float[Tensor, "batch length state"],
 ) -> Float[Tensor, "batch length channel"]:
-    """Return y_t = C_t h_t for h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t, a token at a time."""
-    # Unbound once: indexing inside the loop would cost the backward pass a full-size tensor of zeros a token.
+    """Return y_t = C_t h_t for h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t, token by token."""
+    # Unbound once: indexing in the loop would allocate a full-size zero tensor per token in the backward pass.
     decays = torch.exp(dt[..., None] * A).unbind(1)
     writes = ((dt * u)[..., None] * B[:, :, None]).unbind(1)
     state = torch.zeros_like(writes[0])
@@ -47,16 +47,17 @@ def selective_scan(
 
 
 class BiMamba(nn.Module):
-    """The mixer of ViM: Mamba forwards and, with weights of its own, backwards, between shared projections.
+    """The mixer of ViM: Mamba forwards and, with separate weights, backwards, between shared projections.
 
-    Takes and returns (batch, length, d_model), without residual or norm. x and z are projected once; each
-    direction has its own convolution, SiLU, selective scan and skip (names ending in `_b` read the sequence from
-    its end), both are gated by SiLU(z), and their sum, halved if `divide_out`, is projected out. The block of
+    Takes and returns (batch, length, d_model), without residual or norm. x and z are projected once. Each
+    direction has a separate convolution, SiLU, selective scan and skip; parameters ending in `_b` belong to the
+    backward direction. Both are gated by SiLU(z), and the output projection takes their sum, halved if `divide_out`.
+    The block of
     Zhu, Liao, Zhang, Wang, Liu and Wang, "Vision Mamba: Efficient Visual Representation Learning with
     Bidirectional State Space Model" (2024), Algorithm 1, in the form ("v2") of all published checkpoints.
 
-    Left out of the original: the one-directional form, the one that shares all but A ("v1"), layer scale, and the
-    step-by-step mode with a state. The scan runs in float32 at least.
+    Omitted from the original: the one-directional form, the form whose directions share all weights except A ("v1"),
+    layer scale, and the step-by-step mode with a state. The scan runs in float32 at least.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class BiMamba(nn.Module):
             layer = nn.Linear(self.dt_rank, inner)
             nn.init.uniform_(layer.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
             dt = torch.empty(inner).uniform_(math.log(dt_min), math.log(dt_max)).exp().clamp(min=1e-4)
-            # The inverse of softplus, so that the steps start between dt_min and dt_max.
+            # The inverse of softplus, so that the initial steps lie between dt_min and dt_max.
             layer.bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
             return layer
 
@@ -129,7 +130,7 @@ class BiMamba(nn.Module):
 
 
 class VimBlock(nn.Module):
-    """One block: BiMamba on the normalised stream, added to it. The stream is kept in float32 at least."""
+    """One residual block: RMSNorm and BiMamba, added to the stream, which stays in float32 at least."""
 
     def __init__(self, mixer: BiMamba, eps: float) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class VimBlock(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Patches of the image, row by row, each mapped to one token."""
+    """A linear map of each image patch to one token, row by row."""
 
     def __init__(self, img_size: tuple[int, int], patch_size: int, stride: int, in_chans: int, embed_dim: int) -> None:
         super().__init__()
@@ -152,7 +153,10 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, stride=stride)
 
     def forward(self, pixels: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch patch embed_dim"]:
-        """Return the tokens of an image; raises `InputError` for another size than the model's."""
+        """Return the tokens of a batch of images.
+
+        Raises `InputError` if the images do not have the model's size.
+        """
         if tuple(pixels.shape[-2:]) != self.img_size:
             came, wanted = "x".join(map(str, pixels.shape[-2:])), "x".join(map(str, self.img_size))
             raise InputError(f"The image is {came} pixels; this model takes {wanted}: resize it, or pass img_size.")
@@ -165,17 +169,17 @@ class VisionMamba(nn.Module):
     Zhu et al., "Vision Mamba" (2024); the parameter names and shapes are those of the published checkpoints,
     which load with `strict=True`: `patch_embed.proj`, `cls_token`, `pos_embed`, `layers.<i>.mixer` (see
     `BiMamba`), `layers.<i>.norm.weight`, `norm_f.weight`, `head`. The defaults are the tiny one's; small has
-    `embed_dim` 384, base 768, and those finetuned at a finer grain have `stride` 8.
+    `embed_dim` 384, base 768, and the models finetuned on a finer grid have `stride` 8.
 
     `cls_position` puts the CLS token in the middle of the patches (as published), first, last, or at both ends
-    (`cls_token_head` and `cls_token_tail`, whose outputs are averaged); `cls_positions` says where in the sequence
-    that is, `grid_size` gives rows and columns of patches. `num_classes=0` leaves out the head.
+    (`cls_token_head` and `cls_token_tail`, whose outputs are averaged). `cls_positions` are the positions in the
+    sequence, `grid_size` the rows and columns of patches. `num_classes=0` omits the head.
 
-    Left out of the original: dropout and stochastic depth, rotary positions, LayerNorm, pooling without a CLS
-    token, random CLS positions and token orders, blocks that read flipped sequences in turn, and resizing of the
+    Omitted from the original: dropout and stochastic depth, rotary positions, LayerNorm, pooling without a CLS
+    token, random CLS positions and token orders, blocks that alternate between flipped sequences, and resizing of the
     positional embedding.
 
-    Raises `OptionError` for an unknown `cls_position`.
+    Raises `OptionError` if `cls_position` is unknown.
     """
 
     def __init__(
@@ -214,24 +218,24 @@ class VisionMamba(nn.Module):
         self.norm_f = RMSNorm(embed_dim, norm_epsilon)
         self.head = self._new_head(num_classes)
         for mixer in mixers:
-            # Every layer adds once to the stream: this keeps its variance from growing with depth.
+            # Every layer adds to the stream once, so this scale keeps its variance independent of depth.
             with torch.no_grad():
                 mixer.out_proj.weight /= math.sqrt(depth)
 
     @property
     def grid_size(self) -> tuple[int, int]:
-        """Rows and columns of the patches."""
+        """Numbers of rows and columns of patches."""
         return self.patch_embed.grid_size
 
     @property
     def cls_positions(self) -> tuple[int, ...]:
-        """Where the CLS tokens stand in the sequence of tokens."""
+        """Positions of the CLS tokens in the sequence."""
         patches = self.patch_embed.num_patches
         where = {"middle": (patches // 2,), "first": (0,), "last": (patches,), "double": (0, patches + 1)}
         return where[self.cls_position]
 
     def tokens(self, pixels: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch token embed_dim"]:
-        """Return the sequence that enters the first block: patches and CLS tokens with their positions."""
+        """Return the input of the first block: patches and CLS tokens with their positional embeddings."""
         patches = self.patch_embed(pixels)
         if self.cls_position == "double":
             head, tail = (t.expand(len(patches), -1, -1) for t in (self.cls_token_head, self.cls_token_tail))
@@ -244,7 +248,7 @@ class VisionMamba(nn.Module):
     def forward_features(
         self, pixels: Float[Tensor, "batch channel height width"]
     ) -> Float[Tensor, "batch token embed_dim"]:
-        """Return every token after the last norm."""
+        """Return all tokens after the final norm."""
         tokens = self.tokens(pixels)
         stream = tokens.to(working_dtype(tokens))
         for layer in self.layers:
@@ -254,7 +258,7 @@ class VisionMamba(nn.Module):
     def forward_head(
         self, features: Float[Tensor, "batch token embed_dim"], pre_logits: bool = False
     ) -> Float[Tensor, "batch classes"]:
-        """Return the logits from the CLS token, or with `pre_logits` what the head is given."""
+        """Return the logits from the CLS token, or the head's input if `pre_logits`."""
         pooled = features[:, list(self.cls_positions)].mean(1)
         return pooled if pre_logits else self.head(pooled)
 
@@ -267,14 +271,17 @@ class VisionMamba(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a fresh one; raises `OptionError` for pooling other than by the CLS token."""
+        """Replace the head by a fresh one.
+
+        Raises `OptionError` if `global_pool` is not 'token' or None.
+        """
         if global_pool not in (None, "token"):
             raise OptionError(f"global_pool is {global_pool!r}; this model reads its CLS token: pass 'token' or None.")
         self.num_classes = num_classes
         self.head = self._new_head(num_classes)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters that are trained without weight decay."""
+        """Return the names of parameters to train without weight decay."""
         kinds = {"pos_embed", "cls_token", "cls_token_head", "cls_token_tail", "A_log", "A_b_log", "D", "D_b"}
         return {name for name, _ in self.named_parameters() if name.rpartition(".")[2] in kinds}
 

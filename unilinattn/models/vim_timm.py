@@ -11,9 +11,9 @@ NAMES = (
     "vim_tiny_patch16_stride8_224",
     "vim_small_patch16_stride8_224",
 )
-"""The models that `register_with_timm` makes known."""
+"""The models that `register_with_timm` registers."""
 
-# timm looks for a module's data configurations under this name; these are the ones of the published training.
+# timm reads a module's data configurations from this name; these are those of the published training.
 default_cfgs: dict[str, dict[str, Any]] = {
     name: {
         "num_classes": 1000,
@@ -34,9 +34,10 @@ default_cfgs: dict[str, dict[str, Any]] = {
 def register_with_timm() -> None:
     """Make `timm.create_model("vim_tiny_patch16_224")` and the other `NAMES` build a `VisionMamba`.
 
-    Options of `VisionMamba` pass through, so do `num_classes` and `in_chans`. Published weights load from a local
-    file into the model's state dict; there are none to download. Calling it again changes nothing. Raises
-    `ImportError` where timm is not installed.
+    Options of `VisionMamba` pass through, including `num_classes` and `in_chans`. Load published weights from a local
+    file into the model's state dict; no download is registered. A second call changes nothing.
+
+    Raises `ImportError` if timm is missing.
     """
     from timm.models import is_model, register_model
 
@@ -61,12 +62,12 @@ def vim_base_patch16_224(pretrained: bool = False, **options: Any) -> VisionMamb
 
 
 def vim_tiny_patch16_stride8_224(pretrained: bool = False, **options: Any) -> VisionMamba:
-    """Build ViM tiny at the finer grain: 192 channels, 27 by 27 patches that overlap by half."""
+    """Build ViM tiny with stride 8: 192 channels, 27 by 27 patches that overlap by half."""
     return _build("vim_tiny_patch16_stride8_224", pretrained, {"embed_dim": 192, "stride": 8, **options})
 
 
 def vim_small_patch16_stride8_224(pretrained: bool = False, **options: Any) -> VisionMamba:
-    """Build ViM small at the finer grain: 384 channels, 27 by 27 patches that overlap by half."""
+    """Build ViM small with stride 8: 384 channels, 27 by 27 patches that overlap by half."""
     return _build("vim_small_patch16_stride8_224", pretrained, {"embed_dim": 384, "stride": 8, **options})
 
 

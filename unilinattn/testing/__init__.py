@@ -1,11 +1,13 @@
-"""The conformance kit: laws that any mixer, operator and adapter must obey, and tiny hosts to test them on."""
+"""The conformance kit: laws for every mixer, operator and adapter, and tiny hosts to test adapters on."""
 
 from unilinattn.testing.checks import LawViolation, left_as_found, require_linear_memory
 from unilinattn.testing.conformance import LayerVerdict, Verdict, check_architecture, examine
 from unilinattn.testing.hosts import HOSTS, Host, randomize
 from unilinattn.testing.laws import HOST_LAWS, OPERATOR_LAWS, check_operator, operator_passes
+from unilinattn.testing.margins import Margin, recorded_margins
 from unilinattn.testing.mixer_laws import MIXER_LAWS, batch_is_a_loop, check_mixer, gradients_are_finite, mixer_passes
 from unilinattn.testing.promote import promoted
+from unilinattn.testing.rounding import host_rounding, rounding_limit
 from unilinattn.testing.tolerances import TOLERANCES, relative_error, tolerance
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "Host",
     "LawViolation",
     "LayerVerdict",
+    "Margin",
     "Verdict",
     "batch_is_a_loop",
     "check_architecture",
@@ -24,12 +27,15 @@ __all__ = [
     "check_operator",
     "examine",
     "gradients_are_finite",
+    "host_rounding",
     "left_as_found",
     "mixer_passes",
     "operator_passes",
     "promoted",
     "randomize",
+    "recorded_margins",
     "relative_error",
     "require_linear_memory",
+    "rounding_limit",
     "tolerance",
 ]

@@ -1,4 +1,4 @@
-"""What laws are made of: the violation they raise, fresh inputs, and counters of what an operation did."""
+"""Building blocks of laws: the violation that they raise, fresh inputs, comparisons, and counters of operations."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -12,16 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unilinattn.mixers import CoreMixer
-from unilinattn.operator import MixerOperator
-from unilinattn.stages import Branch, Chain, Mix, Stage
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Branch, Chain, Mix, Stage
+from unilinattn.testing.margins import note_margin
+from unilinattn.testing.state import differences, model_state, process_state
 from unilinattn.testing.tolerances import relative_error
 
 GROWTH = 2.3
-"""Largest factor by which what a linear-time pass allocates grows when the length doubles."""
+"""Largest growth of the bytes that a linear-time pass allocates when the length doubles."""
 
 
 class LawViolation(AssertionError):
-    """A law does not hold; `law` is its name, `reason` says why."""
+    """Raised if a law does not hold; `law` is its name, `reason` the explanation."""
 
     def __init__(self, law: str, reason: str) -> None:
         super().__init__(f"law {law!r} does not hold: {reason}")
@@ -29,7 +31,7 @@ class LawViolation(AssertionError):
 
 
 def require(law: str, holds: bool, message: str) -> None:
-    """Raise `LawViolation` unless the condition holds."""
+    """Raise `LawViolation` with `message` unless `holds`."""
     if not holds:
         raise LawViolation(law, message)
 
@@ -37,35 +39,39 @@ def require(law: str, holds: bool, message: str) -> None:
 def require_close(
     law: str, got: Tensor, expected: Tensor, limit: float, what: str, *, scale: Tensor | None = None
 ) -> None:
-    """Raise `LawViolation` unless two tensors have one shape and agree to a relative error, sequence by sequence."""
+    """Raise `LawViolation` unless two tensors have one shape and every sequence's relative error is at most `limit`.
+
+    `scale`: the norm of each sequence by which the difference is divided; by default that of `expected`.
+    """
     require(law, got.shape == expected.shape, f"{what}: shape {tuple(got.shape)} instead of {tuple(expected.shape)}.")
     error = relative_error(got, expected, scale=scale)
+    note_margin(law, what, error, limit)
     require(law, error <= limit, f"{what}: relative error {error:.1e}, at most {limit:.0e} is accepted.")
 
 
 def fresh(like: Tensor, seed: int) -> Tensor:
-    """Draw a normal tensor of the same shape, dtype and device."""
+    """Return a standard normal tensor with the shape, dtype and device of `like`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
 
 
 def variant(operator: MixerOperator, **attributes: Any) -> MixerOperator:
-    """Return a copy of an operator, of the same class, with some of its attributes replaced."""
+    """Return a copy of an operator, of the same class, with the given attributes replaced."""
     changed = copy.copy(operator)
     vars(changed).update(attributes)
     return changed
 
 
 def edited(chain: Chain, edit: Callable[[Stage], Stage | None]) -> Chain:
-    """Return a chain with every stage outside branches and inside them replaced by `edit(stage)`, None to drop it."""
-    kept = []
+    """Return a chain with every stage, also inside branches, replaced by `edit(stage)`; None drops the stage."""
+    stages = []
     for stage in chain:
         if isinstance(stage, Branch):
             stage = replace(stage, chains=tuple(edited(inner, edit) for inner in stage.chains))
         result = edit(stage)
         if result is not None:
-            kept.append(result)
-    return tuple(kept)
+            stages.append(result)
+    return tuple(stages)
 
 
 def matrix_free(mixer: CoreMixer, law: str) -> CoreMixer:
@@ -80,7 +86,7 @@ def matrix_free(mixer: CoreMixer, law: str) -> CoreMixer:
 
 
 def without_matrices(operator: MixerOperator, law: str) -> MixerOperator:
-    """Return a copy of an operator none of whose mixers can fill its matrix."""
+    """Return a copy of an operator whose mixers are all `matrix_free`."""
 
     def edit(stage: Stage) -> Stage:
         return replace(stage, mixer=matrix_free(stage.mixer, law)) if isinstance(stage, Mix) else stage
@@ -89,7 +95,7 @@ def without_matrices(operator: MixerOperator, law: str) -> MixerOperator:
 
 
 def outputs(returned: Any) -> list[Tensor]:
-    """Return the floating-point tensors in what a model returned, in order."""
+    """Return the floating-point tensors of a model's output, in order."""
     if isinstance(returned, Tensor):
         return [returned] if returned.is_floating_point() else []
     if isinstance(returned, Mapping):
@@ -101,9 +107,9 @@ def outputs(returned: Any) -> list[Tensor]:
 
 
 class Operations(TorchDispatchMode):
-    """Counts, while it is entered, the operations that run and the bytes of every new tensor.
+    """Records the operations that run inside the block, and counts the bytes of every new tensor.
 
-    Bytes are added up and never subtracted: what is linear here is linear at its peak, and in time.
+    Freed bytes are not subtracted, so a pass with a linear count is also linear in peak memory and in time.
     """
 
     def __init__(self) -> None:
@@ -112,24 +118,24 @@ class Operations(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
-        """Run the operation and note it."""
+        """Run the operation and record it."""
         result = func(*args, **(kwargs or {}))
         self.names.add(str(func))
-        known = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         made = {_storage(t): t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor)}
-        self.bytes += sum(size for storage, size in made.items() if storage not in known)
+        self.bytes += sum(size for storage, size in made.items() if storage not in inputs)
         return result
 
     @property
     def through_frequencies(self) -> bool:
-        """Whether a Fourier transform ran, so that every output was touched by every input, up to rounding."""
+        """Whether a Fourier transform ran, by which every input affects every output through rounding."""
         return any("fft" in name for name in self.names)
 
 
 def require_linear_memory(passes: Callable[[int], Mapping[str, Callable[[], Any]]], length: int) -> None:
-    """Raise `LawViolation` unless each pass allocates at most `GROWTH` times as much at twice the length.
+    """Raise `LawViolation` unless each pass allocates at most `GROWTH` times as many bytes at twice the length.
 
-    `passes(length)` gives the passes by name for that many tokens, see `mixer_passes` and `operator_passes`.
+    `passes(length)` returns the passes on `length` tokens by name, see `mixer_passes` and `operator_passes`.
     """
     small, large = (
         {name: operations(run).bytes for name, run in passes(size).items()} for size in (length, 2 * length)
@@ -141,21 +147,21 @@ def require_linear_memory(passes: Callable[[int], Mapping[str, Callable[[], Any]
 
 
 def operations(run: Callable[[], Any]) -> Operations:
-    """Run a function without gradients and return what it did."""
+    """Run a function without gradients and return its recorded operations."""
     with torch.no_grad(), Operations() as counted:
         run()
     return counted
 
 
 def require_identity(mixed: Tensor, grad: Tensor, x: Tensor, passed: Tensor, limit: float, what: str) -> None:
-    """Raise `LawViolation` unless <A x, g> = <x, A* g>, each sequence's two numbers relative to the norms in them."""
+    """Raise `LawViolation` unless <A x, g> = <x, A* g> for every sequence, relative to ||A x|| ||g||."""
     left, right = (mixed * grad).flatten(1).sum(1), (x * passed).flatten(1).sum(1)
     scale = mixed.flatten(1).norm(dim=1) * grad.flatten(1).norm(dim=1)
     require_close("adjoint", left[:, None], right[:, None], limit, what, scale=scale)
 
 
 def require_unmoved(run: Callable[[Tensor], Tensor], given: Tensor, changed: Tensor, limit: float, what: str) -> None:
-    """Raise `LawViolation` unless `run` returns the same bits for both, or nearly so through a Fourier transform."""
+    """Raise `LawViolation` unless `run` returns the same bits for both, or close values by a Fourier transform."""
     before, after = run(given), run(changed)
     if operations(lambda: run(given)).through_frequencies:
         scale = (given - changed).flatten(1).norm(dim=1) + before.flatten(1).norm(dim=1)
@@ -166,46 +172,23 @@ def require_unmoved(run: Callable[[Tensor], Tensor], given: Tensor, changed: Ten
 
 @contextmanager
 def left_as_found(model: nn.Module, law: str = "untouched") -> Iterator[None]:
-    """Raise `LawViolation` if the block, however it ends, changes anything about a model.
+    """Raise `LawViolation` if the block changes a model or the process, also if the block raises.
 
-    Compared bit for bit: parameters and buffers, and whether they are the same tensors; compared as they are: hooks,
-    `requires_grad`, gradients, training flags, forward methods, attention implementations.
+    Compared bit for bit: parameters, buffers and other tensors of the modules. Compared by value or identity: every
+    attribute of every module, hooks and their order, attributes of the classes, `requires_grad`, gradients and
+    configurations. Of the process: gradient mode and other modes, random generators, global hooks, warning filters, and
+    transformers' tables of attention functions.
     """
-    before = _state(model)
+    before, around = model_state(model), process_state()
     try:
         yield
     finally:
-        after = _state(model)
-        for aspect, old in before.items():
-            new = after[aspect]
-            changed = [name for name in {**old, **new} if not _same(old.get(name), new.get(name))]
-            require(law, not changed, f"{aspect} of the model changed: {changed[:3]}.")
-
-
-def _state(model: nn.Module) -> Mapping[str, dict[str, Any]]:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    modules = dict(model.named_modules())
-    configs = {name: getattr(module, "config", None) for name, module in modules.items()}
-    return {
-        "tensors": {name: t.detach().clone() for name, t in tensors.items()},
-        "identity": {name: id(t) for name, t in tensors.items()},
-        "requires_grad": {name: t.requires_grad for name, t in tensors.items()},
-        "gradients": {name: None if t.grad is None else t.grad.clone() for name, t in tensors.items()},
-        "training flags": {name: module.training for name, module in modules.items()},
-        "hooks": {name: _hooks(module) for name, module in modules.items()},
-        "forward methods": {name: vars(module).get("forward") for name, module in modules.items()},
-        "attention implementation": {n: getattr(c, "_attn_implementation", None) for n, c in configs.items()},
-    }
-
-
-def _hooks(module: nn.Module) -> dict[str, list[int]]:
-    return {name: list(value) for name, value in vars(module).items() if name.endswith("_hooks")}
-
-
-def _same(before: Any, after: Any) -> bool:
-    if isinstance(before, Tensor) and isinstance(after, Tensor):
-        return before.dtype == after.dtype and torch.equal(before, after)
-    return type(before) is type(after) and before == after
+        for owner, changed in (
+            ("the model", differences(before, model_state(model))),
+            ("the process", differences(around, process_state())),
+        ):
+            for aspect, names in changed.items():
+                raise LawViolation(law, f"{aspect} of {owner} changed: {names[:3]}.")
 
 
 def _storage(tensor: Tensor) -> int:

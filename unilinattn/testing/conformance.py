@@ -1,4 +1,4 @@
-"""`check_architecture`: run every law on a host model and its adapter, and say in a table what held."""
+"""`check_architecture`: check every law on a host model and its adapters, and print the result as a table."""
 
 import copy
 import inspect
@@ -10,35 +10,38 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from unilinattn.errors import UnilinattnError
-from unilinattn.operator import MixerOperator
-from unilinattn.recorder import host_arguments
-from unilinattn.testing.checks import LawViolation, left_as_found, outputs, require, require_close
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.testing.checks import LawViolation, left_as_found, require
+from unilinattn.testing.host_laws import bias_without_output, mixing, own_output, unpadded
 from unilinattn.testing.laws import HOST_LAWS, OPERATOR_LAWS, precision, reconstruction, recurrence
 from unilinattn.testing.laws import padding as padding_law
+from unilinattn.testing.margins import note_margin
 from unilinattn.testing.promote import promoted
+from unilinattn.testing.rounding import layer_rounding, rounding_limit
 from unilinattn.testing.tolerances import relative_error, tolerance
-from unilinattn.trace import Layer, Trace, trace
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Trace, trace
 
 Recurrence = Callable[[Layer, Tensor], Tensor]
-"""Given a layer and a fresh input, runs the paper's recurrence on it, frozen on the layer's own input."""
+"""The paper's recurrence, frozen on the layer's recorded input, as a function of the layer and a fresh input."""
 
 
 @dataclass
 class LayerVerdict:
-    """What was found about one layer.
+    """The results of one layer.
 
     Attributes:
-        name: the layer's path in the model.
-        host: class of the host's module.
+        name: path of the layer in the model.
+        host: class of the host module.
         architecture: name of the adapter.
-        kind: what mixes the tokens.
-        errors: reconstruction error by how the host was run.
-        passed: names of the laws that held.
-        failed: why a law did not hold, by its name.
+        kind: kind of mixer.
+        errors: reconstruction error by dtype, or "promoted" for the promoted host.
+        passed: names of the laws that hold.
+        failed: reasons of the laws that do not hold, by name.
     """
 
     name: str
@@ -52,14 +55,14 @@ class LayerVerdict:
 
 @dataclass
 class Verdict:
-    """What was found about a model; `str` gives the table.
+    """The results of a model; `str` returns the table.
 
     Attributes:
-        model: its class.
+        model: class of the model.
         layers: one verdict for each call of a token-mixing module.
-        failed: laws of the model as a whole that did not hold, with the reason.
-        masks: sides on which the host itself keeps padding out of real tokens, None if that was not tried.
-        notes: what was seen that is no failure.
+        failed: reasons of the laws of the whole model that do not hold, by name.
+        masks: sides on which the host itself keeps padding out of real tokens, None if padding was not tested.
+        notes: observations that are no failures.
     """
 
     model: str
@@ -70,17 +73,17 @@ class Verdict:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Every law that did not hold, with the first reason."""
-        found: dict[str, str] = {}
+        """The laws that do not hold, each with its first reason."""
+        reasons: dict[str, str] = {}
         for failed in (*(layer.failed for layer in self.layers), self.failed):
             for law, reason in failed.items():
-                found.setdefault(law, reason)
-        return found
+                reasons.setdefault(law, reason)
+        return reasons
 
     def __str__(self) -> str:
-        """Show a row for each layer, then what failed."""
-        held = f"broken: {', '.join(self.failures)}" if self.failures else "every law holds"
-        lines = [f"{self.model}: {len(self.layers)} layers, {held}"]
+        """Return the table: the results of each layer, then the broken laws of the model and the notes."""
+        summary = f"broken: {', '.join(self.failures)}" if self.failures else "every law holds"
+        lines = [f"{self.model}: {len(self.layers)} layers, {summary}"]
         for layer in self.layers:
             errors = "  ".join(f"{how} {error:.1e}" for how, error in layer.errors.items())
             lines.append(f"  {layer.name}  {layer.host} as {layer.architecture} ({layer.kind})")
@@ -99,12 +102,17 @@ def check_architecture(
     padding: bool = True,
     recurrence: Recurrence | None = None,
 ) -> Verdict:
-    """Hold a model's adapters to every law, print what was found, and raise `LawViolation` if one is broken.
+    """Check a model's adapters against every law, print the verdict and return it.
 
-    Use a small configuration with random weights (`randomize`): the laws fill matrices, and run the host a dozen
-    times. The model itself is not changed; copies of it run in `dtype`, in `.double()`, and promoted to float64
-    throughout, where most laws are tested. `padding` also runs padded batches where the model takes `input_ids` and
-    an `attention_mask`. `recurrence(layer, x)` is an optional third oracle: the architecture's own recurrence.
+    Use a small configuration with random weights (`randomize`): the laws fill matrices and run the host a dozen times.
+    The model is not changed; copies of it run in `dtype`, in `.double()`, and promoted to float64 throughout, where
+    most laws are checked.
+
+    `inputs`: token ids, or the keyword arguments of the model as a mapping. `padding`: also run padded batches, if the
+    model takes `input_ids` and an `attention_mask`. `recurrence(layer, x)`: an optional third oracle, the
+    architecture's own recurrence.
+
+    Raises `LawViolation` if a law is broken.
     """
     verdict = examine(model, inputs, dtype=dtype, padding=padding, recurrence=recurrence)
     print(verdict)
@@ -121,7 +129,7 @@ def examine(
     padding: bool = True,
     recurrence: Recurrence | None = None,
 ) -> Verdict:
-    """Return what `check_architecture` finds, without raising or printing."""
+    """Return the verdict of `check_architecture` without printing it or raising `LawViolation`."""
     run = _Examination(model, inputs)
     run.as_given(dtype)
     run.unpromoted()
@@ -133,7 +141,7 @@ def examine(
 
 
 class _Examination:
-    """Runs copies of one model and notes in one verdict what held."""
+    """Runs copies of one model and collects the results in one verdict."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         self.model = model
@@ -142,42 +150,43 @@ class _Examination:
         found = trace(self.double, self._cast(torch.float64))
         self.verdict = Verdict(
             type(model).__name__,
-            [LayerVerdict(x.name, type(x._module).__name__, x.architecture, x.kind) for x in found.layers],
+            [LayerVerdict(x.name, type(x.module).__name__, x.architecture, x.kind) for x in found.layers],
         )
 
     def as_given(self, dtype: torch.dtype) -> None:
-        """Reconstruct in the dtype asked for; leave the model alone; hold the operator's own precision."""
+        """Check in `dtype`: tracing leaves the model unchanged; the operators' error, dtype and repeatability."""
         host = copy.deepcopy(self.model).to(dtype)
         with self._noting(None, "untouched"), left_as_found(host):
-            found = trace(host, self._cast(dtype))
-            for layer in found.layers:
+            traced = trace(host, self._cast(dtype))
+            for layer in traced.layers:
                 with self._noting(None, "build"):
                     layer.operator  # noqa: B018  the property builds it
         with self._noting(None, "output"):
-            _require_own_output(host, self._cast(dtype), found, tolerance("reconstruction", dtype))
+            failure = own_output(host, self.double, self._cast(dtype), traced)
+            if failure is not None:
+                self.verdict.notes.append(f"the model cannot be called with only these inputs ({failure}).")
         again = trace(host, self._cast(dtype))
-        limit = tolerance("reconstruction", dtype)
-        for k, (layer, second) in enumerate(zip(found.layers, again.layers, strict=True)):
+        for k, (layer, second) in enumerate(zip(traced.layers, again.layers, strict=True)):
             with self._noting(k, "build"):
                 op = layer.operator
                 self._error(k, str(dtype).removeprefix("torch."), op)
                 with self._noting(k, "reconstruction"):
-                    reconstruction(op, limit)
+                    reconstruction(op, rounding_limit(layer_rounding(layer), dtype))
                 with self._noting(k, "precision"):
-                    precision(op, limit)
+                    precision(op, tolerance("law", op.output.dtype))
                 with self._noting(k, "repeatability"):
                     same = torch.equal(op.apply(op.inputs), second.operator.apply(second.operator.inputs))
                     require("repeatability", same, "a second trace gives another operator.")
 
     def unpromoted(self) -> None:
-        """Reconstruct what the host computes in `.double()`, its forced float32 included."""
+        """Check the reconstruction of the host in `.double()`, which keeps its forced float32."""
         for k, layer in enumerate(trace(self.double, self._cast(torch.float64)).layers):
             with self._noting(k, "reconstruction"):
                 self._error(k, "float64", layer.operator)
-                reconstruction(layer.operator, tolerance("unpromoted", torch.float64))
+                reconstruction(layer.operator, rounding_limit(layer_rounding(layer), torch.float64))
 
     def promoted(self, frozen: Recurrence | None) -> None:
-        """Hold every operator of the promoted host to every law in float64."""
+        """Check every law in float64 on the operators of the promoted host."""
         for k, layer in enumerate(_promoted_trace(self.double, self._cast(torch.float64)).layers):
             with self._noting(k, "build"):
                 op = layer.operator
@@ -193,10 +202,12 @@ class _Examination:
                     with self._noting(k, "recurrence"):
                         recurrence(op, partial(frozen, layer), tolerance("reconstruction", torch.float64))
                 with self._noting(k, "bias"):
-                    _require_bias_without_output(layer)
+                    bias_without_output(layer)
+                with self._noting(k, "mixing"):
+                    mixing(layer, tolerance("law", torch.float64))
 
     def bias_without_biases(self) -> None:
-        """Zero every additive parameter of the host: whatever bias the operators have must vanish bit for bit."""
+        """Check that the operators' biases are exactly zero for a host whose additive parameters are all zero."""
         bare = copy.deepcopy(self.double)
         with torch.no_grad():
             for name, parameter in bare.named_parameters():
@@ -205,16 +216,16 @@ class _Examination:
         for k, layer in enumerate(_promoted_trace(bare, self._cast(torch.float64)).layers):
             with self._noting(k, "bias"):
                 largest = float(layer.operator.bias.abs().amax())
-                message = f"it is {largest:.1e} where every bias of the host is zero, so it is made of something else."
+                message = f"it is {largest:.1e} although every bias of the host is zero."
                 require("bias", largest == 0, message)
 
     def padding(self) -> None:
-        """Pad on both sides, three sequences and one: reconstruct, and compare with the sequences by themselves."""
+        """Check batches of three sequences and of one, padded on either side, against the unpadded sequences."""
         ids = self.inputs.get("input_ids") if isinstance(self.inputs, Mapping) else self.inputs
         alone = not isinstance(self.inputs, Mapping) or set(self.inputs) == {"input_ids"}
         takes_mask = "attention_mask" in inspect.signature(self.model.forward).parameters
         if not (isinstance(ids, Tensor) and not ids.is_floating_point() and alone and takes_mask):
-            self.verdict.notes.append("padding was not tried: the model takes no ids with an attention_mask alone.")
+            self.verdict.notes.append("padding was not tested: only ids with an attention_mask can be padded.")
             return
         self.verdict.masks = ("left", "right")
         length = ids.shape[1]
@@ -244,7 +255,10 @@ class _Examination:
                 relative_error(layer.output[b : b + 1, real[b]], single.layers[k].output)
                 for b, single in enumerate(singles)
             )
-            if miss > tolerance("padding", torch.float64):
+            limit = tolerance("padding", torch.float64)
+            # The limit separates leaks from rounding, so the margin of a leak is its distance above the limit.
+            note_margin("padding", f"{layer.name}, {where}: host", *((limit, miss) if miss > limit else (miss, limit)))
+            if miss > limit:
                 assert self.verdict.masks is not None
                 self.verdict.masks = tuple(other for other in self.verdict.masks if other != side)
                 self.verdict.notes.append(f"{layer.name}, {where}: the host lets padding through ({miss:.0e}).")
@@ -252,11 +266,11 @@ class _Examination:
                 continue
             with self._noting(k, "padding", where):
                 padding_law(layer.operator, real, tolerance("law", torch.float64))
-                _require_unpadded(layer, real, singles, k)
+                unpadded(layer, real, singles, k)
         with self._noting(None, "leak", f"padded on the {side}, batch of {len(sequences)}"):
-            message = "the host lets padding through, and no adapter says so by its `leak`."
+            message = "the host lets padding through, and no adapter's `padding_leak` reports it."
             if warned:
-                message = "the host keeps padding out, yet an adapter's `leak` warns of it."
+                message = "the host keeps padding out, but an adapter's `padding_leak` reports a leak."
             require("leak", warned == leaks, message)
 
     def _cast(self, dtype: torch.dtype) -> Any:
@@ -272,7 +286,7 @@ class _Examination:
 
     @contextmanager
     def _noting(self, layer: int | None, law: str, where: str = "") -> Iterator[None]:
-        """Note under a law whether the block held; an error of the library counts as a failure of that law."""
+        """Record whether the law holds in the block; an error of the library counts as a violation of it."""
         of = self.verdict if layer is None else self.verdict.layers[layer]
         try:
             yield
@@ -285,61 +299,10 @@ class _Examination:
 
 
 def _promoted_trace(model: nn.Module, inputs: Any) -> Trace:
-    """Trace a host promoted to float64, and build its operators there; one that cannot be built raises when used."""
+    """Trace a host promoted to float64 and build its operators there; one that cannot be built raises on use."""
     with promoted():
-        found = trace(model, inputs)
-        for layer in found.layers:
+        traced = trace(model, inputs)
+        for layer in traced.layers:
             with suppress(UnilinattnError):
                 layer.operator  # noqa: B018  the property builds it
-    return found
-
-
-def _require_unpadded(layer: Layer, real: Bool[Tensor, "batch length"], singles: list[Trace], k: int) -> None:
-    """Require the padded operator, at its real tokens, to be the operators of the single sequences."""
-    limit = tolerance("padding", torch.float64)
-    op = layer.operator
-    ends = torch.stack([row.nonzero()[-1] for row in real])
-    core, shares, bias = op.matrix("core", heads=None), op.contributions(ends).squeeze(1), op.bias
-    for b, single in enumerate(singles):
-        own, places = single.layers[k].operator, real[b].nonzero().squeeze(1)
-        size = own.output.flatten(1).norm(dim=1)
-        for name, got, expected, scale in (
-            ("core", core[b : b + 1, :, places][..., places], own.matrix("core", heads=None), None),
-            ("contributions", shares[b : b + 1, places], own.contributions(-1), None),
-            ("bias", bias[b : b + 1, places], own.bias, size),
-        ):
-            what = f"{name} of sequence {b} in the batch against it alone"
-            require_close("padding", got, expected, limit, what, scale=scale)
-
-
-def _require_own_output(model: nn.Module, inputs: Any, found: Trace, limit: float) -> None:
-    """Hold a traced run to what the model returns by itself.
-
-    Bit for bit, with attention in the eager form in which it is traced; to a tolerance where the model's own choice is
-    another function, which rounds in another order.
-    """
-    given = host_arguments(model, inputs)
-    eager = copy.deepcopy(model)
-    choose = getattr(eager, "set_attn_implementation", None)
-    if choose is not None:
-        choose("eager")
-    with torch.no_grad():
-        # A copy, because some hosts change their own weights when they run.
-        own, plain = outputs(copy.deepcopy(model)(**given)), outputs(eager(**given))
-    traced = outputs(found.output)
-    for got, expected in zip(traced, own, strict=True):
-        what = "what the traced model returned against what it returns by itself"
-        require_close("output", got.reshape(1, -1), expected.reshape(1, -1), limit, what)
-    same = all(torch.equal(got, expected) for got, expected in zip(traced, plain, strict=True))
-    require("output", same, "the traced model does not return, bit for bit, what it returns by itself.")
-
-
-def _require_bias_without_output(layer: Layer) -> None:
-    """Build the operator again from a record whose output is another one by far less than adapters verify."""
-    other = copy.copy(layer)
-    vars(other).pop("operator", None)
-    other.output = layer.output * (1 + 2.0**-45)
-    with promoted():
-        rebuilt = other.operator
-    same = torch.equal(rebuilt.bias, layer.operator.bias)
-    require("bias", same, "an operator built with another recorded output has another bias.")
+    return traced

@@ -1,16 +1,16 @@
-"""Laws that hold for any operator, whatever its architecture; each names itself when it fails."""
+"""Laws of every operator, for any architecture; each raises `LawViolation` with its name."""
 
 from collections.abc import Callable, Mapping
-from functools import singledispatch
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
-from unilinattn.operator import REDUCTIONS, MixerOperator
-from unilinattn.scopes import scoped
-from unilinattn.stages import Branch, Chain, Matrix, Mix, Scale, Stage, channel_groups, run, walk
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.scopes import scoped
+from unilinattn.operator.selection import REDUCTIONS
+from unilinattn.operator.stages import Chain, Mix, Scale, channel_groups, run, walk
 from unilinattn.testing.checks import (
     fresh,
     operations,
@@ -21,24 +21,25 @@ from unilinattn.testing.checks import (
     variant,
     without_matrices,
 )
+from unilinattn.testing.dense import dense_run
 from unilinattn.testing.tolerances import relative_error, tolerance
 
 MATRIX_SCOPES = ("core", "mixer", "unified")
 
 
 def reconstruction(op: MixerOperator, limit: float) -> None:
-    """Hold the operator to what the host computed, over real tokens: op(x) = y."""
+    """Check op(x) = y over real tokens, with the host's input x and output y."""
     law = "reconstruction"
     got, expected = _real(op, op.apply(op.inputs)), _real(op, op.output)
     what = "the operator on the host's input against the host's output" + _whereabouts(op, got, expected, limit)
     require_close(law, got, expected, limit, what)
-    error, own = relative_error(got, expected), op.reconstruction_error()
-    agrees = abs(own - error) <= 0.1 * error + torch.finfo(op.output.dtype).eps
-    require(law, agrees, f"reconstruction_error() says {own:.1e}, the error is {error:.1e}.")
+    error, reported = relative_error(got, expected), op.reconstruction_error()
+    agrees = abs(reported - error) <= 0.1 * error + torch.finfo(op.output.dtype).eps
+    require(law, agrees, f"reconstruction_error() says {reported:.1e}, the error is {error:.1e}.")
 
 
 def completeness(op: MixerOperator, limit: float) -> None:
-    """Hold the contributions and the bias to add up to y at sampled rows."""
+    """Check that the contributions and the bias sum to y at sampled rows."""
     rows = _sampled(op)
     shares = sum(op.contributions(rows, port=port).sum(2) for port in op.ports)
     total, expected = _real(op, op.bias + _placed(op, shares, rows)), _real(op, op.output)
@@ -47,7 +48,7 @@ def completeness(op: MixerOperator, limit: float) -> None:
 
 
 def adjoint(op: MixerOperator, limit: float) -> None:
-    """Hold the adjoint to <A x, g> = <x, A* g>, port by port."""
+    """Check <A x, g> = <x, A* g> at every port."""
     grad = fresh(op.output, 20)
     for port, x in op.inputs.items():
         given = {name: torch.zeros_like(other) for name, other in op.inputs.items()} | {port: fresh(x, 21)}
@@ -58,7 +59,7 @@ def adjoint(op: MixerOperator, limit: float) -> None:
 
 
 def linearity(op: MixerOperator, limit: float) -> None:
-    """Hold the operator to be linear, and affine by its bias alone."""
+    """Check that the operator is affine: linear without the bias, and shifted by exactly `bias`."""
     first = {port: fresh(x, 22) for port, x in op.inputs.items()}
     second = {port: fresh(x, 23) for port, x in op.inputs.items()}
     both = {port: 2 * first[port] - 3 * second[port] for port in op.ports}
@@ -69,15 +70,15 @@ def linearity(op: MixerOperator, limit: float) -> None:
 
 
 def dense_composition(op: MixerOperator, limit: float) -> None:
-    """Hold the operator, on an input that it never saw, to its stages multiplied out as dense matrices."""
+    """Check the operator, on a fresh input, against the product of its stages as dense matrices."""
     given = {port: fresh(x, 24) for port, x in op.inputs.items()}
-    expected = sum(_dense_run(chain, given[port]) for port, chain in op.chains.items())
+    expected = sum(dense_run(chain, given[port]) for port, chain in op.chains.items())
     assert isinstance(expected, Tensor)
     require_close("dense", op.apply(given), expected, limit, "a fresh input against the product of dense stages")
 
 
 def contributions(op: MixerOperator, limit: float) -> None:
-    """Hold contributions(i)[j], on an input that the operator never saw, to what token j alone sends to output i."""
+    """Check contributions(i)[j], on a fresh input, against the operator applied to token j only, at output i."""
     rows = _sampled(op)
     new = variant(op, inputs={port: fresh(x, 25) for port, x in op.inputs.items()})
     for port, x in new.inputs.items():
@@ -95,10 +96,10 @@ def contributions(op: MixerOperator, limit: float) -> None:
 
 
 def scopes(op: MixerOperator, limit: float) -> None:
-    """Hold each scope's matrix to its stages run forward on one-hot tokens, and its rows and heads to the matrix.
+    """Check each scope's matrix against its stages run on one-hot tokens, and its rows and heads against the matrix.
 
-    Where nothing but the core stands between the projections, as in plain softmax attention, core, mixer and
-    unified must be the same matrix; a skip may change the diagonal alone.
+    If only the core stands between the projections, as in plain softmax attention, core, mixer and unified must be the
+    same matrix; a skip may change only the diagonal.
     """
     for port in op.ports:
         found: dict[str, Tensor] = {}
@@ -120,25 +121,25 @@ def scopes(op: MixerOperator, limit: float) -> None:
 
 
 def bias(op: MixerOperator, limit: float) -> None:
-    """Hold the bias to what the stages make of a zero input, whatever output and input were recorded.
+    """Check the bias against the stages' output for a zero input, and its independence of the recorded x and y.
 
-    A bias that is y - T x makes every operator look exact; here it is caught by another y and another x.
+    A bias y - T x would make every operator look exact; another y and another x expose it.
     """
-    own = op.bias
+    recorded = op.bias
     for name, other in {
         "output": variant(op, output=op.output + fresh(op.output, 26)),
         "input": variant(op, inputs={port: x + fresh(x, 27) for port, x in op.inputs.items()}),
     }.items():
-        require("bias", torch.equal(other.bias, own), f"it changes with the recorded {name} of the host.")
+        require("bias", torch.equal(other.bias, recorded), f"it changes with the recorded {name} of the host.")
     zeros = {port: torch.zeros_like(x) for port, x in op.inputs.items()}
-    expected = sum(_dense_run(chain, zeros[port]) for port, chain in op.chains.items())
+    expected = sum(dense_run(chain, zeros[port]) for port, chain in op.chains.items())
     assert isinstance(expected, Tensor)
     scale = op.output.flatten(1).norm(dim=1)
-    require_close("bias", own, expected, limit, "the bias against the stages on a zero input", scale=scale)
+    require_close("bias", recorded, expected, limit, "the bias against the stages on a zero input", scale=scale)
 
 
 def causality(op: MixerOperator, limit: float) -> None:
-    """Hold an operator of causal mixers to it, bit for bit but for rounding where a Fourier transform runs."""
+    """Check that an operator of causal mixers is causal: bit for bit, or up to rounding by a Fourier transform."""
     mixing = [stage for chain in op.chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
     if not all(stage.mixer.causal for stage in mixing):
         return
@@ -160,21 +161,21 @@ def causality(op: MixerOperator, limit: float) -> None:
 
 
 def matrix_free_passes(op: MixerOperator, limit: float) -> None:
-    """Hold `apply`, `adjoint`, `rows` and `contributions` to work with every mixer's matrix out of reach."""
+    """Check that `apply`, `adjoint`, `rows` and `contributions` fill no mixer's matrix."""
     for call in operator_passes(without_matrices(op, "matrix-free")).values():
         call()
 
 
 def repeatability(op: MixerOperator, limit: float) -> None:
-    """Hold the operator to return the same bits twice."""
+    """Check that two calls of the operator return the same bits."""
     for name, call in {**operator_passes(op), "bias": lambda: op.bias}.items():
         require("repeatability", torch.equal(call(), call()), f"{name} differs from one call to the next.")
 
 
 def precision(op: MixerOperator, limit: float) -> None:
-    """Hold everything that an operator computes with to one dtype, float32 at least, whatever the host's.
+    """Check that all tensors of an operator have one dtype, float32 or float64, for any dtype of the host.
 
-    Inside a mixer the logarithms of weights may be float64, as their differences are; its matrix is not.
+    Inside a mixer the logarithms of weights may be float64, because their differences cancel; its matrix may not.
     """
     dtype = op.output.dtype
     require("precision", dtype in (torch.float32, torch.float64), f"the operator computes in {dtype}.")
@@ -183,8 +184,12 @@ def precision(op: MixerOperator, limit: float) -> None:
         for stage in walk(chain):
             mixer = stage.mixer if isinstance(stage, Mix) else None
             if mixer is not None:
-                kept = mixer.diagonal().dtype.to_real()
-                require("precision", kept == dtype, f"{type(mixer).__name__}'s matrix is {kept}, not {dtype}.")
+                matrix_dtype = mixer.diagonal().dtype.to_real()
+                require(
+                    "precision",
+                    matrix_dtype == dtype,
+                    f"{type(mixer).__name__}'s matrix is {matrix_dtype}, not {dtype}.",
+                )
             if isinstance(stage, Scale):
                 require(
                     "precision",
@@ -211,17 +216,20 @@ OPERATOR_LAWS: Mapping[str, Callable[[MixerOperator, float], None]] = {
     "repeatability": repeatability,
     "precision": precision,
 }
-"""Laws of one operator alone, by name, to the tolerance `law`."""
+"""Laws of an operator without its host, by name, checked to the tolerance `law`."""
 
 HOST_LAWS: Mapping[str, Callable[[MixerOperator, float], None]] = {
     "reconstruction": reconstruction,
     "completeness": completeness,
 }
-"""Laws of an operator and the host's output, by name, to the tolerance `reconstruction`."""
+"""Laws of an operator and the host's output, by name, checked to the tolerance `reconstruction`."""
 
 
 def check_operator(op: MixerOperator) -> None:
-    """Hold an operator to every law, to the tolerances of its dtype; raise `LawViolation` at the first that fails."""
+    """Check an operator against every law, to the tolerances of its dtype.
+
+    Raises `LawViolation` at the first law that does not hold.
+    """
     for law in HOST_LAWS.values():
         law(op, tolerance("reconstruction", op.output.dtype))
     for law in OPERATOR_LAWS.values():
@@ -229,7 +237,7 @@ def check_operator(op: MixerOperator) -> None:
 
 
 def padding(op: MixerOperator, real: Bool[Tensor, "batch key"], limit: float) -> None:
-    """Hold padded tokens to contribute nothing to real ones, where the host keeps them out."""
+    """Check that padded tokens contribute nothing to real ones, for a host that masks them."""
     for port, x in op.inputs.items():
         if x.shape[:2] != real.shape:
             continue
@@ -241,14 +249,14 @@ def padding(op: MixerOperator, real: Bool[Tensor, "batch key"], limit: float) ->
 
 
 def recurrence(op: MixerOperator, frozen: Callable[[Tensor], Tensor], limit: float) -> None:
-    """Hold the operator, on an input that it never saw, to a recurrence frozen on the observed one."""
+    """Check the operator, on a fresh input, against a recurrence frozen on the recorded input."""
     x = fresh(op.inputs[op.ports[0]], 29)
     what = "a fresh input against the frozen recurrence, token by token"
     require_close("recurrence", _real(op, op.apply(x)), _real(op, frozen(x)), limit, what)
 
 
 def operator_passes(op: MixerOperator) -> dict[str, Callable[[], Tensor]]:
-    """Return the passes that take linear time where the structures allow, ready to run on fresh inputs."""
+    """Return the passes that are linear in time if the mixers are, as calls on fresh inputs, by name."""
     given, grad, port = {p: fresh(x, 30) for p, x in op.inputs.items()}, fresh(op.output, 31), op.ports[0]
     last = op.output.shape[1] - 1
     return {
@@ -260,7 +268,7 @@ def operator_passes(op: MixerOperator) -> dict[str, Callable[[], Tensor]]:
 
 
 def _require_views(op: MixerOperator, scope: str, port: str, whole: Tensor, limit: float) -> None:
-    """Hold rows, selections and reductions of a scope to its matrix with all heads."""
+    """Check rows, head selections and reductions of a scope against its matrix with all heads."""
     total, rows = whole.shape[1], _sampled(op)
     scale = whole.flatten(1).norm(dim=1) * whole.shape[2] ** 0.5
     require("scopes", op.num_heads(scope, port=port) == total, f"{scope}: num_heads is not the matrix's axis.")
@@ -275,12 +283,12 @@ def _require_views(op: MixerOperator, scope: str, port: str, whole: Tensor, limi
     views["left_multiply"] = (op.left_multiply(weights, scope=scope, port=port), weights @ whole.mean(1))
     for name, reduce in REDUCTIONS.items():
         if name != "product":
-            # `name` is one of the accepted reductions, a plain string to the type checker.
+            # The type checker does not know that `name` is an accepted reduction.
             views[name] = (op.matrix(scope, heads=name, port=port), reduce(whole))  # type: ignore[arg-type]
     for name, (got, expected) in views.items():
         require_close("scopes", got, expected, limit, f"{scope}: {name} against the matrix", scale=scale)
     got, product = op.matrix(scope, heads="product", port=port), whole.prod(1)
-    # A product over many channels spans hundreds of orders of magnitude, each entry its own.
+    # A product over many channels spans hundreds of orders of magnitude, so each entry has a separate limit.
     far = (got - product).abs() > 1e3 * total * limit * product.abs() + torch.finfo(product.dtype).tiny
     require("scopes", not bool(far.any()), f"{scope}: the product over heads differs from the matrix's.")
 
@@ -314,9 +322,9 @@ def _refuses(op: MixerOperator, scope: str, port: str) -> bool:
 
 
 def _columns_of(op: MixerOperator, chain: Chain, groups: int, port: str) -> Float[Tensor, "batch head query key"]:
-    """Run a scope's stages forward on every token's unit vector: the matrix, found without an adjoint.
+    """Return a scope's matrix by running its stages on the unit vector of every token, without the adjoint.
 
-    Of complex modes the real part is the matrix.
+    The matrix of complex modes is the real part.
     """
     x = op.inputs[port]
     batch, keys = x.shape[:2]
@@ -324,49 +332,12 @@ def _columns_of(op: MixerOperator, chain: Chain, groups: int, port: str) -> Floa
     return run(chain, ones, bias=False).real.permute(0, 2, 1, 3)
 
 
-def _dense_run(chain: Chain, x: Tensor) -> Tensor:
-    for stage in chain:
-        x = _dense(stage, x)
-    return x
-
-
-@singledispatch
-def _dense(stage: Stage, x: Tensor) -> Tensor:
-    return stage.apply(x)
-
-
-@_dense.register
-def _(stage: Matrix, x: Tensor) -> Tensor:
-    return torch.einsum("oi,bli->blo", stage.weight, x) + (0 if stage.bias is None else stage.bias)
-
-
-@_dense.register
-def _(stage: Scale, x: Tensor) -> Tensor:
-    channels = x.shape[2] // stage.scale.shape[2]
-    return x * stage.scale.repeat_interleave(channels, dim=2) + (0 if stage.bias is None else stage.bias)
-
-
-@_dense.register
-def _(stage: Mix, x: Tensor) -> Tensor:
-    value = x.unflatten(2, (stage.mixer.heads, -1))
-    mixed = torch.einsum("bhij,bjhp->bihp", stage.mixer.materialize(), value).flatten(2)
-    return mixed + (0 if stage.bias is None else stage.bias)
-
-
-@_dense.register
-def _(stage: Branch, x: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=x.dtype, device=x.device)
-    for chain in stage.chains:
-        total = total + _dense_run(chain, x)
-    return total
-
-
 def _whereabouts(op: MixerOperator, got: Tensor, expected: Tensor, limit: float) -> str:
-    """Say whether the first token is off already, which in a causal layer no other token reaches."""
+    """Describe the first token with an error in a causal layer; no other token reaches token 0."""
     mixers = [stage.mixer for chain in op.chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
     if op.mask is not None or got.shape != expected.shape or not all(mixer.causal for mixer in mixers):
         return ""
-    # A single token's output may be small: what rounding does to it is no finding.
+    # The output of a single token may be small, so the factor 100 excludes its rounding.
     off = ((got - expected).norm(dim=2) > 100 * limit * expected.norm(dim=2)).any(0).nonzero()
     if not len(off):
         return ""

@@ -1,4 +1,4 @@
-"""Laws that hold for any core mixer, whatever its algebra; each names itself when it fails."""
+"""Laws of every core mixer, for any algebra; each raises `LawViolation` with its name."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,14 @@ from unilinattn.testing.tolerances import tolerance
 
 
 def apply_is_the_matrix(mixer: CoreMixer, limit: float) -> None:
-    """Hold `apply` to the materialized matrix: A v = materialize() @ v."""
+    """Check `apply` against the matrix: A v = materialize() @ v."""
     value = _value(mixer, seed=1)
     expected = torch.einsum("bhij,bjhp->bihp", mixer.materialize(), value)
     require_close("apply", mixer.apply(value), expected, limit, "apply(v) against materialize() @ v")
 
 
 def adjoint_is_the_transpose(mixer: CoreMixer, limit: float) -> None:
-    """Hold `adjoint` to <A v, g> = <v, A* g>, and to the transposed matrix."""
+    """Check <A v, g> = <v, A* g>, and `adjoint` against the transposed matrix."""
     value, grad = _value(mixer, seed=2), _grad(mixer, seed=3)
     mixed, passed = mixer.apply(value), mixer.adjoint(grad)
     require_identity(mixed, grad, value, passed, limit, "<A v, g> against <v, A* g>")
@@ -37,7 +37,7 @@ def adjoint_is_the_transpose(mixer: CoreMixer, limit: float) -> None:
 
 
 def tile_is_a_slice(mixer: CoreMixer, limit: float) -> None:
-    """Hold `tile` to the block of the matrix that three slices name, empty and stepped ones too."""
+    """Check `tile` against slices of the matrix, also empty and stepped ones."""
     whole = mixer.materialize()
     require("tile", whole.shape == torch.Size(mixer.shape), f"materialize() has shape {tuple(whole.shape)}.")
     _, heads, queries, keys = mixer.shape
@@ -58,7 +58,7 @@ def tile_is_a_slice(mixer: CoreMixer, limit: float) -> None:
 
 
 def rows_are_slices(mixer: CoreMixer, limit: float) -> None:
-    """Hold `rows` to the matrix, each sequence asking for rows of its own."""
+    """Check `rows` against the matrix, with different rows for each sequence."""
     batch, heads, queries, keys = mixer.shape
     whole = mixer.materialize()
     index = torch.stack([torch.tensor([0, queries - 1, (b + 1) % queries, queries // 2]) for b in range(batch)])
@@ -68,16 +68,16 @@ def rows_are_slices(mixer: CoreMixer, limit: float) -> None:
 
 
 def diagonal_is_the_diagonal(mixer: CoreMixer, limit: float) -> None:
-    """Hold `diagonal` to the matrix's own, head by head."""
+    """Check `diagonal` against the diagonal of the matrix, per head."""
     expected = mixer.materialize().diagonal(dim1=-2, dim2=-1)
     require_close("diagonal", mixer.diagonal(), expected, limit, "diagonal() against the matrix's diagonal")
 
 
 def causal_mixer(mixer: CoreMixer, limit: float) -> None:
-    """Hold a mixer that says it is causal to it, bit for bit: the future changes nothing.
+    """Check, bit for bit, that later tokens change no earlier output of a mixer with `causal`.
 
-    Where `apply` goes through a Fourier transform the matrix is still zero above the diagonal bit for bit, but the
-    pass itself touches every output, so there the future may move the past by rounding.
+    The matrix must be exactly zero above the diagonal. If `apply` uses a Fourier transform, later tokens may change
+    earlier outputs by rounding.
     """
     if not mixer.causal:
         return
@@ -96,7 +96,7 @@ def causal_mixer(mixer: CoreMixer, limit: float) -> None:
 
 
 def passes_fill_no_matrix(mixer: CoreMixer, limit: float) -> None:
-    """Hold `apply`, `adjoint` and `rows` to work with `tile` and `materialize` out of reach."""
+    """Check that `apply`, `adjoint` and `rows` call neither `tile` nor `materialize`."""
     free = matrix_free(mixer, "matrix-free")
     free.apply(_value(mixer, seed=8))
     free.adjoint(_grad(mixer, seed=9))
@@ -112,21 +112,24 @@ MIXER_LAWS: Mapping[str, Callable[[CoreMixer, float], None]] = {
     "causality": causal_mixer,
     "matrix-free": passes_fill_no_matrix,
 }
-"""Laws of one mixer alone, by name."""
+"""Laws of a single mixer, by name."""
 
 
 def check_mixer(mixer: CoreMixer) -> None:
-    """Hold a mixer to every law in `MIXER_LAWS`, to the tolerance of its dtype; raise `LawViolation` at the first."""
+    """Check a mixer against every law in `MIXER_LAWS`, to the tolerance of its dtype.
+
+    Raises `LawViolation` at the first law that does not hold.
+    """
     limit, whole = tolerance("law", mixer.diagonal().dtype), mixer.materialize()
     filled = copy.copy(mixer)
-    # Every law asks for the matrix; it is filled once.
+    # Every law needs the matrix, so it is filled once.
     vars(filled).update(materialize=lambda: whole)
     for law in MIXER_LAWS.values():
         law(filled, limit)
 
 
 def batch_is_a_loop(mixer: CoreMixer, singles: Sequence[CoreMixer], limit: float) -> None:
-    """Hold a mixer to the mixers of its single sequences: nothing crosses from one to another."""
+    """Check a mixer against the mixers of its single sequences: no sequence affects another."""
     value, grad = _value(mixer, seed=10), _grad(mixer, seed=11)
     for name, whole, parts in [
         ("apply", mixer.apply(value), [m.apply(value[b : b + 1]) for b, m in enumerate(singles)]),
@@ -138,7 +141,7 @@ def batch_is_a_loop(mixer: CoreMixer, singles: Sequence[CoreMixer], limit: float
 
 
 def gradients_are_finite(build: Callable[..., CoreMixer], factors: Mapping[str, Tensor]) -> None:
-    """Hold every operation of `build(**factors)` to finite values and finite gradients in every factor."""
+    """Check that every operation of `build(**factors)` has finite values, and finite gradients in every factor."""
     for name, operation in {
         "apply": lambda m: m.apply(_value(m, seed=12)),
         "adjoint": lambda m: m.adjoint(_grad(m, seed=13)),
@@ -150,7 +153,7 @@ def gradients_are_finite(build: Callable[..., CoreMixer], factors: Mapping[str, 
         leaves = {key: made.requires_grad_() for key, made in copies.items() if made.is_floating_point()}
         result = operation(build(**copies))
         require("gradient", bool(torch.isfinite(result).all()), f"{name} returns numbers that are not finite.")
-        # Ones and not the result itself: a square would overflow where the map does not.
+        # The gradient of the sum, because that of a square would overflow where the result does not.
         grads = torch.autograd.grad(result.sum(), list(leaves.values()), allow_unused=True)
         bad = [key for key, g in zip(leaves, grads, strict=True) if g is not None and not torch.isfinite(g).all()]
         require("gradient", not bad, f"the gradient of {name} in {bad} is not finite.")
@@ -171,7 +174,7 @@ def _grad(mixer: CoreMixer, seed: int) -> Float[Tensor, "batch query head channe
 
 
 def mixer_passes(mixer: CoreMixer) -> dict[str, Callable[[], Tensor]]:
-    """Return the passes that take linear time where the structure allows, ready to run on fresh inputs."""
+    """Return the passes that are linear in time if the mixer's structure allows, as calls on fresh inputs, by name."""
     value, grad = _value(mixer, seed=14), _grad(mixer, seed=15)
     index = torch.zeros(mixer.shape[0], 1, dtype=torch.long, device=value.device)
     return {

@@ -1,4 +1,4 @@
-"""Counts what an operation holds and does, for tests: torch keeps no statistics of memory on the CPU."""
+"""Peak memory and multiplications of an operation on the CPU, for which torch keeps no statistics."""
 
 import weakref
 from collections.abc import Callable
@@ -13,33 +13,33 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 IN_PLACE = {torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
-"""Products that torch's counter knows under the name of the one that allocates."""
+"""Products that work in place, mapped to the allocating variant that torch's counter knows."""
 
 ELEMENTWISE = ("mul", "mul_", "addcmul", "addcmul_")
-"""Elementwise operations that multiply: one for each number that they return."""
+"""Elementwise operations that cost one multiplication per element of their result."""
 
 
 class Peak(TorchDispatchMode):
-    """Counts, while it is entered, the bytes of live tensors that were made inside, and the multiplications.
+    """Counts the bytes of live tensors created inside the block, and the multiplications.
 
-    A storage counts from the operation that makes it until nothing refers to it any more. What an operation of torch
-    takes for itself while it runs is not seen.
+    A storage counts from the operation that creates it until its last reference is gone. Workspace inside an operation
+    of torch is not counted.
 
     Attributes:
-        live, peak: bytes now, and the most there ever were.
-        made: bytes of everything that was made, whether it lived on or not.
-        multiplications: of matrix products (half of what `torch.utils.flop_counter` counts), of triangular solves
-            and elementwise ones, and those of Fourier transforms, the logarithm of the length for each number.
+        live, peak: bytes now, and their maximum.
+        made: bytes of all created tensors, freed ones included.
+        multiplications: those of matrix products (half the count of `torch.utils.flop_counter`), of triangular solves,
+            of elementwise products, and of Fourier transforms (log2 of the length per element).
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start with all counts at zero."""
         super().__init__()
         self.live = self.peak = self.made = self.multiplications = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
-        """Run the operation and note what it made."""
+        """Run the operation and count its new tensors and multiplications."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
@@ -72,7 +72,7 @@ class Peak(TorchDispatchMode):
 
 
 def peak_of(run: Callable[[], Any]) -> Peak:
-    """Run a function without gradients and return what it held at its peak and did; its result counts too."""
+    """Run a function without gradients and return its counts; its result is included."""
     with torch.no_grad(), Peak() as counted:
         run()
     return counted

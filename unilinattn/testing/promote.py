@@ -1,4 +1,4 @@
-"""`promoted`: run a host in float64 throughout, the places included where it forces float32."""
+"""`promoted`: run a host in float64 throughout, also where it forces float32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,10 +21,10 @@ _NAMES = frozenset({torch.dtype, type(torch.FloatTensor), str})
 
 
 class _Promote(TorchFunctionMode):
-    # It runs at every operation of the host: a check of its own arguments would take longer than most of them.
+    # This runs at every operation of the host, and a type check of its arguments would take longer than most of them.
     @no_type_check
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        # Only names of types are looked up: a tensor would be compared elementwise.
+        # Only strings are looked up, because a tensor would be compared elementwise.
         wide = [_WIDER.get(value, value) if type(value) in _NAMES else value for value in args]
         named = {k: _WIDER.get(v, v) if type(v) in _NAMES else v for k, v in (kwargs or {}).items()}
         return (Tensor.double if func is Tensor.float else func)(*wide, **named)
@@ -32,11 +32,11 @@ class _Promote(TorchFunctionMode):
 
 @contextmanager
 def promoted() -> Iterator[None]:
-    """Turn every float32 that a host forces while it runs into float64, for tests of exactness.
+    """Replace float32 by float64 in every operation of a host inside the block, for tests of exactness.
 
     `Tensor.float`, any `torch.float32` argument (positional, `dtype=`, or as a type string) and the default dtype of
-    new tensors become float64; complex64 becomes complex128. Cast the model with `.double()` first. What a host
-    computed in float32 before, such as a rotary table, keeps those values.
+    new tensors become float64; complex64 becomes complex128. Cast the model with `.double()` first. Tensors that a host
+    computed in float32 before, such as a rotary table, keep their values.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

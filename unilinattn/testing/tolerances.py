@@ -1,4 +1,4 @@
-"""One table of tolerances, dtype by comparison; nothing relaxes it, neither an argument nor the environment."""
+"""The table of tolerances by dtype and comparison; no argument or environment variable relaxes it."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -26,16 +26,17 @@ TOLERANCES: Mapping[tuple[str, torch.dtype], float] = MappingProxyType(
 )
 """Largest relative error (norm of the difference over norm of the reference, worst sequence) that passes.
 
-`reconstruction`: an operator against what the host computed; in float64 the host is promoted (see `promoted`).
-`unpromoted`: the same for a host that was only cast by `.double()`, and so keeps its forced float32 inside.
-`padding`: a padded batch against the single sequences. `law`: two ways to compute the same with one operator.
+`reconstruction`: an operator against the host's output; in float64 the host is promoted (see `promoted`).
+`unpromoted`: the same for a host that is only cast by `.double()` and keeps its forced float32.
+`padding`: a padded batch against the single sequences.
+`law`: two computations of one value with one operator.
 """
 
 
 def tolerance(comparison: Comparison, dtype: torch.dtype) -> float:
     """Return the largest relative error that passes for a comparison in a dtype.
 
-    Raises `OptionError` for a pair that the table does not hold.
+    Raises `OptionError` if the table has no such entry.
     """
     if (comparison, dtype) not in TOLERANCES:
         accepted = [f"{name} in {kind}" for name, kind in TOLERANCES]
@@ -46,9 +47,9 @@ def tolerance(comparison: Comparison, dtype: torch.dtype) -> float:
 
 
 def relative_error(got: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
-    """Return ||got - expected|| / ||expected||, the worst over the first axis; infinity where a number is not finite.
+    """Return the largest ||got - expected|| / ||expected|| over the first axis, or infinity if an entry is not finite.
 
-    `scale` (one number a sequence) stands for ||expected|| where cancellation makes that meaningless.
+    `scale` (one number per sequence) replaces ||expected|| where cancellation makes that norm meaningless.
     """
     got, expected = got.detach(), expected.detach()
     difference = (got - expected).double().flatten(1).norm(dim=1)

@@ -1,4 +1,4 @@
-"""What the installed version of a host's package does otherwise: what cannot be traced in it, which masks it skips."""
+"""Differences of the installed version of a host's package: untraceable configurations and skipped masks."""
 
 import re
 import sys
@@ -7,21 +7,21 @@ from functools import cache
 import torch
 from torch import nn
 
-from unilinattn.architectures.call import MASKING, host_function, masks_by_function, package_version
+from unilinattn.call import MASKING, host_function, masks_by_function, package_version
 from unilinattn.errors import UncoveredError, UnilinattnError
 from unilinattn.registry import architecture_of
 from unilinattn.testing.hosts import Host
-from unilinattn.trace import Trace, trace
+from unilinattn.tracing.trace import Trace, trace
 
 MASKED_LATE = ("mamba", "falcon_mamba", "jamba", "zamba")
-"""Adapters whose hosts first masked what the biased projection returns, and mask what goes into it today."""
+"""Adapters whose hosts mask after the biased projection with transformers < 5.17, and before it in later versions."""
 
 
 class Unavailable(UnilinattnError):
-    """A configuration cannot be traced with this version of its package; the message says why."""
+    """Raised if a configuration cannot be traced with the installed version of its package, with the reason."""
 
     def __init__(self, environment: str, reason: str) -> None:
-        """Name "package version", and why."""
+        """Store `environment`, "package version", and the reason."""
         super().__init__(reason)
         self.environment = environment
 
@@ -29,7 +29,7 @@ class Unavailable(UnilinattnError):
 def model_of(host: Host) -> nn.Module:
     """Build a host.
 
-    Raises `Unavailable` if its package has no such class, `ImportError` if the package itself is missing.
+    Raises `Unavailable` if its package lacks the class, and `ImportError` if the package is missing.
     """
     try:
         return host.model()
@@ -43,20 +43,20 @@ def model_of(host: Host) -> nn.Module:
 def trace_of(host: Host, model: nn.Module) -> Trace:
     """Trace a host's model and build its operators.
 
-    Raises `Unavailable` if the trace or an adapter refuses what this version does.
+    Raises `Unavailable` if the trace or an adapter refuses this version's computation.
     """
     try:
-        found = trace(model, host.inputs())
-        for layer in found.layers:
+        traced = trace(model, host.inputs())
+        for layer in traced.layers:
             layer.operator  # noqa: B018  the property builds it
     except UnilinattnError as error:
         raise Unavailable(package_version(model), re.split(r"[;.] ", str(error))[0].rstrip(".")) from None
-    return found
+    return traced
 
 
 @cache
 def unavailable(host: Host) -> str | None:
-    """Return why a configuration cannot be traced here, None if it can."""
+    """Return the reason why a configuration cannot be traced in this environment, or None."""
     try:
         trace_of(host, model_of(host))
     except Unavailable as reason:
@@ -66,9 +66,9 @@ def unavailable(host: Host) -> str | None:
 
 @cache
 def sides(host: Host, batch: int = 1) -> tuple[str, ...] | None:
-    """Return on which sides this version of a host keeps padding out of real tokens: not always `host.masks`.
+    """Return the sides on which the installed version of a host keeps padding out of real tokens.
 
-    Older hosts skip the mask of a single sequence, so that one is what tells; others mask at another place.
+    They differ from `host.masks` in older versions, which ignore the mask of a single sequence or mask elsewhere.
     """
     if host.masks is None:
         return None
@@ -90,10 +90,10 @@ def _skips_one(layer: nn.Module) -> bool:
 
 
 def _lacks(error: ImportError | AttributeError) -> tuple[str | None, str]:
-    """Return which installed package lacks something, with its version, and what; None for any other error."""
+    """Return the installed package with its version and the name it lacks, or (None, "") for any other error."""
     if isinstance(error, ImportError):
-        found = re.match(r"(\w+)\.([\w.]+)$", error.name or "")
+        match = re.match(r"(\w+)\.([\w.]+)$", error.name or "")
     else:
-        found = re.match(r"module '?(\w+)[\w.]*'? has no attribute '?(\w+)'?$", str(error))
-    version = None if found is None else getattr(sys.modules.get(found[1]), "__version__", None)
-    return (None, "") if found is None or version is None else (f"{found[1]} {version}", found[2])
+        match = re.match(r"module '?(\w+)[\w.]*'? has no attribute '?(\w+)'?$", str(error))
+    version = None if match is None else getattr(sys.modules.get(match[1]), "__version__", None)
+    return (None, "") if match is None or version is None else (f"{match[1]} {version}", match[2])

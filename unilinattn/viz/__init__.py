@@ -1,1 +1,1 @@
-"""Pictures of results: matplotlib figures and self-contained HTML, both from the same panels."""
+"""Drawing primitives for pictures and pages: colours, HTML blocks, heat maps and strips."""

@@ -1,4 +1,4 @@
-"""The pictures inside an HTML page: heat maps as SVG around an embedded PNG, strips as coloured words."""
+"""Pictures in an HTML page: heat maps as SVG around an embedded PNG, and strips of coloured words."""
 
 import base64
 import json
@@ -11,16 +11,16 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from unilinattn.viz.panels import DIVERGING, SEQUENTIAL, Array, mix, outline, relative
+from unilinattn.viz.colours import DIVERGING, SEQUENTIAL, Array, mix, outline, relative
 
 MOST_CELLS = 256
-"""A longer side is shown in blocks, each by the largest score in it."""
+"""Largest number of cells along a side; a longer side is pooled into blocks."""
 
 MOST_LABELS = 40
-"""Axes with more tokens than this show positions."""
+"""Largest number of tokens that label an axis; longer axes show positions."""
 
 SIDE = 320.0
-"""The longer side of a heat map in the units of its drawing, which the page scales."""
+"""Length of the longer side of a heat map, in SVG units."""
 
 Matrix = Float[Array, "row column"] | Float[Tensor, "row column"]
 Pattern = Bool[Array, "row column"] | Bool[Tensor, "row column"]
@@ -37,11 +37,11 @@ def heatmap(
     signed: bool | None = None,
     names: tuple[str, str] = ("query", "key"),
 ) -> str:
-    """Return a picture of an array of scores as HTML, with the values under the pointer to four digits.
+    """Return a heat map as HTML; the pointer shows each score to four digits.
 
-    Colours go with the root of a score's share of the largest; they diverge around zero if `signed` (by default,
-    if any score is negative). NaN is blank. `expected` is outlined. `names` are those of the two axes. A side of
-    more than 256 cells is shown in blocks, each by the score in it that is largest in absolute value.
+    A colour is the square root of a score relative to the largest; the scale diverges around zero if `signed` (by
+    default, if any score is negative). NaN is blank. `expected` is outlined. `names` are the names of the two axes. A
+    side of more than 256 cells is pooled into blocks, each with its score of largest absolute value.
     """
     scores = _array(values).astype(np.float64)
     pattern = None if expected is None else _array(expected)
@@ -107,18 +107,26 @@ def strip(
     title: str = "",
     notes: Sequence[str] = (),
     expected: Bool[Array, " key"] | Bool[Tensor, " key"] | None = None,
+    own: tuple[int, float] | None = None,
 ) -> str:
-    """Return tokens as running text, each on the colour of its score; a score shows under the pointer.
+    """Return tokens as running text on the colours of their scores; the pointer shows each score.
 
-    Colours as in `heatmap`; an expected token has an outline.
+    Colours are those of `heatmap`. An expected token has an outline. `own` is the position and score of a token that is
+    excluded from the colour scale: it has a dashed frame and no colour.
     """
     scores = _array(values).astype(np.float64)
+    place_apart, score_apart = own if own is not None else (None, 0.0)
+    if place_apart is not None:
+        scores[place_apart] = np.nan
     wanted = np.zeros(len(scores), dtype=bool) if expected is None else _array(expected)
     words = []
     for place, (token, score, shade, outlined) in enumerate(zip(tokens, scores, relative(scores), wanted, strict=True)):
-        classes = " ".join(name for name, on in (("minus", score < 0), ("wanted", outlined)) if on)
-        # Text keeps its own colour, so the background never becomes opaque.
+        apart = place == place_apart
+        marks = (("minus", score < 0), ("wanted", outlined), ("own", apart))
+        classes = " ".join(name for name, on in marks if on)
+        # The text colour is fixed, so the background stays translucent.
         depth = 0.0 if np.isnan(shade) else 0.65 * abs(float(shade))
+        score = score_apart if apart else score
         number = "no score" if np.isnan(score) else four_digits(float(score))
         words.append(
             f'<span class="{classes}" style="--a:{depth:.2f}" data-value="{number}" '
@@ -129,12 +137,12 @@ def strip(
 
 
 def png(scores: Float[Array, "row column"], signed: bool, theme: str) -> bytes:
-    """Return scores as a PNG of 255 palette colours, several pixels a cell where they are few; NaN is clear."""
+    """Return scores as a PNG with 255 palette colours; small arrays get several pixels per cell; NaN is clear."""
     stops = (DIVERGING if signed else SEQUENTIAL)[theme]
     shades = relative(scores)
     places = (shades + 1) / 2 if signed else shades
     index = np.where(np.isnan(places), 255, np.rint(np.nan_to_num(places).clip(0, 1) * 254)).astype(np.uint8)
-    # Viewers that smooth enlarged pictures blur only the cells' edges then.
+    # With several pixels per cell, viewers that smooth enlarged pictures blur only the edges of cells.
     zoom = max(1, int(SIDE) // max(index.shape))
     pixels = index.repeat(zoom, 0).repeat(zoom, 1)
     height, width = pixels.shape
@@ -155,9 +163,9 @@ def png(scores: Float[Array, "row column"], signed: bool, theme: str) -> bytes:
 
 
 def encoded(scores: Float[Array, "row column"]) -> str:
-    """Return scores to four digits as text: rows by semicolons, cells by commas, zero empty, NaN `n`.
+    """Return scores to four digits as text: rows end at semicolons, cells at commas; zero is empty, NaN is `n`.
 
-    Zeros that end a row are left out, so the empty half of a causal map costs nothing.
+    Trailing zeros of a row are omitted, so the empty half of a causal map costs nothing.
     """
     return ";".join(",".join("" if s == 0 else four_digits(s) for s in row).rstrip(",") for row in scores.tolist())
 
@@ -186,7 +194,7 @@ def _blocks(cells: Array, step: int) -> Array:
 
 
 def _pool(scores: Float[Array, "row column"], step: int) -> Float[Array, "block_row block_column"]:
-    """The score of largest absolute value in each block; NaN only where a block has nothing else."""
+    """Return the score of largest absolute value in each block; NaN if all its scores are NaN."""
     blocks = _blocks(scores, step).transpose(0, 2, 1, 3)
     flat = blocks.reshape(*blocks.shape[:2], -1)
     best = np.where(np.isnan(flat), -1.0, np.abs(flat)).argmax(-1)
@@ -194,7 +202,7 @@ def _pool(scores: Float[Array, "row column"], step: int) -> Float[Array, "block_
 
 
 def _ticks(tokens: Sequence[str] | None, count: int, step: int, length: float) -> list[tuple[float, str]]:
-    """The middle of each labelled cell along an axis and its label."""
+    """Return the centre and the label of each labelled cell along an axis."""
     unit = length / count
     if tokens is not None and _few(tokens):
         return [((i + 0.5) * unit, t if len(t) <= 10 else t[:9] + "…") for i, t in enumerate(tokens)]

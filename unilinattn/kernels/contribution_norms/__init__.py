@@ -1,1 +1,1 @@
-"""Norms of the vectors that tokens contribute to tokens, for all pairs: only the norms are stored."""
+"""Norms of the contributions T_ij of tokens to tokens, for all pairs, without storing T."""

@@ -1,4 +1,4 @@
-"""The definition of the contribution norms, every vector formed in float64: what faster forms are tested against."""
+"""The definition of the contribution norms, with every vector in float64: the reference of the fast implementations."""
 
 from typing import Literal
 
@@ -9,14 +9,17 @@ from torch import Tensor
 from unilinattn.errors import OptionError
 
 Order = Literal["alti", "dot"] | float
-"""What is left of a contribution T beside y: its lp norm for a number p (infinity: its largest size);
-||y||_1 - ||y - T||_1; or y . T."""
+"""Reduction of a contribution T: its lp norm for a number p (infinity: the largest |T|); "alti",
+||y||_1 - ||y - T||_1; or "dot", y . T."""
 
 Kind = Literal["l1", "l2", "lp", "max", "alti", "dot"]
 
 
 def kind_of(order: Order, reference: Tensor | None) -> tuple[Kind, float]:
-    """Return what an order asks for, and its p; raise `OptionError` where the reference does not fit it."""
+    """Return the kind of an order and its p.
+
+    Raises `OptionError` if the order is unknown, or needs a reference and has none, or the reverse.
+    """
     if (order in ("alti", "dot")) != (reference is not None):
         raise OptionError(f"order {order!r} goes {'with' if reference is None else 'without'} a reference")
     if order == "alti" or order == "dot":
@@ -34,15 +37,17 @@ def norms(
     order: Order,
     reference: Float[Tensor, "batch row out"] | None = None,
 ) -> Float[Tensor, "group row col"]:
-    """Reduce T = W v of each pair; without a weight T is v.
+    """Reduce T = W v of each pair by `order`; without a weight T is v.
 
-    `reference` holds the y of `alti` and `dot`; a sequence has as many consecutive groups as the others.
+    `reference` is the y of `alti` and `dot`. Every sequence has the same number of consecutive groups.
     """
     kind, p = kind_of(order, reference)
     v = vectors.double()
-    found = v if weight is None else torch.einsum("goc,gcij->goij", weight.double().expand(v.shape[0], -1, -1), v)
+    contributions = (
+        v if weight is None else torch.einsum("goc,gcij->goij", weight.double().expand(v.shape[0], -1, -1), v)
+    )
     if reference is not None:
         each = reference.double().transpose(1, 2).unsqueeze(-1)
         y = each.repeat_interleave(v.shape[0] // each.shape[0], dim=0)
-        return (y * found).sum(1) if kind == "dot" else (y.abs() - (y - found).abs()).sum(1)
-    return torch.linalg.vector_norm(found, torch.inf if kind == "max" else p, dim=1)
+        return (y * contributions).sum(1) if kind == "dot" else (y.abs() - (y - contributions).abs()).sum(1)
+    return torch.linalg.vector_norm(contributions, torch.inf if kind == "max" else p, dim=1)

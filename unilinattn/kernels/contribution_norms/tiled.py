@@ -1,4 +1,4 @@
-"""Contribution norms of a tile in torch: vectors are formed some at a time and reduced while they are in cache."""
+"""Contribution norms of a tile in torch: vectors are formed in parts and reduced in cache."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.kernels.contribution_norms.naive import Order, kind_of
 
 PART = 1 << 20
-"""Numbers of the vectors that are formed at once."""
+"""Elements of T that are formed at a time."""
 
 
 def norms(
@@ -21,26 +21,26 @@ def norms(
 ) -> Float[Tensor, "group row col"]:
     """Reduce T = W v of each pair (LaTIM Eq. 5 for a norm, the numerator of Eq. 6 for `alti`); without W, T is v."""
     groups, channels, rows, cols = vectors.shape
-    found = vectors.new_empty(groups, rows, cols)
+    result = vectors.new_empty(groups, rows, cols)
     outs = channels if weight is None else weight.shape[1]
     for group, row in _parts((groups, rows, cols), outs):
         part, formed = vectors[group, :, row], None
         if weight is not None:
-            own = weight if weight.shape[0] == 1 else weight[group]
-            part = formed = (own @ part.flatten(2)).unflatten(2, part.shape[2:])
+            matrix = weight if weight.shape[0] == 1 else weight[group]
+            part = formed = (matrix @ part.flatten(2)).unflatten(2, part.shape[2:])
         y = None if reference is None else _of_groups(reference[:, row], group, groups)
-        found[group, row] = _reduced(part, order, y, formed)
-    return found
+        result[group, row] = _reduced(part, order, y, formed)
+    return result
 
 
-def held_numbers(shape: Sequence[int], outs: int) -> int:
-    """Return how many numbers `norms` holds beside its result; `shape` is (group, channel, row, col)."""
+def held_elements(shape: Sequence[int], outs: int) -> int:
+    """Return the elements that `norms` allocates besides its result; `shape` is (group, channel, row, col)."""
     groups, _, rows, cols = shape
     return min(groups * rows * cols * outs, max(PART, cols * outs))
 
 
 def _parts(shape: tuple[int, int, int], outs: int) -> Iterator[tuple[slice, slice]]:
-    """Cut groups and rows so that a part's vectors stay in cache."""
+    """Yield parts of groups and rows whose vectors stay in cache."""
     groups, rows, cols = shape
     row_step = max(1, min(rows, PART // max(1, outs * cols)))
     group_step = max(1, PART // max(1, outs * cols * row_step))
@@ -52,7 +52,7 @@ def _parts(shape: tuple[int, int, int], outs: int) -> Iterator[tuple[slice, slic
 def _of_groups(
     reference: Float[Tensor, "batch row out"], group: slice, groups: int
 ) -> Float[Tensor, "#part out row 1"]:
-    """Return the reference of some groups' sequences."""
+    """Return the reference of the sequences of a slice of groups."""
     y = reference.transpose(1, 2).unsqueeze(-1)
     if y.shape[0] == 1:
         return y
@@ -66,15 +66,15 @@ def _reduced(
     y: Float[Tensor, "#part out row 1"] | None,
     room: Tensor | None,
 ) -> Float[Tensor, "part row col"]:
-    """Reduce vectors; `room` to work in may be the vectors themselves."""
+    """Reduce vectors by `order`; the workspace `room` may be the vectors themselves."""
     kind, p = kind_of(order, y)
     if y is not None:
         along = torch.mul(vectors, y if kind == "dot" else torch.where(y < 0, -1, 1), out=room)
         total = along.sum(1)
-        # |y| - |y - T| without the difference, which would leave only rounding of a small T: T along y, turned back
+        # |y| - |y - T| without the difference, which would leave only rounding for small T: T along y, reflected
         # where it goes beyond.
         return total if kind == "dot" else total - 2 * along.sub_(y.abs()).clamp_min_(0).sum(1)
-    # torch's own norms are slow over an axis that is not the innermost: sums stand in for them.
+    # torch's norms are slow over any axis but the innermost, so sums replace them.
     if kind == "l1":
         return torch.abs(vectors, out=room).sum(1)
     if kind == "max":

@@ -20,10 +20,10 @@ def norms(
     reference: Float[Tensor, "batch row out"] | None = None,
     precision: Precision = "ieee",
 ) -> Float[Tensor, "group row col"]:
-    """Reduce T = W v of each pair in float32, T itself never stored; without W there is nothing to keep from memory.
+    """Reduce T = W v of each pair in float32 without storing T; without W, T is v and `tiled` reduces it.
 
-    `reference` holds the y of `alti` and `dot`; a sequence has as many consecutive groups as the others.
-    Time: the product (pairs x channels)(channels x out). Memory: a number a pair for every 128 outputs.
+    `reference` is the y of `alti` and `dot`. Every sequence has the same number of consecutive groups.
+    Time: the product (pairs x channels)(channels x out). Memory: one number per pair and block of 128 outputs.
     """
     kind, p = kind_of(order, reference)
     if weight is None:
@@ -32,17 +32,17 @@ def norms(
     outs = weight.shape[1]
     y = vectors.new_empty(1, 1, 1).expand(groups, rows, outs) if reference is None else reference
     blocks = -(-outs // OUT)
-    found = torch.empty(blocks, groups, rows, cols, dtype=torch.float32, device=vectors.device)
+    partial = torch.empty(blocks, groups, rows, cols, dtype=torch.float32, device=vectors.device)
 
     def grid(sizes: dict[str, int]) -> tuple[int, int, int]:
         return -(-rows * cols // sizes["PAIRS"]), blocks, groups
 
-    with on(found):
+    with on(partial):
         pair_norms[grid](
             vectors,
             weight,
             y,
-            found,
+            partial,
             rows * cols,
             cols,
             channels,
@@ -58,12 +58,12 @@ def norms(
             OUT=OUT,
         )
     if kind == "max":
-        return found.amax(0)
-    total = found.sum(0)
+        return partial.amax(0)
+    total = partial.sum(0)
     return total if kind in ("l1", "alti", "dot") else total.pow_(1 / p)
 
 
-def held_numbers(shape: Sequence[int], outs: int) -> int:
-    """Return how many numbers `norms` holds beside its result; `shape` is (group, channel, row, col)."""
+def held_elements(shape: Sequence[int], outs: int) -> int:
+    """Return the elements that `norms` allocates besides its result; `shape` is (group, channel, row, col)."""
     groups, _, rows, cols = shape
     return (-(-outs // OUT) + 1) * groups * rows * cols

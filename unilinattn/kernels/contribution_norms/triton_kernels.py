@@ -1,4 +1,4 @@
-"""The Triton kernel of the contribution norms: a product W v whose columns are reduced where they stand."""
+"""The Triton kernel of the contribution norms: a product W v whose columns are reduced in registers."""
 
 from typing import no_type_check
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from unilinattn.kernels.launch import product, tuned
 
 OUT = 128
-"""Outputs of a program: each block of them leaves a number a pair."""
+"""Outputs per program; each block of outputs writes one number per pair."""
 
 
 @tuned(
@@ -50,7 +50,7 @@ def pair_norms(
     PAIRS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Sum up what some outputs of W v bring to the norms of some pairs; pairs run over the columns of each row."""
+    """Write the partial norms of some pairs over a block of outputs of W v; pairs run over the columns of each row."""
     group = tl.program_id(2).to(tl.int64)
     pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     d = tl.program_id(1).to(tl.int64) * OUT + tl.arange(0, OUT)

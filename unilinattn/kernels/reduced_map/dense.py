@@ -1,4 +1,4 @@
-"""The reduced and the weighted map of a block that is there head by head: for structures without a product form."""
+"""The reduced and the weighted map of a materialised block of every head, for structures without a product form."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Taps = Mapping[int, Float[Tensor, "#batch #length channel"]]
-"""What stands on the key's side by lag: y_p = sum_lag tap_lag[p] x_{p - lag}."""
+"""Factors on the key's side by lag: y_p = sum_lag tap_lag[p] x_{p - lag}."""
 
 
 def reduced(
@@ -53,5 +53,5 @@ def weighted(
 
 
 def of_tokens(factor: Float[Tensor, "#batch #length channel"], tokens: slice) -> Float[Tensor, "#batch #token channel"]:
-    """Return a factor of some tokens; one that is the same for every token stays as it is."""
+    """Return a factor at some tokens; a factor with one token broadcasts and is returned unchanged."""
     return factor if factor.shape[1] == 1 else factor[:, tokens]

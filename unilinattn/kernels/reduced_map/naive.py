@@ -1,4 +1,4 @@
-"""The definition of the reduced map, pair by pair in float64: what every faster form is tested against."""
+"""The definition of the reduced map, pair by pair in float64: the reference of the fast implementations."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ def reduced_map(
 ) -> Float[Tensor, "batch query key"]:
     """Fill m_ij = sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h], alpha the decayed map.
 
-    With left and the tap of lag 0 equal to one and divided by the heads it is the mean of HMA ACL Eq. 14-16's maps;
+    With left and the tap of lag 0 equal to one, divided by the heads, it is the mean of the maps of HMA ACL Eq. 14-16;
     with the taps of a convolution it is `unified`'s (Zimerman, Ali and Wolf, ICLR 2025).
     """
     alpha = decay_map(query, key, log_decay)

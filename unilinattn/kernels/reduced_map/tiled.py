@@ -1,6 +1,7 @@
 """The reduced map as matrix products over (head, state), a block of rows at a time; see README.md."""
 
 from collections.abc import Callable, Iterator
+from math import prod
 
 import torch
 from jaxtyping import Float
@@ -8,21 +9,37 @@ from torch import Tensor
 from torch.nn import functional
 
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
+from unilinattn.kernels.subnormal import decays, flushed_
 
 LEAF = 8
-"""Rows of a diagonal block that is filled row by row; larger ones are two of them and a matrix product."""
+"""Rows of a diagonal block that is filled row by row; a larger block is two halves and a matrix product."""
 
 ROWS = 1024
-"""Rows a block: columns further back are one product a tile of heads, their factors made anew for each block."""
+"""Rows per block; the earlier columns are one product per tile of heads, with factors recomputed for each block."""
 
 COLUMNS = 512
-"""Columns of one product with the rows of a block."""
+"""Columns per product with a block of rows."""
 
 INNER = 1536
-"""(head, state) pairs of a tile: few enough that a tile's factors stay in cache."""
+"""(head, state) pairs per tile, so that its factors stay in cache."""
 
 Factors = Callable[[slice, slice], tuple[Tensor, Tensor, Tensor]]
-"""From tokens and heads to query, key (batch, token, head, state) and log-decay, -inf where all is forgotten."""
+"""Map tokens and heads to query, key (batch, token, head, state) and log-decay, -inf at resets."""
+
+
+class Places:
+    """Buffers reused by the tiles of one operation, because mapping fresh pages for each tile is slow."""
+
+    def __init__(self) -> None:
+        """Start without buffers."""
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return the buffer `name` with a shape and the dtype and device of `like`; its content is undefined."""
+        size, buffer = prod(shape), self._held.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._held[name] = like.new_empty(size)
+        return buffer[:size].view(shape)
 
 
 def reduced_rows(
@@ -35,12 +52,13 @@ def reduced_rows(
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
     """Yield blocks of rows of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h].
 
-    `shape` is (batch, length, head, state). Time: half of one product (L x HN)(HN x L), and some exponentials for
-    each token, head and state. Memory: the block itself and the factors of one tile of heads.
+    `shape` is (batch, length, head, state). Time: half of one product (L x HN)(HN x L), and some exponentials per
+    token, head and state. Memory: the block and the factors of one tile of heads.
     """
     batch, length, heads, state = shape
     step = max(1, INNER // state)
     reach = max(taps, default=0) if taps else 0
+    places = Places()
     for start in range(0, length, rows):
         stop = min(start + rows, length)
         block: Tensor | None = None
@@ -51,6 +69,7 @@ def reduced_rows(
                 *factors(tokens, part),
                 None if left is None else of_tokens(left, tokens)[..., part],
                 None if taps is None else {lag: of_tokens(tap, tokens)[..., part] for lag, tap in taps.items()},
+                places=places,
             )
             if block is None:
                 block = own.new_zeros(batch, stop - start, length + reach)
@@ -60,16 +79,16 @@ def reduced_rows(
         yield slice(start, stop), block[:, :, reach:]
 
 
-def held_numbers(rows: int, shape: tuple[int, int, int, int]) -> int:
-    """Return how many numbers `reduced_rows` holds for blocks of so many rows, the block included."""
+def held_elements(rows: int, shape: tuple[int, int, int, int]) -> int:
+    """Return the elements that `reduced_rows` holds for blocks of `rows` rows, the block included."""
     batch, length, heads, state = shape
     tile = min(heads, max(1, INNER // state)) * state
     size = square_rows(min(rows, length))
-    return batch * (size * length + 2 * size * size + 5 * max(size, min(COLUMNS, length)) * tile)
+    return batch * (size * length + 2 * size * size + 5 * (size + min(COLUMNS, length)) * tile)
 
 
 def square_rows(rows: int) -> int:
-    """Return how many rows `square` pads so many to: leaves in pairs, and pairs of pairs."""
+    """Return the rows to which `square` pads `rows` rows: a power of two times the rows of a leaf."""
     size = LEAF
     while size < rows:
         size *= 2
@@ -82,67 +101,76 @@ def square(
     decay: Float[Tensor, "batch token head state"],
     left: Float[Tensor, "#batch #token head"] | None = None,
     taps: Taps | None = None,
+    *,
+    places: Places,
 ) -> tuple[Float[Tensor, "batch token landed"], Float[Tensor, "batch token inner"]]:
-    """Fill the square that rows and columns of the same tokens make; return what reads the columns before it too.
+    """Return the square of the map with equal row and column tokens, and the readers of the columns before it.
 
-    Columns begin `max(taps)` tokens early, for taps that land inside. Blocks grow from leaves in pairs: the upper
-    rows read the lower columns through one product about the cut between them, then both are moved to the pair's
-    own ends by the decay of the half that they cross.
+    Columns begin `max(taps)` tokens early, for taps that land inside. Blocks grow from leaves in pairs: the later rows
+    read the earlier columns by one product around the cut between them, then both factors are decayed across the other
+    half, to the pair's ends. Both results lie in `places` until their next use.
     """
     batch, count = decay.shape[:2]
     reach = max(taps, default=0) if taps else 0
     size = square_rows(count)
-    pad = (0, 0, 0, 0, 0, size - count)
-    kept = functional.pad(decay.exp(), pad, value=1.0)
-    heads_here, state = kept.shape[2:]
+    heads_here, state = decay.shape[2:]
     inner = heads_here * state
-    query = query if left is None else query * left.unsqueeze(-1)
-    query = functional.pad(query.expand(-1, -1, heads_here, -1), pad)
+    kept = places.take("kept", (batch, size, heads_here, state), decay)
+    decays(decay, out=kept[:, :count])
+    kept[:, count:] = 1
+    # Queries are expanded to every head: with a broadcast, inner loops would be only as long as the state.
+    reading, query = query, places.take("query", kept.shape, decay)
+    query[:, :count] = reading if left is None else reading * left.unsqueeze(-1)
+    query[:, count:] = 0
     weights = {0: None} if taps is None else {lag: tap.unsqueeze(-1) for lag, tap in taps.items()}
     blocks = size // LEAF
     kept, query = (t.unflatten(1, (blocks, LEAF)).flatten(0, 1) for t in (kept, query))
-    # What enters with a token lands on `reach` + 1 columns, the earliest first.
-    entering = kept.new_zeros(batch, size, reach + 1, heads_here, state)
+    # A token's write lands on `reach` + 1 columns, the earliest first.
+    entering = places.take("entering", (batch, size, reach + 1, heads_here, state), decay)
+    if reach or size > count:
+        entering.zero_()
     for lag, tap in weights.items():
         entering[:, :count, reach - lag] = key if tap is None else key * tap
     entering = entering.view(batch * blocks, LEAF, reach + 1, heads_here, state)
-    # Row by row inside the leaves: every column's memory fades, then the row's own token enters and is read.
-    write = kept.new_zeros(batch * blocks, LEAF + reach, heads_here, state)
-    read = torch.empty_like(kept)
+    # Row by row inside the leaves: every column's memory decays, then the row's token is written and read.
+    write = places.take("write", (batch * blocks, LEAF + reach, heads_here, state), decay).zero_()
+    read = places.take("read", kept.shape, decay)
     found = kept.new_zeros(batch * blocks, LEAF, LEAF + reach)
     passed = torch.ones_like(kept[:, 0])
     for i in range(LEAF):
         write[:, : i + reach].mul_(kept[:, i : i + 1])
         write[:, i : i + reach + 1] += entering[:, i]
-        passed = passed * kept[:, i]
+        flushed_(passed.mul_(kept[:, i]))
         torch.mul(query[:, i], passed, out=read[:, i])
-        upto = write[:, : i + 1 + reach].flatten(2)
+        upto = flushed_(write[:, : i + 1 + reach]).flatten(2)
         found[:, i, : i + 1 + reach] = (upto @ query[:, i].flatten(1).unsqueeze(-1)).squeeze(-1)
-    filled = kept.new_zeros(batch, size, size + reach)
+    filled = places.take("filled", (batch, size, size + reach), decay).zero_()
     for nth, leaf in enumerate(found.unflatten(0, (batch, blocks)).unbind(1)):
         at = nth * LEAF
         filled[:, at : at + LEAF, at : at + LEAF + reach] += leaf
-    read, write, passed = read.flatten(2), write.flatten(2), passed.flatten(1)
+    read, write, passed = flushed_(read).flatten(2), write.flatten(2), passed.flatten(1)
     half = LEAF
     while half < size:
         lower, upper = write.unflatten(0, (-1, 2)).unbind(1)
         second = read.unflatten(0, (-1, 2))[:, 1]
         before, after = passed.unflatten(0, (-1, 2)).unbind(1)
-        corners = torch.bmm(second, lower.mT).unflatten(0, (batch, -1))
-        for nth, corner in enumerate(corners.unbind(1)):
+        corners = places.take("corners", (len(second), half, half + reach), decay)
+        torch.bmm(second, lower.mT, out=corners)
+        for nth, corner in enumerate(corners.unflatten(0, (batch, -1)).unbind(1)):
             at = 2 * nth * half
             filled[:, at + half : at + 2 * half, at : at + half + reach] += corner
-        second.mul_(before.unsqueeze(1))
-        lower.mul_(after.unsqueeze(1))
+        flushed_(second.mul_(before.unsqueeze(1)))
+        flushed_(lower.mul_(after.unsqueeze(1)))
         read = read.view(-1, 2 * half, inner)
         if reach:
-            # A column that taps reach from both halves belongs to both.
+            # A column with taps in both halves belongs to both.
             joined = functional.pad(lower, (0, 0, 0, half))
             joined[:, half:] += upper
+            flushed_(joined[:, half : half + reach])
             write = joined
         else:
             write = write.view(-1, 2 * half, inner)
-        passed = before * after
+        passed = flushed_(before * after)
         half *= 2
     return filled[:, :count, : count + reach], read[:, :count]
 
@@ -156,7 +184,7 @@ def _add_far(
     taps: Taps | None,
     reach: int,
 ) -> None:
-    """Add the columns before a block of rows: products about the block's first token, from the nearest column back."""
+    """Add the columns before a block of rows by products around the block's first token, nearest columns first."""
     crossed: Tensor | None = None
     for stop in range(start, 0, -COLUMNS):
         tokens = slice(max(0, stop - COLUMNS), stop)
@@ -165,7 +193,7 @@ def _add_far(
         if crossed is not None:
             exponent = exponent + crossed
         crossed = exponent[:, :1] + decay[:, :1]
-        faded = exponent.exp_().mul_(key)
+        faded = flushed_(decays(exponent, out=exponent).mul_(key))
         if taps is None:
             write = faded
         else:
@@ -173,9 +201,10 @@ def _add_far(
             for lag, tap in taps.items():
                 at = reach - lag
                 write[:, at : at + faded.shape[1]] += faded * of_tokens(tap, tokens)[..., heads, None]
-        block[:, :, tokens.start : tokens.stop + reach].baddbmm_(read, write.flatten(2).mT)
+            flushed_(write)
+        flushed_(block[:, :, tokens.start : tokens.stop + reach]).baddbmm_(read, write.flatten(2).mT)
 
 
 def _from_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
-    """Return the log-decay from after each token to the end: sums only, never a difference of two."""
+    """Return the log-decay from after each token to the end, by sums only, never as a difference of sums."""
     return functional.pad(log_decay[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 0, 0, 1))

@@ -15,29 +15,29 @@ from unilinattn.kernels.reduced_map.tiled import Factors
 from unilinattn.kernels.reduced_map.triton_kernels import SUB, chunk_factors, diagonal_tiles, far_tiles
 
 CHUNK = 64
-"""Tokens whose factors share one reference: their end for what is written, their beginning for what is read."""
+"""Tokens per chunk, whose factors share a reference: the chunk's end for writes, its beginning for reads."""
 
 ROWS = 1024
-"""Rows a block: the factors of the columns before it are made anew for each block."""
+"""Rows per block; the factors of the columns before it are recomputed for each block."""
 
 COLUMNS = 4096
-"""Columns whose factors are held at once."""
+"""Columns per panel."""
 
 INNER = 2048
-"""(head, state) pairs whose factors are held at once."""
+"""(head, state) pairs per panel."""
 
 
 class Panel(NamedTuple):
-    """What a block of rows and some columns need for a tile of heads; tokens are counted from `origin`, in chunks.
+    """The factors of a block of rows and some columns for a tile of heads; chunks are counted from `origin`.
 
     Attributes:
-        read: (batch, row chunk * CHUNK, inner), what a row reads of the state before its chunk, `left` included.
-        write: (plane, batch, column chunk * CHUNK, inner), what a column leaves: at its own chunk's end, for the
-            chunk after it, and, with taps, at the next chunk's end, for all later ones.
+        read: (batch, row chunk * CHUNK, inner), the weights of a row on the state before its chunk, `left` included.
+        write: (plane, batch, column chunk * CHUNK, inner), the write of a column, decayed to the end of its chunk, for
+            the next chunk, and, with taps, to the end of the next chunk, for all later ones.
         fade: (batch, row chunk, column chunk, inner), the decay across the chunks between.
-        chunks: the columns' first chunk and the one after their last.
-        row: the rows' first chunk.
-        origin: the token that chunk 0 begins with, 0 or before; the rows begin with a chunk.
+        chunks: the first chunk of the columns and the one after their last.
+        row: the first chunk of the rows.
+        origin: the first token of chunk 0, at most 0; the rows begin with a chunk.
         stop: the token after the last row.
     """
 
@@ -61,11 +61,11 @@ def reduced_rows(
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
     """Yield blocks of rows of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h], in float32.
 
-    `shape` is (batch, length, head, state); `precision` is that of the products' inputs, their sums are float32.
+    `shape` is (batch, length, head, state); `precision` is that of the products' inputs; sums are float32.
     Time: half of one product (L x HN)(HN x L). Memory: the block, and the factors of one tile of heads and columns.
     """
     if taps and max(taps) > CHUNK:
-        # A tap that reaches over a whole chunk would need the factors of more than two chunks a column.
+        # A tap that crosses a whole chunk would need the factors of more than two chunks per column.
         yield from tiled.reduced_rows(factors, shape, left, taps, rows=rows)
         return
     batch, length, heads, state = shape
@@ -85,20 +85,20 @@ def reduced_rows(
         yield part, block
 
 
-def held_numbers(rows: int, shape: tuple[int, int, int, int]) -> int:
-    """Return how many numbers `reduced_rows` holds for blocks of so many rows, the block included."""
+def held_elements(rows: int, shape: tuple[int, int, int, int]) -> int:
+    """Return the elements that `reduced_rows` holds for blocks of `rows` rows, the block included."""
     batch, length, heads, state = shape
     inner = min(heads, max(1, INNER // state)) * state
     rows = -(-min(rows, length) // CHUNK) * CHUNK
     columns = -(-max(rows, min(COLUMNS, length)) // CHUNK) * CHUNK
-    # Query, key, decay, what they leave, its two planes and a part in hand, and a decay for each pair of chunks.
+    # Query, key, decay, their writes, two planes of them and one copy, and a decay for each pair of chunks.
     return batch * (rows * length + inner * (rows + 7 * columns + rows * columns // CHUNK**2))
 
 
 def panels(
     factors: Factors, rows: slice, heads: slice, left: Tensor | None, taps: Taps | None, columns: int
 ) -> Iterator[Panel]:
-    """Yield the rows' own columns, then those before them from the nearest back, as factors of products."""
+    """Yield panels: of the rows' own columns, then of those before them, nearest first."""
     row = -(-rows.start // CHUNK)
     origin, stop = rows.start - row * CHUNK, rows.stop
     end = row + -(-(stop - rows.start) // CHUNK)
@@ -110,7 +110,7 @@ def panels(
     write = _planes(own, None, own_total, (row, end), origin, stop, heads, taps)
     yield Panel(read, write, fade, (row, end), row, origin, stop)
     step = max(1, columns // CHUNK)
-    # The decays from after chunk `last` to the rows, without that chunk and with it.
+    # The decays from chunk `last` to the rows, without that chunk and with it.
     after, crossed, last_total = nothing, nothing, own_total[:, :1]
     for last in range(row, 0, -step):
         chunks = max(0, last - step), last
@@ -126,9 +126,9 @@ def panels(
 
 
 def add_far(out: Float[Tensor, "batch row col"], panel: Panel, precision: Precision, *, band: bool = False) -> None:
-    """Add the tiles of a panel whose columns stand in chunks before their rows'.
+    """Add the tiles of a panel whose columns lie in chunks before their rows.
 
-    `out` holds the rows' whole map; with `band`, of each row the chunk before its own and its own chunk.
+    `out` is the map of the rows or, with `band`, the part of each row in its own chunk and the one before.
     """
     first, last = panel.chunks
     batch, held, inner = panel.read.shape
@@ -180,7 +180,7 @@ def add_diagonal(
     *,
     band: bool = False,
 ) -> None:
-    """Add what lands in the rows' own chunks; one pass a tap, whose column is where it lands less its lag."""
+    """Add the writes that land in the rows' own chunks: one pass per tap, with column = landing token - lag."""
     query, key, decay = _whole(factors(rows, heads))
     batch, count, heads_here, state = decay.shape
     weight = query if left is None else _of(left, rows, heads, decay)
@@ -226,7 +226,7 @@ def _chunks(
     *,
     read: bool,
 ) -> tuple[Tensor | None, Float[Tensor, "batch col inner"], Float[Tensor, "batch chunk inner"]]:
-    """Return what chunks read, write and by how much they fade all before them, each about its own chunk."""
+    """Return the read factors, write factors and whole log-decays of chunks, each relative to its chunk."""
     begin = origin + chunks[0] * CHUNK
     tokens = slice(max(0, begin), min(stop, origin + chunks[1] * CHUNK))
     query, key, decay = _whole(factors(tokens, heads))
@@ -274,10 +274,10 @@ def _planes(
     heads: slice,
     taps: Taps | None,
 ) -> Float[Tensor, "plane batch col inner"]:
-    """Gather the taps of each column: those that land in its own chunk, and all of them about the next chunk's end.
+    """Sum the taps of each column: those that land in its own chunk, and all of them at the next chunk's end.
 
-    written: what a landed token leaves at its chunk's end; beyond: the same of the chunk after the last;
-    total: each chunk's log-decay, with that chunk's.
+    `written`: writes decayed to the end of their chunk; `beyond`: the same for the chunk after the last; `total`: the
+    log-decay of every chunk, that chunk included.
     """
     if taps is None:
         return written.unsqueeze(0)
@@ -308,7 +308,7 @@ def _fade(
     first: int,
     row: int,
 ) -> Float[Tensor, "batch rowchunk colchunk inner"]:
-    """Return the decay across the chunks between a column's and a row's: sums, from row chunk to row chunk."""
+    """Return the decay across the chunks between a column's and a row's, with log-decays summed over row chunks."""
     current, table = across, []
     chunk = torch.arange(first, first + across.shape[1], device=across.device)
     for nth in range(own_total.shape[1]):
@@ -323,6 +323,6 @@ def _whole(given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor
 
 
 def _of(factor: Tensor, tokens: slice, heads: slice, like: Tensor) -> Tensor:
-    """Return a weight of some tokens and heads, (batch, token, head), expanded where it is the same for several."""
+    """Return a weight of some tokens and heads (batch, token, head), expanded along broadcast axes."""
     factor = factor[:, :, heads] if factor.shape[1] == 1 else factor[:, tokens, heads]
     return factor.expand(like.shape[:3])

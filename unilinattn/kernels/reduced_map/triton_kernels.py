@@ -1,6 +1,6 @@
 """The Triton kernels of the reduced map: factors of chunks, tiles between chunks, tiles inside one.
 
-Every exponent is a sum of log-decays and never a difference of two; masks come before the exponential.
+Every exponent is a sum of log-decays, never a difference of sums; masks apply before the exponential.
 """
 
 from typing import no_type_check
@@ -11,7 +11,7 @@ import triton.language as tl
 from unilinattn.kernels.launch import product, tuned
 
 SUB = 16
-"""Rows of a diagonal tile that one program fills, their own columns pair by pair."""
+"""Rows of a diagonal tile per program; the pairs of these tokens are computed elementwise."""
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def chunk_factors(
     CHUNK: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Write left q exp(sum to token), k exp(sum from token) and the whole sum of one chunk; zero where no token is."""
+    """Write left q exp(sum to token), k exp(sum from token) and the whole sum of one chunk; zero at missing tokens."""
     chunk = (tl.program_id(0) % chunks).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     n = (tl.program_id(0) // chunks).to(tl.int64) * INNER + tl.arange(0, INNER)
@@ -68,7 +68,7 @@ def chunk_factors(
             where = batch * l_batch + token[:, None] * l_token + head[None, :] * l_head
             q *= tl.load(left + where, mask=live, other=0.0).to(tl.float32)
         tl.store(read + at, q * tl.exp(tl.cumsum(g, 0)), mask=inside)
-    # The step of the token after: what a token wrote fades by the steps after it alone.
+    # The step of the next token, because a token's write decays only by the steps after it.
     after = live & (place + 1 < end)[:, None] & (tl.arange(0, CHUNK) < CHUNK - 1)[:, None]
     following = tl.load(own + (token[:, None] + 1) * g_token, mask=after, other=0.0).to(tl.float32)
     where = batch * k_batch + token[:, None] * k_token + head[None, :] * k_head + state[None, :] * k_state
@@ -120,7 +120,7 @@ def far_tiles(
     COLS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Fill a tile between two chunks, and add it to a map or to a band, or fold its rows into one sum a column."""
+    """Compute a tile between two chunks, and add it to a map or to a band, or sum its rows per column."""
     tiles: tl.constexpr = CHUNK // ROWS
     across: tl.constexpr = CHUNK // COLS
     row_tile = (tl.program_id(1) % (row_chunks * tiles)).to(tl.int64)
@@ -132,7 +132,7 @@ def far_tiles(
     if KIND == "fold":
         wanted = wanted & (c < r - 1)
     if wanted:
-        # A column leaves its own chunk for the one after it; later rows read it, with all its taps, one chunk on.
+        # The next chunk reads a column at its own chunk's end; later chunks read it, with all taps, one chunk later.
         plane = 0
         between = c
         if PLANES == 2:
@@ -213,7 +213,7 @@ def diagonal_tiles(
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Add to a map or a band what SUB rows read of their own chunk's tokens, a token's column `lag` before it."""
+    """Add to a map or a band the weights of SUB rows on their chunk's tokens; a token's column is `lag` before it."""
     SUB: tl.constexpr = 16
     PAIRS: tl.constexpr = 16
     batch = tl.program_id(1).to(tl.int64)
@@ -231,7 +231,7 @@ def diagonal_tiles(
         shift = CHUNK - chunk * CHUNK - lag
     out += batch * o_batch
     if (cut > chunk * CHUNK) & (cut < rows):
-        # Columns before the sub-block: one product about its first row.
+        # Columns before the sub-block: one product around its first row.
         j = chunk * CHUNK + tl.arange(0, CHUNK)
         acc = tl.zeros((SUB, CHUNK), dtype=tl.float32)
         for begin in range(0, inner, INNER):

@@ -1,28 +1,37 @@
-"""One chunk of any memory that is linear in its values, and a block of the matrix of one, filled chunk by chunk.
+"""One chunk of any memory that is linear in its values, and blocks of such a memory's matrix, filled by chunks.
 
-Within a chunk such a memory is four matrices a head: how values reach outputs, how outputs read the state that the
-chunk begins with, how values write the state that it ends with, and how the first state becomes the last one.
+Within a chunk the memory has four matrices per head: from values to outputs, from the initial state to outputs, from
+values to the final state, and from the initial to the final state.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from unilinattn.kernels.scan.pairs import LEAF
+from unilinattn.kernels.subnormal import flushed, flushed_
+
+ALL = slice(None)
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One chunk of a memory: y = within v + read S, S' = decay * S + transfer S + write v.
+    """One chunk of a memory: y = scale * (within v + read S), S' = decay * S + transfer S + write v.
+
+    Subnormal numbers of the matrices and of the states are set to zero, because products read both.
 
     Attributes:
         within: (batch, head, token, token), lower triangular.
         read: (batch, head, token, state).
         write: (batch, head, state, token).
         decay: (batch, head, state or 1), the diagonal part of the transition.
-        transfer: (batch, head, state, state), the rest of the transition, None where there is none.
+        transfer: (batch, head, state, state), the rest of the transition, or None.
+        scale: (batch, head, token), factors of the outputs, which may underflow; None for 1.
     """
 
     within: Float[Tensor, "batch head token token"]
@@ -30,72 +39,90 @@ class Chunk:
     write: Float[Tensor, "batch head state token"]
     decay: Float[Tensor, "batch head staten"]
     transfer: Float[Tensor, "batch head state state"] | None = None
+    scale: Float[Tensor, "batch head token"] | None = None
+
+    def __post_init__(self) -> None:
+        """Set subnormal numbers to zero, in place if no gradient needs the matrices' storage."""
+        flush = flushed if torch.is_grad_enabled() else flushed_
+        for name, matrix in vars(self).items():
+            if matrix is not None:
+                object.__setattr__(self, name, flush(matrix))
 
     def advance(self, state: Float[Tensor, "batch head state channel"]) -> Float[Tensor, "batch head state channel"]:
-        """Carry a state from the chunk's beginning to its end."""
+        """Return the state at the chunk's end, given the one at its beginning, without writes."""
         carried = self.decay.unsqueeze(-1) * state
-        return carried if self.transfer is None else carried + self.transfer @ state
+        return flushed_(carried if self.transfer is None else carried + self.transfer @ state)
 
     def retreat(self, state: Float[Tensor, "batch head state channel"]) -> Float[Tensor, "batch head state channel"]:
         """Apply the transpose of `advance`."""
         carried = self.decay.unsqueeze(-1) * state
-        return carried if self.transfer is None else carried + self.transfer.mT @ state
+        return flushed_(carried if self.transfer is None else carried + self.transfer.mT @ state)
+
+    def scaled(
+        self, outputs: Float[Tensor, "batch head row any"], row: slice | Int[Tensor, " row"] = ALL
+    ) -> Float[Tensor, "batch head row any"]:
+        """Multiply rows of outputs by `scale`."""
+        return outputs if self.scale is None else outputs * self.scale[:, :, row].unsqueeze(-1)
 
     def forward(
         self, state: Float[Tensor, "batch head state channel"] | None, value: Float[Tensor, "batch token head channel"]
     ) -> tuple[Tensor, Tensor]:
-        """Return what the chunk makes of its values and of the state before it (None: nothing), and the state after."""
-        v = value.transpose(1, 2)
-        found, ending = self.within @ v, self.write @ v
+        """Return the chunk's outputs and the state after it, given its values and the state before it (None: zero)."""
+        v = flushed(value).transpose(1, 2)
+        output, ending = self.within @ v, flushed_(self.write @ v)
         if state is not None:
-            found, ending = found + self.read @ state, self.advance(state) + ending
-        return found.transpose(1, 2), ending
+            output, ending = output + self.read @ state, flushed_(self.advance(state) + ending)
+        return self.scaled(output).transpose(1, 2), ending
 
     def backward(
         self, state: Float[Tensor, "batch head state channel"] | None, grad: Float[Tensor, "batch token head channel"]
     ) -> tuple[Tensor, Tensor]:
-        """Apply the transpose of `forward`, the state coming from after the chunk and going to before it."""
-        g = grad.transpose(1, 2)
-        found, beginning = self.within.mT @ g, self.read.mT @ g
+        """Apply the transpose of `forward`: from the adjoint state after the chunk to the one before it."""
+        g = flushed_(self.scaled(grad.transpose(1, 2))) if self.scale is not None else flushed(grad).transpose(1, 2)
+        value_grad, beginning = self.within.mT @ g, flushed_(self.read.mT @ g)
         if state is not None:
-            found, beginning = found + self.write.mT @ state, self.retreat(state) + beginning
-        return found.transpose(1, 2), beginning
+            value_grad, beginning = value_grad + self.write.mT @ state, flushed_(self.retreat(state) + beginning)
+        return value_grad.transpose(1, 2), beginning
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The rows of a chunk in a memory's matrix, not yet multiplied out; all columns after the chunk are zero.
+    """The rows of a chunk in a memory's matrix, as factors; all columns after the chunk are zero.
 
     Attributes:
-        sides: what the rows read, (batch, head, token, state), and states, (batch, head, state, col), in pairs for
-            consecutive columns that end where the chunk begins.
-        within: (batch, head, token, token).
-        keys: how many columns the matrix has.
+        sides: pairs of read factors (batch, head, token, state) and states (batch, head, state, col), for consecutive
+            columns that end where the chunk begins.
+        chunk: the chunk of the rows.
+        keys: number of columns of the matrix.
     """
 
     sides: tuple[tuple[Tensor, Tensor], ...]
-    within: Float[Tensor, "batch head token token"]
+    chunk: Chunk
     keys: int
 
     def block(self, row: slice, cols: slice) -> Float[Tensor, "batch head row col"]:
-        """Return some rows and columns of every head."""
+        """Return a block of rows and columns for every head."""
         first, last, _ = cols.indices(self.keys)
         parts, begun = [], 0
         for read, states in self.sides:
             part = slice(max(first - begun, 0), max(last - begun, 0))
             parts.append(read[:, :, row] @ states[..., part])
             begun += states.shape[-1]
-        parts.append(self.within[:, :, row, max(first - begun, 0) : max(last - begun, 0)])
-        return _padded(parts, last - first)
+        parts.append(self.chunk.within[:, :, row, max(first - begun, 0) : max(last - begun, 0)])
+        return self.chunk.scaled(_padded(parts, last - first), row)
 
     def over_heads(self, row: slice) -> Float[Tensor, "batch row key"]:
-        """Return some rows summed over heads, which the products do: heads and states are one inner dimension."""
-        parts = [read[:, :, row].transpose(1, 2).flatten(2) @ states.flatten(1, 2) for read, states in self.sides]
-        return _padded([*parts, self.within[:, :, row].sum(1)], self.keys)
+        """Return rows summed over heads, by products whose inner dimension is (head, state)."""
+        scaled = partial(self.chunk.scaled, row=row)
+        parts = [
+            flushed(scaled(read[:, :, row])).transpose(1, 2).flatten(2) @ states.flatten(1, 2)
+            for read, states in self.sides
+        ]
+        return _padded([*parts, scaled(self.chunk.within[:, :, row]).sum(1)], self.keys)
 
 
 def _padded(parts: Sequence[Tensor], width: int) -> Tensor:
-    """Put columns side by side and zeros after them, in one copy."""
+    """Concatenate columns and pad them with zeros to `width`, in one copy."""
     rest = width - sum(part.shape[-1] for part in parts)
     return torch.cat([*parts, parts[-1].new_zeros(*parts[-1].shape[:-1], rest)], dim=-1)
 
@@ -103,7 +130,7 @@ def _padded(parts: Sequence[Tensor], width: int) -> Tensor:
 def fill(
     chunks: Iterable[Chunk], start: int, row: Int[Tensor, " row"], col: Int[Tensor, " col"]
 ) -> Float[Tensor, "batch head row col"]:
-    """Fill a block of a memory's matrix: each column is carried from chunk to chunk as a state.
+    """Fill a block of a memory's matrix, passing each column from chunk to chunk as a state.
 
     `chunks` begin at token `start` and cover every column up to the last row; rows before `start` are zero.
     """
@@ -115,9 +142,18 @@ def fill(
         j = col[(col >= start) & (col < stop)] - start
         if state is None:
             state = chunk.write[..., :0]
-        block = torch.cat([chunk.read[:, :, i] @ state, chunk.within[:, :, i][..., j]], dim=-1)
+        block = chunk.scaled(torch.cat([chunk.read[:, :, i] @ state, chunk.within[:, :, i][..., j]], dim=-1), i)
         blocks.append(functional.pad(block, (0, len(col) - block.shape[-1])))
         state = torch.cat([chunk.advance(state), chunk.write[..., j]], dim=-1)
         start = stop
     filled = torch.cat(blocks, dim=2)
     return functional.pad(filled, (0, 0, len(row) - filled.shape[2], 0))
+
+
+def held_elements(tokens: int, state: int, fine: bool) -> int:
+    """Elements held while one head's chunk of `tokens` tokens is made; `fine`: each coordinate has its own decay.
+
+    Eight pairs of a matrix (token, token) and one (token, state): `Chunk`'s own, those of a triangular solve, and the
+    factors of both. Fine decays are multiplied out in blocks of `LEAF` tokens.
+    """
+    return tokens * (8 * (tokens + state) + (LEAF * state if fine else 0))

@@ -1,4 +1,4 @@
-"""The definition of a decayed memory, token by token in float64: what every faster form is tested against."""
+"""The definition of a decayed memory, token by token in float64: the reference of the fast implementations."""
 
 import torch
 from jaxtyping import Float

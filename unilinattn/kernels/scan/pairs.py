@@ -1,8 +1,8 @@
 """Decayed products of rows and columns within one chunk, and the decays between its tokens and its two ends.
 
-Every exponent is a sum of the log-decays that stand between two tokens, never a difference of two longer sums: no
-digit cancels, however strong a decay before them was, and a log-decay of -inf (a reset) is as good as any other.
-Masks are applied to the exponents, before the exponential, so that gradients stay finite.
+Every exponent is a sum of the log-decays between two tokens, never a difference of two longer sums: no digit cancels
+after a strong decay, and a log-decay of -inf (a reset) needs no special case. Masks apply to the exponents, before the
+exponential, so gradients stay finite.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from unilinattn.kernels.subnormal import decays, flushed_
+
 LEAF = 8
-"""Tokens of a diagonal block that is filled elementwise; larger ones are halved into matrix products."""
+"""Tokens of a diagonal block that is filled elementwise; larger blocks are halved into matrix products."""
 
 
 def to_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
@@ -41,12 +43,12 @@ def between(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor
 
 
 def fading(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch head length length"]:
-    """Return exp(`between`) of one log-decay a head, heads before tokens: as products of rows and columns lie."""
+    """Return `decays` of `between` for one log-decay per head, as (batch, head, query, key)."""
     length = log_decay.shape[1]
     ones = torch.ones(length, length, dtype=torch.bool, device=log_decay.device)
     spread = log_decay.transpose(1, 2).unsqueeze(-1).expand(-1, -1, -1, length)
     total = spread.masked_fill(ones.triu(), 0).cumsum(2)
-    return total.masked_fill(ones.triu(1), -torch.inf).exp()
+    return decays(total.masked_fill(ones.triu(1), -torch.inf))
 
 
 def pairs(
@@ -54,7 +56,7 @@ def pairs(
     right: Float[Tensor, "batch length head state"],
     log_decay: Float[Tensor, "batch length head staten"],
 ) -> Float[Tensor, "batch head length length"]:
-    """Return tril sum_n left_in exp(G_in - G_jn) right_jn, log_decay with one number a head or one a coordinate."""
+    """Return tril sum_n left_in exp(G_in - G_jn) right_jn, with one log-decay per head or per coordinate."""
     return pairs_of([left], right, log_decay)[0]
 
 
@@ -63,25 +65,25 @@ def pairs_of(
     right: Float[Tensor, "batch length head state"],
     log_decay: Float[Tensor, "batch length head staten"],
 ) -> list[Float[Tensor, "batch head length length"]]:
-    """Return `pairs` of several rows with the same columns, whose decays are then summed up once."""
+    """Return `pairs` of several left factors with one right factor; the decays are computed once."""
     if log_decay.shape[-1] == 1:
         faded = fading(log_decay.squeeze(-1))
-        return [torch.einsum("bihn,bjhn->bhij", left, right) * faded for left in lefts]
+        return [flushed_(torch.einsum("bihn,bjhn->bhij", left, right) * faded) for left in lefts]
     length = right.shape[1]
     if length <= LEAF:
-        arrived = between(log_decay).exp() * right.unsqueeze(1)
-        return [(left.unsqueeze(2) * arrived).sum(-1).permute(0, 3, 1, 2) for left in lefts]
+        arrived = decays(between(log_decay)) * right.unsqueeze(1)
+        return [flushed_((left.unsqueeze(2) * arrived).sum(-1)).permute(0, 3, 1, 2) for left in lefts]
     if length % 2:
         *padded, y, g = (functional.pad(t, (0, 0, 0, 0, 0, 1)) for t in (*lefts, right, log_decay))
         return [found[..., :length, :length] for found in pairs_of(padded, y, g)]
     (y0, y1), (g0, g1) = (t.chunk(2, dim=1) for t in (right, log_decay))
     halves = [left.chunk(2, dim=1) for left in lefts]
     blocks = pairs_of([torch.cat(half) for half in halves], torch.cat([y0, y1]), torch.cat([g0, g1]))
-    # Both exponents end at the cut between the halves, so both factors are at most the vectors themselves.
-    ahead, behind = to_token(g1).exp(), y0 * from_token(g0).exp()
+    # Both exponents end at the cut between the halves, so neither factor exceeds its vector.
+    ahead, behind = decays(to_token(g1)), flushed_(y0 * decays(from_token(g0)))
     found = []
     for (_, x1), block in zip(halves, blocks, strict=True):
-        corner = torch.einsum("bihn,bjhn->bhij", x1 * ahead, behind)
+        corner = flushed_(torch.einsum("bihn,bjhn->bhij", flushed_(x1 * ahead), behind))
         first, second = block.chunk(2)
         upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
         found.append(torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2))

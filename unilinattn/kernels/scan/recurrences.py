@@ -1,4 +1,4 @@
-"""The definitions of the other memories, token by token in float64: what every faster form is tested against."""
+"""The definitions of the other memories, token by token in float64: the references of the fast implementations."""
 
 import torch
 from jaxtyping import Float
@@ -18,8 +18,8 @@ def delta_rule(
     outputs = []
     for t in range(value.shape[1]):
         memory = log_decay[:, t].exp()[..., None] * memory
-        held = torch.einsum("bhn,bhnp->bhp", key[:, t], memory)
-        change = strength[:, t, :, None] * (value[:, t] - held)
+        stored = torch.einsum("bhn,bhnp->bhp", key[:, t], memory)
+        change = strength[:, t, :, None] * (value[:, t] - stored)
         memory = memory + key[:, t, ..., None] * change.unsqueeze(-2)
         outputs.append(torch.einsum("bhn,bhnp->bhp", query[:, t], memory))
     return torch.stack(outputs, dim=1)
@@ -32,15 +32,15 @@ def delta_product(
     log_decay: Float[Tensor, "batch length head"],
     value: Float[Tensor, "batch length step head channel"],
 ) -> Float[Tensor, "batch length head channel"]:
-    """Decay once a token, make each of its delta updates, read after the last (DeltaProduct)."""
+    """Decay once per token, apply each of its delta updates, and read after the last (DeltaProduct)."""
     query, key, strength, log_decay, value = (t.double() for t in (query, key, strength, log_decay, value))
     memory = value.new_zeros(value.shape[0], value.shape[3], key.shape[-1], value.shape[-1])
     outputs = []
     for t in range(value.shape[1]):
         memory = log_decay[:, t].exp()[..., None, None] * memory
         for s in range(value.shape[2]):
-            held = torch.einsum("bhn,bhnp->bhp", key[:, t, s], memory)
-            change = strength[:, t, s, :, None] * (value[:, t, s] - held)
+            stored = torch.einsum("bhn,bhnp->bhp", key[:, t, s], memory)
+            change = strength[:, t, s, :, None] * (value[:, t, s] - stored)
             memory = memory + key[:, t, s, ..., None] * change.unsqueeze(-2)
         outputs.append(torch.einsum("bhn,bhnp->bhp", query[:, t], memory))
     return torch.stack(outputs, dim=1)
@@ -60,11 +60,11 @@ def low_rank_update(
     memory = value.new_zeros(value.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
     outputs = []
     for t in range(value.shape[1]):
-        held = torch.einsum("bhn,bhnp->bhp", a[:, t], memory)
-        memory = log_decay[:, t].exp()[..., None] * memory + b[:, t, ..., None] * held.unsqueeze(-2)
+        stored = torch.einsum("bhn,bhnp->bhp", a[:, t], memory)
+        memory = log_decay[:, t].exp()[..., None] * memory + b[:, t, ..., None] * stored.unsqueeze(-2)
         memory = memory + key[:, t, ..., None] * value[:, t, :, None]
-        own = (query[:, t] * bonus * key[:, t]).sum(-1, keepdim=True) * value[:, t]
-        outputs.append(torch.einsum("bhn,bhnp->bhp", query[:, t], memory) + own)
+        bonus_output = (query[:, t] * bonus * key[:, t]).sum(-1, keepdim=True) * value[:, t]
+        outputs.append(torch.einsum("bhn,bhnp->bhp", query[:, t], memory) + bonus_output)
     return torch.stack(outputs, dim=1)
 
 
@@ -98,9 +98,9 @@ def normalized_exponential(
     peak = torch.full_like(key[:, 0], -torch.inf)
     outputs = []
     for t in range(value.shape[1]):
-        own = key[:, t] + bonus
-        top = torch.maximum(peak, own)
-        old, new = (peak - top).exp(), (own - top).exp()
+        own_key = key[:, t] + bonus
+        top = torch.maximum(peak, own_key)
+        old, new = (peak - top).exp(), (own_key - top).exp()
         outputs.append((old[..., None] * above + new[..., None] * value[:, t]) / (old * below + new)[..., None])
         top = torch.maximum(peak + log_decay, key[:, t])
         old, new = (peak + log_decay - top).exp(), (key[:, t] - top).exp()

@@ -1,7 +1,7 @@
-"""Chunked torch forms of the decayed memory: linear in length, differentiable, a chunk of memory at a time.
+"""Chunked torch implementation of the decayed memory: linear in length, differentiable, one chunk in memory at a time.
 
-All exponents are sums of log-decays, hence never positive: nothing overflows, and what underflows is negligible.
-Masks are applied to the exponents, before the exponential, so that gradients stay finite.
+All exponents are sums of log-decays, hence never positive: nothing overflows, and terms that underflow are negligible.
+Masks apply to the exponents, before the exponential, so gradients stay finite.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from unilinattn.kernels.groups import of_heads, repeat_groups
 from unilinattn.kernels.scan.pairs import fading, from_token, to_token
+from unilinattn.kernels.subnormal import decays, flushed, flushed_
 
 ALL = slice(None)
 
 CHUNK = 64
-"""Tokens a chunk: the quadratic part within a chunk and the state between chunks then cost about the same."""
+"""Tokens per chunk, for which the quadratic part and the state between chunks cost about the same."""
 
 STEPS = 16
-"""Tokens whose states of a diagonal decay are held at once: few, so that they stay in cache."""
+"""Tokens whose states are in memory at a time for a diagonal decay, so that they stay in cache."""
 
 KEPT = 512
-"""Tokens up to which a pass that will be differentiated keeps all of its states."""
+"""Longest pass, in tokens, that stores all its states for its gradient."""
 
 GROUP = 256
-"""Tokens of a longer pass whose states are made again together when its gradient is taken."""
+"""Tokens of a longer pass whose states are recomputed together for its gradient."""
 
 
 def recur(
@@ -36,7 +38,7 @@ def recur(
     increment: Float[Tensor, "batch length #head state #channel"],
     room: Tensor | None = None,
 ) -> Float[Tensor, "batch length head state anychannel"]:
-    """Return every state of S_t = decay_t S_{t-1} + increment_t after a given first one, in a given room if any."""
+    """Return all states of S_t = decay_t S_{t-1} + increment_t after `state`, in `room` if given."""
     if _differentiated(state, decay, increment):
         return _Recurrence.apply(state, decay, increment, False)
     return _states(state, decay.unbind(1), increment, range(decay.shape[1]), room)
@@ -49,7 +51,7 @@ def recur_back(
     increment: Float[Tensor, "batch length #head state #channel"],
     room: Tensor | None = None,
 ) -> Float[Tensor, "batch length head state anychannel"]:
-    """Return every state of S_t = decay_{t+1} S_{t+1} + increment_t before a given last one, `later` its own decay."""
+    """Return all states of S_t = decay_{t+1} S_{t+1} + increment_t before `state`, whose decay is `later`."""
     if _differentiated(state, decay, later, increment):
         crossed = torch.cat([decay[:, 1:], later.expand(decay[:, 0].shape).unsqueeze(1)], 1)
         return _Recurrence.apply(state, crossed, increment, True)
@@ -63,9 +65,9 @@ def _differentiated(*tensors: Tensor | None) -> bool:
 def _states(
     state: Tensor, crossed: Sequence[Tensor], increment: Tensor, order: range, room: Tensor | None = None
 ) -> Tensor:
-    """Run S = crossed_t S + increment_t over tokens in an order, and put every state in its token's place.
+    """Run S = crossed_t S + increment_t over tokens in `order`, and store each state at its token.
 
-    `room` may be where the decays stand: the state of a token then takes the place of the one that it has crossed.
+    `room` may be the storage of the decays: a token's state then overwrites the decay that it has crossed.
     """
     increments = increment.unbind(1)
     if room is None:
@@ -75,11 +77,11 @@ def _states(
     places = found.unbind(1)
     for t in order:
         state = torch.addcmul(increments[t], crossed[t], state, out=places[t])
-    return found
+    return flushed_(found)
 
 
 class _Recurrence(torch.autograd.Function):
-    """`_states` with a gradient by the same recurrence run the other way: two tensors are kept, not a node a token."""
+    """`_states` with its gradient by the reversed recurrence, which stores two tensors instead of a node per token."""
 
     @staticmethod
     def forward(ctx: Any, state: Tensor, crossed: Tensor, increment: Tensor, backward_in_time: bool) -> Tensor:
@@ -96,7 +98,7 @@ class _Recurrence(torch.autograd.Function):
         state, crossed, found = ctx.saved_tensors
         first, length = ctx.order[0], len(ctx.order)
         forwards = first == 0
-        # What reaches a state passes the step that reads it, the next in the order; to the last one comes nothing.
+        # A state's gradient arrives through the next step in the order; the last state has none from there.
         steps = crossed.unbind(1)
         passed = (*steps[1:], steps[0]) if forwards else (steps[-1], *steps[:-1])
         flow = _states(grad.new_zeros(()).expand_as(state), passed, grad, ctx.order[::-1])
@@ -120,7 +122,7 @@ def diagonal_factors(
     tokens: slice = ALL,
     heads: slice = ALL,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, scaled key, log-decay of some tokens and heads, broadcastable to (batch, token, head, state).
+    """Return query, scaled key and log-decay of some tokens and heads, broadcastable to (batch, token, head, state).
 
     The log-decay is -inf where a segment begins.
     """
@@ -154,7 +156,7 @@ def diagonal_scan(
     held = GROUP if kept and value.shape[1] > KEPT else value.shape[1]
     for parts in cut(held, query, key, log_decay, key_scale, reset, written):
         if held < value.shape[1]:
-            # The states of a long pass are made again when its gradient needs them: vectors alone are kept.
+            # A long pass stores only vectors and recomputes its states for the gradient.
             found, state = checkpoint(_group, state, rate, *parts, use_reentrant=False)
         else:
             found, state = _group(state, rate, *parts)
@@ -172,14 +174,14 @@ def _group(
     reset: Tensor | None,
     value: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Run `diagonal_scan` from a state over some tokens; return what they read and the last state."""
+    """Run `diagonal_scan` from a state over some tokens; return their outputs and the last state."""
     outputs = []
     kept_room, room = _rooms(query, key, log_decay, key_scale, rate, value)
     for q, k, g, scale, begins, v in cut(STEPS, query, key, log_decay, key_scale, reset, value):
         v = v if scale is None else v * scale
         states = recur(state, _kept(g, rate, begins, kept_room), k * v.unsqueeze(3), room)
         outputs.append(_read(states, q))
-        # The next tokens take the same room.
+        # The next tokens reuse the same buffer.
         state = states[:, -1] if room is None else states[:, -1].clone()
     return torch.cat(outputs, dim=1), state
 
@@ -193,8 +195,8 @@ def diagonal_scan_adjoint(
     reset: Bool[Tensor, "batch length"] | None,
     grad: Inexact[Tensor, "batch length head channel"],
 ) -> Inexact[Tensor, "batch length head channel"]:
-    """Apply the transpose of `diagonal_scan`'s matrix: backward in time, reading with keys what queries wrote."""
-    # What is the same for every head is written for one.
+    """Apply the transpose of `diagonal_scan`'s matrix: backward in time, queries write and keys read."""
+    # A write that all heads share is computed once.
     given = grad[:, :, :1] if grad.stride(2) == 0 else grad
     given = given.transpose(2, 3) if grad.shape[3] == 1 else given
     query, key, log_decay, key_scale, rate = _laid_out(query, key, log_decay, key_scale, rate, grad.shape[3])
@@ -206,7 +208,7 @@ def diagonal_scan_adjoint(
         states = recur_back(state, kept, later, q * y.unsqueeze(3), None if room is None else room[:, 1:])
         found = _read(states, k)
         outputs.append(found if scale is None else found * scale)
-        # The next tokens take the same room.
+        # The next tokens reuse the same buffer.
         state, later = (t if room is None else t.clone() for t in (states[:, 0], kept[:, 0]))
     return _back(torch.cat(outputs[::-1], dim=1), grad)
 
@@ -214,10 +216,10 @@ def diagonal_scan_adjoint(
 def _laid_out(
     query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor | None, rate: Tensor | None, channels: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the factors as (batch, length, head, state, channel), of size one where they are the same.
+    """Return the factors as (batch, length, head, state, channel), with size 1 along shared axes.
 
-    Where each head carries a single channel the heads take the channels' place, as they do in the values: what is
-    innermost in memory is long. A key's scale has the axes of the values.
+    With one channel per head, the head axis takes the place of the channel axis, as in the values, so that the
+    innermost axis in memory is long. A key's scale has the axes of the values.
     """
     heads = log_decay.shape[2]
     query, key = (of_heads(factor, ALL, heads) for factor in (query, key))
@@ -233,7 +235,7 @@ def _laid_out(
 def _back(
     found: Inexact[Tensor, "batch length any other"], value: Inexact[Tensor, "batch length head channel"]
 ) -> Inexact[Tensor, "batch length head channel"]:
-    """Return what was read of the states with the axes of the values."""
+    """Return outputs read from the states with the axes of the values."""
     return found if value.shape[3] > 1 else found.transpose(2, 3)
 
 
@@ -241,7 +243,7 @@ def _read(
     states: Inexact[Tensor, "batch token head state channel"],
     by: Inexact[Tensor, "batch token #head state #channel"],
 ) -> Inexact[Tensor, "batch token head channel"]:
-    """Return sum_n by_n S_np: by products where a vector serves all channels."""
+    """Return sum_n by_n S_np, by matrix products if one vector serves all channels."""
     if by.shape[4] == 1:
         return (by.transpose(3, 4) @ states).squeeze(3)
     return (by * states).sum(3)
@@ -253,19 +255,19 @@ def _kept(
     reset: Bool[Tensor, "batch token"] | None,
     room: Tensor | None = None,
 ) -> Inexact[Tensor, "batch token head state channel"]:
-    """Return what each step keeps of the state: exp(g), nothing where a segment begins."""
+    """Return the share of the state that each step keeps: exp(g), and 0 where a segment begins."""
     out = None if room is None else room[:, : log_decay.shape[1]]
-    kept = torch.exp(log_decay, out=out) if rate is None else torch.mul(log_decay, rate, out=out).exp_()
+    kept = decays(log_decay if rate is None else torch.mul(log_decay, rate, out=out), out)
     return kept if reset is None else kept.masked_fill(reset[..., None, None, None], 0)
 
 
 def _rooms(
     query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor | None, rate: Tensor | None, value: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return places for what some tokens keep and for their states, used again for the next: memory stays in cache.
+    """Return buffers for the decays and the states of some tokens, reused for the next tokens to stay in cache.
 
-    One and the same where both have a size. There is a place more than tokens: backward in time a state takes the
-    place of what the token after it keeps. None where gradients need all of them.
+    Both are one buffer if they have the same size. It has one entry more than tokens: backward in time a state
+    overwrites the decay of the next token. None if gradients need all of them.
     """
     if _differentiated(query, key, log_decay, key_scale, rate, value):
         return None, None
@@ -277,25 +279,9 @@ def _rooms(
 
 
 def cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:
-    """Cut tensors into some tokens at a time: at once, since the gradient of each single slice is as long as all."""
+    """Split tensors into parts of `size` tokens, in one operation: a slice's gradient would have full length."""
     count = next(-(-t.shape[1] // size) for t in tensors if t is not None)
     return list(zip(*([None] * count if t is None else t.split(size, dim=1) for t in tensors), strict=True))
-
-
-def of_heads(factor: Inexact[Tensor, "batch token group state"], heads: slice, total: int) -> Tensor:
-    """Pick a factor's heads, of which each group serves consecutive ones; one group is left to broadcast."""
-    groups = factor.shape[2]
-    if groups == 1:
-        return factor
-    if groups == total:
-        return factor[:, :, heads]
-    return factor[:, :, torch.arange(total, device=factor.device)[heads] // (total // groups)]
-
-
-def spread(per_group: Tensor, heads: int, dim: int) -> Tensor:
-    """Repeat each group's factor for its consecutive heads (repeat_interleave, never repeat)."""
-    groups = per_group.shape[dim]
-    return per_group if groups == heads else per_group.repeat_interleave(heads // groups, dim=dim)
 
 
 def scalar_scan(
@@ -308,14 +294,14 @@ def scalar_scan(
     heads = log_decay.shape[-1]
     state = value.new_zeros(value.shape[0], heads, query.shape[-1], value.shape[-1])
     outputs = []
-    for q, k, g, v in zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, value)), strict=True):
+    for q, k, g, v in zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, flushed(value))), strict=True):
         begun, ahead, within = _fading(g)
-        scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * within
-        q, k = spread(q, heads, 2), spread(k, heads, 2)
-        read = torch.einsum("bihn,bhnp->bihp", q * begun.unsqueeze(-1), state)
+        scores = flushed_(repeat_groups(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * within)
+        q, k = repeat_groups(q, heads, 2), repeat_groups(k, heads, 2)
+        read = torch.einsum("bihn,bhnp->bihp", flushed_(q * begun.unsqueeze(-1)), state)
         outputs.append(torch.einsum("bhij,bjhp->bihp", scores, v) + read)
-        write = k * ahead.unsqueeze(-1)
-        state = begun[:, -1, :, None, None] * state + torch.einsum("bjhn,bjhp->bhnp", write, v)
+        write = flushed_(k * ahead.unsqueeze(-1))
+        state = flushed_(begun[:, -1, :, None, None] * state + torch.einsum("bjhn,bjhp->bhnp", write, v))
     return torch.cat(outputs, dim=1)
 
 
@@ -329,22 +315,22 @@ def scalar_scan_adjoint(
     heads = log_decay.shape[-1]
     state = grad.new_zeros(grad.shape[0], heads, query.shape[-1], grad.shape[-1])
     outputs = []
-    chunks = list(zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, grad)), strict=True))
+    chunks = list(zip(*(t.split(CHUNK, dim=1) for t in (query, key, log_decay, flushed(grad))), strict=True))
     for q, k, g, y in reversed(chunks):
         begun, ahead, within = _fading(g)
-        scores = spread(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * within
-        q, k = spread(q, heads, 2), spread(k, heads, 2)
-        write = k * ahead.unsqueeze(-1)
+        scores = flushed_(repeat_groups(torch.einsum("bign,bjgn->bgij", q, k), heads, 1) * within)
+        q, k = repeat_groups(q, heads, 2), repeat_groups(k, heads, 2)
+        write = flushed_(k * ahead.unsqueeze(-1))
         outputs.append(torch.einsum("bhij,bihp->bjhp", scores, y) + torch.einsum("bjhn,bhnp->bjhp", write, state))
-        read = q * begun.unsqueeze(-1)
-        state = begun[:, -1, :, None, None] * state + torch.einsum("bihn,bihp->bhnp", read, y)
+        read = flushed_(q * begun.unsqueeze(-1))
+        state = flushed_(begun[:, -1, :, None, None] * state + torch.einsum("bihn,bihp->bhnp", read, y))
     return torch.cat(outputs[::-1], dim=1)
 
 
 def _fading(log_decay: Float[Tensor, "batch length head"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is left: at each token of the state before, at the end of each token's write, and between tokens.
+    """Return the decays from the start to each token, from each token to the end, and between tokens.
 
-    (batch, length, head), the same, and (batch, head, query, key); sums of log-decays, never a difference of two.
+    (batch, length, head), (batch, length, head) and (batch, head, query, key); exponents are sums of log-decays only.
     """
     decay = log_decay.unsqueeze(-1)
-    return to_token(decay).exp().squeeze(-1), from_token(decay).exp().squeeze(-1), fading(log_decay)
+    return decays(to_token(decay)).squeeze(-1), decays(from_token(decay)).squeeze(-1), fading(log_decay)

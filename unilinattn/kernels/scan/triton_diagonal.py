@@ -1,7 +1,7 @@
-"""The Triton kernels of a diagonal memory: segments of tokens, what is carried between them, and gradients.
+"""The Triton kernels of a diagonal memory: segments of tokens, the states between them, and gradients.
 
-Both directions of time are one kernel: backward in time, place p stands for token `padded` - 1 - p, a state fades by
-the step of the token after the one that it reaches, and what wrote reads. A place without a token changes nothing.
+Both directions of time share one kernel: backward in time, position p is token `padded` - 1 - p, a state decays by the
+step of the token after the one that it reaches, and the writing factor reads. Positions without a token change nothing.
 """
 
 from typing import no_type_check
@@ -13,14 +13,14 @@ import triton.language as tl
 @triton.jit
 @no_type_check
 def _after(decay, write, later_decay, later_write):
-    """Join two steps of a recurrence: S -> decay S + write, then the later one."""
+    """Compose two steps of a recurrence: S -> decay S + write, then the later step."""
     return decay * later_decay, write * later_decay + later_write
 
 
 @triton.jit
 @no_type_check
 def _rows_of(program, group, blocks, per_group, columns, ROWS: tl.constexpr, ONE: tl.constexpr):
-    """Return the heads and columns of a program's rows: several heads of one column, or several columns of a head."""
+    """Return the heads and columns of a program's rows: several heads of one column, or several columns of one head."""
     block = program % blocks
     r = tl.arange(0, ROWS).to(tl.int64)
     if ONE:
@@ -93,7 +93,7 @@ def diagonal_segments(
     ROWS: tl.constexpr,
     STATES: tl.constexpr,
 ):
-    """Run one segment of a diagonal memory: write what it outputs, or the state and the log-decay that it ends with."""
+    """Run one segment of a diagonal memory: write its outputs, or its final state and its log-decay."""
     nth = tl.program_id(0).to(tl.int64) % segments
     program = tl.program_id(0).to(tl.int64) // segments
     group = program // blocks % groups
@@ -177,7 +177,7 @@ def diagonal_segments(
 @triton.jit
 @no_type_check
 def carry(states, total, segments, per_batch, columns, width, per_head, SIZE: tl.constexpr):
-    """Replace what each segment leaves by the state that it begins with; per_head decays a head, or one for all."""
+    """Replace each segment's final state by its initial state; there are `per_head` decays per head, or one for all."""
     batch = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < per_batch
@@ -260,7 +260,7 @@ def diagonal_gradients(
     ROWS: tl.constexpr,
     STATES: tl.constexpr,
 ):
-    """Write every gradient of TOKENS tokens from the state before them and the adjoint state after them."""
+    """Write all gradients of TOKENS tokens from the state before them and the adjoint state after them."""
     nth = tl.program_id(0).to(tl.int64) % segments
     program = tl.program_id(0).to(tl.int64) // segments
     block = program % blocks
@@ -286,7 +286,7 @@ def diagonal_gradients(
     value += batch * v_batch
     v = tl.load(value + t[:, None] * v_token + (head * v_head + column * v_column)[None, :], mask=rows, other=0.0)
     v = v.to(tl.float32)
-    # The same one token earlier; the token before the first is in the state.
+    # The same, one token earlier; the token before the first is part of the state.
     early = (i > 0) & here
     early_rows = early[:, None] & row_live[None, :]
     v_early = tl.load(
@@ -336,7 +336,7 @@ def diagonal_gradients(
     memory = old + k[:, None, :] * entered[:, :, None]
     new = q[:, None, :] * y[:, :, None]
     kept = tl.exp(g_late)
-    # In the last tile the state after is zero, whatever stands at places beyond the last token.
+    # In the last tile the state after is zero, for any content at positions beyond the last token.
     new = tl.where((i == TOKENS - 1)[:, None, None], new + kept * final[None, :, :], new)
     _, adjoint = tl.associative_scan((kept, new), 0, _after, reverse=True)
     own = ((block * batches + batch) * length + t[:, None]) * groups + group

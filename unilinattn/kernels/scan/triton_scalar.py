@@ -1,6 +1,6 @@
 """The Triton kernels of a scalar memory: segments by products of chunks, and the gradient by the decays.
 
-Backward in time they are the same kernels, see triton_diagonal.py; `carry` there joins the segments.
+The same kernels run backward in time, see triton_diagonal.py; its `carry` joins the segments.
 """
 
 from typing import no_type_check
@@ -14,9 +14,9 @@ from unilinattn.kernels.launch import product
 @triton.jit
 @no_type_check
 def _chunk_decays(decay, step, moves, g_token, CHUNK: tl.constexpr):
-    """Return what is left of the state before a chunk, at its end of each place, between any two; and the whole sum.
+    """Return a chunk's decays from its start, to its end and between its positions, and its whole log-decay.
 
-    Each exponent is a sum of the steps between: a cumulative sum of one column a place that starts after it.
+    Each exponent is the sum of the steps between: one cumulative sum per position, starting after it.
     """
     i = tl.arange(0, CHUNK)
     g = tl.load(decay + step * g_token, mask=moves, other=0.0).to(tl.float32)
@@ -66,7 +66,7 @@ def scalar_segments(
     COLUMNS: tl.constexpr,
     STATES: tl.constexpr,
 ):
-    """Run one segment of a scalar memory, chunk by chunk; per_read heads share a reader and a writer."""
+    """Run one segment of a scalar memory, chunk by chunk; `per_read` heads share a read and a write factor."""
     wide = (columns + COLUMNS - 1) // COLUMNS
     nth = tl.program_id(0).to(tl.int64) % segments
     program = tl.program_id(0).to(tl.int64) // segments
@@ -156,7 +156,7 @@ def scalar_decay_gradient(
     COLUMNS: tl.constexpr,
     STATES: tl.constexpr,
 ):
-    """Write the gradient by the log-decays of a chunk: a step's is the sum over all pairs that it stands between."""
+    """Write the gradient by a chunk's log-decays: for each step, the sum over all pairs of tokens on its two sides."""
     nth = tl.program_id(0).to(tl.int64) % segments
     program = tl.program_id(0).to(tl.int64) // segments
     head, batch = program % heads, program // heads
@@ -172,7 +172,7 @@ def scalar_decay_gradient(
     grad += batch * y_batch + head * y_head
     begun, _, between, crossed = _chunk_decays(decay, t, here, g_token, CHUNK)
     late = here & (t + 1 < length)
-    # What is left at the end of the chunk, and the step into the next one, which the adjoint state holds already.
+    # The decay to the end of the chunk, without the step into the next one, which the adjoint state includes.
     q = tl.load(query + t[:, None] * q_token + n[None, :] * q_state, mask=shared, other=0.0).to(tl.float32)
     k = tl.load(key + t[:, None] * k_token + n[None, :] * k_state, mask=shared, other=0.0).to(tl.float32)
     following = tl.load(decay + (t + 1) * g_token, mask=late & (i < CHUNK - 1), other=0.0).to(tl.float32)
@@ -202,7 +202,7 @@ def scalar_decay_gradient(
     pairs *= product(q, tl.trans(k), tl.zeros((CHUNK, CHUNK), dtype=tl.float32), PRECISION) * between
     from_before = tl.sum(q * reading, 1) * begun
     to_after = tl.sum(k * written, 1) * ahead
-    # A step t stands between the rows from t on and the columns before t; sums of those alone, without a difference.
+    # Step t lies between rows from t on and columns before t; only these pairs are summed, without a difference.
     earlier = (i[:, None] < i[None, :]).to(tl.float32)
     before_t = product(pairs, earlier, tl.zeros((CHUNK, CHUNK), dtype=tl.float32), "ieee")
     inside = tl.sum(tl.where(i[:, None] >= i[None, :], before_t, 0.0), 0)

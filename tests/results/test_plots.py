@@ -1,0 +1,178 @@
+"""Matplotlib figures: the right arrays, colours, labels and outlines, and no global state."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from unilinattn.errors import InputError
+from unilinattn.results import plots as figures
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.comparison import Comparison
+from unilinattn.viz.colours import outline, relative
+
+
+def make(**changes: object) -> Attribution:
+    values: dict[str, object] = {
+        "scores": torch.rand(2, 2, 4, 4).tril(),
+        "dims": ("layer", "batch", "query", "key"),
+        "method": "latim",
+        "scope": "layer",
+        "tokens": [["a", "$x_", "c", "a long token"], list("efgh")],
+        "layers": ("h.0", "h.1"),
+        "kinds": ("dense", "Toeplitz"),
+        "model": "tiny",
+        "reconstruction_error": {"h.0": 1e-7, "h.1": 3e-7},
+    }
+    return Attribution(**(values | changes))
+
+
+def of_target(**changes: object) -> Attribution:
+    return make(**({"scores": torch.rand(2, 2, 4), "dims": ("layer", "batch", "key")} | changes))
+
+
+def images(figure: Figure) -> list[np.ndarray]:
+    return [np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.images]
+
+
+def lines(figure: Figure) -> list[LineCollection]:
+    drawn = [axes for axes in figure.axes if axes.images]
+    return [c for axes in drawn for c in axes.collections if isinstance(c, LineCollection)]
+
+
+def test_a_heat_map_a_layer() -> None:
+    result = make()
+    figure = result.plot(batch=1)
+    figure.canvas.draw()
+    drawn = images(figure)
+    assert len(drawn) == 2
+    for layer, image in enumerate(drawn):
+        scores = result.scores[layer, 1].double().numpy()
+        np.testing.assert_allclose(image, relative(scores))
+    first = figure.axes[0]
+    assert first.get_title(loc="left") == "h.0"
+    assert [text.get_text() for text in first.get_xticklabels()] == list("efgh")
+    assert [text.get_text() for text in first.get_yticklabels()] == list("efgh")
+    assert any("dense, error 1.0e-07, largest" in text.get_text() for text in first.texts)
+
+
+def test_tokens_are_drawn_as_they_are() -> None:
+    figure = make().plot()
+    figure.canvas.draw()
+    labels = [text.get_text() for text in figure.axes[0].get_xticklabels()]
+    assert labels == ["a", r"\$x_", "c", "a long to…"]
+
+
+def test_colours_diverge_around_zero_only_where_scores_are_negative() -> None:
+    plain, scores = make().plot().axes[0].images[0], torch.randn(2, 2, 4, 4)
+    assert plain.get_clim() == (0, 1)
+    signed = make(scores=scores).plot().axes[0].images[0]
+    assert signed.get_clim() == (-1, 1)
+    assert np.allclose(signed.get_cmap()(0.5)[:3], 1.0, atol=0.02)
+    assert plain.get_cmap()(0.0)[:3] == (1.0, 1.0, 1.0)
+
+
+def test_the_expected_pattern_is_outlined() -> None:
+    expected = torch.eye(4, dtype=torch.bool)
+    figure = make().plot(expected=expected)
+    (first, second) = lines(figure)
+    assert len(first.get_segments()) == len(second.get_segments()) == len(outline(expected.numpy()))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["expected"]
+    assert lines(make().plot()) == []
+    with pytest.raises(InputError, match="expected"):
+        make().plot(expected=torch.eye(3, dtype=torch.bool))
+
+
+def test_a_target_is_a_strip_a_layer_with_tokens_below_the_last() -> None:
+    figure = of_target().plot(expected=torch.eye(4, dtype=torch.bool)[:2])
+    figure.canvas.draw()
+    assert [image.shape for image in images(figure)] == [(1, 4), (1, 4)]
+    assert list(figure.axes[0].get_xticks()) == []
+    assert figure.axes[1].get_xticklabels()[0].get_text() == "a"
+    assert len(lines(figure)) == 2
+
+
+def test_an_image_is_a_map_of_patches() -> None:
+    result = of_target(grid=(2, 2), tokens=None)
+    patches = result.scores[1, 0].view(2, 2).double().numpy()
+    np.testing.assert_allclose(images(result.plot())[1], relative(patches))
+
+
+def test_many_layers_fill_a_grid_and_leave_the_rest_empty() -> None:
+    figure = Attribution(scores=torch.rand(9, 50, 50), dims=("layer", "query", "key"), method="raw").plot()
+    figure.canvas.draw()
+    assert len(images(figure)) == 9
+    panels = figure.axes[:12]
+    assert [axes.axison for axes in panels] == [True] * 9 + [False] * 3
+    assert [text.get_text() for text in panels[0].get_xticklabels()] == [str(k) for k in range(0, 50, 8)]
+
+
+def test_nan_and_nothing_are_blank() -> None:
+    scores = torch.zeros(3, 3)
+    Attribution(scores=scores, dims=("query", "key"), method="raw").plot().canvas.draw()
+    scores[0, 0] = torch.nan
+    figure = Attribution(scores=scores, dims=("query", "key"), method="raw").plot()
+    figure.canvas.draw()
+    assert np.ma.getmaskarray(figure.axes[0].images[0].get_array())[0, 0]
+
+
+def test_a_comparison_has_a_column_a_model_and_a_row_a_method_and_layer() -> None:
+    composed = make(scores=torch.rand(2, 4, 4), dims=("batch", "query", "key"), method="rollout")
+    compared = Comparison(
+        {"mamba": {"raw": make(method="raw"), "rollout": composed}, "gpt": {"raw": make(method="raw")}}
+    )
+    figure = compared.plot(expected=torch.ones(2, 4, 4, dtype=torch.bool))
+    figure.canvas.draw()
+    grid = np.array(figure.axes[:6]).reshape(3, 2)
+    assert [[bool(axes.images) for axes in row] for row in grid] == [[True, True], [True, True], [True, False]]
+    assert [axes.get_title(loc="left") for axes in grid[:, 0]] == ["h.0", "h.1", "2 layers together"]
+    words = [[text.get_text() for text in axes.texts] for axes in grid[:, 0]]
+    assert "mamba" in words[0]
+    assert ["raw" in words[0], "raw" in words[1], "rollout" in words[2]] == [True] * 3
+    assert len(lines(figure)) == 5
+
+
+def test_a_comparison_of_targets_ignores_a_pattern_of_queries() -> None:
+    figure = Comparison({"a": {"latim": of_target()}}).plot(expected=torch.ones(2, 4, 4, dtype=torch.bool))
+    assert lines(figure) == []
+    assert figure.legends == []
+
+
+def test_a_notebook_shows_the_figure_itself() -> None:
+    figure = make().plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert isinstance(pickle.loads(pickle.dumps(figure)), Figure)
+
+
+def test_nothing_global_is_touched(tmp_path: Path) -> None:
+    code = f"""
+import sys, torch, matplotlib
+before = matplotlib.rcParams.copy()
+from unilinattn.results.attribution import Attribution
+Attribution(scores=torch.rand(3, 3), dims=("query", "key"), method="raw").plot().savefig({str(tmp_path / "a.png")!r})
+assert "matplotlib.pyplot" not in sys.modules
+assert matplotlib.rcParams.copy() == before
+"""
+    root = str(Path(figures.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_the_scale_names_shares_at_their_roots() -> None:
+    bar = make().plot().axes[-1]
+    assert [text.get_text() for text in bar.get_yticklabels()] == ["0%", "1%", "10%", "25%", "50%", "100%"]
+    np.testing.assert_allclose(bar.get_yticks(), np.sqrt([0, 0.01, 0.1, 0.25, 0.5, 1]))

@@ -1,0 +1,153 @@
+"""Set-ups as users have them: each must work or be refused, and has an outcome.
+
+A set-up is a function that does what a user would do with real hosts. It returns the worst reconstruction error, after
+`works` compared the trace with the model as the user calls it, or it lets an error of the library through.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unilinattn import explain, trace
+from unilinattn.errors import UnilinattnError
+from unilinattn.testing import left_as_found
+from unilinattn.testing.hosts import Host
+from unilinattn.testing.hosts import host as plain_host
+from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
+
+HOSTS: Mapping[str, Host] = {
+    "Mamba": plain_host("mamba"),
+    "Mamba-2": plain_host("mamba2"),
+    "Llama": plain_host("llama, grouped queries"),
+    "Jamba": next(entry for entry in MAMBA_HOSTS if entry.name == "jamba"),
+}
+EVERY = tuple(HOSTS)
+
+SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+"""Largest relative difference of two outputs, or two maps, that were computed in another order."""
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """One row: its name, what is done, the packages it needs, the error that it must raise (None: it must work)."""
+
+    name: str
+    group: str
+    done: str
+    needs: tuple[str, ...]
+    refused: type[UnilinattnError] | None
+    run: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a set-up: "works", "refused", "not run" or "broken", with the error or the words."""
+
+    kind: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.words}"
+
+
+SETUPS: list[SetUp] = []
+
+
+def setup(
+    name: str, done: str, *, needs: tuple[str, ...] = (), refused: type[UnilinattnError] | None = None
+) -> Callable[[Callable[[], float]], Callable[[], float]]:
+    """Add a function to the table; the module that it stands in is its group."""
+
+    def add(run: Callable[[], float]) -> Callable[[], float]:
+        SETUPS.append(SetUp(name, run.__module__.rpartition(".")[2], done, needs, refused, run))
+        return run
+
+    return add
+
+
+def outcome(entry: SetUp) -> Outcome:
+    """Run a set-up from the same random state and return its outcome."""
+    missing = [package for package in entry.needs if find_spec(package) is None]
+    if missing:
+        return Outcome("not run", f"{', '.join(missing)} is not installed")
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Outcome("works", f"error {entry.run():.0e}")
+    except UnilinattnError as error:
+        return Outcome("refused", f"`{type(error).__name__}`: {first_sentence(str(error))}")
+    except Exception as error:
+        return Outcome("broken", f"{type(error).__name__}: {error}")
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a message, on one line."""
+    return re.split(r"(?<=[.?]) (?=[A-Z])", " ".join(text.split()))[0].rstrip(".")
+
+
+def each(run: Callable[[Host], float], names: tuple[str, ...] = EVERY) -> float:
+    """Return the worst error over hosts."""
+    return max(run(HOSTS[name]) for name in names)
+
+
+def works(
+    model: nn.Module,
+    inputs: Any,
+    call: Callable[[], Any],
+    *,
+    like: tuple[nn.Module, Any] | None = None,
+    real: Tensor | None = None,
+) -> float:
+    """Trace and explain a model; return the worst reconstruction error.
+
+    The trace's output must be what `call` returns, the user's own call of the model, at real tokens; the maps must be
+    those of `like`, another model and its inputs.
+
+    Raises:
+        AssertionError: where they differ, or where the trace changed the model.
+    """
+    with torch.no_grad():
+        expected = outputs(call())
+    plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in model.parameters())
+    # The packed formats of other packages cannot be compared bit by bit.
+    with left_as_found(model) if plain else nullcontext():
+        found = trace(model, inputs)
+    require_same("output", at(outputs(found.output), real), at(expected, real))
+    with torch.no_grad():
+        require_same("output after the trace", at(outputs(call()), real), at(expected, real))
+    if like is not None:
+        reference = trace(*like)
+        assert len(found.layers) == len(reference.layers), "other layers than those of the plain model"
+        for layer, other in zip(found.layers, reference.layers, strict=True):
+            require_same(f"map of {layer.name}", layer.operator.matrix(), other.operator.matrix())
+    explain(found, method="raw")
+    return max(layer.operator.reconstruction_error() for layer in found.layers)
+
+
+def outputs(output: Any) -> Tensor:
+    """Return the logits of a model's output, or the tensor that it is."""
+    if isinstance(output, tuple):
+        return output[0]
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def at(values: Tensor, real: Tensor | None) -> Tensor:
+    return values if real is None else values[real]
+
+
+def require_same(what: str, got: Tensor, expected: Tensor) -> None:
+    """Raise `AssertionError` unless two tensors agree up to rounding."""
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)}, not {tuple(expected.shape)}"
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    coarse = min((got.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
+    got, expected = got.to(wide), expected.to(wide)
+    error = float((got - expected).norm() / expected.norm())
+    assert error <= SAME[coarse], f"{what} differs by {error:.1e} (relative)"

@@ -1,0 +1,146 @@
+"""Every set-up works as its user expects or is refused with an error of the library, and the page says which."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.docs.pages import ERROR_FIGURE, same
+from tests.setups import arguments, calls, page, states, weights, wrappers
+from tests.setups.harness import HOSTS, SETUPS, Outcome, SetUp, first_sentence, outcome, works
+from unilinattn import errors
+from unilinattn.errors import InputError, UnilinattnError
+
+ERROR = re.compile(r"works: error (\S+)")
+ROOT = Path(__file__).parents[2]
+GROUPS = (wrappers, weights, states, arguments, calls)
+
+
+def ran() -> dict[str, Outcome]:
+    """Run every set-up in a process of its own, where nothing checks signatures before the library does."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.setups"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return {name: Outcome(*values) for name, values in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def wrong(entry: SetUp, found: Outcome) -> str | None:
+    """Return what is wrong with an outcome, None where it is as wished."""
+    if entry.refused is None:
+        return None if found.kind == "works" else f"must work, and is {found}"
+    if found.kind != "refused":
+        return f"must be refused, and {found}"
+    raised = getattr(errors, found.words.split("`")[1], None)
+    fits = isinstance(raised, type) and issubclass(raised, entry.refused)
+    return None if fits else f"must raise {entry.refused.__name__}, and is {found}"
+
+
+def agree(shown: str, found: str) -> bool:
+    """Tell whether two outcomes agree; every error that is only rounding does, 0 included: small hosts can be exact."""
+    rounding = [float(error[1]) <= ERROR_FIGURE for text in (shown, found) if (error := ERROR.fullmatch(text))]
+    return rounding == [True, True] or same(shown, found)
+
+
+@pytest.mark.slow
+def test_every_set_up_works_or_is_refused_as_the_page_says(subtests: pytest.Subtests) -> None:
+    outcomes, shown = ran(), page.outcomes(page.PAGE.read_text())
+    for entry in SETUPS:
+        with subtests.test(entry.name):
+            found = outcomes[entry.name]
+            if found.kind == "not run":
+                pytest.skip(found.words)
+            assert (complaint := wrong(entry, found)) is None, f"{entry.name} {complaint}"
+            assert agree(shown[entry.name], str(found)), f"the page says {shown[entry.name]!r}, and it is {found}"
+
+
+def test_outcomes_agree_up_to_rounding() -> None:
+    assert agree("works: error 2e-07", "works: error 0e+00")
+    assert agree("works: error 1e-02", "works: error 1e-02")
+    assert not agree("works: error 2e-07", "works: error 3e-02")
+    assert not agree("works: error 1e-02", "works: error 3e-02")
+    assert not agree("works: error 2e-07", "refused: `InputError`: no")
+    assert not agree("refused: `InputError`: no", "refused: `InputError`: yes")
+
+
+def test_the_page_has_every_set_up_once() -> None:
+    names = [entry.name for entry in SETUPS]
+    assert len(names) == len(set(names)) >= 30
+    assert set(page.outcomes(page.PAGE.read_text())) == set(names)
+    assert {entry.group for entry in SETUPS} == set(page.GROUPS)
+    assert {group.__name__.rpartition(".")[2] for group in GROUPS} == set(page.GROUPS)
+
+
+def test_a_page_is_read_as_it_was_written() -> None:
+    outcomes = {entry.name: Outcome("works", f"error 3e-07 | of *{entry.group}*") for entry in SETUPS}
+    assert page.outcomes(page.text(outcomes)) == {name: str(found) for name, found in outcomes.items()}
+
+
+@pytest.mark.parametrize(
+    ("refused", "found", "complaint"),
+    [
+        (None, Outcome("works", "error 3e-07"), None),
+        (None, Outcome("refused", "`InputError`: no"), "must work"),
+        (None, Outcome("broken", "TypeError: no"), "must work"),
+        (InputError, Outcome("refused", "`InputError`: no"), None),
+        (InputError, Outcome("refused", "`OptionError`: no"), "must raise InputError"),
+        (InputError, Outcome("works", "error 3e-07"), "must be refused"),
+        (InputError, Outcome("broken", "TypeError: no"), "must be refused"),
+        (UnilinattnError, Outcome("refused", "`OptionError`: no"), None),
+    ],
+)
+def test_an_outcome_that_is_not_wished_is_reported(
+    refused: type[UnilinattnError] | None, found: Outcome, complaint: str | None
+) -> None:
+    said = wrong(SetUp("a", "calls", "", (), refused, lambda: 0.0), found)
+    assert said is None if complaint is None else complaint in str(said)
+
+
+def test_what_a_set_up_does_decides_its_outcome() -> None:
+    def raises(error: Exception):
+        def run() -> float:
+            raise error
+
+        return run
+
+    def of(run, *needs: str) -> str:
+        return str(outcome(SetUp("a", "calls", "", needs, None, run)))
+
+    assert of(lambda: 3.4e-7) == "works: error 3e-07"
+    assert (
+        of(raises(InputError("ids are text; give numbers. Or not.")))
+        == "refused: `InputError`: ids are text; give numbers"
+    )
+    assert of(raises(TypeError("no"))) == "broken: TypeError: no"
+    assert of(raises(StopIteration())) == "broken: StopIteration: "
+    assert of(lambda: 0.0, "a_package_that_nobody_wrote") == "not run: a_package_that_nobody_wrote is not installed"
+    assert first_sentence("layers.0.mixer: shape (2, 3)\n was 1.5. Then") == "layers.0.mixer: shape (2, 3) was 1.5"
+
+
+class Shifted(nn.Module):
+    """A wrapper that returns something else than the model that it wraps."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids).logits + 1e-2
+
+
+def test_a_trace_that_is_not_the_users_call_is_reported() -> None:
+    host = HOSTS["Mamba"]
+    ids, model = host.inputs(), host.model()
+    assert works(model, ids, lambda: model(ids), like=(host.model(), ids)) <= 1e-5
+    with pytest.raises(AssertionError, match="output differs by"):
+        works(model, ids, lambda: Shifted(model)(ids))
+    with pytest.raises(AssertionError, match=r"map of backbone.layers.0.mixer differs by"):
+        works(model, ids, lambda: model(ids), like=(host.model(seed=1), ids))
+    with pytest.raises(AssertionError, match="other layers"):
+        works(model, ids, lambda: model(ids), like=(HOSTS["Jamba"].model(), ids))

@@ -1,0 +1,107 @@
+"""Architectures and methods by name, and how another package adds its own."""
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.tracing.models import Block, Model, added, ids
+from unilinattn import list_architectures, register_architecture, registry, trace
+from unilinattn.call import Call
+from unilinattn.errors import OptionError
+from unilinattn.mixers import Toeplitz
+from unilinattn.models import S4D
+from unilinattn.operator.flow import Flow
+from unilinattn.testing import check_architecture
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("_architectures", "_hosts", "_methods"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    yield
+    registry._load_entry_points.cache_clear()
+
+
+class FadingMixer(nn.Module):
+    """A mixer of somebody else: y_i = sum_j 0.5^(i - j) W x_j."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.into = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, outputs = torch.zeros_like(x[:, 0]), []
+        for token in self.into(x).unbind(1):
+            hidden = 0.5 * hidden + token
+            outputs.append(hidden)
+        return torch.stack(outputs, dim=1)
+
+
+def fading(call: Call) -> Flow:
+    """Fading memory, one rate for all."""
+    kernel = 0.5 ** torch.arange(call.input.shape[1], dtype=call.input.dtype)[None]
+    batch, length = call.input.shape[:2]
+    mixer = Toeplitz(kernel.expand(6, -1), batch=batch, length=length)
+    return Flow(call.input).matrix(call.tensor(call.host.into.weight), role="input").core(mixer)
+
+
+HOST = f"{__name__}.FadingMixer"
+
+
+def test_a_new_architecture_is_one_decorated_function_and_passes_the_kit() -> None:
+    register_architecture(HOST, name="fading", kind="fading memory")(fading)
+    assert list_architectures()["fading"].summary == "Fading memory, one rate for all."
+    model = Model(Block(added, FadingMixer()), Block(added))
+    verdict = check_architecture(model, ids())
+    assert [layer.architecture for layer in verdict.layers] == ["fading", "s4d"]
+    assert verdict.masks is None
+
+
+def test_a_subclass_is_found_by_its_ancestors() -> None:
+    class Mine(S4D):
+        pass
+
+    layer = trace(Model(Block(added, Mine(6, 4))), ids()).layers[0]
+    assert (layer.architecture, layer.operator.reconstruction_error() <= 1e-5) == ("s4d", True)
+
+
+def test_a_name_or_a_host_is_given_once() -> None:
+    with pytest.raises(OptionError, match="architecture 'mamba' or its hosts"):
+        register_architecture(HOST, name="mamba", kind="x")(fading)
+    host = "unilinattn.models.s4.S4D"
+    with pytest.raises(OptionError, match=rf"its hosts \['{host}'\] are registered already; choose another name"):
+        register_architecture(host, name="mine", kind="x")(fading)
+    assert "mine" not in list_architectures()
+
+
+def test_a_method_is_registered_once_and_found_by_its_nearest_name() -> None:
+    def shares(trace: object, *, target: int) -> None:
+        """One line about it.
+
+        More.
+        """
+
+    registry.register_method("shares-of-mine")(shares)
+    assert registry.method("shares-of-mine").summary == "One line about it."
+    with pytest.raises(OptionError, match="method 'shares-of-mine' is registered already"):
+        registry.register_method("shares-of-mine")(shares)
+    with pytest.raises(OptionError, match="unknown method 'shares-of-min'; did you mean 'shares-of-mine'"):
+        registry.method("shares-of-min")
+
+
+def test_entry_points_are_loaded_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("fading", f"{__name__}:register", "unilinattn.architectures")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(EntryPoint, "load", lambda self: register_architecture(HOST, name="fading", kind="x")(fading))
+    registry._load_entry_points.cache_clear()
+    assert "fading" in list_architectures()
+
+
+def test_every_architecture_says_in_one_line_what_it_is() -> None:
+    for name, architecture in list_architectures().items():
+        assert architecture.summary.endswith("."), name
+        assert architecture.kind, name
+        assert all(host.count(".") >= 2 for host in architecture.hosts), name

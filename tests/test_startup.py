@@ -1,0 +1,61 @@
+"""Ctrl-C while the command line is being imported, sent at the moment when torch's own modules are being loaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+SENDS = """
+import os, signal, sys
+class Sender:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+# A shell starts a job in the background with interrupts ignored, and its processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Sender())
+"""
+"""A `sitecustomize`, which Python imports when it starts: it interrupts the process at the import of a module."""
+
+SCRIPT = """
+import sys
+from unilinattn.cli import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+"""The script that an installer writes for the command."""
+
+
+def interrupted(tmp_path: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "sitecustomize.py").write_text(SENDS.format(module=module))
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("start", ["module", "script"])
+def test_an_interrupted_import_ends_the_command_with_one_line(tmp_path: Path, start: str) -> None:
+    script = tmp_path / "unilinattn"
+    script.write_text(SCRIPT)
+    arguments = ["-m", "unilinattn"] if start == "module" else [str(script)]
+    done = interrupted(tmp_path, "torch.nn", *arguments, "list")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "unilinattn: interrupted\n")
+
+
+def test_an_interrupted_import_of_the_library_raises(tmp_path: Path) -> None:
+    code = """
+try:
+    import unilinattn
+except KeyboardInterrupt:
+    print("raised")
+"""
+    done = interrupted(tmp_path, "torch.nn", "-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "raised\n", "")
+
+
+def test_a_command_handles_what_comes_later(tmp_path: Path) -> None:
+    # `compare` imports transformers once it runs.
+    done = interrupted(tmp_path, "transformers", "-m", "unilinattn", "compare")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "unilinattn compare: interrupted\n")

@@ -1,0 +1,229 @@
+"""Bad input: each gets a clear error of our own, and the model is as it was."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tracing.models import Block, Model, added, ids
+from unilinattn import trace
+from unilinattn.errors import (
+    FactorError,
+    InputError,
+    OptionError,
+    UncoveredError,
+    UnilinattnError,
+    UnknownArchitectureError,
+)
+from unilinattn.models import S4D
+from unilinattn.operator.deferred import Deferred
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Scale
+from unilinattn.testing import left_as_found
+from unilinattn.testing.hosts import host, transformers_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def refused(model: nn.Module, inputs: object, error: type[UnilinattnError], *words: str) -> None:
+    with left_as_found(model), pytest.raises(error) as caught:
+        trace(model, inputs)
+    for word in words:
+        assert word in str(caught.value)
+
+
+class GatedSlotMixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x).cumsum(1)
+
+
+def test_an_unknown_mixer_is_named_with_its_path_and_the_recipe() -> None:
+    refused(
+        Model(Block(added), Block(added, GatedSlotMixer())),
+        ids(),
+        UnknownArchitectureError,
+        f"blocks.1.mixer is a {__name__}.GatedSlotMixer",
+        "no adapter is registered for it",
+        "register_architecture(",
+    )
+
+
+def test_a_model_without_a_token_mixer_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9))
+    refused(model, ids(), UnknownArchitectureError, "Sequential ran no module that is a registered token mixer")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.complex64], ids=str)
+def test_ids_of_the_wrong_dtype_are_refused(dtype: torch.dtype) -> None:
+    x = host("mamba").inputs().to(dtype)
+    refused(host("mamba").model(), x, InputError, f"input_ids are {dtype} of shape (2, 13)", "integer token ids")
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.zeros(5, dtype=torch.long), "shape (5,); integer token ids of shape (batch, length)"),
+        (torch.zeros(2, 0, dtype=torch.long), "shape (2, 0); at least one sequence of one token"),
+        (torch.zeros(0, 5, dtype=torch.long), "shape (0, 5); at least one sequence of one token"),
+        (torch.full((1, 4), 31), "input_ids reach from 31 to 31; the model knows ids 0 to 30"),
+        (torch.full((1, 4), -1), "input_ids reach from -1 to -1; the model knows ids 0 to 30"),
+    ],
+    ids=["one axis", "no tokens", "no sequences", "an id too high", "an id too low"],
+)
+def test_ids_that_do_not_fit_are_refused(x: torch.Tensor, words: str) -> None:
+    refused(host("mamba").model(), x, InputError, words)
+
+
+@pytest.mark.parametrize("inputs", ["some text", [1, 2, 3], None], ids=str)
+def test_inputs_that_are_no_tensor_are_refused(inputs: object) -> None:
+    name = type(inputs).__name__
+    refused(host("mamba").model(), inputs, InputError, f"inputs are a {name}", "a mapping of the model's keyword")
+
+
+def test_a_logit_out_of_range_is_refused() -> None:
+    model = host("mamba").model()
+    found = trace(model, host("mamba").inputs())
+    for logit in (31, -1, (0, 31)):
+        with left_as_found(model), pytest.raises(InputError, match="is out of range: the model has logits 0 to 30"):
+            found.gradient(logit=logit)
+    with left_as_found(model), pytest.raises(InputError, match="target 13 is out of range: sequence 0 has 13 real"):
+        found.gradient(target=13)
+
+
+def test_a_model_without_logits_asks_for_a_function() -> None:
+    model = host("mamba").model().backbone
+    found = trace(model, host("mamba").inputs())
+    with (
+        left_as_found(model),
+        pytest.raises(InputError, match="MambaModel returns no logits; give `logit` as a function"),
+    ):
+        found.gradient()
+    grads = found.gradient(logit=lambda out: out.last_hidden_state[:, -1].sum())
+    assert all(float(grad.abs().sum()) > 0 for grad in grads)
+
+
+def test_an_operator_says_what_it_takes() -> None:
+    op = trace(host("mamba").model(), host("mamba").inputs()).layers[0].operator
+    name = "backbone.layers.0.mixer"
+    with pytest.raises(InputError, match=rf"{name} was frozen on shape \(2, 13, 12\) for port 'x', got \(2, 12, 12\)"):
+        op.apply(torch.zeros(2, 12, 12))
+    with pytest.raises(InputError, match=r"frozen on shape \(2, 13, 12\) for the output side, got \(1, 13, 12\)"):
+        op.adjoint(torch.zeros(1, 13, 12))
+    with pytest.raises(InputError, match=r"reads the ports \['x'\], got \['y'\]"):
+        op.apply({"y": torch.zeros(2, 13, 12)})
+    with pytest.raises(OptionError, match=f"{name} has no port 'y'"):
+        op.contributions(0, port="y")
+    with pytest.raises(OptionError, match="unknown scope 'unifed'; did you mean 'unified'"):
+        op.matrix("unifed")
+    with pytest.raises(OptionError, match=r"scope 'layer' has a matrix for every pair.*`contributions\(i\)`"):
+        op.rows(0, scope="layer")
+    with pytest.raises(OptionError, match=r"heads \[24\] are out of range: this scope has 24 heads, 0 to 23"):
+        op.matrix(heads=24)
+    with pytest.raises(OptionError, match="unknown activation 'sil'; did you mean 'silu'"):
+        op.contributions(0, activation="sil")
+    with pytest.raises(InputError, match=r"position 13 is out of range: .* has 13 output positions"):
+        op.rows(13)
+    with pytest.raises(InputError, match=r"need one row a sequence: got 3, batch is 2"):
+        op.contributions(torch.zeros(3, 1, dtype=torch.long))
+
+
+UNTYPED = """
+import torch
+import unilinattn as ula
+from unilinattn.models import S4D
+
+found = ula.trace(S4D(6, 4), torch.randn(2, 5, 6))
+op = found.layers[0].operator
+for call in (
+    lambda: op.matrix(heads="maximum"),
+    lambda: op.rows(0.5),
+    lambda: op.rows([True, False]),
+    lambda: found.positions(torch.tensor([0.5, 1.0])),
+):
+    try:
+        call()
+    except ula.UnilinattnError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_types_that_signatures_forbid_get_a_message_too() -> None:
+    # In a process of its own: in a thorough run every signature is checked before the call.
+    done = subprocess.run([sys.executable, "-c", UNTYPED], capture_output=True, text=True, check=True, cwd=ROOT)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert "OptionError unknown reduction over heads 'maximum'; did you mean 'max'" in lines[0]
+    assert "InputError positions are integers or (batch, row) integers, got torch.float32 of ()" in lines[1]
+    assert "InputError positions are integers or (batch, row) integers, got torch.bool of (2,)" in lines[2]
+    assert "InputError target tensor([0.5000, 1.0000]) is no position" in lines[3]
+
+
+def test_an_activation_without_a_frozen_slope_is_refused_when_the_operator_is_built() -> None:
+    model = transformers_model(
+        "MambaModel", "MambaConfig", hidden_size=6, num_hidden_layers=1, hidden_act="tanh"
+    )().eval()
+    with pytest.raises(UncoveredError, match="no frozen slope is known for the activation 'tanh'"):
+        trace(model, host("mamba").inputs()).layers[0].operator  # noqa: B018  the property builds it
+
+
+def test_a_host_of_another_version_is_said_to_be_one() -> None:
+    model = host("mamba").model()
+    layer = trace(model, host("mamba").inputs()).layers[0]
+    del model.backbone.layers[0].mixer.ssm_state_size
+    with pytest.raises(
+        UncoveredError, match=r"has no attribute 'ssm_state_size' in transformers \d.*that version changed the host"
+    ):
+        layer.operator  # noqa: B018  the property builds it
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d"])
+def test_numbers_that_are_not_finite_are_named_with_their_layer(name: str) -> None:
+    model = host(name).model()
+    mixers = [module for module in model.modules() if hasattr(module, "D")]
+    with torch.no_grad():
+        (mixers[1].kernel.C if name == "s4d" else mixers[1].A_log).view(-1)[0] = torch.nan
+    found = trace(model, host(name).inputs())
+    found.layers[0].operator  # noqa: B018  the property builds it
+    with pytest.raises(UnilinattnError, match=rf"{found.layers[1].name}: factor '.*' of shape .* holds \d+ NaN"):
+        found.layers[1].operator  # noqa: B018  the property builds it
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "row", "role"),
+    [
+        ("mamba", "in_proj", -1, "gate"),
+        ("mamba2", "norm", 0, "norm"),
+        ("mamba2", "in_proj", 0, "gate"),
+    ],
+)
+def test_a_gate_or_norm_that_is_not_finite_is_named(name: str, weight: str, row: int, role: str) -> None:
+    model = host(name).model()
+    mixer = model.backbone.layers[1].mixer
+    with torch.no_grad():
+        getattr(mixer, weight).weight[row] = torch.nan
+    found = trace(model, host(name).inputs()).layers[1]
+    with pytest.raises(FactorError, match=rf"{found.name}: factor '{role}' of shape .* holds \d+ NaN"):
+        found.operator.apply(found.operator.inputs)
+
+
+def test_a_gate_that_is_made_late_is_named_then() -> None:
+    x = torch.randn(1, 4, 2)
+    gate = torch.ones(1, 4, 2)
+    gate[0, 1] = torch.inf
+    op = MixerOperator({"x": (Scale("gate", Deferred(lambda: gate)),)}, inputs={"x": x}, output=x, name="layer 7")
+    with pytest.raises(FactorError, match=r"layer 7: factor 'gate' of shape .* holds 2 NaN or infinite"):
+        op.apply(x)
+
+
+def test_a_mixer_by_itself_may_be_traced() -> None:
+    mixer = S4D(6, 4)
+    layer = trace(mixer, torch.randn(2, 5, 6)).layers[0]
+    assert layer.name == "S4D"
+    assert layer.operator.reconstruction_error() <= 1e-5

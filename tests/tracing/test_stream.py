@@ -1,0 +1,79 @@
+"""Where a layer's output joins the residual stream: found from what modules received, on real hosts."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import unilinattn as ula
+from unilinattn.tracing.layer import STREAM_TOLERANCE
+
+SMALL = dict(
+    vocab_size=50,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=32,
+    num_key_value_heads=2,
+    head_dim=8,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+OPT = dict(ffn_dim=32, word_embed_proj_dim=32)
+
+
+def traced(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> ula.Trace:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **settings})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    return ula.trace(model.to(dtype), torch.randint(3, 50, (2, 13)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "settings", "multiplier"),
+    [
+        ("Llama", {}, 1.0),
+        ("GPTNeoX", {}, 1.0),
+        ("GPTNeoX", dict(use_parallel_residual=False), 1.0),
+        ("OPT", OPT, 1.0),
+        ("Cohere", {}, 1.0),
+        ("Granite", dict(residual_multiplier=0.3), 0.3),
+        ("Mamba", {}, 1.0),
+        ("Mamba2", dict(num_heads=8), 1.0),
+    ],
+)
+def test_the_stream_and_its_factor_are_found(name: str, settings: Any, multiplier: float, dtype: torch.dtype) -> None:
+    found = traced(name, dtype, **settings)
+    close = 5e-3 if dtype == torch.bfloat16 else 1e-5
+    assert [len(step.layers) for step in found.steps] == [1, 1]
+    for layer in found.layers:
+        assert layer.residual is not None
+        assert layer.multiplier == pytest.approx(multiplier, rel=close)
+    errors = [step.stream_error() for step in found.steps]
+    assert all(e is not None and e <= step.stream_tolerance() for e, step in zip(errors, found.steps, strict=True))
+    # Mamba keeps a half-precision model's stream in float32.
+    in_float32 = name.startswith("Mamba") and dtype == torch.bfloat16
+    allowed = STREAM_TOLERANCE[torch.float32 if in_float32 else dtype]
+    assert {step.stream_tolerance() for step in found.steps} == {allowed}
+    # The first layer's stream is the embedded input.
+    ids = found._given["input_ids"]
+    if name not in ("OPT", "Granite"):
+        embedded = found._model.get_input_embeddings()(ids).to(found.layers[0].residual)
+        assert torch.allclose(found.layers[0].residual, embedded, rtol=close)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Olmo2", "Glm4"])
+def test_a_norm_between_output_and_stream_is_no_stream(name: str) -> None:
+    assert [layer.residual for layer in traced(name).layers] == [None, None]
+
+
+def test_a_module_with_its_own_residual_has_a_stream_of_zeros() -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**{k: v for k, v in SMALL.items() if k not in ("head_dim", "num_key_value_heads")})
+    found = ula.trace(transformers.BertModel(config).eval(), torch.randint(3, 50, (2, 7)))
+    assert all(layer.residual is not None and not layer.residual.any() for layer in found.layers)

@@ -1,0 +1,312 @@
+"""No scores from an operator that misses the host; causes are named, and wrapped projections are exact."""
+
+import copy
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+
+import unilinattn as ula
+from unilinattn.errors import ExactnessError, InputError, ModelStateError
+from unilinattn.registry import _methods, register_method
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.trace import Trace
+from unilinattn.tracing.trust import TOLERANCE, precision_of, tolerance
+
+IDS = torch.arange(18).view(2, 9) % 11
+
+
+def mamba(**options: object) -> MambaForCausalLM:
+    config = MambaConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, state_size=4, **options)
+    return MambaForCausalLM(config).eval()
+
+
+def mamba2() -> Mamba2ForCausalLM:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 2}
+    return Mamba2ForCausalLM(Mamba2Config(vocab_size=11, **sizes)).eval()
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes)).eval()
+
+
+@contextmanager
+def hooked(module: nn.Module) -> Iterator[None]:
+    """Change what a module returns by a hook that no linear layer could stand for."""
+    hook = module.register_forward_hook(lambda _, args, out: out + out**2)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("method", ["raw", "rollout", "attribution", "latim", "alti"])
+def test_every_method_refuses_a_layer_that_misses_the_host(method: str) -> None:
+    model = mamba()
+    with (
+        hooked(model.backbone.layers[1].mixer.in_proj),
+        pytest.raises(
+            ExactnessError,
+            match=r"layers\.1\.mixer misses .* by \d.*1e-04 is accepted in float32.*forward hook on in_proj.*'warn'",
+        ),
+    ):
+        ula.explain(model, IDS, method=method, target=-1)
+    ula.explain(model, IDS, method=method, target=-1)
+
+
+def test_compare_and_estimate_refuse_as_explain_does() -> None:
+    model = mamba()
+    with hooked(model.backbone.layers[0].mixer.x_proj):
+        with pytest.raises(ExactnessError, match="hook on x_proj"):
+            ula.estimate(model, IDS, method="latim")
+        with pytest.raises(ExactnessError, match="hook on x_proj"):
+            ula.compare({"one": model}, IDS, methods=["raw"])
+
+
+def test_a_layer_that_is_not_used_is_not_required_to_be_exact() -> None:
+    model = mamba()
+    with hooked(model.backbone.layers[1].mixer.in_proj):
+        result = ula.explain(model, IDS, method="latim", layers=[0])
+    assert result.warnings == ()
+
+
+@pytest.mark.parametrize("method", ["rollout", "alti"])
+def test_trust_warn_gives_the_scores_and_keeps_the_warning(method: str, tmp_path) -> None:
+    model = mamba()
+    with (
+        hooked(model.backbone.layers[1].mixer.in_proj),
+        pytest.warns(UserWarning, match=r"layers\.1\.mixer misses the host's output") as caught,
+    ):
+        result = ula.explain(model, IDS, method=method, trust="warn")
+    assert len(caught) == 1
+    assert [str(caught[0].message)] == list(result.warnings)
+    assert "WARNING: the operator of backbone.layers.1.mixer misses" in repr(result)
+    assert "backbone.layers.1.mixer misses" in result.to_html()
+    assert Attribution.load(result.save(tmp_path / "result.safetensors")).warnings == result.warnings
+
+
+def test_an_exact_model_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ula.explain(mamba(), IDS, method="latim", trust="warn").warnings == ()
+
+
+def test_an_unknown_trust_is_refused() -> None:
+    script = "from unilinattn.tracing.trust import trusting\nwith trusting('wran'): pass"
+    # In a process of its own: in this one every signature is checked before the call.
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "OptionError: unknown trust 'wran'; did you mean 'warn'? Accepted: require, warn." in done.stderr
+
+
+def test_a_method_of_another_package_is_held_to_the_same() -> None:
+    @register_method("careless")
+    def careless(trace: Trace, *, target: object = None) -> Attribution:
+        """Return a map and look at no error."""
+        layer = trace.layers[1]
+        return Attribution(
+            scores=layer.operator.matrix(), dims=("batch", "query", "key"), method="careless", layers=(layer.name,)
+        )
+
+    model = mamba()
+    try:
+        assert ula.explain(model, IDS, method="careless").sizes["query"] == 9
+        with hooked(model.backbone.layers[1].mixer.in_proj), pytest.raises(ExactnessError, match="in_proj"):
+            ula.explain(model, IDS, method="careless")
+    finally:
+        del _methods["careless"]
+
+
+def test_the_check_runs_the_operator_once() -> None:
+    trace = ula.trace(mamba(), IDS)
+    runs = []
+    for layer in trace.layers:
+        inner = layer.operator.reconstruction_error
+        layer.operator.reconstruction_error = lambda inner=inner: runs.append(1) or inner()  # type: ignore[method-assign]
+    for method in ("raw", "latim", "alti"):
+        ula.explain(trace, method=method)
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_hosts_of_every_dtype_stay_far_below_its_tolerance(dtype: torch.dtype) -> None:
+    for model in (mamba(), mamba2(), llama()):
+        for layer in ula.trace(model.to(dtype), IDS).layers:
+            assert layer.precision == dtype
+            assert layer.reconstruction_error() <= tolerance(dtype) / 2
+
+
+def test_the_coarsest_dtype_counts() -> None:
+    layer = nn.Linear(4, 4)
+    assert precision_of(layer, torch.zeros(1)) == torch.float32
+    assert precision_of(layer, torch.zeros(1, dtype=torch.float64)) == torch.float32
+    assert precision_of(layer.half(), torch.zeros(1)) == torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert precision_of(layer, torch.zeros(1)) == torch.bfloat16
+
+
+def test_an_operator_keeps_its_precision_under_autocast() -> None:
+    for model in (mamba(), mamba2(), llama()):
+        layer = ula.trace(model, IDS).layers[0]
+        plain = layer.operator.matrix("core"), layer.operator.contributions(-1), layer.operator.apply(layer.input)
+        again = ula.trace(model, IDS).layers[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            op = again.operator
+            within = op.matrix("core"), op.contributions(-1), op.apply(again.input)
+            assert op.reconstruction_error() <= 1e-5
+            assert torch.is_autocast_enabled("cpu")
+            for rows, _ in op.row_blocks():
+                assert torch.is_autocast_enabled("cpu"), rows
+        for got, expected in zip(within, plain, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_a_host_under_autocast_is_held_to_the_tolerance_of_its_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        trace = ula.trace(mamba(), IDS)
+    assert all(layer.precision == torch.bfloat16 for layer in trace.layers)
+    assert 1e-4 < max(layer.reconstruction_error() for layer in trace.layers) <= tolerance(torch.bfloat16)
+
+
+class LowRank(nn.Module):
+    """A linear layer with an adapter beside it, as LoRA wraps one."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=True)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2 * self.up(self.down(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [(mamba, ("in_proj", "x_proj", "out_proj")), (mamba2, ("in_proj", "out_proj")), (llama, ("q_proj", "v_proj"))],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wrapped_projections_are_folded_into_the_operator(model, names: tuple[str, ...], dtype: torch.dtype) -> None:
+    host = model().to(dtype)
+    for layer in ula.trace(host, IDS).layers:
+        for name in names:
+            setattr(layer.module, name, LowRank(getattr(layer.module, name)).to(dtype))
+    trace = ula.trace(host, IDS)
+    for layer in trace.layers:
+        assert layer.reconstruction_error() <= (1e-5 if dtype == torch.float32 else 1e-6)
+    # Gradients reach what is behind the wrapped layers: the same function.
+    gradients = trace.gradient(logit=3)
+    assert all(bool(torch.isfinite(g).all()) for g in gradients)
+
+
+def test_a_wrapped_projection_whose_adapter_is_ignored_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = mamba()
+    host.backbone.layers[0].mixer.in_proj = LowRank(host.backbone.layers[0].mixer.in_proj)
+    # The package's attribute of that name is a function.
+    monkeypatch.setattr(sys.modules["unilinattn.call.call"], "_is_plain", lambda *_: True)
+    with pytest.raises(ExactnessError, match=r"in_proj is a tests\S*LowRank"):
+        ula.explain(host, IDS, method="raw")
+
+
+def test_hooks_that_only_record_see_nothing_of_the_basis() -> None:
+    host = mamba()
+    layer = host.backbone.layers[0].mixer
+    layer.in_proj = LowRank(layer.in_proj)
+    seen: list[int] = []
+    layer.in_proj.register_forward_hook(lambda *_: seen.append(1))
+    result = ula.explain(host, IDS, method="raw")
+    assert seen == [1]
+    assert result.warnings == ()
+
+
+def test_parametrized_projections_are_exact() -> None:
+    host = mamba()
+    parametrizations.weight_norm(host.backbone.layers[0].mixer.in_proj)
+    parametrizations.orthogonal(host.backbone.layers[1].mixer.out_proj)
+    assert max(layer.reconstruction_error() for layer in ula.trace(host, IDS).layers) <= 1e-5
+
+
+def test_a_projection_with_a_nonlinearity_is_refused_by_its_class() -> None:
+    class Bent(LowRank):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.base(x))
+
+    host = mamba()
+    host.backbone.layers[0].mixer.in_proj = Bent(host.backbone.layers[0].mixer.in_proj)
+    with pytest.raises(ExactnessError, match=r"in_proj is a \S*Bent"):
+        ula.explain(host, IDS, method="raw")
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache_params"])
+def test_a_cache_is_refused(name: str) -> None:
+    model = llama() if name == "past_key_values" else mamba()
+    cache = getattr(model(IDS, use_cache=True), name)
+    with pytest.raises(
+        InputError, match=f"the model was given {name} with the states of earlier tokens.* Leave it out"
+    ):
+        ula.trace(model, {"input_ids": IDS[:, -1:], name: cache})
+
+
+@pytest.mark.parametrize("use", ["operator", "gradient"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mixer: mixer.A_log.data.add_(1),
+        lambda mixer: mixer.in_proj.weight.data.copy_(mixer.in_proj.weight.data.flip(0)),
+        lambda mixer: mixer.conv1d.bias.data.__setitem__(0, 7.0),
+    ],
+    ids=["in place", "a permutation", "one number"],
+)
+def test_weights_that_are_written_to_through_data_are_noticed(change, use: str) -> None:
+    model = mamba()
+    trace = ula.trace(model, IDS)
+    change(model.backbone.layers[1].mixer)
+    assert trace.layers[0].reconstruction_error() <= 1e-5
+    with pytest.raises(ModelStateError, match=r"weights of .* changed since the trace"):
+        trace.layers[1].operator if use == "operator" else trace.gradient()
+
+
+def test_a_changed_buffer_is_noticed() -> None:
+    model = llama()
+    model.model.layers[1].self_attn.register_buffer("extra", torch.ones(3))
+    trace = ula.trace(model, IDS)
+    model.model.layers[1].self_attn.extra[1] = 2
+    with pytest.raises(ModelStateError, match=r"changed since the trace \(extra\)"):
+        trace.layers[1].operator  # noqa: B018  the property builds it
+
+
+def test_weights_that_are_the_same_numbers_again_are_accepted() -> None:
+    model = mamba()
+    trace = ula.trace(model, IDS)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert trace.layers[0].reconstruction_error() <= 1e-5
+    trace.gradient()
+
+
+def test_inputs_that_are_overwritten_after_the_trace_do_not_matter() -> None:
+    model, ids = mamba(), IDS.clone()
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    trace = ula.trace(model, {"input_ids": ids, "attention_mask": mask})
+    expected = trace.gradient(logit=3)
+    trace = ula.trace(model, {"input_ids": ids, "attention_mask": mask})
+    ids.zero_()
+    mask.fill_(1)
+    for got, known in zip(trace.gradient(logit=3), expected, strict=True):
+        assert torch.equal(got, known)
+    assert max(layer.reconstruction_error() for layer in trace.layers) <= 1e-5

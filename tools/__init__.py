@@ -1,0 +1,1 @@
+"""Tools for maintainers that generate pages and tables from measurements; not installed."""

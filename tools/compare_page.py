@@ -1,0 +1,38 @@
+"""`python -m tools.compare_page`: run `unilinattn compare` and write its table and picture into the docs."""
+
+import contextlib
+import io
+import shutil
+import tempfile
+from pathlib import Path
+
+from tools.markers import replace_section
+from unilinattn.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path("docs/comparison.md")
+PICTURE = Path("docs/compare.png")
+
+
+def table_of(output: str) -> str:
+    """Cut the table out of the output of `unilinattn compare`, as a fenced block."""
+    table = output.split("\n\nReport:")[0].split("\n\nOver ")[0].strip()
+    return f"```text\n{table}\n```"
+
+
+def write(root: Path) -> None:
+    """Compare the trained models and update page and picture below `root`."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report")
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            status = main(["compare", "--out", str(report)])
+        if status:
+            raise RuntimeError(f"`unilinattn compare` ended with status {status}.")
+        page = root / PAGE
+        page.write_text(replace_section(page.read_text(), "compare", table_of(output.getvalue())))
+        shutil.copy(report / "compare.png", root / PICTURE)
+
+
+if __name__ == "__main__":
+    write(ROOT)

@@ -1,0 +1,316 @@
+"""The generated parts of README and docs: families, architectures and their runs, methods and their options."""
+
+import collections.abc
+import difflib
+import re
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from tools.families import FAMILIES
+from tools.markers import MissingSectionError, markers, replace_section
+from unilinattn.methods import options as option_models
+from unilinattn.methods.options import Options
+from unilinattn.operator.scopes import SCOPES
+from unilinattn.registry import Architecture, Method, list_architectures, list_methods
+from unilinattn.testing.hosts import Host, hybrids
+
+Record = Mapping[str, Mapping[str, Any]]
+"""Runs by environment, in the format of `docs/coverage.json`."""
+
+README, COVERAGE, METHODS = Path("README.md"), Path("docs/coverage.md"), Path("docs/methods")
+ARCHITECTURES, HYBRIDS = Path("docs/architectures.md"), Path("docs/hybrids.md")
+DTYPES = ("float32", "float64", "bfloat16")
+FEW = 3
+"""Number of host classes named in a row of the short table."""
+
+_HEAD = """\
+# Coverage
+
+Every row was run, on real classes with small random weights: the worst reconstruction error
+||op(x) - y|| / ||y|| over the configurations and layers listed, against the host's own output. In `float64`
+every float32 that the host forces is replaced by float64. In `bfloat16` the operator computes in float32 from the
+host's rounded weights and inputs, so the error is the rounding of the host. *Scopes* are those that every configuration
+supports; *padding* is the side on which the host itself keeps padding out of real tokens, in the newest version; *way*
+names the functions that computed the layer, besides `forward`; *since* is the oldest version of the package with which
+the row was run, and that of the classes that were run only with newer versions. Packages of Triton kernels run only in
+float32; in float64 the tests compare their adapters with the recurrence of each paper.
+
+This page is written by `python -m tools.coverage` from [coverage.json](coverage.json), the record of the
+runs; `--check` reports whether it is stale.
+"""
+
+
+def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> tuple[dict[Path, str], list[str]]:
+    """Return the text of each generated file, and messages on files that cannot be written."""
+    newest = [(name, record[name]["runs"]) for name in sorted(record, key=_release, reverse=True)]
+    texts = {COVERAGE: _coverage(record, tables), HYBRIDS: hybrids.page(newest)}
+    homeless = sorted(set(own_architectures()) - {name for family in FAMILIES for name in family.adapters})
+    problems = [f"tools/families.py has no family for the architecture {name!r}" for name in homeless]
+    sections = {
+        README: {"families": _families_table(record), "methods": _methods_table()},
+        ARCHITECTURES: {"architectures": _architectures_table(record)},
+        **{METHODS / f"{name}.md": {"options": _options_table(options_of(name))} for name in own_methods()},
+    }
+    for path, parts in sections.items():
+        if not (root / path).is_file():
+            marks = ", ".join(" and ".join(markers(name)) for name in parts)
+            problems.append(f"{path} is missing: write it, with the markers of its sections: {marks}")
+            continue
+        text = (root / path).read_text()
+        for name, table in parts.items():
+            try:
+                text = replace_section(text, name, table)
+            except MissingSectionError as error:
+                problems.append(f"{path}: {error}")
+        texts[path] = text
+    return texts, problems
+
+
+def write(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> list[str]:
+    """Write every generated file; return messages on files that cannot be written."""
+    texts, problems = pages(root, record, tables)
+    for path, text in texts.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return problems
+
+
+def stale(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> list[str]:
+    """Return the differences between the files and their generated text, as unified diffs."""
+    texts, problems = pages(root, record, tables)
+    for path, text in texts.items():
+        now = (root / path).read_text() if (root / path).is_file() else ""
+        lines = difflib.unified_diff(now.splitlines(), text.splitlines(), str(path), f"{path} as it should be", n=0)
+        if changed := "\n".join(line.rstrip("\n") for line in lines):
+            problems.append(changed)
+    return problems
+
+
+def own_architectures() -> dict[str, Architecture]:
+    """Return the architectures that this package registers, without plugins."""
+    return {name: a for name, a in list_architectures().items() if a.build.__module__.startswith("unilinattn.")}
+
+
+def own_methods() -> dict[str, Method]:
+    """Return the methods that this package registers, without plugins."""
+    return {name: m for name, m in list_methods().items() if m.function.__module__.startswith("unilinattn.")}
+
+
+def options_of(method: str) -> type[Options]:
+    """Return the options model of a method: `TransformerAttributionOptions` for `transformer_attribution`."""
+    model: type[Options] = getattr(option_models, "".join(map(str.capitalize, method.split("_"))) + "Options")
+    return model
+
+
+def accepted(annotation: Any, limits: Iterable[Any] = ()) -> str:
+    """Describe the accepted values of an option."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [limit for part in parts[1:] for limit in (part.metadata if isinstance(part, FieldInfo) else [part])]
+        return accepted(parts[0], [*inner, *limits])
+    if origin is Literal:
+        return ", ".join(f"`{value!r}`" for value in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join(accepted(part, limits) for part in parts)
+    if annotation is type(None):
+        return "`None`"
+    if origin is collections.abc.Callable:
+        return "a function"
+    if origin is collections.abc.Sequence:
+        return f"a list of {accepted(parts[0])}"
+    if origin is tuple:
+        return f"a pair of {accepted(parts[0])}"
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [
+        f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in signs.items() if hasattr(limit, name)
+    ]
+    return " ".join([annotation.__name__, ", ".join(bounds)]).strip()
+
+
+def _options_table(model: type[Options]) -> str:
+    rows = [
+        (f"`{name}`", f"`{info.default!r}`", accepted(info.annotation, info.metadata), info.description or "")
+        for name, info in model.model_fields.items()
+    ]
+    return _table(("option", "default", "accepted", "meaning"), rows)
+
+
+def _methods_table() -> str:
+    rows = [(f"[`{name}`]({METHODS}/{name}.md)", method.summary) for name, method in own_methods().items()]
+    return _table(("method", "scores"), rows)
+
+
+def _families_table(record: Record) -> str:
+    rows = []
+    by_adapter: dict[str, list[_Row]] = {}
+    for (architecture, _), row in _rows(record).items():
+        by_adapter.setdefault(architecture, []).append(row)
+    for family in FAMILIES:
+        members = [row for name in family.adapters for row in by_adapter.get(name, [])]
+        if members:
+            structures = dict.fromkeys(structure for row in members for structure in row.structures)
+            worst = max(members, key=lambda row: row.errors.get("float32", 0.0)).error("float32")
+            rows.append((family.name, family.models, ", ".join(structures), worst))
+    return _table(("family", "models", "structure of the operator", "worst error, float32"), rows)
+
+
+def _architectures_table(record: Record) -> str:
+    rows = []
+    for (architecture, package), row in _rows(record).items():
+        classes = [*list(row.hosts)[:FEW], *([f"{len(row.hosts) - FEW} more"] if len(row.hosts) > FEW else [])]
+        errors = (row.error("float32"), row.error("float64"))
+        kinds, structures = ", ".join(row.kinds), ", ".join(row.structures)
+        since = row.oldest if not row.later else f"{row.oldest} ({sum(map(len, row.later.values()))} later)"
+        rows.append((architecture, kinds, structures, *errors, f"{package}: {', '.join(classes)}", since))
+    heads = ("architecture", "mixes tokens by", "structure", "float32 error", "float64 error", "hosts", "since")
+    return _table(heads, rows)
+
+
+def _coverage(record: Record, tables: Mapping[str, Sequence[Host]]) -> str:
+    rows, details = [], []
+    adapter_rows = _rows(record)
+    for (architecture, package), row in adapter_rows.items():
+        rows.append(
+            (
+                architecture,
+                ", ".join(row.kinds),
+                ", ".join(row.structures),
+                ", ".join(row.hosts),
+                ", ".join(row.scopes),
+                *map(row.error, DTYPES),
+                row.padding,
+                ", ".join(f"`{name}`" for name in row.paths) or "`forward`",
+                row.since,
+            )
+        )
+        details.append(f"- **{architecture}** ({package}): {'; '.join(row.configurations)}.")
+    heads = ("architecture", "mixes tokens by", "structure", "host classes", "scopes", *DTYPES)
+    parts = [_HEAD, _table((*heads, "padding", "way", "since"), rows), ""]
+    never = [name for name in own_architectures() if name not in {architecture for architecture, _ in adapter_rows}]
+    ran = {name for entry in record.values() for name in entry["runs"] if "layers" in entry["runs"][name]}
+    unrun = {
+        table: [host.name for host in hosts if f"{table}/{host.name}" not in ran] for table, hosts in tables.items()
+    }
+    if never:
+        parts += [f"Registered, and no run of a host is recorded: {', '.join(never)}.", ""]
+    if any(unrun.values()):
+        lines = [f"- {table}: {'; '.join(names)}." for table, names in unrun.items() if names]
+        parts += ["Configurations without a recorded run:", "", *lines, ""]
+    parts += ["## Configurations", "", "Each with batch x length.", "", *details, "", "## Environments", ""]
+    for environment, entry in sorted(record.items()):
+        machine = entry["machine"]
+        parts.append(
+            f"- **{environment}**: {len(_ran(entry))} configurations, torch {machine['torch']}, "
+            f"Python {machine['python']}, {machine['machine']}."
+        )
+    parts += [line for environment, entry in sorted(record.items()) for line in _left_out(environment, entry)]
+    return "\n".join([*parts, ""])
+
+
+def _ran(entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {name: run for name, run in entry["runs"].items() if "left_out" not in run}
+
+
+def _left_out(environment: str, entry: Mapping[str, Any]) -> list[str]:
+    """Return the lines on the configurations that a version cannot trace, by reason; none if there are none."""
+    reasons: dict[str, list[str]] = {}
+    for name, run in entry["runs"].items():
+        if "left_out" in run:
+            reasons.setdefault(run["left_out"], []).append(name.partition("/")[2])
+    if not reasons:
+        return []
+    return ["", f"### Left out with {environment}", "", *(f"- {'; '.join(n)}: {why}." for why, n in reasons.items())]
+
+
+@dataclass
+class _Row:
+    """The combined results of all runs of one adapter on hosts of one package, in order, without repetition."""
+
+    hosts: dict[str, None] = field(default_factory=dict)
+    kinds: dict[str, None] = field(default_factory=dict)
+    structures: dict[str, None] = field(default_factory=dict)
+    paths: dict[str, None] = field(default_factory=dict)
+    configurations: dict[str, None] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    scopes: list[str] = field(default_factory=lambda: list(SCOPES))
+    errors: dict[str, float] = field(default_factory=dict)
+    sides: list[Sequence[str] | None] = field(default_factory=list)
+
+    def add(self, version: str, name: str, run: Mapping[str, Any], layer: Mapping[str, Any], *, own: bool) -> None:
+        """Add one configuration, newest versions first; `own`: whether its padding belongs to this row."""
+        for column, entries in (
+            (self.hosts, layer["hosts"]),
+            (self.kinds, layer["kind"]),
+            (self.structures, layer["structure"]),
+            (self.paths, layer["path"]),
+            (self.configurations, [f"{name.partition('/')[2]} ({run['batch']} x {run['length']})"]),
+        ):
+            column.update(dict.fromkeys(entries))
+        self.versions.update(dict.fromkeys(layer["hosts"], version))
+        self.scopes = [scope for scope in self.scopes if scope in layer["scopes"]]
+        for how in DTYPES:
+            if layer.get(how) is not None:
+                self.errors[how] = max(self.errors.get(how, 0.0), layer[how])
+        if own:
+            self.sides.append(run["padding"])
+
+    @property
+    def oldest(self) -> str:
+        """The oldest version with which a class of the row was run."""
+        return min(self.versions.values(), key=_release)
+
+    @property
+    def later(self) -> dict[str, list[str]]:
+        """The classes that were run only with newer versions, by the oldest of these."""
+        classes: dict[str, list[str]] = {}
+        for host, version in self.versions.items():
+            if version != self.oldest:
+                classes.setdefault(version, []).append(host)
+        return classes
+
+    @property
+    def since(self) -> str:
+        """The oldest version of the row, and that of each class that was run only with newer ones."""
+        return "; ".join([self.oldest, *(f"{version}: {', '.join(hosts)}" for version, hosts in self.later.items())])
+
+    def error(self, how: str) -> str:
+        """Return the worst error of a dtype, to one digit."""
+        return f"{self.errors[how]:.0e}" if how in self.errors else "not run"
+
+    @property
+    def padding(self) -> str:
+        """The sides on which the hosts keep padding out of real tokens."""
+        tried = [sides for sides in self.sides if sides is not None]
+        if not tried:
+            return "no mask" if self.sides else "-"
+        counts = {side: sum(side in sides for sides in tried) for side in ("left", "right")}
+        shown = [side if n == len(tried) else f"{side} in {n} of {len(tried)}" for side, n in counts.items() if n]
+        return ", ".join(shown) or "neither"
+
+
+def _rows(record: Record) -> dict[tuple[str, str], _Row]:
+    rows: dict[tuple[str, str], _Row] = {}
+    newest: dict[str, str] = {}
+    for environment in sorted(record, key=_release, reverse=True):
+        package, _, version = environment.partition(" ")
+        newest.setdefault(package, version)
+        for name, run in _ran(record[environment]).items():
+            for architecture, layer in run["layers"].items():
+                row = rows.setdefault((architecture, package), _Row())
+                own = run["architecture"] == architecture and newest[package] == version
+                row.add(version or "-", name, run, layer, own=own)
+    return dict(sorted(rows.items()))
+
+
+def _release(environment: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", environment.rpartition(" ")[2])))
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

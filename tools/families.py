@@ -1,0 +1,60 @@
+"""Families of architectures: the rows of the table in the README."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Architectures that share an idea: the family's name, well-known models in words, and its adapters."""
+
+    name: str
+    models: str
+    adapters: tuple[str, ...]
+
+
+FAMILIES = (
+    Family(
+        "Mamba-1 (S6)",
+        "Mamba, FalconMamba, Jamba, Zamba, ViM",
+        ("falcon_mamba", "fla_mamba", "jamba", "mamba", "vim", "zamba"),
+    ),
+    Family(
+        "Mamba-2 (SSD)",
+        "Mamba-2, Bamba, Granite 4, FalconH1, Zamba2, NemotronH",
+        ("falcon_h1", "fla_mamba2", "mamba2", "mamba2_floor"),
+    ),
+    Family(
+        "delta rule",
+        "DeltaNet, Gated DeltaNet, Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear, Comba",
+        (
+            "fla_comba",
+            "fla_deltanet",
+            "fla_gated_deltanet",
+            "fla_gated_deltaproduct",
+            "fla_kda",
+            "kimi_delta",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_next",
+        ),
+    ),
+    Family(
+        "gated linear attention",
+        "GLA, RetNet, GSA, LightNet, MiniMax, xLSTM (mLSTM)",
+        ("fla_gla", "fla_gsa", "fla_lightnet", "fla_linear_attention", "fla_retnet", "minimax", "xlstm"),
+    ),
+    Family("gated linear RNN", "Griffin, HGRN, HGRN2", ("fla_hgrn", "fla_hgrn2", "griffin")),
+    Family(
+        "RWKV",
+        "RWKV-4, RWKV-6, RWKV-7",
+        ("fla_rwkv6", "fla_rwkv6_channel", "fla_rwkv7", "fla_rwkv7_channel", "rwkv4", "rwkv4_channel"),
+    ),
+    Family("state spaces with fixed parameters", "S4, S4D, DSS, S5, GSS", ("dss", "gss", "s4", "s4d", "s5")),
+    Family("convolution", "H3, Hyena, LFM2", ("h3", "hyena", "lfm2", "multi-hyena")),
+    Family(
+        "softmax attention",
+        "GPT-2, Llama, Gemma, BERT, ViT, DeepSeek (MLA), Forgetting Transformer",
+        ("attention", "bert", "fla_attention", "fla_forgetting_attention", "latent_attention", "timm-attention"),
+    ),
+)
+"""Every adapter of the package stands in one family."""

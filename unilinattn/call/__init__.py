@@ -1,0 +1,31 @@
+"""The call of a host's module: its arguments, its weights, and transformers' attention interface inside it."""
+
+from unilinattn.call.call import (
+    MASKING,
+    Affine,
+    Call,
+    Captured,
+    Host,
+    host_function,
+    linear_layer,
+    masks_by_function,
+    package_version,
+    padded_left,
+    projection_leak,
+    unmasked_leak,
+)
+
+__all__ = [
+    "MASKING",
+    "Affine",
+    "Call",
+    "Captured",
+    "Host",
+    "host_function",
+    "linear_layer",
+    "masks_by_function",
+    "package_version",
+    "padded_left",
+    "projection_leak",
+    "unmasked_leak",
+]

@@ -1,0 +1,253 @@
+"""Record the inputs of a host's softmax attention through transformers' attention interface, and its weights."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unilinattn.call.call import Call, Captured, host_function, package_version
+from unilinattn.call.entries import Entries
+from unilinattn.errors import UncoveredError
+
+INTERFACE = "unilinattn"
+"""Name under which the attention function and its mask function are registered in transformers."""
+
+CROSS_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+"""Arguments by which transformers' attention modules take the states of the stream that they cross-attend to."""
+
+_handler: ContextVar[Callable[..., Any] | None] = ContextVar("handler", default=None)
+
+chosen: dict[int, str | None] = {}
+"""Attention implementation of a configuration before `interface` replaced it, by the configuration's id."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One call of the attention function: its arguments, and the eager attention function of the host's file."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: Mapping[str, Any]
+    eager: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@contextmanager
+def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterator[None]:
+    """Run every attention of a model by the eager function of its file, and pass an `Attended` of it to `mark`.
+
+    At the end the attention implementation of every configuration and sub-configuration is restored.
+    """
+    if "transformers" not in sys.modules:
+        yield
+        return
+
+    chosen = {id(config): config._attn_implementation_internal for config in configurations(model)}
+
+    def handle(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Any:
+        eager = host_function(module, "eager_attention_forward")
+        if mask is not None and mask.dtype == torch.bool and chosen.get(id(module.config)) == "sdpa":
+            eager = _keeping(eager)
+        mark(module, Attended(query.detach(), key.detach(), value.detach(), mask, options, eager))
+        return eager(module, query, key, value, mask, **options)
+
+    with interface(model, handle):
+        yield
+
+
+@contextmanager
+def interface(model: nn.Module, handle: Callable[..., Any]) -> Iterator[None]:
+    """Replace the attention function of a model's modules by `handle`, and restore it at the end.
+
+    Calls from other threads run the attention function that the host has without the replacement.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    configs = configurations(model)
+    before = Entries(
+        [
+            *tables(),
+            *((chosen, id(config)) for config in configs),
+            *((vars(config), "_attn_implementation_internal") for config in configs),
+        ]
+    )
+    token = _handler.set(handle)
+    try:
+        ALL_ATTENTION_FUNCTIONS["eager"] = partial(_dispatch, ALL_ATTENTION_FUNCTIONS.get("eager"))
+        ALL_ATTENTION_FUNCTIONS.register(INTERFACE, partial(_dispatch, None))
+        # Without a mask function of this name the mask is None, which drops causality and padding.
+        ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE, _mask)
+        for config in configs:
+            chosen.setdefault(id(config), config._attn_implementation_internal)
+            # Attention that selects its keys (index_topk) writes the selection into the mask only for implementations
+            # that transformers names; other hosts bypass the interface if their implementation is "eager".
+            config._attn_implementation_internal = "eager" if hasattr(config, "index_topk") else INTERFACE
+        yield
+    finally:
+        # After an interrupt the garbage collector may run this block, long after everything was restored.
+        if _handler.get() is handle:
+            _handler.reset(token)
+            before.put_back()
+
+
+def tables() -> list[tuple[dict[str, Any], str]]:
+    """Return the entries of transformers' process-wide tables that `interface` replaces, as (dictionary, key) pairs."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return [
+        (ALL_ATTENTION_FUNCTIONS._global_mapping, INTERFACE),
+        (ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, INTERFACE),
+        (ALL_ATTENTION_FUNCTIONS._local_mapping, "eager"),
+    ]
+
+
+def configurations(model: nn.Module) -> list[Any]:
+    """Return the distinct configurations of a model and its modules, sub-configurations included."""
+    configs: dict[int, Any] = {}
+    waiting = [getattr(module, "config", None) for module in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if id(config) in configs or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        configs[id(config)] = config
+        waiting.extend(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
+    return list(configs.values())
+
+
+def only_attention(call: Call) -> Captured:
+    """Return the only call of the attention function inside a layer; raise `UncoveredError` for none or several."""
+    if len(call.seen) != 1:
+        raise UncoveredError(
+            f"{call.name} ({type(call.module).__name__}) called transformers' attention interface {len(call.seen)} "
+            "times; only modules that call it once are covered. Register an adapter for this class."
+        )
+    return call.seen[0]
+
+
+def attention_weights(call: Call, seen: Captured) -> tuple[Tensor, int]:
+    """Recompute the attention weights of a layer in the operator's dtype.
+
+    Returns the weights (batch, head, query, key) and the number of query heads for each value head.
+
+    Raises `UncoveredError` if the eager function returns no weights, or if the weights times the values differ from
+    its result.
+    """
+    record: Attended = seen.record
+    query, key, value, mask, options = (
+        cast(call, x) for x in (record.query, record.key, record.value, record.mask, dict(record.options))
+    )
+    with torch.no_grad():
+        context, weights = record.eager(seen.module, query, key, value, mask, **{**options, "dropout": 0.0})
+        if weights is None or weights.ndim != 4:
+            raise UncoveredError(
+                f"{call.name}: the eager attention of {package_version(call.module)} returns no weights."
+            )
+        weights = weights.to(query.dtype).expand(query.shape[0], -1, -1, -1)
+        repeats = weights.shape[1] // value.shape[1]
+        missed = relative_error(mixed_values(weights, value, repeats), context.flatten(2))
+    if missed > tolerance(query.dtype):
+        raise UncoveredError(
+            f"{call.name} ({type(call.module).__name__}): its attention weights times its values miss its attention's "
+            f"result by {missed:.1e}; something other than the weights acts on it. Register an adapter for this class."
+        )
+    return weights, repeats
+
+
+def value_source(call: Call, seen: Captured) -> tuple[str, Tensor]:
+    """Return the port that the values come from and its tensor: for cross-attention the other stream."""
+    for name in CROSS_ARGUMENTS:
+        states = seen.arguments.get(name)
+        if isinstance(states, Tensor):
+            return "encoder", call.tensor(states.detach())
+    return "x", call.input
+
+
+def mixed_values(weights: Tensor, value: Tensor, repeats: int) -> Tensor:
+    """Return weights times values, (batch, query, head * channel); `repeats` query heads share a value head."""
+    return torch.einsum("bhij,bhjp->bihp", weights, value.repeat_interleave(repeats, dim=1)).flatten(2)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Return ||got - expected|| / ||expected||."""
+    scale = expected.norm().clamp_min(torch.finfo(expected.dtype).tiny)
+    return float((got - expected).norm() / scale)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the relative error that rounding may cause in a whole layer: 4096 epsilons, 0.05 for half precision."""
+    return 4096 * torch.finfo(torch.promote_types(dtype, torch.float16)).eps if dtype.itemsize > 2 else 0.05
+
+
+def cast(call: Call, value: Any) -> Any:
+    """Move an argument, or the tensors nested in it, to the operator's dtype and device, without gradients."""
+    if isinstance(value, Tensor):
+        return call.tensor(value).detach() if value.is_floating_point() else value.to(call.input.device)
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(cast(call, item) for item in value)
+    if type(value) is dict:
+        return {name: cast(call, item) for name, item in value.items()}
+    return value
+
+
+def _keeping(eager: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Make an eager function, which adds its mask to the scores, read a boolean one as torch's fused attention does.
+
+    True keeps a pair of tokens, as in `scaled_dot_product_attention`; a query without any key returns zeros.
+    """
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        dropped = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        context, weights = eager(module, query, key, value, dropped, **options)
+        has_keys = mask.any(-1, keepdim=True)
+        return context * has_keys.transpose(1, 2), None if weights is None else weights * has_keys
+
+    return attend
+
+
+def _dispatch(
+    own: Callable[..., Any] | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> Any:
+    """Call the replacement; for calls from other runs call `own`, or the host's own function if `own` is None."""
+    handle = _handler.get() or own
+    if handle is None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        implementation = _implementation(getattr(module, "config", None))
+        named = None if implementation in (None, "eager") else ALL_ATTENTION_FUNCTIONS.get(implementation)
+        handle = named or host_function(module, "eager_attention_forward")
+    return handle(module, query, key, value, attention_mask, **options)
+
+
+def _mask(*, config: Any = None, **given: Any) -> Tensor | None:
+    """Return the mask of eager attention; for calls from other runs, that of the configuration's own implementation."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    implementation = "eager" if _handler.get() is not None else _implementation(config)
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or "eager")
+    return None if make is None else make(config=config, **given)
+
+
+def _implementation(config: Any) -> str | None:
+    """Return the attention implementation that a configuration has without `interface`."""
+    return chosen.get(id(config), getattr(config, "_attn_implementation", None))

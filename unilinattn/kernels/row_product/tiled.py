@@ -1,0 +1,35 @@
+"""The row product from blocks of rows of the reduced map, one at a time; see README.md."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.kernels.reduced_map.tiled import Factors, reduced_rows
+from unilinattn.kernels.row_product.naive import Sign, apply_sign
+from unilinattn.kernels.subnormal import flushed_
+
+ROWS = 512
+"""Rows per block."""
+
+
+def row_product(
+    factors: Factors,
+    shape: tuple[int, int, int, int],
+    row: Float[Tensor, "batch length"],
+    weight: Float[Tensor, "batch length"] | None = None,
+    left: Float[Tensor, "#batch #length head"] | None = None,
+    taps: Taps | None = None,
+    *,
+    sign: Sign = "keep",
+    rows: int = ROWS,
+) -> Float[Tensor, "batch length"]:
+    """Return out_j = sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`; a missing weight is one.
+
+    Time: that of the map. Memory: linear in length, a block of rows.
+    """
+    total = torch.zeros_like(row)
+    for part, block in reduced_rows(factors, shape, left, taps, rows=rows):
+        scaled = block if weight is None else block * weight[:, part, None]
+        total = total + torch.einsum("bi,bij->bj", row[:, part], flushed_(apply_sign(sign, scaled)))
+    return total

@@ -1,0 +1,129 @@
+"""The row product on a GPU: each tile of the map stays in registers and is summed per column; see README.md."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unilinattn.kernels.launch import Precision, on
+from unilinattn.kernels.reduced_map import triton as reduced
+from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.kernels.reduced_map.tiled import Factors
+from unilinattn.kernels.reduced_map.triton import Panel, add_diagonal, add_far, panels
+from unilinattn.kernels.reduced_map.triton_kernels import far_tiles
+from unilinattn.kernels.row_product import tiled
+from unilinattn.kernels.row_product.naive import Sign, apply_sign
+
+ROWS = 512
+"""Rows per block."""
+
+NUMBERS = 1 << 25
+"""Elements of each factor per panel; a panel has all heads, because `sign` applies after their sum."""
+
+LEAST = 32
+"""Rows of the smallest tuned tile; each tile writes a separate sum."""
+
+
+def row_product(
+    factors: Factors,
+    shape: tuple[int, int, int, int],
+    row: Float[Tensor, "batch length"],
+    weight: Float[Tensor, "batch length"] | None = None,
+    left: Float[Tensor, "#batch #length head"] | None = None,
+    taps: Taps | None = None,
+    *,
+    sign: Sign = "keep",
+    rows: int = ROWS,
+    precision: Precision = "ieee",
+) -> Float[Tensor, "batch length"]:
+    """Return out_j = sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, in float32.
+
+    Time: that of the map. Memory: the factors of a block of rows and of some columns for all heads, and of the map
+    only the part of each row in its own chunk and the one before.
+    """
+    chunk = reduced.CHUNK
+    if taps and max(taps) > chunk:
+        return tiled.row_product(factors, shape, row, weight, left, taps, sign=sign, rows=rows).float()
+    batch, length, heads, state = shape
+    scale = torch.ones_like(row) if weight is None else weight
+    total = torch.zeros(batch, length, dtype=torch.float32, device=row.device)
+    most = max(1, NUMBERS // max(1, batch * heads * state * chunk)) * chunk
+    rows = max(1, min(rows, most))
+    everything = slice(0, heads)
+    for start in range(0, length, rows):
+        part = slice(start, min(start + rows, length))
+        held = -(-(part.stop - start) // chunk) * chunk
+        near = total.new_zeros(batch, held, 2 * chunk)
+        for panel in panels(factors, part, everything, left, taps, most):
+            add_far(near, panel, precision, band=True)
+            _fold(total, panel, row[:, part], scale[:, part], sign, precision)
+        add_diagonal(near, factors, part, everything, left, taps, precision, band=True)
+        _fold_near(total, near, part, row[:, part], scale[:, part], sign)
+    return total
+
+
+def _fold(
+    total: Float[Tensor, "batch length"],
+    panel: Panel,
+    row: Float[Tensor, "batch row"],
+    scale: Float[Tensor, "batch row"],
+    sign: Sign,
+    precision: Precision,
+) -> None:
+    """Add the part of the rows more than one chunk before their own."""
+    chunk = reduced.CHUNK
+    first, last = panel.chunks
+    batch, held, inner = panel.read.shape
+    if first >= panel.row + held // chunk - 2:
+        return
+    sums = total.new_zeros(batch, held // LEAST, panel.stop)
+
+    def grid(sizes: dict[str, int]) -> tuple[int, int]:
+        return (last - first) * (chunk // sizes["COLS"]), batch * (held // sizes["ROWS"])
+
+    with on(sums):
+        far_tiles[grid](
+            panel.read,
+            panel.write,
+            panel.fade,
+            sums,
+            row,
+            scale,
+            inner,
+            first,
+            last,
+            panel.row,
+            held // chunk,
+            panel.fade.shape[2],
+            panel.origin,
+            panel.stop,
+            *sums.stride()[:2],
+            row.shape[1],
+            *row.stride(),
+            *scale.stride(),
+            PLANES=panel.write.shape[0],
+            CHUNK=chunk,
+            KIND="fold",
+            PHI=sign,
+            PRECISION=precision,
+        )
+    total[:, : panel.stop] += sums.sum(1)
+
+
+def _fold_near(
+    total: Float[Tensor, "batch length"],
+    near: Float[Tensor, "batch held two"],
+    part: slice,
+    row: Float[Tensor, "batch row"],
+    scale: Float[Tensor, "batch row"],
+    sign: Sign,
+) -> None:
+    """Add the part of the rows in their own chunk and the one before."""
+    count, chunk = row.shape[1], near.shape[2] // 2
+    rest = near.shape[1] - count
+    row, scale = (torch.nn.functional.pad(t.float(), (0, rest)).unsqueeze(-1) for t in (row, scale))
+    sums = (row * apply_sign(sign, scale * near)).unflatten(1, (-1, chunk)).sum(2)
+    joined = sums.new_zeros(sums.shape[0], sums.shape[1] + 1, chunk)
+    joined[:, :-1] += sums[..., :chunk]
+    joined[:, 1:] += sums[..., chunk:]
+    begin = part.start - chunk
+    total[:, max(0, begin) : part.stop] += joined.flatten(1)[:, max(0, -begin) : part.stop - begin]

@@ -1,1 +1,0 @@
-"""Sums over rows of a function of the reduced map: out_j = sum_i row_i phi(weight_i m_ij), no map stored."""

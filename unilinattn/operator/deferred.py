@@ -1,0 +1,49 @@
+"""Values that are computed when they are first needed, and estimates of their shapes that compute nothing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_shapes_only: ContextVar[bool] = ContextVar("shapes_only", default=False)
+
+
+class Deferred:
+    """A lazily computed, cached tensor; what it is computed from is released then."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute: Callable[[], Tensor] | None = compute
+        self._value: Tensor | None = None
+        self._check: Callable[[Tensor], None] | None = None
+
+    def __call__(self) -> Tensor:
+        """Return the tensor; inside `shapes_only` a fake one, which is neither checked nor cached."""
+        if self._value is not None:
+            return self._value
+        assert self._compute is not None
+        value = self._compute()
+        if not _shapes_only.get():
+            if self._check is not None:
+                self._check(value)
+            self._value, self._compute = value, None
+        return value
+
+    def check(self, check: Callable[[Tensor], None]) -> None:
+        """Let a function look at the value: now if it is computed, else before it is cached."""
+        if self._value is not None:
+            check(self._value)
+        self._check = check
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Compute shapes and allocate nothing: tensors that are made inside are fake."""
+    token = _shapes_only.set(True)
+    try:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        _shapes_only.reset(token)

@@ -1,0 +1,113 @@
+"""Scopes: which stages of a chain count as "the attention matrix"."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, Unmapped, walk
+
+SCOPES = {
+    "core": "from the first core stage to the last, with what stands between (HMA ACL Eq. 13-16)",
+    "mixer": "core plus the skip on the diagonal (LaTIM Eq. 18)",
+    "unified": "every per-channel stage strictly between the input and the output matrix; centring is dropped "
+    "(Zimerman, Ali and Wolf, ICLR 2025)",
+    "layer": "everything: a vector for each pair of tokens (LaTIM Eq. 22-25)",
+}
+"""Each scope's name with the stages that it takes; all others are the identity."""
+
+
+class ScopedMap(NamedTuple):
+    """The matrix of a scope, one head for each channel with separate coefficients.
+
+    Attributes:
+        chain: per-channel stages.
+        groups: channels that tell the stages' coefficients apart.
+        repeat: equal heads that each of these channels stands for.
+        shape: (batch, query, key).
+        layer: all chains of the layer.
+        itemsize: bytes of an element of its output.
+    """
+
+    chain: Chain
+    groups: int
+    repeat: int
+    shape: tuple[int, int, int]
+    layer: tuple[Chain, ...]
+    itemsize: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element while rows are made: those of complex modes have two parts."""
+        stages = (stage for chain in self.layer for stage in walk(chain))
+        modes = any(isinstance(stage, Mix) and stage.mixer.is_complex for stage in stages)
+        return self.itemsize * (2 if modes else 1)
+
+    @property
+    def heads(self) -> int:
+        """Length of the head axis."""
+        return self.groups * self.repeat
+
+
+def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
+    """Cut `core`, `mixer` or `unified` out of a chain; also return how many channels run through that cut.
+
+    `channels` is the width of what enters the chain.
+    """
+    first, last = _core_span(chain)
+    for stage in chain[:first]:
+        if isinstance(stage, Matrix):
+            channels = stage.weight.shape[0]
+        elif isinstance(stage, Unmapped):
+            channels = stage.width
+    lead = chain[first]
+    if first == last and isinstance(lead, Branch):
+        carrying = [inner for inner in lead.chains if _has_core(inner)]
+        if any(isinstance(stage, (Matrix, Unmapped)) for inner in carrying for stage in walk(inner)):
+            # The projections stand inside this branch, so what stands around it (a residual) is outside the scope.
+            cuts = [scoped(inner, scope, channels) for inner in carrying]
+            if len(cuts) == 1:
+                return cuts[0]
+            return (Branch(lead.role, tuple(cut for cut, _ in cuts)),), cuts[0][1]
+    if scope == "unified":
+        return _uncentred(_between_matrices(chain, first, last)), channels
+    return tuple(part for stage in chain[first : last + 1] for part in _cut(stage, scope)), channels
+
+
+def _has_core(chain: Chain) -> bool:
+    return any(stage.role == "core" and stage.mixes for stage in walk(chain))
+
+
+def _core_span(chain: Chain) -> tuple[int, int]:
+    inside = [k for k, stage in enumerate(chain) if _has_core((stage,))]
+    return inside[0], inside[-1]
+
+
+def _cut(stage: Stage, scope: str) -> Chain:
+    """Keep of a branch the chains with a core, and for `mixer` the skips too; a single chain stands for itself."""
+    if not isinstance(stage, Branch):
+        return (stage,)
+    kept = []
+    for inner in stage.chains:
+        if _has_core(inner):
+            first, last = _core_span(inner)
+            kept.append(tuple(part for s in inner[first : last + 1] for part in _cut(s, scope)))
+        elif scope == "mixer" and inner and all(s.role == "skip" and isinstance(s, Scale) for s in inner):
+            kept.append(inner)
+    return kept[0] if len(kept) == 1 else (Branch(stage.role, tuple(kept)),)
+
+
+def _uncentred(chain: Chain) -> Chain:
+    """Drop the centring of norms, which mixes channels, inside branches too."""
+    return tuple(
+        replace(stage, chains=tuple(_uncentred(inner) for inner in stage.chains))
+        if isinstance(stage, Branch)
+        else stage
+        for stage in chain
+        if not isinstance(stage, Center)
+    )
+
+
+def _between_matrices(chain: Chain, first: int, last: int) -> Chain:
+    bounds = [k for k, stage in enumerate(chain) if isinstance(stage, (Matrix, Unmapped))]
+    start = max((k + 1 for k in bounds if k < first), default=0)
+    stop = min((k for k in bounds if k > last), default=len(chain))
+    return chain[start:stop]

@@ -1,0 +1,1 @@
+"""Results: labelled scores, their files, and their pictures and pages."""

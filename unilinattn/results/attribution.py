@@ -1,0 +1,75 @@
+"""`Attribution`: the result of a method, with its pictures and its page."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from unilinattn.results import pages, plots
+from unilinattn.results.file import write_text
+from unilinattn.results.scores import Scores
+from unilinattn.viz import blocks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Attribution(Scores):
+    """The scores of one method on one input, immutable, with labels for their axes, layers, tokens and errors.
+
+    Attributes:
+        scores: floating-point tensor with the axes `dims`.
+        dims: some of layer, batch, query and key, in this order, key among them. Without a layer axis, `layers` names
+            the layers that were composed; without a batch axis, the result is one sequence.
+        method: name of the method.
+        options: the method's options, as JSON values.
+        scope: scope of the operators, None if the method has none.
+        tokens: a list of texts for each sequence, one text for each key, padding included.
+        grid: (rows, columns) of an image's patches.
+        mask: (batch, key), True at real tokens.
+        layers: names of the layers.
+        kinds: the kind of mixer of each layer.
+        left_out: names of the opaque layers, which no adapter knows.
+        model: name of the model.
+        versions: package versions by name.
+        reconstruction_error: ||op(x) - y|| / ||y|| against the host's output y, by layer.
+        warnings: a message for each layer whose error exceeds the tolerance (`explain(trust="warn")`).
+        stream_error: for methods that read the residual stream, the relative error of the stream plus the outputs
+            against the host's next stream, by layer.
+        completeness_gap: the completeness gap that the method reports, if any.
+        extras: further tensors, such as the share of the bias, with the axes `dims` without key.
+
+    Raises `InputError` if a label does not fit the scores.
+    """
+
+    def plot(self, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
+        """Draw one sequence of the result: one heat map per layer, or strips of tokens or patch maps for a target.
+
+        `batch`: index of the sequence. `expected`: a boolean pattern to outline, (batch, query, key), or (batch, key)
+        without a query axis.
+
+        Raises `MissingExtraError` if matplotlib is missing, and `InputError` if `batch` or `expected` does not fit.
+        """
+        return plots.attribution(self, batch=batch, expected=expected)
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        batch: int | Sequence[int] = 0,
+        expected: Bool[Tensor, "..."] | None = None,
+    ) -> str:
+        """Return the result as one self-contained HTML page, and write it to `path` if given.
+
+        `batch`: index or indices of the sequences. `expected`: a boolean pattern to outline, as in `plot`.
+
+        Raises `InputError` if `batch` or `expected` does not fit, and `ResultFileError` if `path` cannot be written.
+        """
+        return write_text(path, pages.attribution_page(self, batch=batch, expected=expected))
+
+    def _repr_html_(self) -> str:
+        return blocks.fragment(pages.attribution(self))

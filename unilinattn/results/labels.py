@@ -1,0 +1,105 @@
+"""The labels of a result: their types, and the checks that they fit the scores."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from torch import Tensor
+
+from unilinattn.errors import InputError
+
+AXES = ("layer", "batch", "query", "key")
+
+
+class Header(BaseModel):
+    """The labels of a result, validated: every field but the tensors, saved as JSON in the result's file."""
+
+    # Infinity is a valid option (the p of a norm), and JSON has no number for it.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    dims: tuple[Literal["layer", "batch", "query", "key"], ...]
+    method: str
+    options: dict[str, JsonValue]
+    scope: str | None
+    tokens: tuple[tuple[str, ...], ...] | None
+    grid: tuple[int, int] | None
+    layers: tuple[str, ...]
+    kinds: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    model: str
+    versions: dict[str, str]
+    reconstruction_error: dict[str, float]
+    warnings: tuple[str, ...] = ()
+    stream_error: dict[str, float] = {}
+    completeness_gap: float | None
+
+
+def validated(values: Mapping[str, Any]) -> Header:
+    """Return the labels as a `Header`, with the options as plain JSON values, equal to those of a loaded file.
+
+    Raises `InputError` if a label has a wrong type, and names it.
+    """
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    try:
+        plain["options"] = json.loads(json.dumps(plain["options"]))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            "The options of a result must be plain JSON values (str, int, float, bool, None, lists and "
+            f"dicts of them), so that it can be saved: {error}."
+        ) from error
+    try:
+        return Header.model_validate(plain)
+    except ValidationError as error:
+        raise InputError(f"The labels of a result do not have the right types: {describe(error)}.") from error
+
+
+def describe(error: ValidationError) -> str:
+    """Return the first three messages of a validation error on one line."""
+    messages = error.errors()[:3]
+    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'header'}: {item['msg']}" for item in messages)
+
+
+def check_tensors(scores: Tensor, mask: Tensor | None, extras: Mapping[str, Tensor]) -> None:
+    """Raise `InputError` unless all are tensors, the scores floating point and the mask boolean."""
+    for name, tensor in {"scores": scores, **extras}.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} must be a tensor, not {type(tensor).__name__}.")
+    if not scores.is_floating_point():
+        raise InputError(f"scores must be floating point, not {scores.dtype}.")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
+        raise InputError("mask must be a boolean tensor, True at real tokens.")
+
+
+def check_fit(header: Header, shape: tuple[int, ...], mask_shape: tuple[int, ...] | None) -> None:
+    """Raise `InputError` unless every label fits scores of shape `shape`."""
+    dims = header.dims
+    if dims != tuple(axis for axis in AXES if axis in dims) or "key" not in dims:
+        raise InputError(f"dims must be some of {AXES} in this order, key among them; got {dims}.")
+    if len(dims) != len(shape):
+        raise InputError(f"dims {dims} name {len(dims)} axes, but scores have shape {shape}.")
+    sizes = dict(zip(dims, shape, strict=True))
+    _check_tokens(header, sizes.get("batch", 1), sizes["key"], mask_shape)
+    if len(set(header.layers)) != len(header.layers):
+        raise InputError(
+            f"Layer names must be unique, because errors are kept by name; got {header.layers}. "
+            "Name the calls of a shared module apart."
+        )
+    if header.kinds and len(header.kinds) != len(header.layers):
+        raise InputError(f"kinds needs one name for each of {len(header.layers)} layers; got {header.kinds}.")
+    if "layer" in dims and header.layers and len(header.layers) != sizes["layer"]:
+        raise InputError(f"The layer axis has {sizes['layer']} entries, but layers {len(header.layers)} names.")
+
+
+def _check_tokens(header: Header, sequences: int, length: int, mask_shape: tuple[int, ...] | None) -> None:
+    if mask_shape not in (None, (sequences, length)):
+        raise InputError(f"mask must have shape {(sequences, length)} (batch, key), not {mask_shape}.")
+    lengths = None if header.tokens is None else [len(row) for row in header.tokens]
+    if lengths not in (None, [length] * sequences):
+        raise InputError(
+            f"tokens must be {sequences} lists of {length} texts (one for each key, padding included); "
+            f"got lengths {lengths}."
+        )
+    if header.grid is not None and (min(header.grid) < 1 or header.grid[0] * header.grid[1] > length):
+        raise InputError(f"The patches of grid {header.grid} are more than the {length} keys, or none.")

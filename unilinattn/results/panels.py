@@ -1,0 +1,142 @@
+"""Panels: the labelled arrays that every picture of a result draws, one per layer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from unilinattn.errors import InputError
+from unilinattn.results.scores import Scores, count_kinds, score_array
+from unilinattn.viz.colours import Array, largest, shown
+
+COUNT_THE_RESIDUAL = ("alti", "attribution", "rollout")
+"""Methods that add the residual stream to each query's own key, for any options."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One array of scores with its title, labels and notes. Padded positions are removed.
+
+    Attributes:
+        kind: `matrix` of queries by keys, `strip` of one row of keys, or `image` of patches.
+        title: name of the layer, or of the method where layers are composed.
+        mixer: kind of mixer of the layer, or the counted kinds of composed layers.
+        error: reconstruction error of the layer, or the worst one of composed layers.
+        values: the scores.
+        row_tokens, column_tokens: texts of queries and keys.
+        expected: the pattern to outline.
+        own: position and score of the target's own key, in a strip of a method that adds the residual stream to it;
+            `values` is NaN there, so that the other keys set the colour scale.
+    """
+
+    kind: Literal["matrix", "strip", "image"]
+    title: str
+    mixer: str
+    error: float | None
+    values: Float[Array, "row column"]
+    row_tokens: tuple[str, ...] | None
+    column_tokens: tuple[str, ...] | None
+    expected: Bool[Array, "row column"] | None
+    own: tuple[int, float] | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes under the title, without the mixer: error, largest score, the target's own score."""
+        error = [] if self.error is None else [f"error {self.error:.1e}"]
+        if self.own is None:
+            return [*error, f"largest {largest(self.values):.3g}"]
+        own = f"the token itself and the residual stream {self.own[1]:.3g}"
+        return [*error, f"largest of the other tokens {largest(self.values):.3g}", own]
+
+    @property
+    def signed(self) -> bool:
+        """Whether any score is negative."""
+        return bool((self.values < 0).any())
+
+
+def panels(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> tuple[Panel, ...]:
+    """Return one panel per layer for one sequence of a result; a method that composes layers has one panel.
+
+    Raises `InputError` if there is no such sequence or `expected` does not have its shape.
+    """
+    one = result.select(batch=batch) if "batch" in result.dims else result
+    if "batch" not in result.dims and batch not in (0, -1):
+        raise InputError(f"This result is one sequence, so batch can only be 0, not {batch}.")
+    pattern = None if expected is None else _one_pattern(result, batch, expected)
+    scores = score_array(one).astype(np.float64)
+    stacked = scores if "layer" in one.dims else scores[None]
+    real = np.ones(one.sizes["key"], dtype=bool) if one.mask is None else one.mask[0].cpu().numpy()
+    tokens = None if one.tokens is None else tuple(shown(t) for t, r in zip(one.tokens[0], real, strict=True) if r)
+    made = []
+    for title, values in zip(_titles(one, len(stacked)), stacked, strict=True):
+        if "query" in one.dims:
+            square = values.shape[0] == values.shape[1]
+            rows = real if square else np.ones(values.shape[0], dtype=bool)
+            outlined = None if pattern is None else pattern[np.ix_(rows, real)]
+            labels = tokens if square else None
+            made.append(Panel("matrix", *title, values[np.ix_(rows, real)], labels, tokens, outlined))
+        elif one.grid is not None:
+            patches = _patch_positions(one)
+            outlined = None if pattern is None else pattern[patches].reshape(one.grid)
+            made.append(Panel("image", *title, values[patches].reshape(one.grid), None, None, outlined))
+        else:
+            outlined = None if pattern is None else pattern[None, real]
+            row = values[None, real]
+            own = None
+            if (place := _own_key(result, batch, row.size)) is not None:
+                own = (place, float(row[0, place]))
+                row[0, place] = np.nan
+            made.append(Panel("strip", *title, row, None, tokens, outlined, own))
+    return tuple(made)
+
+
+def counts_residual(result: Scores) -> bool:
+    """Return whether a method adds the residual stream to the score of each query's own key."""
+    return result.method in COUNT_THE_RESIDUAL or result.options.get("residual") is True
+
+
+def _one_pattern(result: Scores, batch: int, expected: Tensor) -> Bool[Array, "..."]:
+    sizes = {axis: size for axis, size in result.sizes.items() if axis != "layer"}
+    whole = tuple(sizes.values())
+    single = tuple(size for axis, size in sizes.items() if axis != "batch")
+    if tuple(expected.shape) not in (whole, single):
+        raise InputError(
+            f"expected must have shape {whole} ({', '.join(sizes)}) or, if the same in every sequence, "
+            f"{single}; got {tuple(expected.shape)}."
+        )
+    return (expected[batch] if expected.ndim > len(single) else expected).cpu().numpy()
+
+
+def _titles(one: Scores, count: int) -> list[tuple[str, str, float | None]]:
+    """Return the title, mixer and reconstruction error of each panel; composed layers share their worst error."""
+    if "layer" not in one.dims and len(one.layers) != 1:
+        worst = None if one.worst_error is None else one.worst_error[1]
+        title = f"{len(one.layers)} layers together" if one.layers else one.method
+        return [(title, count_kinds(one.kinds), worst)]
+    names = one.layers or tuple(f"layer {index}" for index in range(count))
+    kinds = one.kinds or ("",) * count
+    return [(name, kind, one.reconstruction_error.get(name)) for name, kind in zip(names, kinds, strict=True)]
+
+
+def _own_key(result: Scores, batch: int, count: int) -> int | None:
+    """Return the target's position among the real keys, or None if the method adds no residual stream to it."""
+    target = result.options.get("target")
+    if isinstance(target, list):
+        # A sequence that was selected earlier has not recorded which of several targets was its own.
+        target = target[batch] if "batch" in result.dims or len(target) == 1 else None
+    if not isinstance(target, int) or not -count <= target < count or count == 1:
+        return None
+    return target % count if counts_residual(result) else None
+
+
+def _patch_positions(one: Scores) -> list[int]:
+    """Return the positions of the patches: keys without a bracketed token such as [CLS], else the last keys."""
+    assert one.grid is not None
+    length, count = one.sizes["key"], one.grid[0] * one.grid[1]
+    if one.tokens is not None:
+        plain = [i for i, t in enumerate(one.tokens[0]) if not (t.startswith("[") and t.endswith("]"))]
+        if len(plain) == count:
+            return plain
+    return list(range(length - count, length))

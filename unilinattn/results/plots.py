@@ -1,0 +1,236 @@
+"""Matplotlib figures of results, made without pyplot, which would change global state."""
+
+import io
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Bool
+from torch import Tensor
+
+from unilinattn.optional import import_extra
+from unilinattn.results.panels import Panel, panels
+from unilinattn.results.scores import Scores, count_kinds
+from unilinattn.results.table import ScoreTable
+from unilinattn.viz.colours import DIVERGING, OUTLINE, SEQUENTIAL, outline, relative
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
+
+MOST_LABELS = 40
+"""Largest number of tokens that label an axis; longer axes show positions."""
+
+INK, FAINT = "#1c1f2b", "#737a8c"
+
+
+def attribution(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
+    """Draw one sequence of a result, one panel per layer: heat maps, or patch maps or token strips for a target.
+
+    A colour is the square root of a score relative to its panel's largest; the scale diverges around zero if any score
+    is negative. `expected` is outlined: (batch, query, key), or (batch, key) without a query axis.
+
+    Raises `MissingExtraError` if matplotlib is missing, and `InputError` if `batch` or `expected` does not fit.
+    """
+    drawn = panels(result, batch=batch, expected=expected)
+    strips = drawn[0].kind == "strip"
+    columns = 1 if strips else min(len(drawn), 4 if len(drawn) > 6 else 3)
+    rows = -(-len(drawn) // columns)
+    named = strips or len(drawn) <= 6
+    width, height = _panel_size(drawn[0], named)
+    figure = _figure(columns * width + 0.9, rows * height + 0.6)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    signed = any(panel.signed for panel in drawn)
+    for index, axes in enumerate(grid.flat):
+        if index >= len(drawn):
+            axes.set_axis_off()
+            continue
+        panel = drawn[index]
+        _draw(axes, panel, signed, named and (not strips or index == len(drawn) - 1))
+        _caption(axes, panel.title, [panel.mixer, *panel.notes])
+    of = f" of {result.model}" if result.model else ""
+    scope = f", scope {result.scope}" if result.scope else ""
+    title = _math_free(f"{result.method}{of}{scope}")
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
+    _legend(figure, list(grid.flat), signed, expected is not None)
+    return figure
+
+
+def comparison(results: ScoreTable[Any], *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
+    """Draw one sequence of a comparison as a grid: one column per model, one row per method and layer.
+
+    Colours are those of `attribution`. `expected` (batch, query, key) is outlined in every result with a query axis.
+
+    Raises `MissingExtraError` if matplotlib is missing, and `InputError` if `batch` or `expected` does not fit.
+    """
+    cells: dict[tuple[str, int], dict[str, Panel]] = {}
+    for method in results.methods:
+        for model in results:
+            if (result := results[model].get(method)) is None:
+                continue
+            pattern = expected if "query" in result.dims else None
+            for place, panel in enumerate(panels(result, batch=batch, expected=pattern)):
+                cells.setdefault((method, place), {})[model] = panel
+    rows = sorted(cells, key=lambda row: (results.methods.index(row[0]), row[1]))
+    sizes = [max(_panel_size(panel, False) for panel in cells[row].values()) for row in rows]
+    width, heights = max(size[0] for size in sizes), [size[1] for size in sizes]
+    figure = _figure(len(results) * width + 1.1, sum(heights) + 0.9)
+    grid = figure.subplots(len(rows), len(results), squeeze=False, height_ratios=heights)
+    every = [panel for row in cells.values() for panel in row.values()]
+    signed = any(panel.signed for panel in every)
+    for line, row in zip(grid, rows, strict=True):
+        for axes, model in zip(line, results, strict=True):
+            if model not in cells[row]:
+                axes.set_axis_off()
+                continue
+            panel = cells[row][model]
+            _draw(axes, panel, signed, panel.kind == "strip")
+            _caption(axes, panel.title, panel.notes)
+            axes.label_outer(remove_inner_ticks=False)
+        _side_title(line[0], row[0])
+    for axes, model in zip(grid[0], results, strict=True):
+        kinds = count_kinds(next(iter(results[model].values())).kinds)
+        _top_title(axes, model, kinds)
+    _legend(figure, list(grid.flat), signed, any(panel.expected is not None for panel in every))
+    return figure
+
+
+def _figure(width: float, height: float) -> "Figure":
+    figure = import_extra("matplotlib.figure", "plot").Figure(
+        figsize=(width, height), layout="constrained", dpi=120, facecolor="white"
+    )
+    # Notebooks display only figures of pyplot; this method displays this one.
+    figure._repr_png_ = partial(_png, figure)
+    return figure
+
+
+def _png(figure: "Figure") -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _panel_size(panel: Panel, named: bool) -> tuple[float, float]:
+    rows, columns = panel.values.shape
+    if panel.kind == "strip":
+        return max(5.0, 0.32 * min(columns, 40)), 0.7
+    side = max(2.6, 0.13 * columns + 0.9) if named and _few(panel.column_tokens) else 2.6
+    return side, side * min(max(rows / columns, 0.4), 2.0) + 0.1
+
+
+def _few(tokens: Sequence[str] | None) -> bool:
+    return tokens is not None and len(tokens) <= MOST_LABELS
+
+
+def _colours(signed: bool) -> "Colormap":
+    stops = (DIVERGING if signed else SEQUENTIAL)["light"]
+    return import_extra("matplotlib.colors", "plot").LinearSegmentedColormap.from_list("unilinattn", stops)
+
+
+def _draw(axes: "Axes", panel: Panel, signed: bool, named: bool) -> None:
+    rows, columns = panel.values.shape
+    axes.imshow(
+        relative(panel.values),
+        cmap=_colours(signed),
+        vmin=-1 if signed else 0,
+        vmax=1,
+        aspect="auto" if panel.kind == "strip" else "equal",
+        interpolation="nearest" if max(rows, columns) <= 256 else "auto",
+        extent=(0, columns, rows, 0),
+    )
+    for side in axes.spines.values():
+        side.set_color("#c9cdd8")
+        side.set_linewidth(0.6)
+    axes.tick_params(length=0, labelsize=6.5, colors=FAINT, pad=2)
+    short = all(len(token) <= 2 for token in panel.column_tokens or ())
+    _label(axes.xaxis, panel.column_tokens if named else None, columns, rotation=0 if short else 90)
+    _label(axes.yaxis, panel.row_tokens if named else None, rows, rotation=0)
+    if panel.kind == "strip":
+        axes.set_yticks([])
+        if not named:
+            axes.set_xticks([])
+    elif panel.kind == "matrix":
+        axes.set_xlabel("key", fontsize=7, color=FAINT, labelpad=2)
+        axes.set_ylabel("query", fontsize=7, color=FAINT, labelpad=2)
+    if panel.expected is not None:
+        lines = [((x0, y0), (x1, y1)) for x0, y0, x1, y1 in outline(panel.expected)]
+        collection = import_extra("matplotlib.collections", "plot").LineCollection
+        axes.add_collection(
+            collection(lines, colors=OUTLINE["light"], linewidths=0.9, capstyle="projecting"), autolim=False
+        )
+
+
+def _label(axis: "Axis", tokens: Sequence[str] | None, count: int, rotation: int) -> None:
+    """Label every cell of an axis by its token, or some by their position if there are many."""
+    if tokens is not None and _few(tokens):
+        texts = [_math_free(token if len(token) <= 10 else token[:9] + "…") for token in tokens]
+        axis.set_ticks(np.arange(count) + 0.5, texts, rotation=rotation)
+        return
+    step = next(power for power in (2**exponent for exponent in range(64)) if count / power <= 8)
+    places = np.arange(0, count, step)
+    axis.set_ticks(places + 0.5, [str(place) for place in places])
+
+
+def _math_free(text: str) -> str:
+    return text.replace("$", r"\$")
+
+
+def _caption(axes: "Axes", title: str, notes: Sequence[str]) -> None:
+    axes.set_title(_math_free(title), loc="left", fontsize=8, color=INK, pad=13)
+    axes.annotate(
+        _math_free(", ".join(note for note in notes if note)),
+        (0, 1),
+        xytext=(0, 3),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=6.2,
+        color=FAINT,
+    )
+
+
+def _side_title(axes: "Axes", text: str) -> None:
+    axes.annotate(
+        _math_free(text),
+        (0, 0.5),
+        xytext=(-34, 0),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=9,
+        fontweight="bold",
+        color=INK,
+        rotation=90,
+        ha="right",
+        va="center",
+    )
+
+
+def _top_title(axes: "Axes", text: str, kinds: str) -> None:
+    for words, height, weight, size, colour in ((text, 38, "bold", 10, INK), (kinds, 27, "normal", 7, FAINT)):
+        axes.annotate(
+            _math_free(words),
+            (0, 1),
+            xytext=(0, height),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            fontsize=size,
+            fontweight=weight,
+            color=colour,
+        )
+
+
+def _legend(figure: "Figure", axes: "list[Axes]", signed: bool, outlined: bool) -> None:
+    """Add the colour scale, relative to the largest score of each panel, and the key of the outline."""
+    norm = import_extra("matplotlib.colors", "plot").Normalize(-1 if signed else 0, 1)
+    mappable = import_extra("matplotlib.cm", "plot").ScalarMappable(norm, _colours(signed))
+    shares = [-1, -0.5, -0.1, 0, 0.1, 0.5, 1] if signed else [0, 0.01, 0.1, 0.25, 0.5, 1]
+    bar = figure.colorbar(mappable, ax=axes, fraction=0.03, aspect=30, shrink=min(1.0, 4 / figure.get_figheight()))
+    bar.set_ticks([float(np.sign(s) * abs(s) ** 0.5) for s in shares], labels=[f"{s:.0%}" for s in shares])
+    bar.ax.tick_params(length=0, labelsize=6.5, colors=FAINT)
+    bar.set_label("share of the panel's largest score", fontsize=7, color=FAINT)
+    bar.outline.set_visible(False)
+    if outlined:
+        line = import_extra("matplotlib.lines", "plot").Line2D([], [], color=OUTLINE["light"], linewidth=1.2)
+        figure.legend([line], ["expected"], loc="outside upper right", frameon=False, fontsize=7, labelcolor=FAINT)

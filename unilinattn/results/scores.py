@@ -1,0 +1,286 @@
+"""`Scores`: the labelled, immutable data of a result, without its pictures."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from unilinattn.errors import InputError, OptionError, ResultFileError, nearest
+from unilinattn.optional import import_extra
+from unilinattn.results import file as resultfile
+from unilinattn.results import labels
+from unilinattn.results.labels import Header
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Scores:
+    """The data of an `Attribution`, which documents the fields.
+
+    Raises `InputError` if a label does not fit the scores.
+    """
+
+    scores: Float[Tensor, "*axes"]
+    dims: tuple[str, ...]
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scope: str | None = None
+    tokens: Sequence[Sequence[str]] | None = None
+    grid: tuple[int, int] | None = None
+    mask: Bool[Tensor, "batch length"] | None = None
+    layers: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    model: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    reconstruction_error: Mapping[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    stream_error: Mapping[str, float] = field(default_factory=dict)
+    completeness_gap: float | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        header = self._header()
+        for name in Header.model_fields:
+            value = getattr(header, name)
+            object.__setattr__(self, name, MappingProxyType(value) if isinstance(value, dict) else value)
+        labels.check_tensors(self.scores, self.mask, self.extras)
+        labels.check_fit(header, tuple(self.scores.shape), None if self.mask is None else tuple(self.mask.shape))
+        object.__setattr__(self, "scores", self.scores.detach())
+        extras = {name: tensor.detach() for name, tensor in self.extras.items()}
+        object.__setattr__(self, "extras", MappingProxyType(extras))
+
+    def _header(self) -> Header:
+        return labels.validated({name: getattr(self, name) for name in Header.model_fields})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        plain = {name: dict(v) if isinstance(v, MappingProxyType) else v for name, v in values.items()}
+        return _rebuild, (type(self), plain)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the scores for `np.asarray`, with the axes of `dims`; half precision becomes float32."""
+        return np.array(score_array(self), dtype=dtype, copy=copy)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The length of each axis by its name."""
+        return dict(zip(self.dims, self.scores.shape, strict=True))
+
+    @property
+    def worst_error(self) -> tuple[str, float] | None:
+        """The layer with the largest reconstruction error and that error, or None if no error was recorded.
+
+        A NaN counts as the largest.
+        """
+        return max(self.reconstruction_error.items(), key=_error_order, default=None)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        scope = f", scope {self.scope}" if self.scope else ""
+        lines = [f"{type(self).__name__}: {self.method}{f' of {self.model}' if self.model else ''}{scope}"]
+        lines.append(f"  scores: {axes} ({str(self.scores.dtype).removeprefix('torch.')})")
+        if self.layers:
+            lines.append(f"  layers: {len(self.layers)} ({count_kinds(self.kinds) or 'kinds not recorded'})")
+        if self.left_out:
+            lines.append(f"  LEFT OUT, no adapter knows them: {', '.join(self.left_out)}")
+        if self.options:
+            lines.append("  options: " + ", ".join(f"{name}={value!r}" for name, value in self.options.items()))
+        if (worst := self.worst_error) is not None:
+            lines.append(f"  reconstruction error: {worst[1]:.1e} at worst ({worst[0]})")
+        lines.extend(f"  WARNING: {warning}" for warning in self.warnings)
+        if self.stream_error:
+            name, error = max(self.stream_error.items(), key=_error_order)
+            lines.append(f"  stream error: {error:.1e} at worst ({name})")
+        if self.completeness_gap is not None:
+            lines.append(f"  completeness gap: {self.completeness_gap:.1e}")
+        return "\n".join(lines)
+
+    def select(self, *, layer: int | str | None = None, batch: int | None = None) -> Self:
+        """Return the result of one layer (by position or name), of one sequence, or both, without the selected axis.
+
+        Extras with the axes of `dims` without key are selected alike; other extras are dropped, because their part of
+        the selection is unknown.
+
+        Raises `InputError` if the axis is absent or the position out of range, and `OptionError` if the name is
+        unknown.
+        """
+        selected = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        if layer is not None:
+            selected["layers"], selected["kinds"] = (), ()
+            index = self._layer_index(layer)
+            if self.layers:
+                selected["layers"] = (self.layers[index],)
+                for errors in ("reconstruction_error", "stream_error"):
+                    by_layer = selected[errors].items()
+                    selected[errors] = {name: error for name, error in by_layer if name == self.layers[index]}
+            if self.kinds:
+                selected["kinds"] = (self.kinds[index],)
+            selected |= _select_axis(selected, "layer", index)
+        if batch is not None:
+            index = self._position("batch", batch)
+            if self.tokens is not None:
+                selected["tokens"] = (self.tokens[index],)
+            if self.mask is not None:
+                selected["mask"] = self.mask[index : index + 1]
+            selected |= _select_axis(selected, "batch", index)
+        return type(self)(**selected)
+
+    def _layer_index(self, layer: int | str) -> int:
+        if isinstance(layer, str):
+            if layer not in self.layers:
+                raise OptionError(f"This result has no layer {layer!r}{nearest(layer, self.layers)}")
+            layer = self.layers.index(layer)
+        return self._position("layer", layer)
+
+    def _position(self, axis: str, index: int) -> int:
+        if axis not in self.dims:
+            raise InputError(f"This result has no {axis} axis to select from; its axes are {', '.join(self.dims)}.")
+        size = self.sizes[axis]
+        if not -size <= index < size:
+            raise InputError(f"{axis} {index} is out of range: this result has {size}, so 0 to {size - 1}.")
+        return index % size
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the result as one safetensors file with a JSON header and return its path.
+
+        The write is atomic and replaces an older file of that name.
+
+        Raises `ResultFileError` if the folder does not exist, or if `path` is a folder.
+        """
+        tensors = {
+            "scores": self.scores,
+            **{f"extras/{name}": tensor for name, tensor in self.extras.items()},
+        }
+        if self.mask is not None:
+            tensors["mask"] = self.mask
+        return resultfile.write(path, self._header(), tensors)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a result written by `save`; the tensors are on the CPU.
+
+        Raises `ResultFileError` if the file does not exist, is damaged, has another format or version, or holds labels
+        that contradict its tensors.
+        """
+        header, tensors = resultfile.read(path)
+        extras = {name.removeprefix("extras/"): t for name, t in tensors.items() if name.startswith("extras/")}
+        values = {name: getattr(header, name) for name in Header.model_fields}
+        try:
+            return cls(scores=tensors["scores"], mask=tensors.get("mask"), extras=extras, **values)
+        except InputError as error:
+            raise ResultFileError(f"The labels and the tensors of {path} contradict each other: {error}") from error
+
+    def to_xarray(self) -> "xarray.DataArray":
+        """Return the scores as a DataArray with named axes.
+
+        Coordinates: layer names and kinds, token texts (`query_token`, `key_token`) and `real` (False at padding). All
+        other labels are attributes, with mappings as JSON.
+
+        Raises `MissingExtraError` if xarray is missing.
+        """
+        package = import_extra("xarray", "xarray")
+        coordinates: dict[str, Any] = {
+            axis: np.arange(size) for axis, size in self.sizes.items() if axis != "layer" or not self.layers
+        }
+        if "layer" in self.dims and self.layers:
+            coordinates["layer"] = list(self.layers)
+            if self.kinds:
+                coordinates["kind"] = ("layer", list(self.kinds))
+        sequence = ("batch",) if "batch" in self.dims else ()
+        if self.mask is not None:
+            real = self.mask.cpu().numpy()
+            coordinates["real"] = ((*sequence, "key"), real if sequence else real[0])
+        for axis in ("query", "key"):
+            if (tokens := self._axis_tokens(axis)) is not None:
+                texts = np.array(tokens, dtype=object)
+                coordinates[f"{axis}_token"] = ((*sequence, axis), texts if sequence else texts[0])
+        attributes = {
+            name: json.dumps(value) if isinstance(value, dict) else value
+            for name, value in self._header().model_dump(mode="python").items()
+            if name not in ("dims", "tokens", "layers", "kinds") and value is not None
+        }
+        return package.DataArray(score_array(self), coords=coordinates, dims=self.dims, name="score", attrs=attributes)
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return the scores in long format, one row per score.
+
+        Columns: those of `layer`, `kind`, `batch`, `query`, `query_token`, `key` and `key_token` that the result has,
+        and `score`. Positions index the scores' axes; padded ones are omitted.
+
+        Raises `MissingExtraError` if pandas is missing.
+        """
+        package = import_extra("pandas", "xarray")
+        scores = score_array(self)
+        places = dict(zip(self.dims, (axis.ravel() for axis in np.indices(scores.shape)), strict=True))
+        sequence = places.get("batch", np.zeros(scores.size, dtype=int))
+        columns: dict[str, Any] = {}
+        for axis, place in places.items():
+            columns[axis] = place
+            if axis == "layer" and self.layers:
+                columns["layer"] = np.array(self.layers, dtype=object)[place]
+                if self.kinds:
+                    columns["kind"] = np.array(self.kinds, dtype=object)[place]
+            if (tokens := self._axis_tokens(axis)) is not None:
+                columns[f"{axis}_token"] = np.array(tokens, dtype=object)[sequence, place]
+        columns["score"] = scores.ravel()
+        frame = package.DataFrame(columns)
+        if self.mask is None:
+            return frame
+        real = self.mask.cpu().numpy()
+        both_real = real[sequence, places["key"]]
+        if self._square():
+            both_real &= real[sequence, places["query"]]
+        return frame[both_real].reset_index(drop=True)
+
+    def _square(self) -> bool:
+        return "query" in self.dims and self.sizes["query"] == self.sizes["key"]
+
+    def _axis_tokens(self, axis: str) -> Sequence[Sequence[str]] | None:
+        return self.tokens if axis == "key" or (axis == "query" and self._square()) else None
+
+
+def count_kinds(kinds: Sequence[str]) -> str:
+    """Return the kinds of mixers with their number of layers: 'softmax attention x2, diagonal decay'."""
+    return ", ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in Counter(kinds).items())
+
+
+def score_array(result: Scores) -> np.ndarray:
+    """Return the scores as a NumPy array; float16 and bfloat16 (which NumPy lacks) become float32."""
+    scores = result.scores.cpu()
+    return (scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores).numpy()
+
+
+def _error_order(entry: tuple[str, float]) -> float:
+    return float("inf") if entry[1] != entry[1] else entry[1]
+
+
+def _rebuild(kind: type[Scores], values: dict[str, Any]) -> Scores:
+    return kind(**values)
+
+
+def _select_axis(kept: Mapping[str, Any], axis: str, index: int) -> dict[str, Any]:
+    dims: tuple[str, ...] = kept["dims"]
+    place = dims.index(axis)
+    leading = kept["scores"].shape[:-1]
+    return {
+        "dims": tuple(name for name in dims if name != axis),
+        "scores": kept["scores"].select(place, index),
+        "extras": {
+            name: tensor.select(place, index)
+            for name, tensor in kept["extras"].items()
+            if tensor.shape[: len(leading)] == leading
+        },
+    }

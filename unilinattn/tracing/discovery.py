@@ -1,0 +1,247 @@
+"""Find the modules outside of a model's registered layers that move information between tokens, by their behaviour.
+
+Class names are not read. Every layer of a trace returns its recorded output, so that the rest of the model should
+compute each token from that token only. A random half of the tokens is perturbed, then the other half; if a watched
+token changes, a module mixes tokens.
+
+Cost: three runs of the model without the computation of its layers, for each sequence length of its layers (an encoder
+with a decoder has two), once for each model. The result is remembered until a module, a weight, a training flag or the
+names of the arguments change, or an input is longer. If modules mix, about five more such runs for each of their
+classes. Memory: two numbers per token for every tensor that enters or leaves a module. The user's hooks on the model
+run in these runs too.
+
+Not detected: modules that mix ids or pixels before these are token vectors, and modules after the last layer that
+return no vector per token (a pooling head).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from unilinattn.call import package_version
+from unilinattn.errors import UnknownArchitectureError
+from unilinattn.registry import list_architectures
+from unilinattn.tracing import substitution
+from unilinattn.tracing.inputs import call_host
+from unilinattn.tracing.isolation import in_gradient_mode, isolated
+from unilinattn.tracing.logits import KEEP
+from unilinattn.tracing.module_calls import CallRecord
+from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
+from unilinattn.tracing.recorder import Recorder
+from unilinattn.tracing.wrappers import plain_run
+
+NAMED = 6
+"""Largest number of mixers that an error names."""
+
+
+@dataclass(frozen=True)
+class UnregisteredMixer:
+    """A module without an adapter that moves information between tokens.
+
+    `holds_layers` says that registered layers run inside it, so that it cannot become an opaque layer.
+    """
+
+    path: str
+    module: nn.Module
+    holds_layers: bool
+
+
+@dataclass(frozen=True)
+class _Answer:
+    key: tuple[object, ...]
+    size: int
+    mixers: tuple[tuple[str, bool], ...]
+
+
+_answers: "WeakKeyDictionary[nn.Module, _Answer]" = WeakKeyDictionary()
+
+
+def remembered_mixers(model: nn.Module, given: Mapping[str, Any], above: int) -> tuple[UnregisteredMixer, ...] | None:
+    """Return the result of `unregistered_mixers` for this model in its present state, None if there is none yet."""
+    answer = _answers.get(model)
+    if answer is None or answer.key != _state(model, given) or answer.size < _size(_shortened(given, above)):
+        return None
+    return tuple(UnregisteredMixer(path, model.get_submodule(path), holds) for path, holds in answer.mixers)
+
+
+def unregistered_mixers(
+    model: nn.Module, given: Mapping[str, Any], layers: Sequence[CallRecord], above: int
+) -> tuple[UnregisteredMixer, ...]:
+    """Return the modules outside of the recorded layers that move information between tokens, and remember them.
+
+    `layers` are the recorded calls of a run on the arguments `given`. Inputs of more than `above` tokens are cut to
+    their first `PREFIX` tokens. The model and the random number generators are restored. The
+    docstring of this file gives the cost.
+    """
+    examined = _shortened(given, above)
+    if examined is not given:
+        layers = _layers_of(model, examined)
+    mixers = _Search(model, examined, layers).run()
+    answer = tuple((mixer.path, mixer.holds_layers) for mixer in mixers)
+    _answers[model] = _Answer(_state(model, given), _size(examined), answer)
+    return mixers
+
+
+def _layers_of(model: nn.Module, given: Mapping[str, Any]) -> list[CallRecord]:
+    """Run the model and return the calls of its layers."""
+    recorder = Recorder(model)
+
+    def run() -> None:
+        with plain_run(model), recorder.attached():
+            call_host(model, given)
+
+    in_gradient_mode(False, lambda: isolated(model, run))
+    return recorder.layers
+
+
+def refuse(
+    model: nn.Module, layers: Sequence[CallRecord], mixers: Sequence[UnregisteredMixer], *, strict: bool
+) -> None:
+    """Raise `UnknownArchitectureError` for a model without layers, or with mixers that are not allowed.
+
+    With `strict` no mixer is allowed; otherwise those that hold registered layers are not.
+    """
+    refused = [mixer for mixer in mixers if strict or mixer.holds_layers]
+    if not refused and (layers or mixers):
+        return
+    close: list[str] = []
+    if refused:
+        what = _what(refused[0])
+        names = {host.rsplit(".", 1)[-1] for a in list_architectures().values() for host in a.hosts}
+        close = get_close_matches(type(refused[0].module).__qualname__, sorted(names), n=3, cutoff=0.5)
+    else:
+        what = f"{type(model).__name__} ran no module that is a registered token mixer"
+    like = f" (the nearest that are: {', '.join(close)})" if close else ""
+    others = ", ".join(f"{mixer.path or 'the model'} ({type(mixer.module).__name__})" for mixer in refused[1:NAMED])
+    more = f" and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
+    too = f" So do {others}{more}." if others else ""
+    if any(mixer.holds_layers for mixer in refused):
+        otherwise = "strict=False cannot leave it out, because registered layers run inside it."
+    else:
+        otherwise = "Or trace with strict=False, which leaves it out."
+    raise UnknownArchitectureError(
+        f"{what}; no adapter is registered for it{like}.{too} `unilinattn list` shows all. To add one, decorate a "
+        "function that builds a `Flow` with `unilinattn.register_architecture('package.module.Class', name=..., "
+        f"kind=...)`; docs/adding_an_architecture.md shows how. {otherwise}"
+    )
+
+
+class _Search:
+    """One search of one model on one input."""
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:
+        self._model, self._given = model, given
+        self._classes = {path: type(module) for path, module in model.named_modules()}
+        self._held: dict[str, list[Constant]] = {}
+        self._holders: set[str] = set()
+        for layer in layers:
+            if layer.output is not None:
+                self._held.setdefault(layer.name, []).append(Constant(layer.structure, layer.output))
+            holder = layer.parent
+            while holder is not None:
+                self._holders.add(holder.name)
+                holder = holder.parent
+        self._lengths = _lengths(given, layers)
+        self._found: dict[str, bool] = {}
+
+    def run(self) -> tuple[UnregisteredMixer, ...]:
+        """Search each sequence length in turn, and return the outermost modules."""
+        # A model that is itself a layer has no modules outside of it.
+        if "" not in self._held:
+            for length in self._lengths:
+                self._search(length)
+        inside = tuple(f"{path}." for path, holds in self._found.items() if path and not holds)
+        return tuple(
+            UnregisteredMixer(path, self._model.get_submodule(path), holds)
+            for path, holds in sorted(self._found.items(), key=lambda item: list(self._classes).index(item[0]))
+            if not path.startswith(inside)
+        )
+
+    def _search(self, length: int) -> None:
+        """Find sources and let those that can be layers return constants, until no watched token changes."""
+        generator = torch.Generator().manual_seed(0)
+        half = torch.randperm(length, generator=generator) < length // 2
+        acquitted: set[str] = set()
+        while sources := self._sources(length, (half, ~half)) - acquitted:
+            holders = {path for path in sources if path in self._holders}
+            self._found |= dict.fromkeys(holders, True)
+            suspects = self._alike(sources - holders)
+            trial = Trial(self._model, length, self._held, suspects, (half, ~half))
+            trial.run(self._given)
+            # A suspect that no tensor with tokens enters cannot be tried: the perturbed run decides.
+            mixes = {p for p, mixed in trial.mixes.items() if mixed or (mixed is None and p in sources)}
+            if not mixes:
+                return
+            self._held |= {path: trial.calls[path] for path in mixes}
+            self._found |= dict.fromkeys(mixes, False)
+            acquitted |= holders | suspects - mixes
+
+    def _sources(self, length: int, masks: Sequence[Tensor]) -> set[str]:
+        reference = Reference(self._model, length, self._held)
+        reference.run(self._given)
+        sources: set[str] = set()
+        for mask in masks:
+            run = Perturbed(self._model, self._held, reference, mask)
+            run.run(self._given)
+            sources |= run.sources.keys()
+        return sources
+
+    def _alike(self, paths: set[str]) -> set[str]:
+        """Return the paths and those of other modules of the same classes, which are tried too."""
+        classes = {self._classes[path] for path in paths}
+        excluded = self._holders | self._held.keys()
+        return {path for path, cls in self._classes.items() if cls in classes and path not in excluded}
+
+
+def _what(mixer: UnregisteredMixer) -> str:
+    cls = type(mixer.module)
+    place = f"{mixer.path} is" if mixer.path else "the model is"
+    if mixer.holds_layers:
+        return (
+            f"{place} a {cls.__module__}.{cls.__qualname__}, which moves information between tokens outside of the "
+            "registered layers in it"
+        )
+    what = f"{place} a {cls.__module__}.{cls.__qualname__}, which moves information between tokens"
+    if cls.__module__.startswith("transformers.") and "Attention" in cls.__name__:
+        # Softmax attention is recognised by this interface, which some classes use only in later versions.
+        what += f" and does not go through the attention interface in {package_version(mixer.module)}"
+    return what
+
+
+def _lengths(given: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[int]:
+    """Return the distinct sequence lengths above 1 of the layers' inputs, without layers of the model's inputs."""
+    entered = [layer.entered for layer in layers]
+    ids = [x for x in given.values() if isinstance(x, Tensor) and x.ndim in (2, 3)] if not layers else []
+    lengths = dict.fromkeys(x.shape[1] for x in (*entered, *ids) if x is not None and x.ndim in (2, 3))
+    return [length for length in lengths if length > 1]
+
+
+def _state(model: nn.Module, given: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return the key of an answer: modules, their modes and weights, names of the arguments, registered adapters."""
+    modules = tuple((path, type(module), module.training) for path, module in model.named_modules())
+    weights = tuple((id(p), p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in model.parameters())
+    return modules, weights, tuple(sorted(given)), tuple(list_architectures())
+
+
+def _size(given: Mapping[str, Any]) -> int:
+    """Return the elements per sequence of the largest argument, a measure of the number of tokens."""
+    return max((x.numel() // len(x) for x in given.values() if isinstance(x, Tensor) and x.ndim > 1), default=0)
+
+
+def _shortened(given: Mapping[str, Any], above: int) -> Mapping[str, Any]:
+    """Return the arguments, cut to the first `PREFIX` tokens if there are more than `above`."""
+    sequences = [x.shape[1] for x in given.values() if isinstance(x, Tensor) and x.ndim in (2, 3)]
+    length = max(sequences, default=0)
+    if length <= above:
+        return given
+    cut = {}
+    for name, value in given.items():
+        along = isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == length
+        cut[name] = value[:, : substitution.PREFIX] if along else value
+    cut.pop(KEEP, None)
+    return cut

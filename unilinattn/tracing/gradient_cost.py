@@ -1,0 +1,78 @@
+"""Estimate the bytes and multiply-adds of a gradient without running the model."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import nn
+
+from unilinattn.operator.cost import apply_cost, gradient_elements
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.registry import architecture_of
+from unilinattn.tracing.recomputation import is_block
+
+TOKENWISE = 2
+"""Elements held for each element that enters or leaves a weight matrix outside the mixers: activation and gradient."""
+
+PASSES = 4
+"""Forward passes of a mixer that a gradient costs: forward, forward again, and a backward pass worth about two."""
+
+
+class GradientCost(NamedTuple):
+    """Memory and operations of a gradient.
+
+    Attributes:
+        bytes: bytes at the peak, in addition to the trace and its operators.
+        operations: multiply-adds of a forward pass and a backward pass, which computes each segment again.
+    """
+
+    bytes: int
+    operations: int
+
+
+def gradient_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits: int) -> GradientCost:
+    """Estimate a gradient with respect to every layer's output, over the segments of `recomputation`.
+
+    `operators` are keyed by the path of their module, in order of execution; `logits` is the number of elements of the
+    model's output that are computed, with their gradients.
+    """
+    first = next(iter(operators.values()))
+    tokens, width = prod(first.output.shape[:2]), first.output.element_size()
+    modules = dict(model.named_modules())
+    kept, mixing, tokenwise = 0, 0, logits * first.output.shape[2]
+    held: dict[str, int] = {}
+    mixers: dict[str, set[str]] = {}
+    for name, op in operators.items():
+        path = name.partition("#")[0]
+        segment = _segment(modules, path)
+        around = path.rpartition(".")[0] if segment is None else segment
+        mixers.setdefault(around, set()).add(path)
+        elements = gradient_elements(next(iter(op.chains.values())), tokens, next(iter(op.inputs.values())).shape[2])
+        # Each call of a module that is called several times is a segment.
+        held[around] = held.get(around, 0) + (elements if name == path else 0)
+        mixing += apply_cost(op.chains, op.inputs).operations
+        kept += 3 * op.output.numel() + (elements if segment is None else 0)
+    for around, paths in mixers.items():
+        weights = _weights(modules[around], [modules[path] for path in paths])
+        held[around] += TOKENWISE * tokens * sum(map(sum, weights))
+        tokenwise += tokens * sum(map(prod, weights))
+    peak = kept + max(held.values()) + 3 * logits
+    return GradientCost(width * peak, PASSES * mixing + 3 * tokenwise)
+
+
+def _segment(modules: Mapping[str, nn.Module], path: str) -> str | None:
+    """Return the path of the outermost recomputed module that contains a layer, None if there is none."""
+    parts = path.split(".")
+    for count in range(len(parts)):
+        name = ".".join(parts[: count + 1])
+        architecture = architecture_of(type(modules[name]))
+        if is_block(modules[name]) or (architecture is not None and not architecture.needs_capture):
+            return name
+    return None
+
+
+def _weights(around: nn.Module, without: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """Return the shapes of a module's weight matrices outside of its submodules `without`."""
+    inside = {id(parameter) for part in without for parameter in part.parameters()}
+    matrices = (parameter for parameter in around.parameters() if parameter.ndim == 2)
+    return [(m.shape[0], m.shape[1]) for m in matrices if id(m) not in inside]

@@ -1,0 +1,241 @@
+"""`Layer`: one call of a token-mixing module with its operator; `Step`: layers that are added to a stream together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from unilinattn.call import Call
+from unilinattn.errors import UncoveredError
+from unilinattn.kernels.precision import full_precision
+from unilinattn.operator.flow import Flow
+from unilinattn.operator.operator import MixerOperator, worst_error
+from unilinattn.operator.stages import Matrix, walk
+from unilinattn.registry import Architecture
+from unilinattn.tracing.isolation import in_gradient_mode, isolated
+from unilinattn.tracing.module_calls import OPAQUE, CallRecord, ResidualSite
+from unilinattn.tracing.substitution import build_flow
+from unilinattn.tracing.trust import precision_of
+from unilinattn.tracing.weights import Weights
+
+STREAM_TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+"""Largest accepted `Step.stream_error` by the dtype of the host's stream: the rounding of a sum."""
+
+
+class Layer:
+    """One call of one token-mixing module: its input, its output, and the operator between them.
+
+    Attributes:
+        name: the module's path, with "#2" for the second call of a shared module.
+        kind: the kind of token mixer ("Mamba-1 (S6)").
+        architecture: name of the adapter.
+        input, output: the module's input (batch, key, in) and output (batch, query, out), in the operator's dtype.
+        multiplier: the host's factor on the output in its sum with the stream.
+        mask: real positions of the output (batch, query), None if all are real.
+        module: the host's module.
+        arguments: the arguments of the call, by parameter name.
+        precision: the coarsest dtype that the host computed in.
+        prefix_error: None if the host's own forward ran. Otherwise the operator computed the output, and this is its
+            relative error on the prefix that the host computed too (see `trace`).
+    """
+
+    def __init__(
+        self,
+        frame: CallRecord,
+        name: str,
+        dtype: torch.dtype,
+        mask: Bool[Tensor, "batch query"] | None,
+        latest: dict[str, MixerOperator],
+        weights: Weights,
+    ) -> None:
+        """Freeze a recorded call; layers that share `latest` keep the operator of only one of them at a time."""
+        assert frame.architecture is not None and frame.output is not None
+        source = frame.entered
+        if source is None:
+            raise UncoveredError(
+                f"{name} was called without a (batch, length, channel) tensor; it cannot be an operator."
+            )
+        self._architecture: Architecture = frame.architecture
+        self.module = frame.module
+        self._weights = weights
+        # The host may have written into its tensor; `source` is the copy made before the call.
+        self.arguments: dict[str, Any] = {k: source if v is frame.input else v for k, v in frame.arguments.items()}
+        self.precision = precision_of(frame.module, frame.output)
+        self._error: float | None = None
+        self._seen = tuple(frame.seen)
+        self.name, self.kind, self.architecture = name, frame.architecture.kind, frame.architecture.name
+        device = next(frame.module.parameters(), frame.output).device
+        self.input: Float[Tensor, "batch key in"] = source.detach().to(device, dtype)
+        self.output: Float[Tensor, "batch query out"] = frame.output.detach().to(device, dtype)
+        site = frame.site
+        self._stream = None if site is None else _scaled(site.skip, site.stream.detach().to(device, dtype))
+        self.multiplier = 1.0 if site is None else site.multiplier
+        self._total = None if site is None else _without_other(site, device, dtype)
+        self._stream_dtype = self.output.dtype if site is None else site.total.dtype
+        self._reader = frame.reader
+        self.mask = None if mask is None else mask.to(device)
+        self._expected = None if frame.prefix is None else frame.prefix.output.to(device, dtype)
+        self.prefix_error = None if frame.prefix is None else frame.prefix.error
+        self._ports = None if frame.prefix is None else frame.prefix.ports
+        self._latest = None if frame.prefix is None else latest
+
+    def __repr__(self) -> str:
+        """Show path, kind and shapes."""
+        checked = "" if self._expected is None else f", the host's own on the first {self._expected.shape[1]} tokens"
+        return f"Layer({self.name}, {self.kind}, {tuple(self.input.shape)} -> {tuple(self.output.shape)}{checked})"
+
+    @property
+    def operator(self) -> MixerOperator:
+        """The layer as a frozen linear map, built on first access and cached.
+
+        Of the layers whose operator replaced the host's forward, only the latest one accessed is cached.
+
+        Raises `ModelStateError` if a weight changed since the trace, `UncoveredError` for a configuration that the
+        adapter does not cover, and `FactorError` for NaN or infinity in a factor; gates and norms, which are computed
+        on first use, raise it then.
+        """
+        # An ordinary layer caches its operator in its attributes, like a cached property, so a copy has another cache.
+        cache, key = (vars(self), "operator") if self._latest is None else (self._latest, self.name)
+        built: MixerOperator | None = cache.get(key)
+        if built is None:
+            if self._latest is not None:
+                self._latest.clear()
+            flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self._flow(self.input)))
+            built = cache[key] = MixerOperator(
+                flow.chains,
+                inputs=flow.inputs,
+                output=self.output,
+                mask=self.mask,
+                name=self.name,
+                expected=self._expected,
+            )
+        return built
+
+    @property
+    def ports(self) -> dict[str, tuple[int, int]]:
+        """The (batch, number of tokens) of each tensor that the layer reads, by port; builds no operator at length."""
+        if self._ports is not None:
+            return dict(self._ports)
+        batch_and_keys = {port: x.shape[:2] for port, x in self.operator.inputs.items()}
+        return {port: (shape[0], shape[1]) for port, shape in batch_and_keys.items()}
+
+    def reconstruction_error(self) -> float:
+        """Return the operator's relative error against the host's output: one forward pass of the operator, cached.
+
+        If the operator replaced the host's forward, this is its error on the prefix (see `prefix_error`).
+        """
+        if self.prefix_error is not None:
+            return self.prefix_error
+        if self._error is None:
+            self._error = self.operator.reconstruction_error()
+        return self._error
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the module has no adapter and hence no operator (see `trace(strict=False)`)."""
+        return self._architecture is OPAQUE
+
+    @property
+    def residual(self) -> Float[Tensor, "batch query out"] | None:
+        """The stream to which the host adds `multiplier` times the output; zeros if the module contains its residual.
+
+        None if no such stream was found (for instance because of a norm in between).
+        """
+        if self._stream is None and not self.opaque and self.operator.has_residual:
+            return torch.zeros_like(self.output)
+        return self._stream
+
+    @property
+    def no_residual(self) -> str:
+        """The reason why `residual` is None: a module that reads the output before any sum, if there is one."""
+        if self._reader is not None:
+            return f"{self._reader} takes this output itself, and nothing was added to it before"
+        return "no module received a stream, and later that stream with this output added"
+
+    def before_output(self, grad: Float[Tensor, "batch query out"]) -> Float[Tensor, "batch query inner"]:
+        """Pull d target / d output back to the input of the output projection (y' of HMA ACL Eq. 24).
+
+        The derivative is that of the layer itself, including everything after the projection, not of the frozen map.
+        """
+        return self.pullback()(grad)
+
+    def pullback(self) -> Callable[[Float[Tensor, "batch query out"]], Float[Tensor, "batch query inner"]]:
+        """Return `before_output` as a function of the gradient, for many gradients at the cost of one set-up."""
+        projection = _last_projection(self.operator)
+        if projection is not None:
+            return lambda grad: projection.adjoint(grad.to(self.output))
+
+        def run() -> tuple[Tensor | None, Tensor]:
+            flow = self._flow(self.input.detach().requires_grad_())
+            return flow.before_output, flow.value
+
+        inner, total = in_gradient_mode(True, lambda: isolated(self.module, run))
+
+        def pull(grad: Tensor) -> Tensor:
+            if inner is None:
+                return grad
+            return torch.autograd.grad(total, inner, grad.to(total), retain_graph=True)[0]
+
+        return pull
+
+    def _flow(self, x: Tensor) -> Flow:
+        self._weights.require_same(self.module, self.name, "its operator would not be the layer that ran")
+        call = Call(self.module, self.name, self.arguments, x, self.output, self._seen)
+        with full_precision():
+            return build_flow(self._architecture, call)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Layers that are added to a stream in one sum: x <- skip(x) + sum_l multiplier_l * Op_l(x)."""
+
+    layers: tuple[Layer, ...]
+    stream: str = "x"
+
+    def stream_error(self) -> float | None:
+        """Return the relative error of stream plus layers against the host's next stream.
+
+        Norm of the difference over the norm of the host's tensor, over real tokens, of the worst sequence. The output
+        of an MLP that the host adds in the same sum is subtracted from that tensor. None if no stream was found outside
+        the module.
+        """
+        first, last = self.layers[0], self.layers[-1]
+        if first._stream is None or last._total is None:
+            return None
+        total = last._total.to(last.output)
+        reached = first._stream.to(total, copy=True)
+        for layer in self.layers:
+            reached += layer.multiplier * layer.output.to(total)
+        return worst_error(reached, total, last.mask)
+
+    def stream_tolerance(self) -> float:
+        """Return the largest `stream_error` that rounding in the host's dtype may cause."""
+        return STREAM_TOLERANCE[self.layers[-1]._stream_dtype]
+
+
+def _scaled(factor: float, tensor: Tensor) -> Tensor:
+    # Most hosts have no factor, and returning the host's tensor saves a copy.
+    return tensor if factor == 1 else factor * tensor
+
+
+def _without_other(site: ResidualSite, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the stream after a step, less the output of another module in the same sum.
+
+    Without such a module it is the host's tensor in its dtype, often the stream of the next layer.
+    """
+    if site.other is None:
+        return site.total.detach()
+    return site.total.detach().to(device, dtype) - site.factor * site.other.detach().to(device, dtype)
+
+
+def _last_projection(op: MixerOperator) -> Matrix | None:
+    """Return a layer's output projection if it is the last stage, None otherwise."""
+    first, *others = (chain[-1] if chain else None for chain in op.chains.values())
+    if not isinstance(first, Matrix) or any(getattr(other, "weight", None) is not first.weight for other in others):
+        return None
+    chain = next(iter(op.chains.values()))
+    outputs = [stage for stage in walk(chain) if isinstance(stage, Matrix) and stage.role == "output"]
+    return first if len(outputs) == 1 and outputs[0] is first else None

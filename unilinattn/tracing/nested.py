@@ -1,0 +1,28 @@
+"""Tensors inside the tuples, lists and mappings that modules take and return."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor of nested tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors(part)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same nesting with `function` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        items = {key: mapped(part, function) for key, part in value.items()}
+        return items if type(value) is dict else type(value)(**items)
+    if isinstance(value, (tuple, list)):
+        parts = [mapped(part, function) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

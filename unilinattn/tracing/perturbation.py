@@ -1,0 +1,308 @@
+"""Runs of a model whose layers return constants, to find where the rest of it moves information between tokens.
+
+Some tokens are perturbed and the others are watched. If its token-mixing layers return constants, a model computes each
+token from that token only; a watched token that changes reveals a module that mixes tokens.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from unilinattn.tracing.inputs import call_host
+from unilinattn.tracing.isolation import current_run, in_gradient_mode, isolated, with_own_random_numbers
+from unilinattn.tracing.nested import mapped, tensors
+from unilinattn.tracing.recorder import MAIN, captured, main_tensor
+from unilinattn.tracing.wrappers import plain_run
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest relative change of a watched token by rounding (experts get other batches); 0.05 for other dtypes.
+
+The rows of a matrix product are independent: the change is zero in nearly all models.
+"""
+
+Rows = list[tuple[Float[Tensor, "first token"], Float[Tensor, "first token"]]]
+"""A projection and the norm of every token, for each axis of a tensor that may be the token axis."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The recorded result of a call: the returned nesting, with `MAIN` in place of the output, and the output."""
+
+    returned: Any
+    output: Tensor
+
+
+Held = Mapping[str, Sequence[Constant]]
+"""The recorded calls of the modules that return constants, in order, by the module's path."""
+
+
+@dataclass(eq=False)
+class _Call:
+    path: str
+    number: int
+    parent: "_Call | None"
+    calls_others: bool = False
+    entered_changed: bool = False
+    explained: bool = False
+
+
+class _Run:
+    """One run of the model in which some modules return constants; subclasses inspect the calls of the others."""
+
+    def __init__(self, model: nn.Module, length: int, held: Held) -> None:
+        self._model, self._length, self._held = model, length, held
+        self._token: object = None
+        self._stack: list[_Call] = []
+        self._counts: dict[str, int] = {}
+
+    def run(self, given: Mapping[str, Any]) -> None:
+        """Run the model, and restore it and the random number generators."""
+        devices = {parameter.device for parameter in self._model.parameters() if parameter.device.type == "cuda"}
+
+        def perturbed() -> None:
+            self._token = current_run()
+            with plain_run(self._model), captured(self._model, lambda architecture: lambda module, record: None):
+                for path, module in self._model.named_modules():
+                    module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True, prepend=True)
+                    module.register_forward_hook(self._leave, with_kwargs=True)
+                    if path in self._held:
+                        module.forward = partial(self._constant, path, module.forward)
+                call_host(self._model, given)
+
+        run = partial(isolated, self._model, perturbed)
+        in_gradient_mode(False, partial(with_own_random_numbers, devices, run))
+
+    def entering(self, call: _Call, module: nn.Module, inputs: Any) -> Any:
+        """Inspect the (args, kwargs) of a call; return their replacement, or None to keep them."""
+        return None
+
+    def leaving(self, call: _Call, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Inspect the output of a call; return its replacement, or None to keep it."""
+        return None
+
+    def held_output(self, output: Tensor) -> Tensor:
+        """Return a copy of a recorded output for a module that returns constants; the host may write into it."""
+        return output.clone()
+
+    def _elsewhere(self) -> bool:
+        """Tell whether the call belongs to another thread."""
+        return current_run() is not self._token
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._elsewhere():
+            return None
+        parent = self._stack[-1] if self._stack else None
+        if parent is not None:
+            parent.calls_others = True
+        number = self._counts[path] = self._counts.get(path, 0) + 1
+        call = _Call(path, number, parent)
+        self._stack.append(call)
+        return self.entering(call, module, (args, kwargs))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self._elsewhere():
+            return None
+        call = self._stack.pop()
+        return None if call.path in self._held else self.leaving(call, module, (args, kwargs), output)
+
+    def _constant(self, path: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._elsewhere():
+            return own(*args, **kwargs)
+        constants = self._held[path]
+        constant = constants[min(self._counts[path], len(constants)) - 1]
+        output = self.held_output(constant.output)
+        return mapped(constant.returned, lambda t: output if t is MAIN else t)
+
+    def _token_tensors(self, value: Any) -> list[Tensor]:
+        return [t for t in tensors(value) if _has_tokens(t, self._length)]
+
+    def _rows(self, value: Any) -> list[Rows]:
+        return [rows(t, self._length) for t in self._token_tensors(value)]
+
+
+class Reference(_Run):
+    """The unperturbed run: records two numbers per token for each tensor that enters or leaves a module."""
+
+    def __init__(self, model: nn.Module, length: int, held: Held) -> None:
+        """Prepare for sequences of `length` tokens."""
+        super().__init__(model, length, held)
+        self.seen: dict[tuple[str, int, str], list[Rows]] = {}
+
+    def entering(self, call: _Call, module: nn.Module, inputs: Any) -> None:
+        """Record the inputs."""
+        self.seen[call.path, call.number, "in"] = self._rows(inputs)
+
+    def leaving(self, call: _Call, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Record the output."""
+        self.seen[call.path, call.number, "out"] = self._rows(output)
+
+
+class Perturbed(_Run):
+    """The run in which some tokens are perturbed at their origins: embeddings and recorded outputs.
+
+    Attributes:
+        sources: paths of the modules in which watched tokens first changed, in order of execution: their inputs had not
+            changed, their outputs had, and no module inside them explains it.
+    """
+
+    def __init__(self, model: nn.Module, held: Held, reference: Reference, perturbed: Bool[Tensor, " token"]) -> None:
+        """Prepare to perturb the tokens that are True and to watch the others."""
+        super().__init__(model, len(perturbed), held)
+        self._reference, self._perturbed = reference.seen, perturbed
+        self._begun = False
+        self.sources: dict[str, None] = {}
+
+    def entering(self, call: _Call, module: nn.Module, inputs: Any) -> Any:
+        """Compare the inputs; perturb the first ones with tokens."""
+        parent = call.parent
+        if self._changed((call.path, call.number, "in"), inputs):
+            call.entered_changed = True
+            if parent is not None:
+                self._explain(parent)
+        if self._begun or not self._token_tensors(inputs):
+            return None
+        self._begun = True
+        return mapped(inputs, self._noisy)
+
+    def leaving(self, call: _Call, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Compare the output; perturb it if it was computed from no floating-point tensor, as by an embedding."""
+        if self._changed((call.path, call.number, "out"), output):
+            self._explain(call)
+            if call.parent is not None:
+                call.parent.explained = True
+        embeds = not call.calls_others and not any(t.is_floating_point() for t in tensors(inputs))
+        if (self._begun and not embeds) or not self._token_tensors(output):
+            return None
+        self._begun = True
+        return mapped(output, self._noisy)
+
+    def held_output(self, output: Tensor) -> Tensor:
+        """Return the recorded output, perturbed."""
+        return self._noisy(output.clone())
+
+    def _explain(self, call: _Call) -> None:
+        """Record a call as a source, unless its inputs changed or a call inside it explains the change."""
+        if not call.entered_changed and not call.explained:
+            self.sources.setdefault(call.path)
+        call.explained = True
+
+    def _changed(self, key: tuple[str, int, str], value: Any) -> bool:
+        before, after = self._reference.get(key, []), self._token_tensors(value)
+        return any(changed(one, two, ~self._perturbed) for one, two in zip(before, after, strict=False))
+
+    def _noisy(self, t: Tensor) -> Tensor:
+        return noisy(t, self._perturbed) if _has_tokens(t, self._length) else t
+
+
+class Trial(_Run):
+    """The run that calls each suspect again, with some tokens of its input perturbed, and compares the other tokens.
+
+    Attributes:
+        mixes: by path, whether watched tokens changed; None if no tensor with tokens enters or leaves the module.
+        calls: by path, the results of all calls.
+    """
+
+    def __init__(
+        self, model: nn.Module, length: int, held: Held, suspects: Collection[str], masks: Sequence[Tensor]
+    ) -> None:
+        """Prepare for the suspects' paths, with one trial for each of `masks`, which are True at perturbed tokens."""
+        super().__init__(model, length, held)
+        self._suspects, self._masks = suspects, masks
+        self._perturbed: Tensor | None = None
+        self._entered: list[Any] = []
+        self.mixes: dict[str, bool | None] = {}
+        self.calls: dict[str, list[Constant]] = {}
+
+    def entering(self, call: _Call, module: nn.Module, inputs: Any) -> None:
+        """Copy the inputs of a suspect, which may write into them."""
+        if self._perturbed is None and call.path in self._suspects:
+            self._entered.append(mapped(inputs, torch.clone))
+
+    def leaving(self, call: _Call, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Call a suspect again on perturbed inputs."""
+        if self._perturbed is not None or call.path not in self._suspects:
+            return
+        inputs, result = self._entered.pop(), main_tensor(output)
+        if result is None:
+            return
+        returned = mapped(output, lambda t: MAIN if t is result else t)
+        self.calls.setdefault(call.path, []).append(Constant(returned, result.clone()))
+        if not _has_tokens(result, self._length) or not self._token_tensors(inputs):
+            self.mixes.setdefault(call.path, None)
+            return
+        before = rows(result, self._length)
+        moved = any(self._moves(module, inputs, before, mask) for mask in self._masks)
+        self.mixes[call.path] = bool(self.mixes.get(call.path)) or moved
+
+    def held_output(self, output: Tensor) -> Tensor:
+        """Return the recorded output, perturbed inside a trial; some suspects have no other input with tokens."""
+        if self._perturbed is None or not _has_tokens(output, self._length):
+            return output.clone()
+        return noisy(output, self._perturbed)
+
+    def _moves(self, module: nn.Module, inputs: Any, before: Rows, perturbed: Tensor) -> bool:
+        counts, self._perturbed = dict(self._counts), perturbed
+        args, kwargs = mapped(inputs, lambda t: noisy(t, perturbed) if _has_tokens(t, self._length) else t.clone())
+        after = main_tensor(module.forward(*args, **kwargs))
+        self._counts, self._perturbed = counts, None
+        return after is not None and changed(before, after, ~perturbed)
+
+
+def noisy(t: Tensor, perturbed: Bool[Tensor, " token"]) -> Tensor:
+    """Add noise of the tensor's root mean square to the perturbed tokens, which are along its second axis."""
+    wide = t.detach().to(torch.promote_types(t.dtype, torch.float32))
+    size = wide.square().mean().sqrt()
+    size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(t.shape[1:], generator=generator).to(wide)
+    chosen = perturbed.to(t.device).view(-1, *[1] * (t.ndim - 2))
+    return (wide + size * noise * chosen).to(t.dtype)
+
+
+def changed(before: Rows, after: Tensor, watched: Bool[Tensor, " token"]) -> bool:
+    """Tell whether watched tokens changed, for every axis of the tensor that may be the token axis."""
+    allowed, watched = TOLERANCE.get(after.dtype, 0.05), watched.to(after.device)
+    now = [_projection(x) for x in _by_token(after, len(watched))]
+    if [one.shape for one, _ in before] != [two.shape for two in now]:
+        return False
+    return bool(now) and all(
+        _differ(one[:, watched], two[:, watched], allowed * norm[:, watched])
+        for (one, norm), two in zip(before, now, strict=True)
+    )
+
+
+def rows(t: Tensor, length: int) -> Rows:
+    """Return two numbers per token for each axis of a tensor with `length` entries."""
+    return [(_projection(x), torch.linalg.vector_norm(x, dim=-1)) for x in _by_token(t, length)]
+
+
+def _differ(one: Tensor, two: Tensor, allowed: Tensor) -> bool:
+    if torch.equal(one, two):
+        return False
+    within = (one - two).abs() <= allowed
+    return not bool((within | (one == two) | (one.isnan() & two.isnan())).all())
+
+
+def _by_token(t: Tensor, length: int) -> list[Float[Tensor, "first token channel"]]:
+    tokens = [t.detach().movedim(axis, 1).flatten(2) for axis in range(1, t.ndim) if t.shape[axis] == length]
+    return [x.to(torch.promote_types(t.dtype, torch.float32)) for x in tokens]
+
+
+def _projection(x: Float[Tensor, "first token channel"]) -> Float[Tensor, "first token"]:
+    return x @ _weights(x.shape[-1], x.dtype, x.device)
+
+
+@lru_cache(maxsize=16)
+def _weights(channels: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, " channel"]:
+    """Return weights without a pattern that centring or a permutation of channels would cancel."""
+    return torch.arange(1, channels + 1, dtype=dtype, device=device).mul_(2.399963).cos_()
+
+
+def _has_tokens(t: Tensor, length: int) -> bool:
+    """Tell whether a tensor is (batch, token, channel, ...); others are compared at the next module's boundary."""
+    return t.is_floating_point() and t.ndim >= 3 and t.shape[1] == length and t[0, 0].numel() > 1

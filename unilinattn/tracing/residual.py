@@ -1,0 +1,212 @@
+"""Find the sum of a layer's output and the residual stream, from the tensors that modules exchanged in one run.
+
+A sum is accepted if its parts add up to a later tensor element by element, up to rounding. Sums on the stream that the
+layer reads, and those with the fewest parts, come first. The output of one more module (a parallel MLP or mixer) may be
+a part only if the layer cannot depend on it: the module ran later, or the layer's inputs were traced back to the
+stream without it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from unilinattn.tracing.module_calls import CallRecord, ResidualSite, tensors_in
+
+NEARBY = 12
+"""Sibling calls searched before and after a layer: a flat model has all of its modules in one block."""
+
+SAMPLE = 1 << 12
+"""Approximate number of elements to which factors are fitted."""
+
+BLOCK = 1 << 20
+"""Elements compared in float64 at once."""
+
+
+def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
+    """Set `layer.site` if the tensors that a block's modules exchanged prove the sum of its output and a stream.
+
+    Returns whether the sum was found; that requires modules that received the stream and the sum. Otherwise sets
+    `layer.reader`, the module that reads the output itself. No names are used.
+    """
+    added, inside = layer.output, _index(layer, block)
+    if added is None or layer.entered is None or inside is None:
+        return False
+    before, after = block.children[max(0, inside - NEARBY) : inside], block.children[inside + 1 :][:NEARBY]
+    received = [t for child in after for t in (*tensors_in(child.arguments), *child.returned)]
+    sums = _alike([*received, *block.returned], added)
+    for stream, other in _candidates(layer, block, block.children[inside], before, after):
+        for total in sums:
+            site = _site(total, stream, added, other)
+            if site is not None:
+                layer.site = site
+                return True
+    if layer.reader is None and layer.returned:
+        readers = (child for child in after if _among(layer.returned[0], tensors_in(child.arguments)))
+        layer.reader = next((child.name for child in readers), None)
+    return False
+
+
+def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
+    """Return the layers' indices in groups that are added to one stream in one sum.
+
+    Within a group the `other` part of a site is removed, which was another layer of the group.
+    """
+    groups: list[list[int]] = []
+    for at, layer in enumerate(layers):
+        first = layers[groups[-1][0]] if groups else None
+        if first is not None and _one_sum(first.site, layer.site):
+            groups[-1].append(at)
+        else:
+            groups.append([at])
+    for group in groups:
+        for layer in (layers[at] for at in group[1:] and group):
+            assert layer.site is not None
+            layer.site = replace(layer.site, other=None)
+    return groups
+
+
+def _candidates(
+    layer: CallRecord, block: CallRecord, child: CallRecord, before: Sequence[CallRecord], after: Sequence[CallRecord]
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield (stream, other) candidates for the sum with a layer's output, the likely ones first."""
+    assert layer.output is not None and layer.entered is not None
+    followed, behind = _followed_back(child, block, before)
+    read = _alike([layer.entered, *followed], layer.output)
+    earlier = [t for made in reversed(before) for t in (*made.returned, *tensors_in(made.arguments))]
+    earlier = [t for t in _alike([*earlier, *tensors_in(block.arguments)], layer.output) if not _among(t, read)]
+    later = [*_outputs(after, layer.output)]
+    parallel = [*_outputs([made for made in before if made not in behind], layer.output), *later]
+    if not bool(layer.output.any()):
+        # With an output of zeros any tensor passed on looks like a sum; the stream is the origin of the others.
+        for stream in reversed(read):
+            yield from ((stream, other) for other in (None, *parallel))
+    yield from ((stream, None) for stream in (*read, *earlier))
+    yield from ((stream, other) for stream in read for other in parallel)
+    # An earlier output is no candidate here: the layer may depend on it.
+    yield from ((stream, other) for stream in earlier for other in later)
+
+
+def _followed_back(
+    child: CallRecord, block: CallRecord, before: Sequence[CallRecord]
+) -> tuple[list[Tensor], list[CallRecord]]:
+    """Return the tensors that a call depends on, nearest first, and the calls that returned them.
+
+    Dependencies are traced through modules and scalar factors, back to the preceding token-mixing layers.
+    """
+    tensors, behind = list(tensors_in(child.arguments)), []
+    for tensor in tensors:
+        for made in reversed(before):
+            if made in behind or not any(_is_multiple(tensor, value) for value in made.returned):
+                continue
+            behind.append(made)
+            if made.architecture is None and not made.holds_layer:
+                tensors += [t for t in tensors_in(made.arguments) if not _among(t, tensors)]
+            break
+        else:
+            given = (t for t in tensors_in(block.arguments) if not _among(t, tensors))
+            tensors += [t for t in given if _is_multiple(tensor, t)]
+    return tensors, behind
+
+
+def _site(total: Tensor, stream: Tensor, added: Tensor, other: Tensor | None) -> ResidualSite | None:
+    """Return the site if `total` is the sum of a stream, a layer's output and another output, None otherwise.
+
+    The factor of an output of zeros is undetermined and set to 1.
+    """
+    zero = not bool(added.any())
+    if zero and other is None and _same_memory(total, stream):
+        return None
+    parts = [stream, *([] if zero else [added]), *([] if other is None else [other])]
+    factors = fit_factors(total, parts)
+    if factors is None:
+        return None
+    multiplier = 1.0 if zero else factors[1]
+    return ResidualSite(total, stream, factors[0], multiplier, other, 0.0 if other is None else factors[-1])
+
+
+def fit_factors(total: Tensor, parts: Sequence[Tensor]) -> list[float] | None:
+    """Return the factors with which parts add up to a total, None if they do not or if a part is not needed.
+
+    Every element has to agree up to the rounding of its sum, since in a norm a few large channels would hide the rest.
+    """
+    columns, sums = [part.detach().flatten() for part in parts], total.detach().flatten()
+    # An odd step samples every channel.
+    step = sums.numel() // SAMPLE | 1
+    basis, wanted = _scaled([column[::step] for column in columns], sums[::step])
+    if not bool(torch.isfinite(basis).all() and torch.isfinite(wanted).all()):
+        return None
+    sizes = basis.norm(dim=0)
+    if not bool((sizes > 0).all()):
+        return None
+    # Some hosts keep the residual in float32 even in a float64 model.
+    epsilon = max(torch.finfo(total.dtype).eps, torch.finfo(torch.float32).eps)
+    bound = len(parts) * epsilon
+    solution = torch.linalg.lstsq((basis / sizes).cpu(), wanted[:, None].cpu()).solution[:, 0].to(sizes) / sizes
+    # A factor within rounding of one is set to one.
+    solution = torch.where((solution - 1).abs() <= 8 * bound / sizes, torch.ones_like(solution), solution)
+    shares = (basis * solution).abs()
+    needed = (shares > 4 * bound * (wanted.abs() + shares.sum(1))[:, None]).any(0)
+    if not bool(needed.all()) or not _agrees(basis, wanted, solution, bound):
+        return None
+    blocks = (slice(start, start + BLOCK) for start in range(0, sums.numel(), BLOCK))
+    if not all(_agrees(*_scaled([c[rows] for c in columns], sums[rows]), solution, bound) for rows in blocks):
+        return None
+    return [float(factor) for factor in solution]
+
+
+def _scaled(columns: Sequence[Tensor], sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return columns and their supposed sum in float64, every row divided by the sum of its absolute values."""
+    basis, wanted = torch.stack([column.double() for column in columns], dim=1), sums.double()
+    size = basis.abs().sum(1) + wanted.abs()
+    size = size.masked_fill(size == 0, 1)
+    return basis / size[:, None], wanted / size
+
+
+def _agrees(basis: Tensor, wanted: Tensor, factors: Tensor, bound: float) -> bool:
+    rounded = wanted.abs() + basis.abs() @ factors.abs()
+    return bool(((wanted - basis @ factors).abs() <= bound * rounded).all())
+
+
+def _one_sum(one: ResidualSite | None, other: ResidualSite | None) -> bool:
+    if one is None or other is None:
+        return False
+    return _same_memory(one.stream, other.stream) and _same_memory(one.total, other.total)
+
+
+def _index(layer: CallRecord, block: CallRecord) -> int | None:
+    """Return the index of the block's child that contains a layer, None if none does."""
+    frame = layer
+    while frame.parent is not None and frame.parent is not block:
+        frame = frame.parent
+    return next((at for at, child in enumerate(block.children) if child is frame), None)
+
+
+def _outputs(frames: Iterable[CallRecord], like: Tensor) -> list[Tensor]:
+    return _alike([frame.output for frame in frames if frame.output is not None], like)
+
+
+def _alike(tensors: Iterable[Tensor], like: Tensor) -> list[Tensor]:
+    """Return the distinct tensors with as many elements on the same device as `like`, in its shape."""
+    matching: list[Tensor] = []
+    for tensor in tensors:
+        fits = tensor.numel() == like.numel() and tensor.device == like.device
+        if fits and not _among(tensor, matching):
+            matching.append(tensor.reshape(like.shape))
+    return matching
+
+
+def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(_same_memory(tensor, other) for other in others)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
+
+
+def _is_multiple(tensor: Tensor, other: Tensor) -> bool:
+    if _same_memory(tensor, other):
+        return True
+    fits = tensor.numel() == other.numel() and tensor.device == other.device
+    return fits and fit_factors(tensor, [other]) is not None

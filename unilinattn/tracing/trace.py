@@ -1,0 +1,389 @@
+"""`trace`: run a host model once and return its token-mixing layers as exact operators."""
+
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from unilinattn.errors import InputError, OptionError
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.progress import bars
+from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
+from unilinattn.tracing.gradient_cost import GradientCost, gradient_cost
+from unilinattn.tracing.inputs import call_host, host_arguments, token_ids
+from unilinattn.tracing.isolation import in_gradient_mode, isolated
+from unilinattn.tracing.layer import Layer, Step
+from unilinattn.tracing.logits import KEEP, kept_positions, logits_at, logits_wanted, places_of
+from unilinattn.tracing.module_calls import CallRecord, first_tensor
+from unilinattn.tracing.recomputation import captures, recomputing
+from unilinattn.tracing.recorder import Recorder, refuse_dropout
+from unilinattn.tracing.residual import group_parallel
+from unilinattn.tracing.substitution import SUBSTITUTE_ABOVE, may_be_long, operators_at_length, through_operators
+from unilinattn.tracing.weights import Checksum, Weights
+from unilinattn.tracing.wrappers import plain_run, require_gradients, unwrapped
+
+Target = int | Sequence[int] | Int[Tensor, " batch"]
+"""A position, or one for each sequence, counted over real tokens; negative ones count from their end."""
+
+Logit = int | tuple[int, int] | Callable[[Any], Tensor] | None
+"""A token or class id, a pair (their difference), a scalar function of the output, or None for the prediction."""
+
+
+class Trace:
+    """One run of a host model: its token-mixing layers in order of execution, and its output.
+
+    Attributes:
+        layers: every call of a token-mixing module.
+        steps: the same layers in steps, whose layers are added to the stream in one sum.
+        output: the model's output; at length with the logits of the last real tokens only (see `trace`).
+        mask: real tokens (batch, length), None if all are real.
+        model: the model's class name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        given: Mapping[str, Any],
+        recorder: Recorder,
+        output: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Freeze the layers of a recorded run."""
+        self._model, self._given, self._opaque = model, given, recorder.opaque
+        checksums: dict[int, Checksum] = {}
+        self._weights = Weights(model, checksums)
+        self.model = type(model).__name__
+        self.output = output
+        mask, inner_mask = _mask(given, "attention_mask"), _mask(given, "decoder_attention_mask")
+        groups = group_parallel(recorder.layers)
+        layers, streams = [], []
+        latest: dict[str, MixerOperator] = {}
+        seen: dict[str, int] = {}
+        for frame in recorder.layers:
+            seen[frame.name] = seen.get(frame.name, 0) + 1
+            name = frame.name or type(frame.module).__name__
+            name = name if seen[frame.name] == 1 else f"{name}#{seen[frame.name]}"
+            encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _in_encoder(frame.name)
+            decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not encoder
+            real = inner_mask if decodes else mask
+            assert frame.output is not None
+            computed = torch.promote_types(dtype or frame.output.dtype, torch.float32)
+            fits = real is not None and real.shape == frame.output.shape[:2]
+            weights = Weights(frame.module, checksums)
+            layers.append(Layer(frame, name, computed, real if fits else None, latest, weights))
+            streams.append("encoder" if encoder else "x")
+        self.layers: tuple[Layer, ...] = tuple(layers)
+        self.steps = tuple(Step(tuple(layers[at] for at in group), streams[group[0]]) for group in groups)
+        self.mask = mask
+
+    def __repr__(self) -> str:
+        """List the layers, each on a line."""
+        return "\n".join([f"Trace of {self.model}: {len(self.layers)} layers", *(f"  {x!r}" for x in self.layers)])
+
+    @property
+    def ids(self) -> Int[Tensor, "batch length"] | None:
+        """The token ids of the inputs, None for other inputs and for those of two streams."""
+        return token_ids(self._given)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of this library, of torch and of the host's package."""
+        package = type(self._model).__module__.split(".")[0]
+        versions = {"unilinattn": version("unilinattn"), "torch": torch.__version__}
+        host = getattr(sys.modules.get(package), "__version__", None)
+        return versions if host is None else {**versions, package: str(host)}
+
+    def positions(self, target: Target) -> Int[Tensor, " batch"]:
+        """Return the position in each sequence of a target, which counts real tokens.
+
+        Raises `InputError` if a sequence has no such real token, and for a target of another type or size.
+        """
+        batch, length = self.layers[-1].output.shape[:2]
+        try:
+            wanted = torch.as_tensor(target)
+        except (TypeError, ValueError, RuntimeError):
+            wanted = torch.zeros(0, dtype=torch.bool)
+        if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
+            raise InputError(f"target {target!r} is no position; give an int, or a list with one int a sequence.")
+        if wanted.ndim == 1 and wanted.numel() != batch:
+            raise InputError(
+                f"target names {wanted.numel()} positions for {batch} sequences; give one each, or one int."
+            )
+        mask = self.layers[-1].mask
+        real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu()
+        places = []
+        for b, t in enumerate(wanted.expand(batch).tolist()):
+            tokens = real[b].nonzero().squeeze(1)
+            if not -len(tokens) <= t < len(tokens):
+                raise InputError(f"target {t} is out of range: sequence {b} has {len(tokens)} real positions.")
+            places.append(int(tokens[t]))
+        return torch.tensor(places)
+
+    def gradient(self, target: Target = -1, logit: Logit = None) -> tuple[Float[Tensor, "batch query out"], ...]:
+        """Return the gradient of a logit of the model itself with respect to each layer's output.
+
+        The logit is that of the model's prediction at `target`, that of a token or class id, the difference of two, or
+        a scalar function of the model's output (see `Logit`). A model with one vector of logits for each sequence
+        ignores `target`.
+
+        Runs the model once more, with gradients, and restores it. Registered mixers run through their live operators:
+        the same function, whose backward pass is linear in length where a host's loop is not. The backward pass
+        computes the model's blocks again from their inputs, one after the other (see `tracing.recomputation`). A host
+        that accepts `logits_to_keep` computes the logits of the target only, or all of them for a function.
+
+        Raises `ModelStateError` if a weight changed since the trace, for weights made in inference mode and for active
+        dropout, and `InputError` for a target or logit that does not fit.
+        """
+        return next(self.gradients([target], logit))
+
+    def gradients(
+        self, targets: Iterable[Target], logit: Logit = None
+    ) -> Iterator[tuple[Float[Tensor, "batch query out"], ...]]:
+        """Yield `gradient` for each target, a forward and a backward pass each.
+
+        Nothing is kept between targets. Raises `ModelStateError` if a weight changes before the last one.
+        """
+        for target in list(targets):
+            yield self._gradient(target, logit)
+
+    def _gradient(self, target: Target, logit: Logit) -> tuple[Float[Tensor, "batch query out"], ...]:
+        self._weights.require_same(self._model, self.model, "this gradient would not be that of the traced model")
+        require_gradients(self._model)
+        recorder, given = _GradientRecorder(self._model, opaque=self._opaque), self._given
+        if not callable(logit):
+            # The logits of all tokens and their gradients may take more memory than all layers.
+            wanted = partial(logits_at, self._model, given, lambda: [self.positions(target)], above=0)
+            given = in_gradient_mode(False, wanted)
+        kept = kept_positions(given, self.layers[-1].output.shape[1])
+
+        def forward() -> Any:
+            refuse_dropout(self._model)
+            with plain_run(self._model), recomputing(self._model), recorder.attached():
+                return call_host(self._model, given)
+
+        def backward(output: Any) -> tuple[Tensor | None, ...]:
+            with plain_run(self._model), captures(self._model):
+                chosen = self._scalar(output, target, logit, kept).sum()
+                return torch.autograd.grad(chosen, recorder.outputs, allow_unused=True)
+
+        def both() -> tuple[Tensor | None, ...]:
+            output = isolated(self._model, forward)
+            # Outside of the isolated run, so that the segments of the backward pass use the operators too.
+            with through_operators(self._model):
+                return isolated(self._model, partial(backward, output))
+
+        grads = in_gradient_mode(True, both)
+        # The graph refers to the recorder through its segments; the cycle would wait for the garbage collector.
+        recorder.outputs.clear()
+        return tuple(
+            torch.zeros_like(layer.output) if g is None else g.to(layer.output)
+            for layer, g in zip(self.layers, grads, strict=True)
+        )
+
+    def gradient_cost(self, logit: Logit = None) -> GradientCost:
+        """Return the bytes and multiply-adds of `gradient` for one target, without running the model."""
+        logits = first_tensor([getattr(self.output, "logits", self.output)], axes=2)
+        numbers = 0 if logits is None else logits.numel()
+        if logits is not None and logits.ndim == 3 and not callable(logit):
+            targets = logits_at(self._model, self._given, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
+            numbers = numbers // logits.shape[1] if targets is not logits else numbers
+        operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
+        return gradient_cost(self._model, operators, numbers)
+
+    def _scalar(self, output: Any, target: Target, logit: Logit, kept: Int[Tensor, " position"] | None) -> Tensor:
+        if callable(logit):
+            return logit(output)
+        # Some vision models return the tensor of class logits itself.
+        logits = output if isinstance(output, Tensor) and output.ndim == 2 else getattr(output, "logits", None)
+        if logits is None:
+            raise InputError(
+                f"{self.model} returns no logits; give `logit` as a function of its output, such as "
+                "lambda out: out.last_hidden_state[:, -1].sum()."
+            )
+        if logits.ndim == 3:
+            positions = self.positions(target)
+            positions = positions if kept is None else places_of(positions, kept)
+            logits = logits[torch.arange(logits.shape[0], device=logits.device), positions.to(logits.device)]
+        wanted = logits_wanted(logit)
+        if any(not 0 <= w < logits.shape[-1] for w in wanted):
+            raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
+        if not wanted:
+            return logits.gather(-1, logits.detach().argmax(-1, keepdim=True)).squeeze(-1)
+        return logits[:, wanted[0]] - (logits[:, wanted[1]] if len(wanted) == 2 else 0)
+
+
+class _GradientRecorder(Recorder):
+    """Makes every layer's output require a gradient, though the parameters require none."""
+
+    def __init__(self, model: nn.Module, *, opaque: Collection[str]) -> None:
+        super().__init__(model, opaque=opaque)
+        self.outputs: list[Tensor] = []
+
+    def _place(self, block: CallRecord) -> None:
+        """Release the tensors of a block, since gradients need no residual stream."""
+        block.children.clear()
+
+    def on_layer(self, output: Any, result: Tensor) -> Any:
+        """Record the output as a tensor that requires a gradient, and return a copy of it to the host."""
+        self.layers.clear()
+        self._unplaced.clear()
+        leaf = result if result.requires_grad else result.detach().requires_grad_()
+        self.outputs.append(leaf)
+        # The host may write into the output, and a leaf must not be written into.
+        return _with_tensor(output, result, leaf.clone())
+
+
+def trace(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    progress: bool = True,
+    substitute_above: int = SUBSTITUTE_ABOVE,
+) -> Trace:
+    """Run a model once and return its token-mixing layers, whose exact operators are built on first access.
+
+    The model is restored exactly, also after an exception or an interrupt: hooks, buffers, parameters, training flags
+    and attention implementation. It runs without a cache, and as the model inside `torch.compile` and `DataParallel`;
+    `docs/hosts.md` has more set-ups. Runs in several threads wait for each other; calls of the model from other threads
+    are not recorded.
+
+    Modules outside of the registered layers that move information between tokens are found by perturbing tokens, which
+    costs three runs of the model without the computation of its layers, once for each model (see
+    `tracing.discovery`).
+
+    At length, that is above `substitute_above` tokens, hosts' scans need tens of GiB. There every causal mixer runs
+    through its operator, which is checked on the first 2048 tokens of its input against the host's own forward; the
+    layer's `prefix_error` and `reconstruction_error` are those of this prefix. A host that accepts `logits_to_keep`
+    computes only the logits of each sequence's last real token, and one layer's operator is kept at a time.
+
+    Memory: the trace holds three tensors for each layer, its input, its output and the stream: in float32 12 bytes per
+    token, layer and channel of the model. The stream after a layer, with which `Step.stream_error` compares, is the
+    next layer's stream if nothing is added in between; otherwise it is a fourth tensor, in the host's dtype. A running
+    trace takes 4 bytes more, and for the layer being computed about 40 bytes per token and inner channel (Mamba-1 and
+    Mamba-2).
+
+    Args:
+        model: the host model.
+        inputs: a tensor of ids or pixels, or a mapping of the host's keyword arguments.
+        dtype: dtype of the operators, at least float32; by default float32, or float64 for a float64 model.
+        strict: whether to refuse modules without an adapter that move information between tokens. With `strict=False`
+            they become opaque layers without an operator: methods leave them out, and every result names them in
+            `left_out`. Those that contain registered layers are refused in either case.
+        progress: whether to show a progress bar on a terminal or in a notebook.
+        substitute_above: largest number of tokens at which mixers run through the host's own forward.
+
+    Raises `UnknownArchitectureError` for a model without a token mixer or with one that has no adapter,
+    `ModelStateError` for active dropout and for weights that are offloaded or sharded, `InputError` for inputs that do
+    not fit, `OptionError` for an invalid `dtype` or `substitute_above`, and `UncoveredError` if an operator that
+    replaces a host's forward differs from it.
+    """
+    model = unwrapped(model)
+    _check_dtype(dtype)
+    _check_length(substitute_above)
+    # The caller may write into the tensors before a gradient runs the model on them again.
+    given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
+    mixers = remembered_mixers(model, given, substitute_above)
+    if mixers:
+        refuse(model, (), mixers, strict=strict)
+    recorded = partial(_recorded, model, given, progress=progress, above=substitute_above)
+    recorder, output = recorded([mixer.path for mixer in mixers or ()])
+    if mixers is None:
+        mixers = unregistered_mixers(model, given, recorder.layers, substitute_above)
+        refuse(model, recorder.layers, mixers, strict=strict)
+        if mixers:
+            recorder, output = recorded([mixer.path for mixer in mixers])
+    refuse(model, recorder.layers, (), strict=strict)
+    _warn_of_leaks(given, recorder)
+    return Trace(model, given, recorder, output, dtype)
+
+
+def _recorded(
+    model: nn.Module, given: Mapping[str, Any], opaque: Collection[str], *, progress: bool, above: int
+) -> tuple[Recorder, Any]:
+    """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
+    recorder = Recorder(model, opaque=opaque)
+    mask = _mask(given, "attention_mask")
+
+    def run() -> Any:
+        refuse_dropout(model)
+        with bars(progress), plain_run(model), ExitStack() as stack:
+            if may_be_long(given, above):
+                stack.enter_context(operators_at_length(model, mask, recorder.note_prefix, above))
+            stack.enter_context(recorder.attached())
+            return call_host(model, logits_at(model, given, lambda: [_last_real(mask)], above=above))
+
+    return recorder, in_gradient_mode(False, lambda: isolated(model, run))
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"dtype={dtype!r}; give torch.float32, torch.float64, or None for the model's own.")
+
+
+def _check_length(above: Any) -> None:
+    if isinstance(above, bool) or not isinstance(above, int) or above < 1:
+        raise OptionError(f"substitute_above={above!r}; give a positive number of tokens, such as {SUBSTITUTE_ABOVE}.")
+
+
+def _warn_of_leaks(given: Mapping[str, Any], recorder: Recorder) -> None:
+    mask = _mask(given, "attention_mask")
+    if mask is None:
+        return
+    after = mask.flip(1).cumsum(1).flip(1) == 0
+    for side, other, padded in (("left", "right", mask | after), ("right", "left", ~after)):
+        leak = None if bool(padded.all()) else _leak(recorder, padded)
+        if leak is None:
+            continue
+        elsewhere = _leak(recorder, padded.sort(dim=1, descending=side == "left").values)
+        advice = f"pad on the {other}" if elsewhere is None else "trace texts of different lengths one by one"
+        warnings.warn(
+            f"{side} padding reaches real tokens in this model: {leak}. Its operators reproduce that; {advice}.",
+            stacklevel=3,
+        )
+
+
+def _leak(recorder: Recorder, mask: Bool[Tensor, "batch length"]) -> str | None:
+    """Return the `padding_leak` of the first layer that has one for this mask, None if none has."""
+    leaks = (
+        f.architecture.padding_leak(f.module, mask)
+        for f in recorder.layers
+        if f.architecture and f.architecture.padding_leak
+    )
+    return next((leak for leak in leaks if leak is not None), None)
+
+
+def _mask(given: Mapping[str, Any], name: str) -> Bool[Tensor, "batch length"] | None:
+    mask = given.get(name)
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
+
+
+def _last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:
+    """Return the position of each sequence's last real token; a single -1 without a mask."""
+    if mask is None:
+        return torch.tensor([-1])
+    return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)
+
+
+def _in_encoder(name: str) -> bool:
+    return "encoder" in name.split(".")
+
+
+def _with_tensor(output: Any, old: Tensor, new: Tensor) -> Any:
+    if output is old:
+        return new
+    if isinstance(output, (tuple, list)):
+        return type(output)(new if item is old else item for item in output)
+    for key, value in output.items():
+        if value is old:
+            output[key] = new
+    return output

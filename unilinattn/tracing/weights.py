@@ -1,0 +1,73 @@
+"""Detect changes of a module's parameters and buffers since a run, by checksums of their bytes."""
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from unilinattn.errors import ModelStateError
+
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Words multiplied at once; on a CPU they fit its cache."""
+
+Checksum = tuple[torch.Size, torch.dtype, int | None]
+"""Shape, dtype and checksum of a tensor; None in place of the checksum of a tensor whose bytes cannot be read."""
+
+
+class Weights:
+    """Checksums of every parameter and buffer of a module.
+
+    Writes through `.data` do not change a tensor's version counter, so the bytes themselves are compared. Cost: one
+    pass over the bytes of the weights at construction and one for each comparison.
+    """
+
+    def __init__(self, module: nn.Module, known: dict[int, Checksum] | None = None) -> None:
+        """Compute the checksums that are not in `known`, by the id of the tensor, and add them to it."""
+        self._before = _checksums(module, {} if known is None else known)
+
+    def require_same(self, module: nn.Module, name: str, otherwise: str) -> None:
+        """Compare a module with the one that the checksums were computed from.
+
+        Raises:
+            ModelStateError: if a parameter or buffer changed, was added or was removed; the message ends in
+                `otherwise`.
+        """
+        now = _checksums(module, {})
+        changed = [key for key in {**self._before, **now} if self._before.get(key) != now.get(key)]
+        if changed:
+            raise ModelStateError(
+                f"the weights of {name} changed since the trace ({changed[0]}), so {otherwise}; trace the model again."
+            )
+
+
+def _checksums(module: nn.Module, known: dict[int, Checksum]) -> dict[str, Checksum]:
+    """Return the checksum of each parameter and buffer by its name; a shared tensor is read once."""
+    checksums = {}
+    for tensors in (module.named_parameters, module.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            if id(tensor) not in known:
+                known[id(tensor)] = tensor.shape, tensor.dtype, _checksum(tensor.detach())
+            checksums[name] = known[id(tensor)]
+    return checksums
+
+
+def _checksum(tensor: Tensor) -> int | None:
+    """Return sum_k w_k word_k modulo 2^64 over a tensor's bytes, w fixed odd numbers: the order of words counts."""
+    if tensor.device.type == "meta" or type(tensor) not in (Tensor, nn.Parameter):
+        # Offloaded weights have no data, and torch cannot read the bytes of other packages' packed formats.
+        return None
+    words = _words(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    size = min(len(words), CHUNK.get(words.device.type, CHUNK["cpu"]))
+    factors = torch.arange(1, 2 * size, 2, device=words.device) * (0x9E3779B97F4A7C15 - (1 << 64))
+    for part in words.split(max(1, size)):
+        total = total * 0x100000001B3 + (part * factors[: len(part)]).sum()
+    return int(total)
+
+
+def _words(tensor: Tensor) -> Int64[Tensor, " word"]:
+    """Return a tensor's bytes as 64-bit integers, the last one padded with zeros."""
+    # A tensor of one element may have any stride and count as contiguous.
+    raw = tensor.reshape(-1).clone(memory_format=torch.contiguous_format) if tensor.numel() == 1 else tensor
+    raw = raw.contiguous().reshape(-1).view(torch.uint8)
+    rest = -len(raw) % 8
+    return (torch.nn.functional.pad(raw, (0, rest)) if rest else raw).view(torch.int64)

@@ -1,0 +1,103 @@
+"""Remove wrappers, compiled code, checkpoints and caches between a user's model and its computing modules."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from unilinattn.errors import InputError, ModelStateError
+
+OPTIMIZED = "_orig_mod"
+"""Name of the original module inside a module that `torch.compile` returned."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`, which compute the same.
+
+    Raises `InputError` for anything but a module, and `ModelStateError` for a module whose calls or weights cannot be
+    read: TorchScript, sharded or offloaded weights.
+    """
+    while isinstance(model, nn.Module):
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            model = model.module
+        elif OPTIMIZED in model._modules:
+            model = getattr(model, OPTIMIZED)
+        else:
+            break
+    if not isinstance(model, nn.Module):
+        inner = " (its .model is one)" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise InputError(
+            f"model is a {type(model).__name__}; give a torch.nn.Module{inner}, such as "
+            "AutoModelForCausalLM.from_pretrained returns."
+        )
+    _check_readable(model)
+    return model
+
+
+@contextmanager
+def plain_run(model: nn.Module) -> Iterator[None]:
+    """Disable a model's compiled code, checkpoints and caches in this context; the results are the same.
+
+    Compiled code may skip hooks, a checkpoint runs its modules again in the backward pass, and a run would fill the
+    caches. All settings are restored at the end.
+    """
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in model.modules():
+            if vars(module).get("gradient_checkpointing") is True:
+                stack.callback(setattr, module, "gradient_checkpointing", True)
+                setattr(module, "gradient_checkpointing", False)  # noqa: B010  a Module's attributes have no type
+        # The argument `use_cache` does not reach a model inside a wrapper.
+        for config in _configs(model):
+            if getattr(config, "use_cache", None):
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = False
+        yield
+
+
+def require_gradients(model: nn.Module) -> None:
+    """Raise `ModelStateError` for weights made in inference mode, which pass no gradients."""
+    made = [name for name, parameter in model.named_parameters() if parameter.is_inference()]
+    if made:
+        raise ModelStateError(
+            f"{len(made)} weights of {type(model).__name__}, {made[0]} among them, were made in torch.inference_mode, "
+            "so no gradient passes through them; build or load the model outside of it."
+        )
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if config is not None}.values())
+
+
+def _check_readable(model: nn.Module) -> None:
+    title = type(model).__name__
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ModelStateError(
+            f"{title} holds TorchScript, whose modules run without being called; trace the model that it was made of."
+        )
+    sharded = [name for name, tensor in model.named_parameters() if _is_sharded(tensor)]
+    if sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ModelStateError(
+            f"the weights of {title} are sharded over processes (FSDP, tensor parallelism), so none of them holds a "
+            "whole layer; gather the full state dict, load it into a model that is not sharded, and trace that."
+        )
+    # A subclass of Parameter may store its data elsewhere.
+    away = [name for name, tensor in model.named_parameters() if tensor.is_meta and type(tensor) is nn.Parameter]
+    if away:
+        raise ModelStateError(
+            f"{len(away)} weights of {title}, {away[0]} among them, are on the meta device: they are offloaded (by "
+            "accelerate's cpu_offload, disk_offload or device_map) or were never loaded. Trace the model with all "
+            "weights in memory: load it without offloading, or call accelerate.hooks.remove_hook_from_module(model, "
+            "recurse=True)."
+        )
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)

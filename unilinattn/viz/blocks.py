@@ -1,0 +1,139 @@
+"""Blocks of self-contained HTML: functions that return HTML text, and the page that they form.
+
+No block needs another file, a network or a library: pictures are embedded, and one small inline script shows the value
+under the pointer; the page also works without it. Each block escapes its plain text; only arguments called `blocks`,
+`body` or `sections` are HTML.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+
+from unilinattn.viz.colours import DIVERGING, OUTLINE, SEQUENTIAL
+
+
+def page(title: str, sections: Iterable[tuple[str, str]], *, lead: str = "") -> str:
+    """Return a complete HTML document of (heading, body) sections, whose bodies are blocks of this module.
+
+    `lead`: plain text under the title. Three or more sections get links at the top.
+    """
+    parts = list(sections)
+    links = "".join(f'<a href="#part-{i}">{escape(heading)}</a>' for i, (heading, _) in enumerate(parts))
+    navigation = f"<nav>{links}</nav>" if len(parts) > 2 else ""
+    intro = paragraph(lead) if lead else ""
+    head = f"<header><h1>{escape(title)}</h1>{intro}{navigation}</header>"
+    body = [f'<section id="part-{i}"><h2>{escape(h)}</h2>{b}</section>' for i, (h, b) in enumerate(parts)]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f'<title>{escape(title)}</title></head><body class="ula-page">{fragment(head, *body)}</body></html>\n'
+    )
+
+
+def fragment(*blocks: str) -> str:
+    """Return blocks with their style and script, for a notebook or another page."""
+    return f'<div class="ula"><style>{_style()}</style>{"".join(blocks)}<script>{_asset("page.js")}</script></div>'
+
+
+def paragraph(text: str) -> str:
+    """Return plain text as a paragraph."""
+    return f"<p>{escape(text)}</p>"
+
+
+def group(heading: str, *blocks: str, note: str = "") -> str:
+    """Return blocks under a third-level heading, followed by a faint note."""
+    faint = f" <small>{escape(note)}</small>" if note else ""
+    return f"<h3>{escape(heading)}{faint}</h3>{''.join(blocks)}"
+
+
+def grid(*blocks: str) -> str:
+    """Return blocks side by side, wrapped at the width of the window."""
+    return f'<div class="ula-grid">{"".join(blocks)}</div>'
+
+
+def details(summary: str, *blocks: str) -> str:
+    """Return blocks folded under a line of text."""
+    return f"<details><summary>{escape(summary)}</summary>{''.join(blocks)}</details>"
+
+
+def facts(entries: Mapping[str, object]) -> str:
+    """Return names and values side by side; empty values are omitted."""
+    texts = {name: str(value) for name, value in entries.items() if value is not None and str(value)}
+    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in texts.items())
+    return f'<dl class="ula-facts">{items}</dl>'
+
+
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    caption: str = "",
+    strong: Collection[tuple[int, int]] = (),
+) -> str:
+    """Return a table with right-aligned numbers: floats have three decimals, those below 1e-3 an exponent.
+
+    `strong`: (row, column) of the cells to emphasise, such as the best of each column.
+    """
+    lines = [list(row) for row in rows]
+    numeric = {j for j in range(len(header)) if any(_is_number(line[j]) for line in lines)}
+    head = "".join(f"<th{_classes(num=j in numeric)}>{escape(name)}</th>" for j, name in enumerate(header))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td{_classes(num=j in numeric, strong=(i, j) in strong)}>{escape(_cell(cell))}</td>"
+            for j, cell in enumerate(line)
+        )
+        + "</tr>"
+        for i, line in enumerate(lines)
+    )
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f'<div class="ula-wide"><table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def legend(*, signed: bool, expected: bool, strips: bool = False) -> str:
+    """Return the colour scale of heat maps, or of strips, and the key of the outline if `expected`."""
+    shares = (-1, -0.25, 0, 0.25, 1) if signed else (0, 0.1, 0.25, 0.5, 1)
+    marks = []
+    for share in shares:
+        place = (1 if share >= 0 else -1) * abs(share) ** 0.5
+        marks.append(f'<span style="left:{100 * ((place + 1) / 2 if signed else place):.4g}%">{share:.0%}</span>')
+    ramp = ("diverging" if signed else "sequential") + ("-strip" if strips else "")
+    outlined = '<div><span class="box"></span>expected</div>' if expected else ""
+    return (
+        f'<div class="ula-legend"><div class="scale"><div class="ramp" style="background:var(--{ramp})"></div>'
+        f'<div class="marks">{"".join(marks)}</div></div>'
+        f"<div>share of the largest score in each picture</div>{outlined}</div>"
+    )
+
+
+def _is_number(cell: object) -> bool:
+    return isinstance(cell, int | float) and not isinstance(cell, bool)
+
+
+def _cell(cell: object) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.3f}" if cell == 0 or abs(cell) >= 1e-3 else f"{cell:.1e}"
+    return str(cell)
+
+
+def _classes(**names: bool) -> str:
+    on = " ".join(name for name, chosen in names.items() if chosen)
+    return f' class="{on}"' if on else ""
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("unilinattn.viz").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _style() -> str:
+    def colours(theme: str) -> str:
+        ramps = {"sequential": SEQUENTIAL, "diverging": DIVERGING}
+        scales = "".join(f"--{name}:linear-gradient(90deg,{','.join(r[theme])});" for name, r in ramps.items())
+        return f".ula{{{scales}--expected:{OUTLINE[theme]}}}"
+
+    dark = f"@media (prefers-color-scheme:dark){{{colours('dark')}}}"
+    return _asset("page.css") + colours("light") + dark
