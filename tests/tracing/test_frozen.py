@@ -386,6 +386,16 @@ def test_shares_of_every_depth_add_up_with_the_bias_that_follows() -> None:
     assert not torch.allclose(shares.depth[1], shares.tokens)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_callers_gradient_mode_does_not_matter(mode: Any) -> None:
+    model = _mamba()
+    expected = ula.trace(model, _ids(), progress=False).frozen().shares(-1, 3)
+    with mode():
+        shares = ula.trace(model, _ids(), progress=False).frozen().shares(-1, 3)
+    assert torch.equal(shares.tokens, expected.tokens) and torch.equal(shares.bias, expected.bias)
+    assert not shares.tokens.requires_grad
+
+
 def test_an_unknown_rule_and_two_streams_are_errors() -> None:
     with pytest.raises(OptionError, match="unknown rule 'halves'"):
         ula.trace(_mamba(), _ids(), progress=False).frozen(rule="halves")  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from unilinattn.methods.selection import every_position, layers_from, query_rows
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.logits import logits_of
 from unilinattn.tracing.trace import Target, Trace
 
 EXTRAS = {"bias": "bias", "remainder": "remainder", "logit": "value", "gap": "gap"}
@@ -28,8 +29,9 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     (batch, queries, keys), dtype = result_shape(layers, target, chosen)
     shape = (batch, queries, keys) if target is None else (batch, keys)
     run = trace.frozen_cost(queries)
-    row = LayerCost("frozen run", "forward and backward pass", run.bytes, run.operations * (1 + 2 * queries))
-    return Estimate("logit", shape, batch * queries * keys * dtype.itemsize, 0, (row,), allowed())
+    row = LayerCost("frozen run", "forward and backward pass", run.bytes, run.operations * (1 + queries))
+    result = batch * queries * (keys * dtype.itemsize + len(EXTRAS) * torch.float64.itemsize)
+    return Estimate("logit", shape, result, 0, (row,), allowed())
 
 
 @register_method("logit", cost=cost)
@@ -82,9 +84,11 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
 
 
 def _only_target(trace: Trace, target: Target | None, options: LogitOptions) -> Target | None:
-    """Return the target, by default the last token if all positions have the same scalar."""
-    logits = getattr(trace.output, "logits", trace.output)
-    one = callable(options.logit) or getattr(logits, "ndim", 0) == 2
+    """Return the target, by default the last token if all positions have the same scalar.
+
+    Raises `InputError` for a model without logits, unless the option `logit` is a function.
+    """
+    one = callable(options.logit) or logits_of(trace.output, trace.model).ndim == 2
     return -1 if target is None and one else target
 
 

@@ -140,8 +140,11 @@ class FrozenRun:
         `depth` also the shares of the stream that enters each block. Raises `InputError` for a target or logit that
         does not fit, and `UncoveredError` if the scalar does not depend on the tokens.
         """
+        return in_gradient_mode(True, lambda: self._shares(target, logit, depth=depth))
+
+    def _shares(self, target: Any, logit: Logit, *, depth: bool) -> Shares:
         point = mapped(self._output, lambda t: t.detach().requires_grad_(t.is_floating_point()))
-        value = in_gradient_mode(True, lambda: self._choose(point, target, logit))
+        value = self._choose(point, target, logit)
         at = [tensor for tensor in tensors(point) if tensor.requires_grad]
         slopes = torch.autograd.grad(value.sum(), at, allow_unused=True)
         outputs = [tensor for tensor in tensors(self._output) if tensor.is_floating_point()]

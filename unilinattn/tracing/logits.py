@@ -39,6 +39,22 @@ def logits_at(
     return {**given, KEEP: wanted.to(ids.device) if isinstance(ids, Tensor) else wanted}
 
 
+def has_logits(output: Any) -> bool:
+    """Tell whether a model's output has logits. Some vision models return the tensor of class logits itself."""
+    return (isinstance(output, Tensor) and output.ndim == 2) or isinstance(getattr(output, "logits", None), Tensor)
+
+
+def logits_of(output: Any, model: str) -> Float[Tensor, "batch *position token"]:
+    """Return the logits in the output of a model; raise `InputError` with the model's name if it has none."""
+    if not has_logits(output):
+        raise InputError(
+            f"{model} returns no logits; give `logit` as a function of its output, such as "
+            "lambda out: out.last_hidden_state[:, -1].sum()."
+        )
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
 def logits_wanted(logit: Any) -> list[int]:
     """Return the ids of one logit or of a pair, an empty list for None; raise `InputError` for anything else."""
     try:
@@ -98,13 +114,7 @@ def scalar(
     """
     if callable(logit):
         return logit(output)
-    # Some vision models return the tensor of class logits itself.
-    logits = output if isinstance(output, Tensor) and output.ndim == 2 else getattr(output, "logits", None)
-    if logits is None:
-        raise InputError(
-            f"{model} returns no logits; give `logit` as a function of its output, such as "
-            "lambda out: out.last_hidden_state[:, -1].sum()."
-        )
+    logits = logits_of(output, model)
     if logits.ndim == 3:
         chosen = positions() if kept is None else places_of(positions(), kept)
         logits = logits[torch.arange(logits.shape[0], device=logits.device), chosen.to(logits.device)]

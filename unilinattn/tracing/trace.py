@@ -21,7 +21,7 @@ from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient
 from unilinattn.tracing.inputs import call_host, host_arguments, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, Step
-from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, scalar
+from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, scalar
 from unilinattn.tracing.module_calls import CallRecord, first_tensor
 from unilinattn.tracing.padding import padding_mask, warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
@@ -211,8 +211,12 @@ class Trace:
         return None if missing else self._scalar(self.output, target, logit, kept)
 
     def gradient_cost(self, logit: Logit = None) -> GradientCost:
-        """Return the bytes and multiply-adds of `gradient` for one target, without running the model."""
-        logits = first_tensor([getattr(self.output, "logits", self.output)], axes=2)
+        """Return the bytes and multiply-adds of `gradient` for one target, without running the model.
+
+        Raises `InputError` for a model without logits, unless `logit` is a function.
+        """
+        output = self.output if callable(logit) else logits_of(self.output, self.model)
+        logits = first_tensor([getattr(output, "logits", output)], axes=2)
         numbers = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3 and not callable(logit):
             targets = logits_at(self._model, self._given, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
