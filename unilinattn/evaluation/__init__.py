@@ -1,18 +1,26 @@
-"""Metrics of results: ranking against known answers, and against the effect of replacing each token."""
+"""Metrics of results: against known answers, gold links and logits, and by changing the input."""
 
 from unilinattn.evaluation.intervention import replacement_effects
 from unilinattn.evaluation.metrics import (
+    CompletenessGap,
     RankCorrelation,
     RowScores,
     alignment_error_rate,
+    completeness_gap,
+    earlier_keys,
+    gold_links,
     rank_correlation,
     row_scores,
 )
 
 __all__ = [
+    "CompletenessGap",
     "RankCorrelation",
     "RowScores",
     "alignment_error_rate",
+    "completeness_gap",
+    "earlier_keys",
+    "gold_links",
     "rank_correlation",
     "replacement_effects",
     "row_scores",
