@@ -1,4 +1,4 @@
-"""Metrics of results: against known answers, gold links and logits, and by changing the input."""
+"""Metrics of results: against known answers, foreground masks, gold links and logits, and by changing the input."""
 
 from unilinattn.evaluation.intervention import replacement_effects
 from unilinattn.evaluation.metrics import (
@@ -12,11 +12,13 @@ from unilinattn.evaluation.metrics import (
     rank_correlation,
     row_scores,
 )
+from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
 
 __all__ = [
     "CompletenessGap",
     "RankCorrelation",
     "RowScores",
+    "SegmentationScores",
     "alignment_error_rate",
     "completeness_gap",
     "earlier_keys",
@@ -24,4 +26,5 @@ __all__ = [
     "rank_correlation",
     "replacement_effects",
     "row_scores",
+    "segmentation_scores",
 ]
