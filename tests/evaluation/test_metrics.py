@@ -218,7 +218,7 @@ def test_rows_without_an_order_are_dropped_and_scores_without_one_count_as_nothi
 @pytest.mark.parametrize(
     ("scores", "truth", "words"),
     [
-        (torch.ones(2, 3), torch.ones(2, 4), r"truth must be a tensor of the scores' shape \(2, 3\); got \(2, 4\)"),
+        (torch.ones(2, 3), torch.ones(2, 4), r"the scores' shape \(2, 3\); got torch.float32 \(2, 4\)"),
         (torch.ones(2, 3), [[1.0]], "got list"),
         (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.long), "truth must be a floating-point"),
         (torch.ones(2, 3), torch.full((2, 3), torch.nan), "truth holds NaN"),
@@ -367,12 +367,12 @@ def test_the_completeness_gap_is_summed_in_float64() -> None:
         (torch.ones(2, 3), torch.ones(3), torch.ones(2), r"\(2, 3\), bias of shape \(3,\) and logit of shape \(2,\)"),
         (torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0), "do not fit"),
         (torch.ones(2, 3), torch.ones(2), torch.ones(2, 1), "do not fit"),
-        (torch.ones(2, 3), [1.0, 1.0], torch.ones(2), "bias must be a floating-point tensor, not list"),
+        (torch.ones(2, 3), [1.0, 1.0], torch.ones(2), "bias must be a floating-point tensor; got list"),
         (
             torch.ones(2, 3).long(),
             torch.ones(2),
             torch.ones(2),
-            "shares must be a floating-point tensor",
+            "shares must be a floating-point tensor; got torch.int64",
         ),
         (torch.ones(2, 3), torch.ones(2), torch.tensor([1.0, torch.nan]), "logit holds NaN"),
         (torch.full((2, 3), torch.inf), torch.ones(2), torch.ones(2), "shares holds NaN or infinity"),

@@ -12,10 +12,13 @@ from unilinattn.evaluation.metrics import (
     rank_correlation,
     row_scores,
 )
+from unilinattn.evaluation.perturbation import PerturbationCurve, PerturbationTest
 from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
 
 __all__ = [
     "CompletenessGap",
+    "PerturbationCurve",
+    "PerturbationTest",
     "RankCorrelation",
     "RowScores",
     "SegmentationScores",

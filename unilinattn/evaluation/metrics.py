@@ -125,8 +125,9 @@ def rank_correlation(
     """
     candidates = _candidates(scores, valid)
     if not isinstance(truth, Tensor) or truth.shape != scores.shape:
-        got = tuple(truth.shape) if isinstance(truth, Tensor) else type(truth).__name__
-        raise InputError(f"truth must be a tensor of the scores' shape {tuple(scores.shape)}; got {got}.")
+        raise InputError(
+            f"truth must be a tensor of the scores' shape {tuple(scores.shape)}; got {tensor_text(truth)}."
+        )
     _candidates(truth, valid, "truth")
     ranks, true_ranks = (_centred_ranks(values.flatten(0, -2), candidates.flatten(0, -2)) for values in (scores, truth))
     counted = true_ranks.any(-1)
@@ -201,8 +202,7 @@ def completeness_gap(
     """
     for name, value in {"shares": shares, "bias": bias, "logit": logit}.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(f"{name} must be a floating-point tensor, not {got}.")
+            raise InputError(f"{name} must be a floating-point tensor; got {tensor_text(value)}.")
         if not bool(value.isfinite().all()):
             raise InputError(f"{name} holds NaN or infinity, which cannot add up to a logit.")
     if shares.ndim == 0 or not shares.shape[:-1] == bias.shape == logit.shape:
@@ -213,6 +213,11 @@ def completeness_gap(
     explained = shares.detach().double().sum(-1) + bias.detach().double()
     exact = logit.detach().double()
     return CompletenessGap((explained - exact).abs(), exact)
+
+
+def tensor_text(value: object) -> str:
+    """Return the dtype and shape of a tensor, or the type of anything else, for an error message."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 @dataclass(frozen=True)
@@ -300,8 +305,9 @@ def _candidates(
     scores: Float[Tensor, "*batch query key"], valid: Tensor | None, name: str = "scores"
 ) -> Bool[Tensor, "*batch query key"]:
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.ndim < 2 or scores.numel() == 0:
-        got = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise InputError(f"{name} must be a floating-point tensor (..., query, key) with entries; got {got}.")
+        raise InputError(
+            f"{name} must be a floating-point tensor (..., query, key) with entries; got {tensor_text(scores)}."
+        )
     candidates = torch.ones_like(scores, dtype=torch.bool) if valid is None else _broadcast(valid, scores, "valid")
     if bool((scores.isnan() & candidates).any()):
         raise InputError(f"{name} holds NaN at valid keys, which cannot be ranked.")
@@ -310,8 +316,7 @@ def _candidates(
 
 def _broadcast(mask: Tensor, scores: Tensor, name: str) -> Bool[Tensor, "*batch query key"]:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"{name} must be a boolean tensor, not {got}.")
+        raise InputError(f"{name} must be a boolean tensor; got {tensor_text(mask)}.")
     try:
         return mask.to(scores.device).broadcast_to(scores.shape)
     except RuntimeError as error:

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.evaluation.metrics import row_scores
+from unilinattn.evaluation.metrics import row_scores, tensor_text
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def _precisions(
 
 def _check(relevance: Tensor, foreground: Tensor) -> None:
     if not isinstance(relevance, Tensor) or not relevance.is_floating_point() or relevance.ndim != 3:
-        raise InputError(f"relevance must be floating point, (image, height, width); got {_described(relevance)}.")
+        raise InputError(f"relevance must be floating point, (image, height, width); got {tensor_text(relevance)}.")
     if not isinstance(foreground, Tensor) or foreground.dtype != torch.bool:
-        raise InputError(f"foreground must be a boolean tensor, True at the foreground; got {_described(foreground)}.")
+        raise InputError(f"foreground must be a boolean tensor, True at the foreground; got {tensor_text(foreground)}.")
     if relevance.shape != foreground.shape or not relevance.numel():
         raise InputError(
             f"relevance of shape {tuple(relevance.shape)} does not fit masks of shape {tuple(foreground.shape)}; give "
@@ -89,10 +89,6 @@ def _check(relevance: Tensor, foreground: Tensor) -> None:
     _refuse(flat.amin(1) == flat.amax(1), "the map of image {} is constant, so it separates no foreground")
     _refuse(~front.any(1), "the mask of image {} has no foreground, so there is nothing to find")
     _refuse(front.all(1), "the mask of image {} has no background, so there is nothing to separate")
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _refuse(wrong: Bool[Tensor, " image"], reason: str) -> None:
