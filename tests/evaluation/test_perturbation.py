@@ -74,11 +74,11 @@ def test_a_worked_example() -> None:
     assert (test.positive(fifths).area, test.negative(fifths).area) == (0.0, pytest.approx(1.0))
     # Added most relevant first: logits (0, 0), (2, 0), (4, 0), (4, 1), (4, 2), (4, 3).
     halves = [1 / (1 + math.exp(b - a)) for a, b in [(0, 0), (2, 0), (4, 0), (4, 1), (4, 2), (4, 3)]]
-    activation = test.activation((0, *fifths, 1))
+    activation = test.activation((0.0, *fifths, 1.0))
     assert activation.values[0].tolist() == pytest.approx(halves, abs=1e-12)
     assert activation.area == pytest.approx((sum(halves) - (halves[0] + halves[-1]) / 2) / 5, abs=1e-12)
     # Removed least relevant first, the squared distance from (4, 3).
-    assert test.pruning((0, *fifths, 1)).values.tolist() == [[0.0, 1.0, 4.0, 9.0, 13.0, 25.0]]
+    assert test.pruning((0.0, *fifths, 1.0)).values.tolist() == [[0.0, 1.0, 4.0, 9.0, 13.0, 25.0]]
     p = 1 / (1 + math.exp(-1))
     # Of five tokens, 1 to 20 % are one token and 50 % are three.
     without = [1 / (1 + math.exp(1))] * 4 + [1 / (1 + math.exp(2))]
@@ -102,7 +102,7 @@ def test_the_reversed_order_exchanges_the_curves() -> None:
     # Pruning takes absolute scores, so that the order has to be reversed by other means.
     assert torch.equal(good.pruning().values, bad.pruning().values)
     inverse = PerturbationTest(Votes(VOTES), ids, 1 / relevance, masking="token", mask_token_id=MASK)
-    assert good.pruning((0, 0.2, 0.4)).area < inverse.pruning((0, 0.2, 0.4)).area
+    assert good.pruning((0.0, 0.2, 0.4)).area < inverse.pruning((0.0, 0.2, 0.4)).area
 
 
 def test_the_area_of_a_curve() -> None:
@@ -292,7 +292,7 @@ def test_tied_tokens_are_removed_in_an_order_drawn_by_the_seed_for_each_sequence
 
     def removed(relevance: torch.Tensor, tokens: torch.Tensor, seed: int) -> torch.Tensor:
         model = Votes(VOTES)
-        PerturbationTest(model, tokens, relevance, masking="token", mask_token_id=MASK, seed=seed).positive((0.5, 1))
+        PerturbationTest(model, tokens, relevance, masking="token", mask_token_id=MASK, seed=seed).positive((0.5, 1.0))
         return model.log.seen[1] == MASK
 
     first, again, other = (removed(torch.zeros(1, 12), ids, seed) for seed in (0, 0, 1))
@@ -457,6 +457,6 @@ def test_a_model_without_logits_is_refused(returned, words: str) -> None:
 
 def test_infinite_logits_have_a_probability_and_no_squared_change() -> None:
     test = PerturbationTest(Votes([[0.0, -math.inf]] * 5), IDS, torch.rand(2, 3), **TOKEN)
-    assert test.activation((0, 1)).values.tolist() == [[1.0, 1.0]] * 2
+    assert test.activation((0.0, 1.0)).values.tolist() == [[1.0, 1.0]] * 2
     with pytest.raises(InputError, match="infinite logits"):
         test.pruning()
