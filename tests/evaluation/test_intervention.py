@@ -9,8 +9,7 @@ import torch
 from unilinattn import examples
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation.intervention import AT_ONCE, replacement_effects
-from unilinattn.evaluation.metrics import row_scores
-from unilinattn.evaluation.side_by_side import earlier_keys
+from unilinattn.evaluation.metrics import earlier_keys, row_scores
 from unilinattn.examples.tasks import HELD_OUT_SEED, NO_ANSWER, Copying
 
 

@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 
 from unilinattn.errors import InputError
-from unilinattn.evaluation.metrics import RankCorrelation, RowScores, alignment_error_rate, rank_correlation, row_scores
+from unilinattn.evaluation.metrics import (
+    RankCorrelation,
+    RowScores,
+    alignment_error_rate,
+    completeness_gap,
+    earlier_keys,
+    gold_links,
+    rank_correlation,
+    row_scores,
+)
 
 
 @pytest.fixture
@@ -209,7 +218,7 @@ def test_rows_without_an_order_are_dropped_and_scores_without_one_count_as_nothi
 @pytest.mark.parametrize(
     ("scores", "truth", "words"),
     [
-        (torch.ones(2, 3), torch.ones(2, 4), r"truth must be a tensor of the scores' shape \(2, 3\); got \(2, 4\)"),
+        (torch.ones(2, 3), torch.ones(2, 4), r"the scores' shape \(2, 3\); got torch.float32 \(2, 4\)"),
         (torch.ones(2, 3), [[1.0]], "got list"),
         (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.long), "truth must be a floating-point"),
         (torch.ones(2, 3), torch.full((2, 3), torch.nan), "truth holds NaN"),
@@ -231,16 +240,66 @@ def loop_error_rate(scores: torch.Tensor, sure: torch.Tensor, possible: torch.Te
             links += 1 / len(best)
             hits_sure += s[place] / len(best)
             hits_possible += (p[place] or s[place]) / len(best)
-    return 1 - (hits_sure + hits_possible) / (links + int((sure & valid).sum()))
+    return 1 - (hits_sure + hits_possible) / (links + int(sure.sum()))
 
 
 @settings(max_examples=80)
 @given(rankings(), st.randoms(use_true_random=False))
 def test_alignment_error_rate_equals_its_definition(case: tuple[torch.Tensor, ...], random) -> None:
     scores, sure, valid = case
-    possible = torch.tensor([random.random() < 0.3 for _ in range(sure.numel())]).view(sure.shape)
+    sure = sure & valid
+    possible = torch.tensor([random.random() < 0.3 for _ in range(sure.numel())]).view(sure.shape) & valid
     known = loop_error_rate(scores, sure, possible, valid)
     assert alignment_error_rate(scores, sure, possible, valid) == pytest.approx(known, abs=1e-12)
+
+
+def test_the_querys_own_key_is_no_earlier_key() -> None:
+    for length in (1, 4):
+        for query in range(length):
+            assert earlier_keys(length)[query].nonzero().flatten().tolist() == list(range(query))
+    # Rows 1 to 3 rank their own key first and the key before it second; row 1 has no other candidate.
+    scores = 2 * torch.eye(4) + torch.eye(4).roll(-1, 1)
+    before = torch.eye(4, dtype=torch.bool).roll(-1, 1) & earlier_keys(4)
+    assert row_scores(scores, before, earlier_keys(4)) == RowScores(1.0, 1.0, 1.0, 1.0, 2, 2)
+    assert row_scores(scores, before).hit_at_1 == 0.0
+
+
+def test_gold_links_are_pairs_of_positions() -> None:
+    links = [(0, 1), (2, 0), (2, 2), (2, 0)]
+    expected = [[(query, key) in links for key in range(4)] for query in range(3)]
+    assert gold_links(links, 3, 4).tolist() == expected
+    assert not gold_links([], 2, 2).any()
+    # The two sentences exchanged give another error rate.
+    scores = gold_links([(0, 1), (1, 2), (2, 0)], 3, 3).double()
+    gold = gold_links([(0, 1), (1, 2), (2, 1)], 3, 3)
+    assert alignment_error_rate(scores, gold) == pytest.approx(1 / 3)
+    assert alignment_error_rate(scores, gold.mT) == pytest.approx(2 / 3)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        ((3, 0), r"\(3, 0\) lies outside the sentence, which has queries 0 to 2 and keys 0 to 3"),
+        ((0, 4), "outside"),
+        ((-1, 0), "outside"),
+        ((0, 1, 2), "no pair"),
+        ((0.5, 1), "no pair"),
+        (3, "no pair"),
+    ],
+)
+def test_a_gold_link_outside_the_sentence_is_refused(link, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        gold_links([(0, 0), link], 3, 4)
+
+
+def test_a_gold_link_to_a_key_that_is_not_valid_is_refused() -> None:
+    scores, valid = torch.rand(2, 3), torch.tensor([True, True, False])
+    gold = torch.tensor([[False, True, False], [False, False, True]])
+    with pytest.raises(InputError, match=r"1 sure links lead to keys that are not valid, the first at \(1, 2\)"):
+        alignment_error_rate(scores, gold, valid=valid)
+    with pytest.raises(InputError, match="1 possible links"):
+        alignment_error_rate(scores, gold & valid, gold, valid)
 
 
 def test_alignment_error_rate_of_known_links() -> None:
@@ -282,3 +341,50 @@ def test_an_error_rate_needs_links() -> None:
         alignment_error_rate(torch.ones(2, 3), none, valid=none)
     with pytest.raises(InputError, match="possible"):
         alignment_error_rate(torch.ones(2, 3), none, torch.ones(2, 3))
+
+
+def test_the_completeness_gap_is_what_shares_and_bias_miss() -> None:
+    shares = torch.tensor([[1.0, -3.0, 0.5], [2.0, 2.0, 2.0]], dtype=torch.float64)
+    logit = torch.tensor([-2.0, 4.0], dtype=torch.float64)
+    gap = completeness_gap(shares, torch.tensor([-0.5, -1.0], dtype=torch.float64), logit)
+    assert gap.absolute.tolist() == [0.0, 1.0]
+    assert gap.relative.tolist() == [0.0, 0.25]
+    # Without the biases the first gap is 0.5 and the second 2.
+    assert completeness_gap(shares, torch.zeros(2).double(), logit).absolute.tolist() == [0.5, 2.0]
+    single = completeness_gap(torch.tensor([2.0, 3.0]), torch.tensor(1.0), torch.tensor(-8.0))
+    assert (single.absolute.item(), single.relative.item()) == (14.0, 1.75)
+
+
+def test_the_completeness_gap_is_summed_in_float64() -> None:
+    shares = torch.tensor([1e8, 1.0, -1e8])
+    assert completeness_gap(shares, torch.tensor(0.0), torch.tensor(1.0)).absolute.item() == 0.0
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("shares", "bias", "logit", "words"),
+    [
+        (torch.ones(2, 3), torch.ones(3), torch.ones(2), r"\(2, 3\), bias of shape \(3,\) and logit of shape \(2,\)"),
+        (torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0), "do not fit"),
+        (torch.ones(2, 3), torch.ones(2), torch.ones(2, 1), "do not fit"),
+        (torch.ones(2, 3), [1.0, 1.0], torch.ones(2), "bias must be a floating-point tensor; got list"),
+        (
+            torch.ones(2, 3).long(),
+            torch.ones(2),
+            torch.ones(2),
+            "shares must be a floating-point tensor; got torch.int64",
+        ),
+        (torch.ones(2, 3), torch.ones(2), torch.tensor([1.0, torch.nan]), "logit holds NaN"),
+        (torch.full((2, 3), torch.inf), torch.ones(2), torch.ones(2), "shares holds NaN or infinity"),
+    ],
+)
+def test_a_completeness_gap_of_bad_input_is_refused(shares, bias, logit, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        completeness_gap(shares, bias, logit)
+
+
+def test_the_relative_gap_of_a_zero_logit_is_undefined() -> None:
+    gap = completeness_gap(torch.ones(2, 3), torch.zeros(2), torch.tensor([0.0, 3.0]))
+    assert gap.absolute.tolist() == [3.0, 0.0]
+    with pytest.raises(InputError, match="1 of 2 logits are 0"):
+        _ = gap.relative

@@ -7,6 +7,7 @@ import torch
 from unilinattn import examples
 from unilinattn.errors import OptionError, ResultFileError
 from unilinattn.evaluation import report, side_by_side
+from unilinattn.evaluation.metrics import earlier_keys
 from unilinattn.evaluation.side_by_side import Counts, Measured, measure, select
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED, TRAINING_SEEDS
 from unilinattn.registry import method
@@ -50,7 +51,7 @@ def test_the_layer_has_the_best_selection_precision_even_where_it_scores_worse(
         batch = sample(self, count, seed)
         if seed == SELECTION_SEED:
             return batch
-        earlier = side_by_side.earlier_keys(48) & batch.relevant.any(-1, keepdim=True)
+        earlier = earlier_keys(48) & batch.relevant.any(-1, keepdim=True)
         return examples.TaskBatch(batch.input_ids, batch.labels, earlier & ~batch.relevant)
 
     monkeypatch.setattr(type(problem), "sample", swapped)

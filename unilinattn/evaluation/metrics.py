@@ -1,6 +1,8 @@
-"""Metrics of scores against known relevant keys, a measured truth, or a known alignment."""
+"""Metrics of scores against known relevant keys, a measured truth, a known alignment, or the explained logit."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,6 +32,41 @@ class RankCorrelation:
     dropped: int
 
 
+@dataclass(frozen=True, eq=False)
+class CompletenessGap:
+    """The distance of shares and biases from the logit that they decompose.
+
+    Attributes:
+        absolute: |sum of shares + bias - logit|, in logits.
+        logit: the explained logit, by which `relative` divides.
+    """
+
+    absolute: Float[Tensor, "*batch"]
+    logit: Float[Tensor, "*batch"]
+
+    @property
+    def relative(self) -> Float[Tensor, "*batch"]:
+        """The absolute gap divided by |logit|.
+
+        Raises `InputError` if a logit is 0.
+        """
+        if bool((self.logit == 0).any()):
+            raise InputError(
+                f"{int((self.logit == 0).sum())} of {self.logit.numel()} logits are 0, so their relative gap is "
+                "undefined; use `absolute`."
+            )
+        return self.absolute / self.logit.abs()
+
+
+def earlier_keys(length: int) -> Bool[Tensor, "query key"]:
+    """Return the candidate keys of every query in a causal model: those before it, without its own.
+
+    Methods that add the residual stream always rank a query's own token first, so it is no candidate. A model that is
+    not causal has the candidates `~torch.eye(length, dtype=torch.bool)`.
+    """
+    return torch.ones(length, length, dtype=torch.bool).tril(-1)
+
+
 def row_scores(
     scores: Float[Tensor, "*batch query key"],
     relevant: Bool[Tensor, "..."],
@@ -37,9 +74,10 @@ def row_scores(
 ) -> RowScores:
     """Rank each query row's keys by score and return metrics of the relevant keys' ranks, averaged over all rows.
 
-    `relevant` and `valid` broadcast to the scores' shape. Only valid keys (allowed by causality, real tokens) are
-    candidates; by default all keys are. A row without a relevant candidate, or without an irrelevant one, has no
-    ranking: it is dropped, and `dropped` counts it. Ties are never broken by position:
+    `relevant` and `valid` broadcast to the scores' shape. Only valid keys (allowed by causality, real tokens, not the
+    query's own: see `earlier_keys`) are candidates; by default all keys are. A row without a relevant candidate, or
+    without an irrelevant one, has no ranking: it is dropped, and `dropped` counts it. Ties are never broken by
+    position:
 
     - AUC is the probability that a relevant key scores above an irrelevant one; a tie counts one half (mid-ranks), so
       constant scores have AUC 0.5;
@@ -87,8 +125,9 @@ def rank_correlation(
     """
     candidates = _candidates(scores, valid)
     if not isinstance(truth, Tensor) or truth.shape != scores.shape:
-        got = tuple(truth.shape) if isinstance(truth, Tensor) else type(truth).__name__
-        raise InputError(f"truth must be a tensor of the scores' shape {tuple(scores.shape)}; got {got}.")
+        raise InputError(
+            f"truth must be a tensor of the scores' shape {tuple(scores.shape)}; got {tensor_text(truth)}."
+        )
     _candidates(truth, valid, "truth")
     ranks, true_ranks = (_centred_ranks(values.flatten(0, -2), candidates.flatten(0, -2)) for values in (scores, truth))
     counted = true_ranks.any(-1)
@@ -112,15 +151,17 @@ def alignment_error_rate(
 ) -> float:
     """Return 1 - (|A and S| + |A and P|) / (|A| + |S|) for the links A from each row to its best key.
 
-    `sure` (S), `possible` (P, to which S is added) and `valid` broadcast to the scores' shape. A row without a valid
-    key has no link; tied best keys share a link in equal parts. Links are counted over all sequences.
+    `sure` (S), `possible` (P, to which S is added) and `valid` broadcast to the scores' shape; `gold_links` makes the
+    first two from pairs of positions. A row without a valid key has no link; tied best keys share a link in equal
+    parts. Links are counted over all sequences.
 
-    Raises `InputError` if shapes do not fit, valid keys hold NaN, or there are no links.
-    Source: LaTIM 4.2, Table 3.
+    Raises `InputError` if shapes do not fit, valid keys hold NaN, a gold link leads to a key that is not valid, or
+    there are no links.
+    Source: LaTIM 4.2, Table 3; Och and Ney, "A systematic comparison of various statistical alignment models" (2003).
     """
     candidates = _candidates(scores, valid)
-    gold = _broadcast(sure, scores, "sure") & candidates
-    allowed = gold if possible is None else gold | (_broadcast(possible, scores, "possible") & candidates)
+    gold = _gold(sure, scores, candidates, "sure")
+    allowed = gold if possible is None else gold | _gold(possible, scores, candidates, "possible")
     ranked = torch.where(candidates, scores.detach().double(), -torch.inf)
     best = candidates & (ranked == ranked.amax(-1, keepdim=True))
     share = best / best.sum(-1, keepdim=True).clamp(min=1).double()
@@ -128,6 +169,55 @@ def alignment_error_rate(
     if links + sure_links == 0:
         raise InputError("There is neither a row with a valid key nor a sure link, so there is no error rate.")
     return float(1 - ((share * gold).sum() + (share * allowed).sum()) / (links + sure_links))
+
+
+def gold_links(links: Iterable[tuple[int, int]], queries: int, keys: int) -> Bool[Tensor, "query key"]:
+    """Return the mask of a sentence's gold links, each a pair (query, key) of positions from 0.
+
+    Raises `InputError` for a link that is no pair of integers, or that lies outside the sentence.
+    """
+    mask = torch.zeros(queries, keys, dtype=torch.bool)
+    for link in links:
+        try:
+            query, key = (index(position) for position in link)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the gold link {link!r} is no pair (query, key) of integers.") from error
+        if not (0 <= query < queries and 0 <= key < keys):
+            raise InputError(
+                f"the gold link {(query, key)} lies outside the sentence, which has queries 0 to {queries - 1} and "
+                f"keys 0 to {keys - 1}; positions count from 0."
+            )
+        mask[query, key] = True
+    return mask
+
+
+def completeness_gap(
+    shares: Float[Tensor, "*batch key"], bias: Float[Tensor, "*batch"], logit: Float[Tensor, "*batch"]
+) -> CompletenessGap:
+    """Return |sum_j shares_j + bias - logit| for each target, summed in float64.
+
+    `shares` are the tokens' shares of the logit, and `bias` the share of all biases.
+
+    Raises `InputError` if the shapes do not fit, or for a number that is not finite.
+    """
+    for name, value in {"shares": shares, "bias": bias, "logit": logit}.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise InputError(f"{name} must be a floating-point tensor; got {tensor_text(value)}.")
+        if not bool(value.isfinite().all()):
+            raise InputError(f"{name} holds NaN or infinity, which cannot add up to a logit.")
+    if shares.ndim == 0 or not shares.shape[:-1] == bias.shape == logit.shape:
+        raise InputError(
+            f"shares of shape {tuple(shares.shape)}, bias of shape {tuple(bias.shape)} and logit of shape "
+            f"{tuple(logit.shape)} do not fit; give (..., key), (...) and (...)."
+        )
+    explained = shares.detach().double().sum(-1) + bias.detach().double()
+    exact = logit.detach().double()
+    return CompletenessGap((explained - exact).abs(), exact)
+
+
+def tensor_text(value: object) -> str:
+    """Return the dtype and shape of a tensor, or the type of anything else, for an error message."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 @dataclass(frozen=True)
@@ -215,8 +305,9 @@ def _candidates(
     scores: Float[Tensor, "*batch query key"], valid: Tensor | None, name: str = "scores"
 ) -> Bool[Tensor, "*batch query key"]:
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.ndim < 2 or scores.numel() == 0:
-        got = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-        raise InputError(f"{name} must be a floating-point tensor (..., query, key) with entries; got {got}.")
+        raise InputError(
+            f"{name} must be a floating-point tensor (..., query, key) with entries; got {tensor_text(scores)}."
+        )
     candidates = torch.ones_like(scores, dtype=torch.bool) if valid is None else _broadcast(valid, scores, "valid")
     if bool((scores.isnan() & candidates).any()):
         raise InputError(f"{name} holds NaN at valid keys, which cannot be ranked.")
@@ -225,11 +316,24 @@ def _candidates(
 
 def _broadcast(mask: Tensor, scores: Tensor, name: str) -> Bool[Tensor, "*batch query key"]:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"{name} must be a boolean tensor, not {got}.")
+        raise InputError(f"{name} must be a boolean tensor; got {tensor_text(mask)}.")
     try:
         return mask.to(scores.device).broadcast_to(scores.shape)
     except RuntimeError as error:
         raise InputError(
             f"{name} of shape {tuple(mask.shape)} does not broadcast to the scores' {tuple(scores.shape)}."
         ) from error
+
+
+def _gold(
+    links: Tensor, scores: Float[Tensor, "*batch query key"], candidates: Bool[Tensor, "*batch query key"], name: str
+) -> Bool[Tensor, "*batch query key"]:
+    gold = _broadcast(links, scores, name)
+    outside = gold & ~candidates
+    if bool(outside.any()):
+        raise InputError(
+            f"{int(outside.sum())} {name} links lead to keys that are not valid, the first at "
+            f"{tuple(outside.nonzero()[0].tolist())}; a gold link joins two tokens of the sentence. Correct the links, "
+            f"or leave these out with `{name} & valid`."
+        )
+    return gold

@@ -12,7 +12,7 @@ from torch import Tensor
 from unilinattn import examples
 from unilinattn.errors import OptionError, nearest
 from unilinattn.evaluation.intervention import replacement_effects
-from unilinattn.evaluation.metrics import RankCorrelation, RowScores, rank_correlation, row_scores
+from unilinattn.evaluation.metrics import RankCorrelation, RowScores, earlier_keys, rank_correlation, row_scores
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED, Task, TaskBatch
 from unilinattn.methods.run import COMPOSED, COMPOSED_OPTIONS
 from unilinattn.registry import Method
@@ -214,14 +214,6 @@ def measure(task: str, model: str, methods: Sequence[Method], counts: Counts) ->
         expected=scored.relevant[0],
         versions=observed.versions,
     )
-
-
-def earlier_keys(length: int) -> Bool[Tensor, "query key"]:
-    """Return the candidate keys of every query: those before it, without its own.
-
-    Methods that add the residual stream always rank a query's own token first, so every row excludes it.
-    """
-    return torch.ones(length, length, dtype=torch.bool).tril(-1)
 
 
 @dataclass(frozen=True)

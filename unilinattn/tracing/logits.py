@@ -6,7 +6,7 @@ from operator import index
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError
@@ -53,6 +53,31 @@ def logits_of(output: Any, model: str) -> Float[Tensor, "batch *position token"]
         )
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits
+
+
+def positions_of(
+    target: int | Sequence[int] | Int[Tensor, " batch"], real: Bool[Tensor, "batch length"]
+) -> Int[Tensor, " batch"]:
+    """Return the position in each sequence of a target, which counts the tokens that are `real`.
+
+    Raises `InputError` if a sequence has no such real token, and for a target of another type or size.
+    """
+    batch = real.shape[0]
+    try:
+        wanted = torch.as_tensor(target)
+    except (TypeError, ValueError, RuntimeError):
+        wanted = torch.zeros(0, dtype=torch.bool)
+    if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
+        raise InputError(f"target {target!r} is no position; give an int, or a list with one int a sequence.")
+    if wanted.ndim == 1 and wanted.numel() != batch:
+        raise InputError(f"target names {wanted.numel()} positions for {batch} sequences; give one each, or one int.")
+    places = []
+    for b, t in enumerate(wanted.expand(batch).tolist()):
+        tokens = real[b].nonzero().squeeze(1)
+        if not -len(tokens) <= t < len(tokens):
+            raise InputError(f"target {t} is out of range: sequence {b} has {len(tokens)} real positions.")
+        places.append(int(tokens[t]))
+    return torch.tensor(places)
 
 
 def logits_wanted(logit: Any) -> list[int]:

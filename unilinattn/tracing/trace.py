@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from unilinattn.errors import InputError, OptionError
+from unilinattn.errors import OptionError
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.progress import bars
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
@@ -21,7 +21,7 @@ from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient
 from unilinattn.tracing.inputs import call_host, host_arguments, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, Step
-from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, scalar
+from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of, scalar
 from unilinattn.tracing.module_calls import CallRecord, first_tensor
 from unilinattn.tracing.padding import padding_mask, warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
@@ -105,25 +105,8 @@ class Trace:
         Raises `InputError` if a sequence has no such real token, and for a target of another type or size.
         """
         batch, length = self.layers[-1].output.shape[:2]
-        try:
-            wanted = torch.as_tensor(target)
-        except (TypeError, ValueError, RuntimeError):
-            wanted = torch.zeros(0, dtype=torch.bool)
-        if wanted.is_floating_point() or wanted.dtype == torch.bool or wanted.ndim > 1:
-            raise InputError(f"target {target!r} is no position; give an int, or a list with one int a sequence.")
-        if wanted.ndim == 1 and wanted.numel() != batch:
-            raise InputError(
-                f"target names {wanted.numel()} positions for {batch} sequences; give one each, or one int."
-            )
         mask = self.layers[-1].mask
-        real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu()
-        places = []
-        for b, t in enumerate(wanted.expand(batch).tolist()):
-            tokens = real[b].nonzero().squeeze(1)
-            if not -len(tokens) <= t < len(tokens):
-                raise InputError(f"target {t} is out of range: sequence {b} has {len(tokens)} real positions.")
-            places.append(int(tokens[t]))
-        return torch.tensor(places)
+        return positions_of(target, torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu())
 
     def gradient(self, target: Target = -1, logit: Logit = None) -> tuple[Float[Tensor, "batch query out"], ...]:
         """Return the gradient of a logit of the model itself with respect to each layer's output.

@@ -1,0 +1,307 @@
+"""Perturbation tests: remove tokens or patches in the order of their relevance, and watch the model's prediction."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from unilinattn.errors import InputError, OptionError
+from unilinattn.evaluation.masking import EMBEDS, Masking, real_tokens, removal
+from unilinattn.evaluation.metrics import tensor_text
+from unilinattn.tracing.inputs import call_host, host_arguments
+from unilinattn.tracing.isolation import in_gradient_mode, isolated
+from unilinattn.tracing.logits import positions_of
+from unilinattn.tracing.recomputation import captures
+from unilinattn.tracing.trace import Target
+from unilinattn.tracing.trust import tolerance
+from unilinattn.tracing.wrappers import plain_run
+
+TENTHS = tuple(k / 10 for k in range(11))
+"""Fractions of the activation and pruning curves, 0 to 1; the perturbation curves leave out both ends."""
+
+ERASER_FRACTIONS = (0.01, 0.05, 0.1, 0.2, 0.5)
+"""Fractions of tokens that comprehensiveness and sufficiency are averaged over (ERASER 4.2)."""
+
+Measure = Callable[[Float[Tensor, "batch class"]], Float[Tensor, " batch"]]
+"""A number for each sequence or image, given its logits."""
+
+
+@dataclass(frozen=True, eq=False)
+class PerturbationCurve:
+    """A number for each sequence or image at growing fractions of removed (or added) tokens or patches."""
+
+    fractions: tuple[float, ...]
+    values: Float[Tensor, "batch fraction"]
+
+    @property
+    def mean(self) -> Float[Tensor, " fraction"]:
+        """The curve averaged over the batch."""
+        return self.values.mean(0)
+
+    @property
+    def area(self) -> float:
+        """The area under the averaged curve by the trapezoidal rule, divided by the range of the fractions.
+
+        So the area of a constant curve is its height, whatever the fractions are.
+        """
+        fractions = torch.tensor(self.fractions, dtype=torch.float64, device=self.values.device)
+        return float(torch.trapezoid(self.mean, fractions) / (fractions[-1] - fractions[0]))
+
+
+class PerturbationTest:
+    """A model, a batch of inputs and their relevance scores, for perturbation curves and the ERASER metrics.
+
+    The units that are removed are tokens or image patches. A fraction f of the n valid units of a sequence is
+    ceil(f n) of them; units with tied scores are taken in a random order, which `seed` fixes. Each fraction of a curve
+    is one run of the model on the whole batch: as a trace runs it, without gradients, in the mode that it is in. The
+    model is restored after each run.
+
+    Attributes:
+        logits: (batch, class), of the unperturbed inputs, in float64.
+        labels: (batch,), the class of each sequence or image.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        relevance: Float[Tensor, "batch *unit"],
+        *,
+        masking: Masking,
+        mask_token_id: int | None = None,
+        labels: Int[Tensor, " batch"] | None = None,
+        target: Target = -1,
+        valid: Bool[Tensor, "batch *unit"] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Run the model on the unperturbed inputs.
+
+        inputs: token ids, pixels, or a mapping of the model's keyword arguments, as `unilinattn.trace` takes them.
+        relevance: scores of tokens (batch, token), or of patches (batch, row, column) that divide the image; a map at
+            the size of the image scores pixels.
+        masking: the values that replace a removed unit. "token": the id `mask_token_id`. "zero": zeros, in place of
+            the token's embedding or of the model's own pixel values (not black, if these are normalised). "mean": the
+            mean over the sequence's real tokens of their embeddings, or the image's mean colour. "blur": the image
+            under a Gaussian blur with a standard deviation of 10 of 224 pixels of its shorter side.
+        labels: the true class of each sequence or image; by default the model's prediction.
+        target: the position, counted over real tokens, whose logits a model with logits at every token is tested on.
+        valid: units that may be removed; by default all, and only real tokens where there is an `attention_mask`.
+
+        Raises `InputError` if shapes, labels or target do not fit, scores of valid units are NaN, a sequence has no
+        valid unit, the model returns no logits or NaN, or its logits depend on token ids beside their embeddings; and
+        `OptionError` for a masking that is unknown or does not fit the inputs.
+        """
+        self._model, self._mask_token_id, self._target, self._seed = model, mask_token_id, target, seed
+        given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
+        units = _shape_of(relevance)
+        self._removal = in_gradient_mode(False, lambda: removal(model, given, units, masking, mask_token_id))
+        device = self._removal.values.device
+        self._relevance = relevance.detach().to(device, torch.float64)
+        self._real = real_tokens(given, units).to(device) if len(units) == 2 else None
+        self._valid = _valid_units(valid, self._relevance, self._real)
+        self.logits = self._run(given)
+        if self._removal.name == EMBEDS and not model.training:
+            self._require_same(self._run(self._removal(torch.zeros_like(self._valid))))
+        self.labels = self.logits.argmax(-1) if labels is None else _labels(labels, self.logits)
+
+    def positive(self, fractions: Sequence[float] = TENTHS[1:-1]) -> PerturbationCurve:
+        """Return the top-1 accuracy while the most relevant units are removed first: a good order has a small area.
+
+        Source: HMA ACL 4.2, Table 1.
+        """
+        return self._curve(fractions, self._relevance, self._correct)
+
+    def negative(self, fractions: Sequence[float] = TENTHS[1:-1]) -> PerturbationCurve:
+        """Return the top-1 accuracy while the least relevant units are removed first: a good order has a large area.
+
+        Source: HMA ACL 4.2, Table 1.
+        """
+        return self._curve(fractions, -self._relevance, self._correct)
+
+    def activation(self, fractions: Sequence[float] = TENTHS) -> PerturbationCurve:
+        """Return the label's probability while the most relevant units are added first to an input without any.
+
+        The area is the AUAC; a good order has a large one. Source: HMA ACL 4.3, App. A, Table 3.
+        """
+        return self._curve(fractions, self._relevance, self._probability, keep=True)
+
+    def pruning(self, fractions: Sequence[float] = TENTHS) -> PerturbationCurve:
+        """Return ||y_0 - y||^2 of the logits y while the units of least absolute relevance are removed first.
+
+        y_0 are the logits of the unperturbed input; the square is summed over the classes. The area is the AU-MSE; a
+        good order has a small one.
+
+        Raises `InputError` if a logit is infinite, which has no squared change.
+        Source: HMA ACL 4.3, App. A (Fig. 5: absolute relevance), Table 3; the sum is that of the code of Ali et al.,
+        "XAI for Transformers" (2022).
+        """
+        if not bool(self.logits.isfinite().all()):
+            raise InputError("the model returns infinite logits, whose squared change is undefined.")
+        return self._curve(fractions, -self._relevance.abs(), self._squared_change)
+
+    def comprehensiveness(self, fractions: Sequence[float] = ERASER_FRACTIONS) -> float:
+        """Return mean_f p(x) - p(x without its top f): the fall of the label's probability p, averaged over the batch.
+
+        A good order has a large one.
+        Source: ERASER (DeYoung et al. 2020), 4.2, Eq. 1; averaged over `fractions` as by its published scorer.
+        """
+        return self._fall(fractions, keep=False)
+
+    def sufficiency(self, fractions: Sequence[float] = ERASER_FRACTIONS) -> float:
+        """Return mean_f p(x) - p(only the top f of x): the fall of the label's probability p, averaged over the batch.
+
+        A good order has a small one.
+        Source: ERASER (DeYoung et al. 2020), 4.2, Eq. 2; averaged over `fractions` as by its published scorer.
+        """
+        return self._fall(fractions, keep=True)
+
+    def _fall(self, fractions: Sequence[float], *, keep: bool) -> float:
+        wanted = _fractions(fractions, at_least=1)
+        after = self._values(wanted, self._relevance, self._probability, keep=keep)
+        return float((self._probability(self.logits)[:, None] - after).mean())
+
+    def _curve(
+        self, fractions: Sequence[float], order: Float[Tensor, "batch *unit"], measure: Measure, *, keep: bool = False
+    ) -> PerturbationCurve:
+        wanted = _fractions(fractions, at_least=2)
+        return PerturbationCurve(wanted, self._values(wanted, order, measure, keep=keep))
+
+    def _values(
+        self, fractions: tuple[float, ...], order: Float[Tensor, "batch *unit"], measure: Measure, *, keep: bool
+    ) -> Float[Tensor, "batch fraction"]:
+        """Measure the logits after the first units of an order are removed, or after only those are kept."""
+        rank, count = self._ranks(order), self._valid.flatten(1).sum(1)
+        columns = []
+        for fraction in fractions:
+            # The small number keeps the rounding of a product from counting one unit too many.
+            taken = torch.ceil(fraction * count - 1e-9).view(-1, *[1] * (rank.ndim - 1))
+            removed = self._valid & ((rank >= taken) if keep else (rank < taken))
+            columns.append(measure(self._run(self._removal(removed))))
+        return torch.stack(columns, -1)
+
+    def _ranks(self, order: Float[Tensor, "batch *unit"]) -> Int[Tensor, "batch *unit"]:
+        """Return each valid unit's rank by descending score, from 0; the number of all units elsewhere."""
+        rank = torch.full(order.flatten(1).shape, order[0].numel(), device=order.device)
+        for row, scores, valid in zip(rank, order.flatten(1), self._valid.flatten(1), strict=True):
+            units = valid.nonzero().squeeze(1)
+            # A generator for each sequence, so that the other sequences of a batch change nothing.
+            generator = torch.Generator().manual_seed(self._seed)
+            units = units[torch.randperm(len(units), generator=generator).to(units.device)]
+            units = units[scores[units].argsort(descending=True, stable=True)]
+            row[units] = torch.arange(len(units), device=row.device)
+        return rank.view(order.shape)
+
+    def _run(self, arguments: Mapping[str, Any]) -> Float[Tensor, "batch class"]:
+        """Return the logits of one run: those of a classifier, or those at the target."""
+        output = in_gradient_mode(False, lambda: isolated(self._model, partial(_call, self._model, arguments)))
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        batch, name = len(self._relevance), type(self._model).__name__
+        if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or len(logits) != batch:
+            got = tensor_text(output if logits is None else logits)
+            raise InputError(f"{name} returned {got}; logits (batch, class) or (batch, token, class) are needed.")
+        if logits.ndim == 3:
+            if self._real is None or logits.shape[1] != self._real.shape[1]:
+                raise InputError(
+                    f"{name} returned logits of shape {tuple(logits.shape)}, and relevance has the shape "
+                    f"{tuple(self._relevance.shape)}; logits of each scored token, or of a class, are needed."
+                )
+            places = positions_of(self._target, self._real.cpu()).to(logits.device)
+            logits = logits[torch.arange(batch, device=logits.device), places]
+        elif self._mask_token_id is not None and self._mask_token_id == _padding_token(self._model):
+            raise OptionError(
+                f"mask_token_id={self._mask_token_id} is the padding token of {name}; a classifier may find the last "
+                "token by it, and would read another position. Give another id."
+            )
+        if bool(logits.isnan().any()):
+            raise InputError(f"{name} returned NaN among its logits, so nothing can be measured on them.")
+        return logits.detach().to(self._relevance.device, torch.float64)
+
+    def _require_same(self, again: Float[Tensor, "batch class"]) -> None:
+        # Logits of impossible tokens may be infinite in both runs.
+        change = torch.where(self.logits == again, 0.0, self.logits - again).norm()
+        allowed = tolerance(self._removal.values.dtype) * self.logits[self.logits.isfinite()].norm()
+        if not bool(change <= allowed):
+            raise InputError(
+                f"{type(self._model).__name__} gives other logits for {EMBEDS} than for the ids (changed by "
+                f"{float(change):.1e}, {float(allowed):.1e} is accepted): it also reads the ids themselves. Use "
+                "masking='token'."
+            )
+
+    def _correct(self, logits: Float[Tensor, "batch class"]) -> Float[Tensor, " batch"]:
+        return (logits.argmax(-1) == self.labels).double()
+
+    def _probability(self, logits: Float[Tensor, "batch class"]) -> Float[Tensor, " batch"]:
+        return logits.softmax(-1).gather(-1, self.labels[:, None]).squeeze(-1)
+
+    def _squared_change(self, logits: Float[Tensor, "batch class"]) -> Float[Tensor, " batch"]:
+        return ((logits - self.logits) ** 2).sum(-1)
+
+
+def _call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    """Call a model as a trace does; without `captures`, RWKV would rescale its weights in place."""
+    with plain_run(model), captures(model):
+        return call_host(model, arguments)
+
+
+def _padding_token(model: nn.Module) -> int | None:
+    padding: int | None = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return padding
+
+
+def _shape_of(relevance: Tensor) -> tuple[int, ...]:
+    scores = isinstance(relevance, Tensor) and relevance.is_floating_point() and relevance.numel()
+    if not scores or relevance.ndim not in (2, 3):
+        raise InputError(
+            "relevance must be floating point, (batch, token) or (batch, row, column), with entries; got "
+            f"{tensor_text(relevance)}."
+        )
+    return tuple(relevance.shape)
+
+
+def _valid_units(
+    valid: Tensor | None, relevance: Float[Tensor, "batch *unit"], real: Bool[Tensor, "batch token"] | None
+) -> Bool[Tensor, "batch *unit"]:
+    units = torch.ones_like(relevance, dtype=torch.bool) if real is None else real
+    if valid is not None:
+        if not isinstance(valid, Tensor) or valid.dtype != torch.bool or valid.shape != relevance.shape:
+            raise InputError(
+                f"valid must be boolean, of the relevance's shape {tuple(relevance.shape)}; got {tensor_text(valid)}."
+            )
+        outside = valid.to(units.device) & ~units
+        if bool(outside.any()):
+            raise InputError(f"valid marks {int(outside.sum())} padded tokens, which cannot be removed.")
+        units = valid.to(units.device)
+    empty = ~units.flatten(1).any(1)
+    if bool(empty.any()):
+        raise InputError(f"sequence {int(empty.nonzero()[0])} has no valid unit, so there is nothing to remove.")
+    if bool((relevance.isnan() & units).any()):
+        raise InputError("relevance holds NaN at valid units, which have no place in the order.")
+    return units
+
+
+def _labels(labels: Tensor, logits: Float[Tensor, "batch class"]) -> Int[Tensor, " batch"]:
+    batch, classes = logits.shape
+    integer = isinstance(labels, Tensor) and labels.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+    if not integer or labels.shape != (batch,):
+        raise InputError(
+            f"labels must be integers of shape ({batch},), one class for each input; got {tensor_text(labels)}."
+        )
+    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise InputError(
+            f"labels reach from {int(labels.min())} to {int(labels.max())}; the model has classes 0 to {classes - 1}."
+        )
+    return labels.to(logits.device, torch.int64)
+
+
+def _fractions(fractions: Sequence[float], *, at_least: int) -> tuple[float, ...]:
+    wanted = tuple(float(fraction) for fraction in fractions)
+    rising = all(a < b for a, b in pairwise(wanted))
+    if len(wanted) < at_least or not rising or not all(0 <= fraction <= 1 for fraction in wanted):
+        raise OptionError(f"fractions={list(fractions)}; give {at_least} or more from 0 to 1, in rising order.")
+    return wanted
