@@ -14,20 +14,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from unilinattn.errors import InputError, OptionError
-from unilinattn.operator.operator import MixerOperator
 from unilinattn.progress import bars
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.gradient_cost import GradientCost, gradient_cost
-from unilinattn.tracing.inputs import call_host, host_arguments, token_ids
+from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.layer import Layer, Step
+from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.logits import KEEP, kept_positions, logits_at, logits_wanted, places_of
 from unilinattn.tracing.module_calls import CallRecord, first_tensor
 from unilinattn.tracing.recomputation import captures, recomputing
 from unilinattn.tracing.recorder import Recorder, refuse_dropout
 from unilinattn.tracing.residual import group_parallel
 from unilinattn.tracing.substitution import SUBSTITUTE_ABOVE, may_be_long, operators_at_length, through_operators
-from unilinattn.tracing.weights import Checksum, Weights
 from unilinattn.tracing.wrappers import plain_run, require_gradients, unwrapped
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
@@ -58,31 +56,16 @@ class Trace:
     ) -> None:
         """Freeze the layers of a recorded run."""
         self._model, self._given, self._opaque = model, given, recorder.opaque
-        checksums: dict[int, Checksum] = {}
-        self._weights = Weights(model, checksums)
+        builder = LayerBuilder(model, given, dtype)
+        self._weights = builder.weights
         self.model = type(model).__name__
         self.output = output
-        mask, inner_mask = _mask(given, "attention_mask"), _mask(given, "decoder_attention_mask")
         groups = group_parallel(recorder.layers)
-        layers, streams = [], []
-        latest: dict[str, MixerOperator] = {}
-        seen: dict[str, int] = {}
-        for frame in recorder.layers:
-            seen[frame.name] = seen.get(frame.name, 0) + 1
-            name = frame.name or type(frame.module).__name__
-            name = name if seen[frame.name] == 1 else f"{name}#{seen[frame.name]}"
-            encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _in_encoder(frame.name)
-            decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not encoder
-            real = inner_mask if decodes else mask
-            assert frame.output is not None
-            computed = torch.promote_types(dtype or frame.output.dtype, torch.float32)
-            fits = real is not None and real.shape == frame.output.shape[:2]
-            weights = Weights(frame.module, checksums)
-            layers.append(Layer(frame, name, computed, real if fits else None, latest, weights))
-            streams.append("encoder" if encoder else "x")
+        layers = [builder.build(record) for record in recorder.layers]
+        streams = ["encoder" if builder.encodes(record) else "x" for record in recorder.layers]
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.steps = tuple(Step(tuple(layers[at] for at in group), streams[group[0]]) for group in groups)
-        self.mask = mask
+        self.mask = builder.mask
 
     def __repr__(self) -> str:
         """List the layers, each on a line."""
@@ -312,7 +295,7 @@ def _recorded(
 ) -> tuple[Recorder, Any]:
     """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
     recorder = Recorder(model, opaque=opaque)
-    mask = _mask(given, "attention_mask")
+    mask = real_tokens(given, "attention_mask")
 
     def run() -> Any:
         refuse_dropout(model)
@@ -336,7 +319,7 @@ def _check_length(above: Any) -> None:
 
 
 def _warn_of_leaks(given: Mapping[str, Any], recorder: Recorder) -> None:
-    mask = _mask(given, "attention_mask")
+    mask = real_tokens(given, "attention_mask")
     if mask is None:
         return
     after = mask.flip(1).cumsum(1).flip(1) == 0
@@ -362,20 +345,11 @@ def _leak(recorder: Recorder, mask: Bool[Tensor, "batch length"]) -> str | None:
     return next((leak for leak in leaks if leak is not None), None)
 
 
-def _mask(given: Mapping[str, Any], name: str) -> Bool[Tensor, "batch length"] | None:
-    mask = given.get(name)
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
-
-
 def _last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:
     """Return the position of each sequence's last real token; a single -1 without a mask."""
     if mask is None:
         return torch.tensor([-1])
     return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)
-
-
-def _in_encoder(name: str) -> bool:
-    return "encoder" in name.split(".")
 
 
 def _with_tensor(output: Any, old: Tensor, new: Tensor) -> Any:
