@@ -18,7 +18,7 @@ from unilinattn.progress import bars
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.gradient_cost import GradientCost, gradient_cost
 from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
+from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.logits import KEEP, kept_positions, logits_at, logits_wanted, places_of
 from unilinattn.tracing.module_calls import CallRecord, first_tensor
@@ -295,17 +295,34 @@ def _recorded(
 ) -> tuple[Recorder, Any]:
     """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
     recorder = Recorder(model, opaque=opaque)
-    mask = real_tokens(given, "attention_mask")
+    last = [_last_real(real_tokens(given))]
 
-    def run() -> Any:
+    def call() -> Any:
+        return call_host(model, logits_at(model, given, lambda: last, above=above))
+
+    return recorder, recorded_run(recorder, call, given, progress=progress, above=above)
+
+
+def recorded_run(
+    recorder: Recorder, call: Callable[[], Result], given: Mapping[str, Any], *, progress: bool, above: int
+) -> Result:
+    """Return `call()`, a run of the recorder's model on `given` without gradients, and restore the model.
+
+    Causal mixers run through their operators on more than `above` tokens.
+
+    Raises `ModelStateError` at active dropout, and the errors of `operators_at_length`.
+    """
+    model = recorder.model
+
+    def run() -> Result:
         refuse_dropout(model)
         with bars(progress), plain_run(model), ExitStack() as stack:
             if may_be_long(given, above):
-                stack.enter_context(operators_at_length(model, mask, recorder.note_prefix, above))
+                stack.enter_context(operators_at_length(model, real_tokens(given), recorder.note_prefix, above))
             stack.enter_context(recorder.attached())
-            return call_host(model, logits_at(model, given, lambda: [_last_real(mask)], above=above))
+            return call()
 
-    return recorder, in_gradient_mode(False, lambda: isolated(model, run))
+    return in_gradient_mode(False, lambda: isolated(model, run))
 
 
 def _check_dtype(dtype: Any) -> None:
@@ -319,7 +336,7 @@ def _check_length(above: Any) -> None:
 
 
 def _warn_of_leaks(given: Mapping[str, Any], recorder: Recorder) -> None:
-    mask = real_tokens(given, "attention_mask")
+    mask = real_tokens(given)
     if mask is None:
         return
     after = mask.flip(1).cumsum(1).flip(1) == 0
