@@ -64,8 +64,8 @@ class Outgoing(Edges):
 class Listed(Edges):
     """Edges given as pairs; a pair that is given twice counts once."""
 
-    def __init__(self, pairs: Pairs) -> None:
-        """Read the pairs; raise `InputError` unless they are pairs of integers."""
+    def __init__(self, pairs: Any) -> None:
+        """Read `Pairs`; raise `InputError` unless they are pairs of integers."""
         self.pairs: Int[Tensor, "*batch edge 2"] = _integers(pairs)
         self._groups: dict[tuple[int, int, int], Groups] = {}
 
@@ -141,10 +141,8 @@ def along(
     return total
 
 
-def core_channels(
-    operator: MixerOperator, heads: Selection | None, channels: Selection | None
-) -> Bool[Tensor, " channel"] | None:
-    """Return which channels of the operator's core are selected, None for all.
+def core_channels(operator: MixerOperator, heads: Any, channels: Any) -> Bool[Tensor, " channel"] | None:
+    """Return which channels of the operator's core two selections (`Selection` or None) select, None for all.
 
     `heads` are heads of the scope `core`, each a block of consecutive channels; `channels` are single channels.
 

@@ -18,7 +18,7 @@ from unilinattn.call.entries import Entries
 from unilinattn.errors import InputError, ModelStateError, OptionError, nearest
 from unilinattn.operator.edges import Edges, Groups, Listed, Pairs, Selection, along, core_channels
 from unilinattn.tracing.discovery import refuse, remembered_mixers
-from unilinattn.tracing.inputs import bound_arguments, call_host, host_arguments
+from unilinattn.tracing.inputs import bound_arguments, host_arguments
 from unilinattn.tracing.isolation import current_run
 from unilinattn.tracing.layer import Layer, LayerBuilder
 from unilinattn.tracing.module_calls import CallRecord
@@ -142,14 +142,14 @@ def cut(
         _remove(model, new)
 
 
-def rerun(found: Trace, given: Mapping[str, Any], cuts: Sequence[Cut]) -> Any:
-    """Run a traced model on other arguments, such as repeated sequences, without some edges; return its output.
+def run_without(
+    model: nn.Module, call: Callable[[], Any], given: Mapping[str, Any], cuts: Sequence[Cut], opaque: Collection[str]
+) -> Any:
+    """Return `call()`, a run of a model on `given` without some edges; `opaque` are the paths of opaque layers.
 
-    Raises `ModelStateError` if a weight changed since the trace, and the errors of a call inside `cut`.
+    Raises the errors of a call inside `cut`.
     """
-    found._weights.require_same(found._model, found.model, "this run would not be that of the traced model")
-    recorder = _CutRecorder(found._model, given, cuts, found._opaque)
-    return recorder.run(lambda: call_host(found._model, given), given)
+    return _CutRecorder(model, given, cuts, opaque).run(call)
 
 
 class _CutForward:
@@ -174,7 +174,7 @@ class _CutForward:
             kwargs["use_cache"] = False
         named = bound_arguments(self.model, args, kwargs)
         recorder = _CutRecorder(self.model, named, self._known(host_arguments(self.model, named)))
-        return recorder.run(lambda: recorder.inside(self.model, self.own, args, kwargs), named)
+        return recorder.run(lambda: recorder.inside(self.own, args, kwargs))
 
     def _known(self, given: Mapping[str, Any]) -> list[Cut]:
         """Refuse a model with unknown mixers, and return the cuts with negative indices of layers counted from 0."""
@@ -196,11 +196,11 @@ class _CutRecorder(Recorder):
     ) -> None:
         super().__init__(model, opaque=opaque)
         self._given, self._cuts, self._names = given, cuts, list[str]()
+        self._builder = LayerBuilder(model, given, None)
 
-    def run(self, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+    def run(self, call: Callable[[], Any]) -> Any:
         """Return `call()` with the cuts; raise `OptionError` if a cut names layers that did not run."""
-        self._builder = LayerBuilder(self.model, given, None)
-        output = recorded_run(self, call, given, progress=False, above=SUBSTITUTE_ABOVE)
+        output = recorded_run(self, call, self._given, progress=False, above=SUBSTITUTE_ABOVE)
         for wanted in (layer for one in self._cuts for layer in one.layers or ()):
             if isinstance(wanted, str) and wanted not in self._names:
                 raise OptionError(f"cut: no layer {wanted!r}" + nearest(wanted, self._names))
@@ -208,11 +208,11 @@ class _CutRecorder(Recorder):
                 raise OptionError(f"cut: layer {wanted} is out of range; layers 0 to {len(self._names) - 1} ran.")
         return output
 
-    def inside(self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `own(*args, **kwargs)`, recorded as the call of the model, whose hooks are attached too late."""
-        self._enter("", module, args, kwargs)
+    def inside(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return `own(*args, **kwargs)`, recorded as a call of the model: the hooks come too late for one under way."""
+        self._enter("", self.model, args, kwargs)
         output = own(*args, **kwargs)
-        replaced = self._leave(module, args, output)
+        replaced = self._leave(self.model, args, output)
         return output if replaced is None else replaced
 
     def _place(self, block: CallRecord) -> None:
