@@ -1,8 +1,8 @@
 """unilinattn: the attention matrix hidden in linear RNNs and Transformers, extracted exactly and explained.
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
-turn them into scores, and `estimate` returns the memory and operations of `explain` beforehand. `list_architectures`
-and `list_methods` return the registry.
+turn them into scores, and `estimate` returns the memory and operations of `explain` beforehand. `cut` runs a model
+without some edges between tokens. `list_architectures` and `list_methods` return the registry.
 """
 
 # Imported first: torch takes seconds to import, and Ctrl-C may arrive meanwhile.
@@ -17,6 +17,7 @@ from unilinattn.operator.operator import MixerOperator
 from unilinattn.registry import list_architectures, list_methods, register_architecture, register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
+from unilinattn.tracing.cutting import cut
 from unilinattn.tracing.substitution import through_operators
 from unilinattn.tracing.trace import Trace, trace
 
@@ -30,6 +31,7 @@ __all__ = [
     "Trace",
     "UnilinattnError",
     "compare",
+    "cut",
     "estimate",
     "explain",
     "list_architectures",

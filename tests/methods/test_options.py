@@ -7,11 +7,12 @@ import torch
 
 from tests.methods.hosts import traced
 from unilinattn.errors import OptionError
-from unilinattn.methods import alti, attribution, explain, latim, raw, rollout
+from unilinattn.methods import alti, attribution, explain, knockout, latim, raw, rollout
 from unilinattn.methods.options import (
     Activation,
     AltiOptions,
     AttributionOptions,
+    KnockoutOptions,
     LatimOptions,
     MapOptions,
     RawOptions,
@@ -30,6 +31,7 @@ METHODS = {
     "attribution": (attribution, AttributionOptions),
     "latim": (latim, LatimOptions),
     "alti": (alti, AltiOptions),
+    "knockout": (knockout, KnockoutOptions),
 }
 
 
@@ -54,6 +56,7 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("attribution", dict(logit=(3, 1), sign="keep", discard=0.5)),
     ("latim", dict(p=float("inf"), activation="silu", bias="query", residual=True, normalize="rows", layers="mean")),
     ("alti", dict(activation="relu", rollout=True)),
+    ("knockout", dict(logit=(3, 1), layers=[-1], window=1, heads=[0, 1], replace="mean", measure="log-probability")),
 ]
 
 

@@ -110,6 +110,7 @@ def to_result(
         more = {name: tensor.mean(0) for name, tensor in more.items()}
     if target is not None:
         scores, more = scores.squeeze(-2), {name: tensor.squeeze(-1) for name, tensor in more.items()}
+    axes = DIMS[1:] if options.layers == "mean" else DIMS
     gap = None
     if decomposition_error is not None:
         more["decomposition_error"] = torch.tensor(decomposition_error, dtype=torch.float64)
@@ -119,7 +120,7 @@ def to_result(
         method,
         layers,
         scores,
-        dims=DIMS[1:] if options.layers == "mean" else DIMS,
+        dims=tuple(axis for axis in axes if target is None or axis != "query"),
         options=options,
         target=target,
         scope=scope,
@@ -138,14 +139,15 @@ def make_result(
     options: Options,
     target: Target | None,
     scope: str | None,
-    dims: tuple[str, ...] = DIMS[1:],
+    dims: tuple[str, ...] | None = None,
     extras: dict[str, Tensor] | None = None,
     completeness_gap: float | None = None,
     stream_error: dict[str, float] | None = None,
 ) -> Attribution:
-    """Return a result of scores with labels, options and errors; with a target its `dims` lack "query".
+    """Return a result of scores with labels, options and errors.
 
-    Layers whose adapter covers only their core have no reconstruction error.
+    `dims` are by default (batch, query, key), without "query" for a target. Layers whose adapter covers only their core
+    have no reconstruction error.
     """
     errors = {}
     for layer in layers:
@@ -155,7 +157,7 @@ def make_result(
             continue
     return Attribution(
         scores=scores,
-        dims=dims if target is None else tuple(axis for axis in dims if axis != "query"),
+        dims=dims or ("batch", *(("query",) if target is None else ()), "key"),
         method=method,
         options=options.stored(target),
         scope=scope,

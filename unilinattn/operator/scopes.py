@@ -3,6 +3,9 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from jaxtyping import Float
+from torch import Tensor
+
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, Unmapped, walk
 
 SCOPES = {
@@ -59,17 +62,40 @@ def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
         elif isinstance(stage, Unmapped):
             channels = stage.width
     lead = chain[first]
-    if first == last and isinstance(lead, Branch):
-        carrying = [inner for inner in lead.chains if _has_core(inner)]
-        if any(isinstance(stage, (Matrix, Unmapped)) for inner in carrying for stage in walk(inner)):
-            # The projections stand inside this branch, so what stands around it (a residual) is outside the scope.
-            cuts = [scoped(inner, scope, channels) for inner in carrying]
-            if len(cuts) == 1:
-                return cuts[0]
-            return (Branch(lead.role, tuple(cut for cut, _ in cuts)),), cuts[0][1]
+    if first == last and isinstance(lead, Branch) and _holds_projections(lead):
+        cuts = [scoped(inner, scope, channels) for inner in lead.chains if _has_core(inner)]
+        if len(cuts) == 1:
+            return cuts[0]
+        return (Branch(lead.role, tuple(cut for cut, _ in cuts)),), cuts[0][1]
     if scope == "unified":
         return _uncentred(_between_matrices(chain, first, last)), channels
     return tuple(part for stage in chain[first : last + 1] for part in _cut(stage, scope)), channels
+
+
+def restricted(chain: Chain, channels: Float[Tensor, " channel"]) -> Chain | None:
+    """Return a chain whose core's channels are multiplied by factors, skips beside the core included; None without one.
+
+    The channels are those that run through `scoped(chain, "core", ...)`. With factors that add up to one, the chains
+    add up to the linear part of the whole chain, less any residual around it.
+    """
+    if not _has_core(chain):
+        return None
+    first, last = _core_span(chain)
+    lead = chain[first]
+    if first == last and isinstance(lead, Branch) and _holds_projections(lead):
+        inner = (restricted(part, channels) for part in lead.chains)
+        return (
+            *chain[:first],
+            Branch(lead.role, tuple(part for part in inner if part is not None)),
+            *chain[last + 1 :],
+        )
+    return (*chain[: last + 1], Scale("core", channels[None, None]), *chain[last + 1 :])
+
+
+def _holds_projections(branch: Branch) -> bool:
+    """Whether the projections stand inside this branch, so what stands around it (a residual) is outside the core."""
+    carrying = (inner for inner in branch.chains if _has_core(inner))
+    return any(isinstance(stage, (Matrix, Unmapped)) for inner in carrying for stage in walk(inner))
 
 
 def _has_core(chain: Chain) -> bool:

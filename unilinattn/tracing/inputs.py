@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError, nearest
@@ -76,6 +77,12 @@ def token_ids(given: Mapping[str, Any]) -> Tensor | None:
         named = list(given)
     ids = given[named[0]] if len(named) == 1 else None
     return ids if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point() else None
+
+
+def real_tokens(given: Mapping[str, Any], name: str = "attention_mask") -> Bool[Tensor, "batch length"] | None:
+    """Return the real tokens of a padding mask among a host's arguments, None if all are real."""
+    mask = given.get(name)
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The mask of a call's padding, and warnings where padding reaches real tokens."""
+"""Warn where padding reaches real tokens."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -7,18 +7,13 @@ from typing import Any
 from jaxtyping import Bool
 from torch import Tensor
 
+from unilinattn.tracing.inputs import real_tokens
 from unilinattn.tracing.module_calls import CallRecord
-
-
-def padding_mask(given: Mapping[str, Any], name: str) -> Bool[Tensor, "batch length"] | None:
-    """Return a (batch, length) mask among a host's arguments as booleans, None without padding."""
-    mask = given.get(name)
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
 
 
 def warn_of_leaks(given: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:
     """Warn if padding reaches real tokens, on either side."""
-    mask = padding_mask(given, "attention_mask")
+    mask = real_tokens(given)
     if mask is None:
         return
     after = mask.flip(1).cumsum(1).flip(1) == 0

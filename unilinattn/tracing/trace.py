@@ -1,7 +1,7 @@
 """`trace`: run a host model once and return its token-mixing layers as exact operators."""
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
@@ -13,22 +13,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from unilinattn.errors import OptionError
-from unilinattn.operator.operator import MixerOperator
 from unilinattn.progress import bars
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.frozen import FrozenRun, Rule
 from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
-from unilinattn.tracing.inputs import call_host, host_arguments, token_ids
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.layer import Layer, Step
+from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
+from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
+from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of, scalar
 from unilinattn.tracing.module_calls import CallRecord, first_tensor
-from unilinattn.tracing.padding import padding_mask, warn_of_leaks
+from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
 from unilinattn.tracing.recorder import Recorder, refuse_dropout
 from unilinattn.tracing.residual import group_parallel
 from unilinattn.tracing.substitution import SUBSTITUTE_ABOVE, may_be_long, operators_at_length, through_operators
-from unilinattn.tracing.weights import Checksum, Weights
 from unilinattn.tracing.wrappers import plain_run, require_gradients, unwrapped
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
@@ -56,31 +54,16 @@ class Trace:
     ) -> None:
         """Freeze the layers of a recorded run."""
         self._model, self._given, self._opaque = model, given, recorder.opaque
-        checksums: dict[int, Checksum] = {}
-        self._weights = Weights(model, checksums)
+        builder = LayerBuilder(model, given, dtype)
+        self._weights = builder.weights
         self.model = type(model).__name__
         self.output = output
-        mask, inner_mask = padding_mask(given, "attention_mask"), padding_mask(given, "decoder_attention_mask")
         groups = group_parallel(recorder.layers)
-        layers, streams = [], []
-        latest: dict[str, MixerOperator] = {}
-        seen: dict[str, int] = {}
-        for frame in recorder.layers:
-            seen[frame.name] = seen.get(frame.name, 0) + 1
-            name = frame.name or type(frame.module).__name__
-            name = name if seen[frame.name] == 1 else f"{name}#{seen[frame.name]}"
-            encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _in_encoder(frame.name)
-            decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not encoder
-            real = inner_mask if decodes else mask
-            assert frame.output is not None
-            computed = torch.promote_types(dtype or frame.output.dtype, torch.float32)
-            fits = real is not None and real.shape == frame.output.shape[:2]
-            weights = Weights(frame.module, checksums)
-            layers.append(Layer(frame, name, computed, real if fits else None, latest, weights))
-            streams.append("encoder" if encoder else "x")
+        layers = [builder.build(record) for record in recorder.layers]
+        streams = ["encoder" if builder.encodes(record) else "x" for record in recorder.layers]
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.steps = tuple(Step(tuple(layers[at] for at in group), streams[group[0]]) for group in groups)
-        self.mask = mask
+        self.mask = builder.mask
 
     def __repr__(self) -> str:
         """List the layers, each on a line."""
@@ -311,17 +294,34 @@ def _recorded(
 ) -> tuple[Recorder, Any]:
     """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
     recorder = Recorder(model, opaque=opaque)
-    mask = padding_mask(given, "attention_mask")
+    last = [_last_real(real_tokens(given))]
 
-    def run() -> Any:
+    def call() -> Any:
+        return call_host(model, logits_at(model, given, lambda: last, above=above))
+
+    return recorder, recorded_run(recorder, call, given, progress=progress, above=above)
+
+
+def recorded_run(
+    recorder: Recorder, call: Callable[[], Result], given: Mapping[str, Any], *, progress: bool, above: int
+) -> Result:
+    """Return `call()`, a run of the recorder's model on `given` without gradients, and restore the model.
+
+    Causal mixers run through their operators on more than `above` tokens.
+
+    Raises `ModelStateError` at active dropout, and the errors of `operators_at_length`.
+    """
+    model = recorder.model
+
+    def run() -> Result:
         refuse_dropout(model)
         with bars(progress), plain_run(model), ExitStack() as stack:
             if may_be_long(given, above):
-                stack.enter_context(operators_at_length(model, mask, recorder.note_prefix, above))
+                stack.enter_context(operators_at_length(model, real_tokens(given), recorder.note_prefix, above))
             stack.enter_context(recorder.attached())
-            return call_host(model, logits_at(model, given, lambda: [_last_real(mask)], above=above))
+            return call()
 
-    return recorder, in_gradient_mode(False, lambda: isolated(model, run))
+    return in_gradient_mode(False, lambda: isolated(model, run))
 
 
 def _check_dtype(dtype: Any) -> None:
@@ -339,10 +339,6 @@ def _last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch
     if mask is None:
         return torch.tensor([-1])
     return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)
-
-
-def _in_encoder(name: str) -> bool:
-    return "encoder" in name.split(".")
 
 
 def _with_tensor(output: Any, old: Tensor, new: Tensor) -> Any:

@@ -1,0 +1,163 @@
+"""`knockout`: the effect on the model's output of cutting tokens or edges in the running model."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.errors import InputError, OptionError
+from unilinattn.memory import require_result
+from unilinattn.methods.maps import ONE_ROW
+from unilinattn.methods.options import KnockoutOptions
+from unilinattn.methods.results import make_result
+from unilinattn.methods.selection import composable_steps, key_mask, stackable_layers
+from unilinattn.operator.edges import Edges, Listed, Outgoing
+from unilinattn.progress import progress
+from unilinattn.registry import register_method
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.cutting import Cut
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.logits import logits_wanted
+from unilinattn.tracing.rerun import Rerun, rerun
+from unilinattn.tracing.trace import Target, Trace
+
+TOKENS = 4096
+"""Tokens in one run of the model, which cuts other edges in each of its sequences."""
+
+
+@register_method("knockout")
+def knockout(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
+    """Knockout: the drop of the target's logit when a token's edges to other tokens are cut in the running model.
+
+    score_j = f - f(cut of j). f(cut of j) is the logit of a run in which every layer returns y_i - sum over i != j of
+    T_ij x_j, with the operators of that run (see `unilinattn.cut`), and f that of the run without cuts. The logit is
+    the model's prediction without cuts, or that of the option `logit`. Geva et al. (EMNLP 2023) cut attention edges
+    before the softmax; Endy et al. ("Mamba Knockout", ACL 2025) set entries of Mamba's matrices to zero, as here.
+
+    Scores: (batch, query, key) with the drop at every query, without `query` for a target, for a model with one vector
+    of logits for each sequence and for a function as `logit`. With `edges` they are (batch, query, key), the drop for
+    the target when the edge from key to query is cut, and zero for other edges. With `window` a layer axis is first.
+
+    Options: `KnockoutOptions`. Raises `OptionError` for an unknown option or value, `InputError` for edges outside the
+    sequence or above the diagonal of a causal layer and for a model without logits, and `UncoveredError` if layers are
+    on different streams.
+    """
+    chosen = KnockoutOptions.of("knockout", options)
+    layers = stackable_layers(trace, "knockout", chosen.layers)
+    composable_steps(trace, "knockout", layers)
+    layers = tuple(layer for layer in trace.layers if layer in layers)
+    measured = _Measured(trace, target, chosen)
+    if chosen.edges is not None and measured.has_queries:
+        raise OptionError("knockout: edges are cut for one target; give a position as target, such as target=-1.")
+    indices = [index for index, layer in enumerate(trace.layers) if layer in layers]
+    windows = [indices] if chosen.window is None else list(_windows(indices, chosen.window))
+    batch, length = layers[0].output.shape[:2]
+    has_queries = measured.has_queries or chosen.edges is not None
+    shape = (len(windows), batch, length if has_queries else 1, length)
+    require_result(shape, measured.base.element_size(), "knockout: the result", ONE_ROW)
+    scores = measured.base.new_zeros(shape)
+    places = _edges(chosen.edges, length, batch) if chosen.edges else _tokens(trace, layers[0])
+    parts = places.split(max(1, TOKENS // length))
+    steps = [(at, window, part) for at, window in enumerate(windows) for part in parts]
+    for at, window, part in progress(steps, "knockout"):
+        sequences, query, key = part.unbind(1)
+        edges: Edges = Listed(part[:, None, 1:]) if chosen.edges else Outgoing(key)
+        cut = Cut(edges, window, chosen.heads, chosen.channels, chosen.replace, sequences)
+        effect = measured.drop(sequences, cut)
+        rows = query[:, None] if chosen.edges else torch.arange(shape[2]).expand(len(part), -1)
+        scores[at, sequences[:, None], rows, key[:, None]] = effect
+    if measured.has_queries and layers[0].mask is not None:
+        scores.masked_fill_(~layers[0].mask.to(scores.device)[:, :, None], 0)
+    scores = scores if chosen.window is not None else scores[0]
+    dims = (*(("layer",) if chosen.window is not None else ()), "batch", *(("query",) if has_queries else ()), "key")
+    scores = scores if has_queries else scores.squeeze(-2)
+    return make_result(trace, "knockout", layers, scores, dims=dims, options=chosen, target=target, scope="layer")
+
+
+class _Measured:
+    """The number that is explained, of runs with and without cuts.
+
+    Attributes:
+        base: the number without cuts, for each sequence and query; one query for a target.
+        has_queries: whether each query has a number.
+    """
+
+    def __init__(self, trace: Trace, target: Target | None, options: KnockoutOptions) -> None:
+        self._trace, self._options = trace, options
+        self._positions = None if target is None else trace.positions(target)
+        self._ids: Int[Tensor, "batch query id"] | None = None
+        self.has_queries = False
+        everything = torch.arange(trace.layers[-1].output.shape[0])
+        self.base = self._numbers(self._run(everything), everything)
+
+    def drop(self, sequences: Int[Tensor, " run"], cut: Cut) -> Float[Tensor, "run query"]:
+        """Return by how much a cut lowers the number, for some sequences."""
+        cuts = self._numbers(self._run(sequences, cut), sequences)
+        return self.base[sequences.to(self.base.device)] - cuts.to(self.base)
+
+    def _run(self, sequences: Tensor, *cuts: Cut) -> Rerun:
+        kept = None if callable(self._options.logit) else self._positions
+        return rerun(self._trace, sequences, cuts, positions=kept)
+
+    def _numbers(self, run: Rerun, sequences: Tensor) -> Float[Tensor, "run query"]:
+        if callable(self._options.logit):
+            return _one_each(self._options.logit(run.output), len(sequences))
+        logits = run.logits(None if self._positions is None else self._positions[sequences])
+        self.has_queries = logits.ndim == 3 and self._positions is None
+        logits = logits if logits.ndim == 3 else logits.unsqueeze(1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._options.measure == "log-probability":
+            logits = logits.log_softmax(-1)
+        if self._ids is None:
+            self._ids = self._wanted(logits)
+        picked = logits.gather(-1, self._ids[sequences.to(logits.device)])
+        return picked[..., 0] - (picked[..., 1] if picked.shape[-1] == 2 else 0)
+
+    def _wanted(self, logits: Float[Tensor, "batch query logit"]) -> Int[Tensor, "batch query id"]:
+        """Return the ids of the logits: those of the option, or the model's prediction without cuts."""
+        wanted = logits_wanted(self._options.logit)
+        if any(not 0 <= one < logits.shape[-1] for one in wanted):
+            raise InputError(
+                f"logit {self._options.logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}."
+            )
+        if not wanted:
+            return logits.argmax(-1, keepdim=True)
+        return torch.tensor(wanted, device=logits.device).expand(*logits.shape[:2], -1)
+
+
+def _one_each(value: Any, count: int) -> Float[Tensor, "run 1"]:
+    if not isinstance(value, Tensor) or value.shape != (count,):
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(
+            f"knockout: the function `logit` returned {shape} for {count} sequences; it returns a number for each "
+            "sequence, such as lambda out: out.logits[:, -1, 5]."
+        )
+    return value.to(torch.promote_types(value.dtype, torch.float32)).unsqueeze(1)
+
+
+def _windows(indices: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Yield for each layer the `size` layers around it, fewer at the ends."""
+    for at in range(len(indices)):
+        yield list(indices[max(0, at - (size - 1) // 2) : at + size // 2 + 1])
+
+
+def _tokens(trace: Trace, layer: Layer) -> Int[Tensor, "place 3"]:
+    """Return (sequence, 0, key) for every real token."""
+    mask = key_mask(trace, layer)
+    real = torch.ones(layer.output.shape[:2], dtype=torch.bool) if mask is None else mask.cpu()
+    sequences, keys = real.nonzero().unbind(1)
+    return torch.stack([sequences, torch.zeros_like(keys), keys], dim=1)
+
+
+def _edges(edges: Sequence[tuple[int, int]], length: int, batch: int) -> Int[Tensor, "place 3"]:
+    """Return (sequence, query, key) for every edge of every sequence; raise `InputError` for one outside of it."""
+    pairs = torch.tensor(edges)
+    outside = ((pairs < -length) | (pairs >= length)).any(1)
+    if bool(outside.any()):
+        edge = tuple(pairs[outside][0].tolist())
+        raise InputError(f"knockout: edge {edge} is out of range; positions are {-length} to {length - 1}.")
+    pairs = pairs % length
+    sequences = torch.arange(batch).repeat_interleave(len(pairs))
+    return torch.cat([sequences[:, None], pairs.repeat(batch, 1)], dim=1)

@@ -1,0 +1,76 @@
+"""Run a traced model again on chosen sequences of its inputs, without some edges."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.errors import InputError
+from unilinattn.tracing.cutting import Cut, run_without
+from unilinattn.tracing.inputs import call_host
+from unilinattn.tracing.logits import KEEP, kept_positions, logits_at, places_of
+from unilinattn.tracing.trace import Trace
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The output of a run, and the positions whose logits it holds, None for all."""
+
+    output: Any
+    kept: Int[Tensor, " position"] | None
+
+    def logits(
+        self, positions: Int[Tensor, " batch"] | None
+    ) -> Float[Tensor, "batch position logit"] | Float[Tensor, "batch logit"]:
+        """Return the logits at one position of each sequence, or at all; a model that classifies has no positions.
+
+        Raises `InputError` for an output without logits, and for positions whose logits were not computed.
+        """
+        output = self.output
+        logits = output if isinstance(output, Tensor) and output.ndim == 2 else getattr(output, "logits", None)
+        if logits is None:
+            raise InputError(
+                f"the model returned {type(output).__name__} without logits; give `logit` as a function of its output "
+                "with a number for each sequence, such as lambda out: out.last_hidden_state[:, -1].sum(-1)."
+            )
+        if logits.ndim == 2:
+            return logits
+        if positions is None:
+            if self.kept is not None:
+                raise InputError(f"the inputs have {KEEP}, so not every position has logits; leave it out.")
+            return logits
+        places = positions if self.kept is None else places_of(positions, self.kept)
+        at = torch.arange(len(logits), device=logits.device)
+        return logits[at, places.to(logits.device)].unsqueeze(1)
+
+
+def rerun(
+    found: Trace,
+    sequences: Int[Tensor, " run"],
+    cuts: Sequence[Cut] = (),
+    *,
+    positions: Int[Tensor, " batch"] | None = None,
+) -> Rerun:
+    """Run a traced model without gradients on some of its sequences, without some edges.
+
+    `sequences` are indices of the traced sequences, each any number of times. A host that accepts `logits_to_keep`
+    computes only the logits at `positions`, one for each traced sequence.
+
+    Raises `ModelStateError` if a weight changed since the trace, and the errors of a call inside `cut`.
+    """
+    model, batch = found._model, found.layers[-1].output.shape[0]
+    found._weights.require_same(model, found.model, "this run would not be that of the traced model")
+    given = {
+        name: value[sequences.to(value.device)]
+        if isinstance(value, Tensor) and value.ndim and len(value) == batch and name != KEEP
+        else value
+        for name, value in found._given.items()
+    }
+    if positions is not None:
+        given = logits_at(model, given, lambda: [positions[sequences]], above=0)
+    output = run_without(model, partial(call_host, model, given), given, cuts, found._opaque)
+    return Rerun(output, kept_positions(given, found.layers[-1].output.shape[1]))
