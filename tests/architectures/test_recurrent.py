@@ -263,7 +263,7 @@ def test_rescaled_weights_stay_as_they_were_after_an_exception() -> None:
 def test_weights_before_their_rescaling_would_be_seen() -> None:
     host = named("rwkv")
     for layer in trace(host.model(), host.inputs()).layers[4:]:
-        layer._seen = ()
+        layer.seen = ()
         assert layer.operator.reconstruction_error() > 1
 
 

@@ -61,9 +61,9 @@ def test_the_stream_and_its_factor_are_found(name: str, settings: Any, multiplie
     allowed = STREAM_TOLERANCE[torch.float32 if in_float32 else dtype]
     assert {step.stream_tolerance() for step in found.steps} == {allowed}
     # The first layer's stream is the embedded input.
-    ids = found._given["input_ids"]
+    ids = found.ids
     if name not in ("OPT", "Granite"):
-        embedded = found._model.get_input_embeddings()(ids).to(found.layers[0].residual)
+        embedded = found.host.get_input_embeddings()(ids).to(found.layers[0].residual)
         assert torch.allclose(found.layers[0].residual, embedded, rtol=close)
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import Estimate, LayerCost, composed_cost, estimated, map_cost, vecmat_cost
+from unilinattn.methods.costs import composed_cost, estimated, map_cost, vecmat_cost
 from unilinattn.methods.maps import (
     ONE_ROW,
     attention_map,
@@ -25,6 +25,7 @@ from unilinattn.methods.selection import composable_steps, layers_from, query_ro
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Logit, Target, Trace
 

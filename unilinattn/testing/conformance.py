@@ -247,8 +247,8 @@ class _Examination:
             batch = _promoted_trace(self.double, {"input_ids": ids, "attention_mask": real.long()})
         warned = any(f"{side} padding" in str(warning.message) for warning in caught)
         leaks = False
+        where = f"padded on the {side}, batch of {len(sequences)}"
         for k, layer in enumerate(batch.layers):
-            where = f"padded on the {side}, batch of {len(sequences)}"
             with self._noting(k, "reconstruction", where):
                 reconstruction(layer.operator, tolerance("reconstruction", torch.float64))
             miss = max(
@@ -267,11 +267,11 @@ class _Examination:
             with self._noting(k, "padding", where):
                 padding_law(layer.operator, real, tolerance("law", torch.float64))
                 unpadded(layer, real, singles, k)
-        with self._noting(None, "leak", f"padded on the {side}, batch of {len(sequences)}"):
+        with self._noting(None, "padding", where):
             message = "the host lets padding through, and no adapter's `padding_leak` reports it."
             if warned:
                 message = "the host keeps padding out, but an adapter's `padding_leak` reports a leak."
-            require("leak", warned == leaks, message)
+            require("padding", warned == leaks, message)
 
     def _cast(self, dtype: torch.dtype) -> Any:
         def cast(value: Any) -> Any:
