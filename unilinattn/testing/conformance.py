@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UnilinattnError
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.testing.checks import LawViolation, left_as_found, require
@@ -22,7 +23,6 @@ from unilinattn.testing.laws import padding as padding_law
 from unilinattn.testing.margins import note_margin
 from unilinattn.testing.promote import promoted
 from unilinattn.testing.rounding import layer_rounding, rounding_limit
-from unilinattn.testing.tolerances import relative_error, tolerance
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace
 

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import scoped
@@ -13,7 +14,6 @@ from unilinattn.operator.selection import REDUCTIONS
 from unilinattn.operator.stages import Chain, Mix, Scale, channel_groups, run, walk
 from unilinattn.testing.checks import (
     fresh,
-    operations,
     require,
     require_close,
     require_identity,
@@ -22,7 +22,7 @@ from unilinattn.testing.checks import (
     without_matrices,
 )
 from unilinattn.testing.dense import dense_run
-from unilinattn.testing.tolerances import relative_error, tolerance
+from unilinattn.testing.peak import peak_of
 
 MATRIX_SCOPES = ("core", "mixer", "unified")
 
@@ -147,7 +147,7 @@ def causality(op: MixerOperator, limit: float) -> None:
     for port, x in op.inputs.items():
         shares = op.contributions(rows, port=port)
         future = torch.arange(x.shape[1], device=x.device) > torch.tensor(rows, device=x.device)[:, None]
-        ran = operations(lambda: op.contributions(rows, port=port))  # noqa: B023  called at once
+        ran = peak_of(lambda: op.contributions(rows, port=port))  # noqa: B023  called at once
         allowed = limit * float(shares.abs().max()) if ran.through_frequencies else 0.0
         leak = float(shares[:, future].abs().max()) if bool(future.any()) else 0.0
         require("causality", leak <= allowed, f"contributions at rows {rows} of future tokens reach {leak:.1e}.")

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.testing.checks import outputs
 from unilinattn.testing.promote import promoted
-from unilinattn.testing.tolerances import relative_error, tolerance
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import trace
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.call import Call
+from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.operator.flow import Flow
@@ -20,9 +21,6 @@ from unilinattn.tracing.module_calls import OPAQUE, CallRecord, ResidualSite
 from unilinattn.tracing.substitution import build_flow
 from unilinattn.tracing.trust import precision_of
 from unilinattn.tracing.weights import Weights
-
-STREAM_TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-"""Largest accepted `Step.stream_error` by the dtype of the host's stream: the rounding of a sum."""
 
 
 class Layer:
@@ -224,7 +222,7 @@ class Step:
 
     def stream_tolerance(self) -> float:
         """Return the largest `stream_error` that rounding in the host's dtype may cause."""
-        return STREAM_TOLERANCE[self.layers[-1].stream_dtype]
+        return tolerance("stream", self.layers[-1].stream_dtype)
 
 
 def _scaled(factor: float, tensor: Tensor) -> Tensor:
