@@ -179,29 +179,23 @@ def precision(op: MixerOperator, limit: float) -> None:
     """
     dtype = op.output.dtype
     require("precision", dtype in (torch.float32, torch.float64), f"the operator computes in {dtype}.")
+
+    def require_dtype(what: str, got: torch.dtype, *others: torch.dtype) -> None:
+        require("precision", got in (dtype, *others), f"{what} is {got}, not {dtype}.")
+
     for port, chain in op.chains.items():
-        require("precision", op.inputs[port].dtype == dtype, f"port {port!r} is {op.inputs[port].dtype}, not {dtype}.")
+        require_dtype(f"port {port!r}", op.inputs[port].dtype)
         for stage in walk(chain):
             mixer = stage.mixer if isinstance(stage, Mix) else None
             if mixer is not None:
-                matrix_dtype = mixer.diagonal().dtype.to_real()
-                require(
-                    "precision",
-                    matrix_dtype == dtype,
-                    f"{type(mixer).__name__}'s matrix is {matrix_dtype}, not {dtype}.",
-                )
+                require_dtype(f"{type(mixer).__name__}'s matrix", mixer.diagonal().dtype.to_real())
             if isinstance(stage, Scale):
-                require(
-                    "precision",
-                    stage.scale.dtype.to_real() == dtype,
-                    f"{stage.role}: Scale.scale is {stage.scale.dtype}, not {dtype}.",
-                )
+                require_dtype(f"{stage.role}: Scale.scale", stage.scale.dtype.to_real())
             for holder in (stage,) if mixer is None else (stage, mixer):
                 for name, value in vars(holder).items():
                     if isinstance(value, Tensor) and value.is_floating_point():
                         where = f"{stage.role}: {type(holder).__name__}.{name.lstrip('_')}"
-                        fits = value.dtype == dtype or (holder is mixer and value.dtype == torch.float64)
-                        require("precision", fits, f"{where} is {value.dtype}, not {dtype}.")
+                        require_dtype(where, value.dtype, *([torch.float64] if holder is mixer else []))
 
 
 OPERATOR_LAWS: Mapping[str, Callable[[MixerOperator, float], None]] = {

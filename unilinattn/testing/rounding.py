@@ -94,11 +94,11 @@ def run_module(layer: Layer, *, exact: bool = False, add: Tensor | None = None, 
     return _like(returned, layer)
 
 
-def widened(inputs: Any) -> Any:
-    """Return inputs, possibly nested, with every floating-point tensor in float64."""
+def widened(inputs: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Return inputs, possibly nested, with every floating-point tensor in float64 or another dtype."""
 
     def wide(value: Any) -> Any:
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return tree_map(wide, inputs)
 
