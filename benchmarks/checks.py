@@ -7,6 +7,7 @@ from torch import Tensor
 
 from benchmarks import models, plain
 from benchmarks.cases import OPERATIONS, Place, last_weights
+from unilinattn.testing import relative_error
 
 LENGTH = 160
 """Tokens: more than a chunk and than a tile, and a multiple of neither."""
@@ -22,7 +23,7 @@ def checked(pairs: Iterator[tuple[str, str]], place: Place) -> Iterator[dict[str
             got = OPERATIONS[operation](structure, LENGTH, place).call().double().squeeze()
             expected = REFERENCES[operation](structure, place).squeeze()
         assert got.shape == expected.shape, (operation, structure, got.shape, expected.shape)
-        error = float((got - expected).norm() / expected.norm())
+        error = relative_error(got[None], expected[None])
         if not error <= TOLERANCE:
             raise ArithmeticError(f"{operation} of {structure} is off its definition by {error:.1e} (relative)")
         yield {"operation": operation, "structure": structure, "length": LENGTH, "error": float(f"{error:.1e}")}

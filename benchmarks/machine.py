@@ -8,14 +8,16 @@ import torch
 import transformers
 
 import unilinattn
+from unilinattn.evaluation import report
 
 
 def machine(device: str) -> dict[str, str | int]:
     """Describe the processor, the memory and the versions."""
+    common = report.machine()
     found: dict[str, str | int] = {
         "cpu": _processor(),
-        "cores": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
+        "cores": common["cores"],
+        "threads": common["threads"],
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
     }
     if device == "cuda":

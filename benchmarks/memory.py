@@ -2,45 +2,16 @@
 
 import ctypes
 import gc
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
-class PeakBytes(TorchDispatchMode):
-    """Adds up the bytes of tensors that are made while it is entered and live at the same time.
-
-    A tensor counts from the operation that returns it until its storage is freed. What an operation takes inside
-    itself, such as the workspace of a Fourier transform, is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
-        """Run the operation and count the storages that were not among its arguments."""
-        result = func(*args, **(kwargs or {}))
-        known = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(result):
-            at = storage._cdata
-            if at not in known and at not in self.live:
-                self.live[at] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._freed, at).atexit = False
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _freed(self, at: int) -> None:
-        self.now -= self.live.pop(at)
+from unilinattn.testing.peak import Peak
 
 
 def peak(call: Callable[[], Any], device: str) -> int:
@@ -58,7 +29,7 @@ def peak(call: Callable[[], Any], device: str) -> int:
         result = call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before - _size(result)
-    with PeakBytes() as counted:
+    with Peak() as counted:
         result = call()
     return counted.peak - _size(result)
 
@@ -76,12 +47,9 @@ def growth(call: Callable[[], Any]) -> int | None:
     return max(0, _resident("VmHWM") - started - _size(result))
 
 
-def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    return (t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor))
-
-
 def _size(result: Any) -> int:
-    return sum({storage._cdata: storage.nbytes() for storage in _storages(result)}.values())
+    storages = [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _forget_peak() -> bool:

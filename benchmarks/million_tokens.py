@@ -8,7 +8,6 @@ its sum is what the same product of maps makes of a vector of ones, carried forw
 
 import argparse
 import json
-import platform
 import resource
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
+from benchmarks.machine import machine
 from unilinattn.operator.scopes import scoped
 from unilinattn.operator.stages import run
 from unilinattn.tracing.layer import Layer
@@ -119,9 +119,8 @@ def main() -> None:
     log.add("identity", 0.0, row_sum=total, expected=expected, relative_difference=difference)
 
     if options.json:
-        machine = {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
         shape = {key: getattr(options, key) for key in ("model", "length", "layers", "width")}
-        written = {**shape, "machine": machine, "versions": found.versions, "stages": log.stages}
+        written = {**shape, "machine": machine("cpu"), "versions": found.versions, "stages": log.stages}
         options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 

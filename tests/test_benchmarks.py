@@ -15,10 +15,11 @@ import torch
 from benchmarks import cases, checks, models, page, structures
 from benchmarks.cases import Case, Place, Prepared
 from benchmarks.growth import grown
-from benchmarks.memory import PeakBytes, growth, peak
+from benchmarks.memory import growth, peak
 from benchmarks.timing import interleaved
 from tools.markers import markers, read_section
 from unilinattn.mixers import CoreMixer
+from unilinattn.testing.peak import Peak
 
 ROOT = Path(__file__).parents[1]
 NARROW = Place(models.NARROW, "cpu")
@@ -110,10 +111,10 @@ def test_the_peak_counts_what_lives_at_the_same_time() -> None:
         return made + given.view(100, 10)
 
     # One tensor of 4000 bytes at a time and the next before it is freed; views and writes in place are no tensors.
-    with PeakBytes() as counted:
+    with Peak() as counted:
         in_turn()
     assert counted.peak == 8000
-    assert counted.now == 0
+    assert counted.live == 0
     assert peak(in_turn, "cpu") == 4000
 
 

@@ -148,10 +148,10 @@ def test_the_default_is_logit_whose_parts_add_up(
 
 
 def test_bars_are_shares_of_the_largest_other_token() -> None:
-    own, *others = cli._bars(["a", "b", "c"], torch.tensor([0.1, -0.2, 9.0]), 2, "the token itself").splitlines()
+    own, *others = cli.bar_chart(["a", "b", "c"], torch.tensor([0.1, -0.2, 9.0]), 2, "the token itself").splitlines()
     assert own.split()[:3] == ["2", "c", "9"]
     assert [line.split()[-1] for line in others] == ["#" * (cli.BAR // 2), "-" * cli.BAR]
-    assert cli._bars(["a"], torch.tensor([1.0]), 0, "the token itself").count("\n") == 0
+    assert cli.bar_chart(["a"], torch.tensor([1.0]), 0, "the token itself").count("\n") == 0
 
 
 def test_the_printed_scores_are_those_of_the_saved_result(

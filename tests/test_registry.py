@@ -18,11 +18,10 @@ from unilinattn.testing import check_architecture
 
 
 @pytest.fixture(autouse=True)
-def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_architectures", "_hosts", "_methods"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
-    yield
-    registry._load_entry_points.cache_clear()
+def own_registry() -> Iterator[None]:
+    with registry.overridden():
+        yield
+    registry.load_entry_points.cache_clear()
 
 
 class FadingMixer(nn.Module):
@@ -96,7 +95,7 @@ def test_entry_points_are_loaded_when_somebody_asks(monkeypatch: pytest.MonkeyPa
     point = EntryPoint("fading", f"{__name__}:register", "unilinattn.architectures")
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     monkeypatch.setattr(EntryPoint, "load", lambda self: register_architecture(HOST, name="fading", kind="x")(fading))
-    registry._load_entry_points.cache_clear()
+    registry.load_entry_points.cache_clear()
     assert "fading" in list_architectures()
 
 

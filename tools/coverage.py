@@ -29,18 +29,19 @@ from tqdm import tqdm
 
 import unilinattn
 from tools import coverage_pages
+from tools.hybrids import listed
+from tools.versions import Unavailable, model_of, trace_of
 from unilinattn.call import package_version
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError, nearest
+from unilinattn.evaluation.report import machine
 from unilinattn.evaluation.side_by_side import quiet_hosts
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.testing import hosts
 from unilinattn.testing.hosts import Host
-from unilinattn.testing.hosts.hybrids import listed
 from unilinattn.testing.promote import promoted
-from unilinattn.testing.tolerances import relative_error, tolerance
-from unilinattn.testing.versions import Unavailable, model_of, trace_of
 from unilinattn.tracing.inputs import host_arguments
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace
@@ -395,8 +396,9 @@ def _changed(stored: Any, fresh: Any, path: str = "") -> list[str]:
 def _machine() -> dict[str, str]:
     """Return the machine and the versions of torch and Python, without names or paths."""
     interpreted = ", Triton's interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    described = machine()
     return {
-        "machine": f"{platform.system()} {platform.machine()}, CPU{interpreted}",
+        "machine": f"{described['system']} {described['architecture']}, CPU{interpreted}",
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

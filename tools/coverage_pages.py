@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from tools import hybrids
 from tools.families import FAMILIES
 from tools.markers import MissingSectionError, markers, replace_section
 from unilinattn.methods import options as option_models
 from unilinattn.methods.options import Options
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.registry import Architecture, Method, list_architectures, list_methods
-from unilinattn.testing.hosts import Host, hybrids
+from unilinattn.testing.hosts import Host
 
 Record = Mapping[str, Mapping[str, Any]]
 """Runs by environment, in the format of `docs/coverage.json`."""

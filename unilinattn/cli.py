@@ -119,7 +119,7 @@ def explain_checkpoint(options: argparse.Namespace) -> None:
     if (following := _prediction(observed, place, tokenizer)) is not None:
         print(f"the model predicts {following!r} after it")
     label = "the token itself and the residual stream" if counts_residual(result) else "the token itself"
-    print(_bars(texts, scores, place, label))
+    print(bar_chart(texts, scores, place, label))
     if result.method == "logit":
         print(_sum_line(result))
     for doubt in result.warnings:
@@ -333,7 +333,7 @@ def _prediction(observed: Trace, place: int, tokenizer: Any) -> str | None:
     return None if logits is None else token_text(tokenizer, int(logits[0, place].argmax()))
 
 
-def _bars(texts: Sequence[str], scores: Tensor, own: int, own_name: str) -> str:
+def bar_chart(texts: Sequence[str], scores: Tensor, own: int, own_name: str) -> str:
     """Return a line with the score of each token: `own` first, then the others with bars relative to the largest."""
     shown = [text if text.isprintable() and text == text.strip() else repr(text) for text in texts]
     wide = max(map(len, shown))

@@ -71,7 +71,7 @@ def progress(items: Iterable[Item], what: str, *, total: int | None = None) -> I
 @contextmanager
 def counter(what: str, total: int | None = None) -> Iterator[Callable[[], object]]:
     """Yield a function to call after each of `total` steps, for work that is not a loop, with the bar of `progress`."""
-    hidden = not (_scope.shown and _watched())
+    hidden = not (_scope.shown and watched())
     bar = _Bar(desc=what, total=total, delay=DELAY, leave=False, miniters=1, file=sys.stderr, disable=hidden)
     _scope.open.append(bar)
     try:
@@ -80,7 +80,7 @@ def counter(what: str, total: int | None = None) -> Iterator[Callable[[], object
         bar.close()
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Tell whether standard error is a terminal or belongs to a notebook, whose stream is not a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
         return True

@@ -1,19 +1,41 @@
 """Architectures and methods by name, registered by this package or by others through entry points."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from unilinattn.call import Call
 from unilinattn.errors import OptionError, nearest
+from unilinattn.operator.flow import Flow
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate
 
 ENTRY_POINT_GROUPS = ("unilinattn.architectures", "unilinattn.methods")
 """Groups of entry points. Each names a module that registers on import; one that fails is skipped with a warning."""
+
+Build = Callable[[Call], Flow]
+"""An adapter: from a call of a host's token-mixing module to its stages."""
+
+Mark = Callable[[nn.Module, object], None]
+"""Adds a record to the running call of a token-mixing module; adapters find it in `Call.seen`."""
+
+Capture = Callable[[nn.Module, Mark], AbstractContextManager[None]]
+"""A context manager around the run of a model, which marks the modules that it recognises."""
+
+PaddingLeak = Callable[[nn.Module, Tensor], str | None]
+"""Describes how padding reaches real tokens of a module, given the mask (batch, length); None if it does not."""
+
+ExtraOutputs = int | Callable[[nn.Module], int]
+"""Number of values that a module returns after its output, or a function from the module to it."""
+
+Adapter = TypeVar("Adapter", bound=Build)
+Function = TypeVar("Function", bound=Callable[..., Attribution])
 
 
 @dataclass(frozen=True)
@@ -40,11 +62,11 @@ class Architecture:
     kind: str
     hosts: tuple[str, ...]
     summary: str
-    build: Callable[[Any], Any]
-    capture: Callable[[Any, Callable[[Any, Any], None]], AbstractContextManager[None]] | None = None
-    padding_leak: Callable[[Any, Tensor], str | None] | None = None
+    build: Build
+    capture: Capture | None = None
+    padding_leak: PaddingLeak | None = None
     needs_capture: bool = False
-    extra_outputs: int | Callable[[Any], int] = 0
+    extra_outputs: ExtraOutputs = 0
 
 
 @dataclass(frozen=True)
@@ -56,8 +78,8 @@ class Method:
 
     name: str
     summary: str
-    function: Callable[..., Any]
-    cost: Callable[..., Any] | None = None
+    function: Callable[..., Attribution]
+    cost: Callable[..., Estimate] | None = None
 
 
 _architectures: dict[str, Architecture] = {}
@@ -69,11 +91,11 @@ def register_architecture(
     *hosts: str,
     name: str,
     kind: str,
-    capture: Callable[..., AbstractContextManager[None]] | None = None,
-    padding_leak: Callable[[Any, Tensor], str | None] | None = None,
+    capture: Capture | None = None,
+    padding_leak: PaddingLeak | None = None,
     needs_capture: bool = False,
-    extra_outputs: int | Callable[[Any], int] = 0,
-) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    extra_outputs: ExtraOutputs = 0,
+) -> Callable[[Adapter], Adapter]:
     """Register an adapter for host classes named as strings, "package.module.Class"; subclasses match by their MRO.
 
     `kind` is the kind of token mixer ("Mamba-1 (S6)"). The first line of the adapter's docstring is its summary. The
@@ -82,7 +104,7 @@ def register_architecture(
     Raises `OptionError` if the name or a host class is registered already.
     """
 
-    def decorate(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(build: Adapter) -> Adapter:
         taken = [host for host in hosts if host in _hosts]
         if name in _architectures or taken:
             raise OptionError(
@@ -98,9 +120,7 @@ def register_architecture(
     return decorate
 
 
-def register_method(
-    name: str, *, cost: Callable[..., Any] | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_method(name: str, *, cost: Callable[..., Estimate] | None = None) -> Callable[[Function], Function]:
     """Register a method under a name; the first line of its docstring is its summary.
 
     `cost(trace, *, target, **options)` returns the `Estimate` of a call, for `estimate`.
@@ -108,7 +128,7 @@ def register_method(
     Raises `OptionError` if the name is registered already.
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Function) -> Function:
         if name in _methods:
             raise OptionError(f"method {name!r} is registered already; choose another name.")
         _methods[name] = Method(name, _first_line(function), function, cost)
@@ -119,19 +139,19 @@ def register_method(
 
 def list_architectures() -> dict[str, Architecture]:
     """Return every registered architecture by name."""
-    _load_entry_points()
+    load_entry_points()
     return dict(sorted(_architectures.items()))
 
 
 def list_methods() -> dict[str, Method]:
     """Return every registered method by name."""
-    _load_entry_points()
+    load_entry_points()
     return dict(sorted(_methods.items()))
 
 
 def architecture_of(cls: type) -> Architecture | None:
     """Return the architecture registered for a host class or its nearest ancestor, None if there is none."""
-    _load_entry_points()
+    load_entry_points()
     for ancestor in cls.__mro__:
         architecture = _hosts.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
         if architecture is not None:
@@ -147,12 +167,33 @@ def method(name: str) -> Method:
     return methods[name]
 
 
-def _first_line(function: Callable[..., Any]) -> str:
+@contextmanager
+def overridden(*entries: Architecture | Method) -> Iterator[None]:
+    """Override or add entries inside the block, and restore the registry as it was before, to test an adapter."""
+    load_entry_points()
+    tables: tuple[dict[str, Any], ...] = (_architectures, _hosts, _methods)
+    before = [dict(table) for table in tables]
+    try:
+        for entry in entries:
+            if isinstance(entry, Method):
+                _methods[entry.name] = entry
+            else:
+                _architectures[entry.name] = entry
+                _hosts.update(dict.fromkeys(entry.hosts, entry))
+        yield
+    finally:
+        for table, old in zip(tables, before, strict=True):
+            table.clear()
+            table.update(old)
+
+
+def _first_line(function: Callable[..., object]) -> str:
     return (function.__doc__ or "").strip().split("\n", 1)[0]
 
 
 @cache
-def _load_entry_points() -> None:
+def load_entry_points() -> None:
+    """Import the modules that installed packages name in the groups `ENTRY_POINT_GROUPS`, once."""
     for group in ENTRY_POINT_GROUPS:
         for point in entry_points(group=group):
             # Another package may raise any error on import; the registry continues without it.

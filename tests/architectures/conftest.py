@@ -10,8 +10,8 @@ def hosts_that_can_be_traced(request: pytest.FixtureRequest, monkeypatch: pytest
     if request.node.get_closest_marker("refused") is not None:
         return
     # A conftest is imported before a thorough run can check the signatures of what it imports.
+    from tools.versions import unavailable
     from unilinattn.testing import Host
-    from unilinattn.testing.versions import unavailable
 
     build = Host.model
 

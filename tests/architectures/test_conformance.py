@@ -8,11 +8,11 @@ import torch
 from tests import hosts
 from tests.architectures import reference_recurrences as reference
 from tests.architectures.recurrences import RECURRENCES, frozen
+from tools.versions import sides
 from unilinattn import trace
 from unilinattn.testing import HOSTS, Host, check_architecture, promoted, relative_error, tolerance
 from unilinattn.testing.hosts import delta, recurrent
 from unilinattn.testing.hosts import reference as reference_hosts
-from unilinattn.testing.versions import sides
 
 USUAL = ("bert", "gpt neox, parallel", "vit", "deepseek 3.2, selected keys", "glm 5 next")
 EVERY_HOST = [case for name, table in hosts.tables().items() for case in hosts.cases(table, USUAL, f"{name}/")]

@@ -12,6 +12,7 @@ from torch.nn import functional
 from tests import hosts
 from tests.architectures import recurrences
 from tests.architectures.recurrences import act, convolve, masks_by_function, own_mask
+from tools.versions import sides
 from unilinattn import trace
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
@@ -19,7 +20,6 @@ from unilinattn.mixers import DiagonalDecay
 from unilinattn.registry import architecture_of
 from unilinattn.testing import Host, check_mixer, promoted, relative_error, tolerance
 from unilinattn.testing.hosts.mamba import HOSTS
-from unilinattn.testing.versions import sides
 from unilinattn.tracing.layer import Layer
 
 every_host = hosts.every_host(HOSTS)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests import hosts
 from tests.architectures.recurrent_steps import STEPS, frozen
+from tools.versions import sides
 from unilinattn import trace
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import DiagonalDecay
@@ -17,7 +18,6 @@ from unilinattn.testing import Host, check_architecture, left_as_found, promoted
 from unilinattn.testing.hosts import VOCABULARY, randomize, transformers_model
 from unilinattn.testing.hosts.recurrent import HOSTS
 from unilinattn.testing.laws import recurrence
-from unilinattn.testing.versions import sides
 from unilinattn.tracing.layer import Layer
 
 every_host = hosts.every_host(HOSTS)
@@ -263,7 +263,7 @@ def test_rescaled_weights_stay_as_they_were_after_an_exception() -> None:
 def test_weights_before_their_rescaling_would_be_seen() -> None:
     host = named("rwkv")
     for layer in trace(host.model(), host.inputs()).layers[4:]:
-        layer._seen = ()
+        layer.seen = ()
         assert layer.operator.reconstruction_error() > 1
 
 

@@ -6,6 +6,7 @@ import transformers
 from torch import nn
 
 from tools.coverage import tables
+from tools.versions import Unavailable, model_of, sides, unavailable
 from unilinattn import trace
 from unilinattn.errors import UncoveredError, UnknownArchitectureError
 from unilinattn.testing import HOSTS, Host, randomize
@@ -13,7 +14,6 @@ from unilinattn.testing.hosts import transformers_model
 from unilinattn.testing.hosts.delta import HOSTS as DELTA
 from unilinattn.testing.hosts.mamba import HOSTS as MAMBA
 from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT
-from unilinattn.testing.versions import Unavailable, model_of, sides, unavailable
 
 pytestmark = pytest.mark.refused
 OLDEST, NEWEST = "5.6.2", "5.23.0"

@@ -91,9 +91,9 @@ def test_what_is_measured(measured: list[Measured]) -> None:
 def test_only_keys_before_the_query_are_candidates() -> None:
     batch = examples.TASKS["induction"].sample(2, HELD_OUT_SEED)
     scores = batch.relevant.float()
-    found = side_by_side._found(scores + 2 * torch.ones(48, 48).triu(), batch)
+    found = side_by_side.answer_scores(scores + 2 * torch.ones(48, 48).triu(), batch)
     assert (found.auc, found.ap, found.recall_at_k, found.hit_at_1) == (1, 1, 1, 1)
-    worse = side_by_side._found(scores + 2 * torch.ones(48, 48).triu(-1), batch)
+    worse = side_by_side.answer_scores(scores + 2 * torch.ones(48, 48).triu(-1), batch)
     assert worse.hit_at_1 < 0.2
 
 
@@ -102,16 +102,16 @@ def test_an_answer_at_the_query_itself_is_dropped_and_counted() -> None:
     relevant = torch.zeros(1, 5, 5, dtype=torch.bool)
     relevant[0, 1, 1] = relevant[0, 3, 2] = True
     batch = examples.TaskBatch(ids, labels, relevant)
-    found = side_by_side._found(torch.arange(5.0).expand(1, 5, 5), batch)
+    found = side_by_side.answer_scores(torch.arange(5.0).expand(1, 5, 5), batch)
     assert (found.rows, found.dropped, found.hit_at_1) == (1, 4, 1)
 
 
 def test_the_baselines_are_what_they_say() -> None:
     batch = examples.TASKS["copying"].sample(3, HELD_OUT_SEED)
-    drawn, recency, primacy = side_by_side._baselines(batch).values()
+    drawn, recency, primacy = side_by_side.baselines(batch).values()
     assert torch.equal(recency[0, 0].argsort(), torch.arange(33))
     assert torch.equal(primacy[0, 0].argsort(), torch.arange(33).flip(0))
-    found = side_by_side._found(drawn, batch)
+    found = side_by_side.answer_scores(drawn, batch)
     assert found.auc == pytest.approx(0.5, abs=0.02)
     # By chance, one key of the n before each query.
     assert found.hit_at_1 == pytest.approx(sum(1 / n for n in range(16, 32)) / 16, abs=0.01)

@@ -93,7 +93,7 @@ def test_operators_return_what_the_kernels_did(host: Host) -> None:
 @pytest.mark.parametrize("form", ["padded", "alone"])
 def test_padding_is_kept_out_as_the_host_keeps_it_out(host: Host, form: str) -> None:
     found = traced(host, form)
-    mask = found._given["attention_mask"].bool()
+    mask = found.arguments["attention_mask"].bool()
     for k, layer in enumerate(found.layers):
         for law in HOST_LAWS.values():
             law(layer.operator, tolerance("reconstruction", torch.float32))

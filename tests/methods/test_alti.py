@@ -151,7 +151,7 @@ def test_a_row_with_everything_clipped_is_its_own_token() -> None:
     found = retraced("mamba2")
     layer = found.layers[0]
     # With a stream that cancels the output, y_i is zero and no share brings anything closer.
-    layer._stream, layer._total = -layer.output, torch.zeros_like(layer.output)
+    layer.stream, layer.next_stream = -layer.output, torch.zeros_like(layer.output)
     scores = alti(found, layers=[0]).scores[0]
     assert torch.equal(scores, torch.eye(LENGTH, dtype=torch.float64).expand_as(scores))
 
@@ -167,7 +167,7 @@ def test_parallel_layers_share_a_row() -> None:
 
 def test_an_unknown_stream_is_refused_by_name() -> None:
     found = retraced("mamba")
-    found.layers[1]._stream = None
+    found.layers[1].stream = None
     with pytest.raises(UncoveredError, match=r"alti needs .* backbone\.layers\.1\.mixer"):
         alti(found)
     alti(found, layers=[0])

@@ -115,7 +115,7 @@ def test_a_padded_sequence_scores_as_it_does_alone() -> None:
     for padding in ("left", "right"):
         real = real_tokens(padding)[1]
         padded = rollout(traced("mamba", padding)).scores[1][real][:, real]
-        model = traced("mamba", padding)._model
-        ids = traced("mamba", padding)._given["input_ids"][1:, real]
+        model = traced("mamba", padding).host
+        ids = traced("mamba", padding).ids[1:, real]
         alone = explain(model, ids, method="rollout").scores[0]
         assert torch.allclose(padded, alone, rtol=1e-5, atol=1e-6)

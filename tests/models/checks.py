@@ -6,11 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.models.language_model import MixerForCausalLM
-
-
-def distance(found: Tensor, truth: Tensor) -> float:
-    """The norm of the difference, relative to the truth's."""
-    return ((found - truth).norm() / truth.norm()).item()
+from unilinattn.testing import relative_error
 
 
 def pairs(parameter: Tensor) -> Tensor:
@@ -51,7 +47,7 @@ def check_half_precision(layer: nn.Module, d_model: int) -> None:
     u = torch.randn(2, 20, d_model, dtype=torch.bfloat16)
     found = layer(u)
     assert found.dtype == torch.bfloat16
-    assert distance(found.double(), layer.double()(u.double())) < 3e-2
+    assert relative_error(found.double(), layer.double()(u.double())) < 3e-2
 
 
 def check_training_drops_the_loss(mixer: Callable[[], nn.Module], d_model: int) -> None:

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.models import checks
-from tests.models.checks import distance, pairs, unroll
+from tests.models.checks import pairs, unroll
 from unilinattn.errors import OptionError
 from unilinattn.models.dss import DSS
+from unilinattn.testing import relative_error
 
 
 def outside(layer: DSS, convolved: Tensor, u: Tensor) -> Tensor:
@@ -48,14 +49,14 @@ def recurrence(layer: DSS, u: Tensor) -> Tensor:
 def test_the_layer_is_the_recurrence(version: str, length: int) -> None:
     layer = DSS(d_model=6, d_state=8, version=version, epsilon=0.0).double()
     u = torch.randn(2, length, 6, dtype=torch.float64)
-    assert distance(layer(u), recurrence(layer, u)) < 1e-10
+    assert relative_error(layer(u), recurrence(layer, u)) < 1e-10
 
 
 @pytest.mark.parametrize("version", ["softmax", "exp"])
 def test_the_bound_on_reciprocals_hardly_shows(version: str) -> None:
     layer = DSS(d_model=6, d_state=8, version=version).double()
     u = torch.randn(2, 37, 6, dtype=torch.float64)
-    assert distance(layer(u), recurrence(layer, u)) < 1e-3
+    assert relative_error(layer(u), recurrence(layer, u)) < 1e-3
 
 
 def test_a_pole_that_grows_is_a_softmax_too() -> None:
@@ -80,7 +81,7 @@ def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
             parameter = layer.get_parameter(name)
             original = parameter.clone()
             parameter.mul_(1.01)
-            assert distance(layer(u), truth) > 1e-6, name
+            assert relative_error(layer(u), truth) > 1e-6, name
             parameter.copy_(original)
 
 
@@ -89,7 +90,7 @@ def test_float32_agrees_with_float64() -> None:
         layer = DSS(d_model=8, d_state=32, version=version)
         u = torch.randn(2, 64, 8)
         found = layer(u).double()
-        assert distance(found, layer.double()(u.double())) < 1e-5
+        assert relative_error(found, layer.double()(u.double())) < 1e-5
 
 
 COMMON = {"D": (1, 6), "output_linear.weight": (6, 6), "output_linear.bias": (6, 1)}

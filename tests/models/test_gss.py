@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.models import checks
-from tests.models.checks import distance, unroll
+from tests.models.checks import unroll
 from unilinattn.models.gss import GSS
+from unilinattn.testing import relative_error
 
 
 def recurrence(layer: GSS, x: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def recurrence(layer: GSS, x: Tensor) -> Tensor:
 def test_the_layer_is_the_recurrence(length: int) -> None:
     layer = GSS(d_model=8, d_state=6, d_ssm=5).double()
     x = torch.randn(3, length, 8, dtype=torch.float64)
-    assert distance(layer(x), recurrence(layer, x)) < 1e-11
+    assert relative_error(layer(x), recurrence(layer, x)) < 1e-11
 
 
 def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
@@ -42,14 +43,14 @@ def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
             parameter = layer.get_parameter(f"dss.{name}")
             original = parameter.clone()
             parameter.mul_(1.01)
-            assert distance(layer(x), truth) > 1e-6, name
+            assert relative_error(layer(x), truth) > 1e-6, name
             parameter.copy_(original)
 
 
 def test_float32_agrees_with_float64() -> None:
     layer = GSS(16, 32)
     x = torch.randn(2, 64, 16)
-    assert distance(layer(x).double(), recurrence(layer, x)) < 1e-5
+    assert relative_error(layer(x).double(), recurrence(layer, x)) < 1e-5
 
 
 def test_the_papers_widths_are_the_default() -> None:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.models import checks
-from tests.models.checks import distance, pairs
+from tests.models.checks import pairs
 from unilinattn.errors import OptionError
 from unilinattn.models.h3 import H3
+from unilinattn.testing import relative_error
 
 
 def recurrence(layer: H3, x: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def scrambled(layer: H3) -> H3:
 def test_the_layer_is_the_recurrence(length: int, head_dim: int) -> None:
     layer = scrambled(H3(d_model=6, d_state=8, head_dim=head_dim).double())
     x = torch.randn(2, length, 6, dtype=torch.float64)
-    assert distance(layer(x), recurrence(layer, x)) < 1e-11
+    assert relative_error(layer(x), recurrence(layer, x)) < 1e-11
 
 
 def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
@@ -63,7 +64,7 @@ def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
             original = parameter.clone()
             parameter.mul_(1.01)
             # The bilinear step is hardly moved by a pole's real part.
-            assert distance(layer(x), truth) > 1e-7, name
+            assert relative_error(layer(x), truth) > 1e-7, name
             parameter.copy_(original)
 
 
@@ -77,7 +78,7 @@ def test_the_shift_starts_with_c_as_its_taps() -> None:
 def test_float32_agrees_with_float64() -> None:
     layer = H3(16, 32, head_dim=4)
     x = torch.randn(2, 64, 16)
-    assert distance(layer(x).double(), recurrence(layer, x)) < 1e-5
+    assert relative_error(layer(x).double(), recurrence(layer, x)) < 1e-5
 
 
 def test_a_state_dict_of_the_published_layout_loads() -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import checks
-from tests.models.checks import distance
 from unilinattn.errors import InputError, OptionError
 from unilinattn.models.hyena import Hyena, MultiHyena
 from unilinattn.models.hyenadna import HyenaDNAForCausalLM
+from unilinattn.testing import relative_error
 
 
 def filter_values(state: dict[str, Tensor], length: int, shift: float) -> Tensor:
@@ -71,7 +71,7 @@ def definition(layer: Hyena, x: Tensor) -> Tensor:
 def test_the_layer_is_its_definition(length: int, options: dict[str, float]) -> None:
     layer = Hyena(d_model=5, l_max=30, filter_order=8, **options).double()
     x = torch.randn(2, length, 5, dtype=torch.float64)
-    assert distance(layer(x), definition(layer, x)) < 1e-11
+    assert relative_error(layer(x), definition(layer, x)) < 1e-11
 
 
 def test_a_layer_that_is_not_its_definition_is_noticed() -> None:
@@ -83,7 +83,7 @@ def test_a_layer_that_is_not_its_definition_is_noticed() -> None:
             continue
         original = tensor.clone()
         tensor.mul_(1.01)
-        assert distance(layer(x), truth) > 1e-8, name
+        assert relative_error(layer(x), truth) > 1e-8, name
         tensor.copy_(original)
 
 
@@ -108,7 +108,7 @@ def test_without_modulation_there_is_no_window() -> None:
 def test_float32_agrees_with_float64() -> None:
     layer = Hyena(16, l_max=64)
     x = torch.randn(2, 64, 16)
-    assert distance(layer(x).double(), definition(layer, x)) < 1e-5
+    assert relative_error(layer(x).double(), definition(layer, x)) < 1e-5
 
 
 def mixer_layout(prefix: str, width: int, l_max: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -211,14 +211,14 @@ def outer_products(layer: MultiHyena, x: Tensor) -> Tensor:
 def test_several_heads_are_toeplitz_times_low_rank(length: int, num_heads: int) -> None:
     layer = MultiHyena(d_model=6, l_max=30, num_heads=num_heads, filter_order=8, shift=0.05).double()
     x = torch.randn(2, length, 6, dtype=torch.float64)
-    assert distance(layer(x), outer_products(layer, x)) < 1e-11
+    assert relative_error(layer(x), outer_products(layer, x)) < 1e-11
 
 
 def test_as_many_heads_as_channels_are_hyena_of_order_two() -> None:
     single, several = Hyena(6, 30).double(), MultiHyena(6, 30, num_heads=6).double()
     several.load_state_dict(single.state_dict(), strict=True)
     x = torch.randn(2, 25, 6, dtype=torch.float64)
-    assert distance(several(x), single(x)) < 1e-12
+    assert relative_error(several(x), single(x)) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from unilinattn.errors import OptionError
 from unilinattn.models import S4D, S4DConfig, S4DForCausalLM
+from unilinattn.testing import relative_error
 
 
 def recurrence(layer: S4D, u: Tensor) -> Tensor:
@@ -33,15 +34,11 @@ def recurrence(layer: S4D, u: Tensor) -> Tensor:
     return carry * gate.sigmoid()
 
 
-def distance(found: Tensor, truth: Tensor) -> float:
-    return ((found - truth).norm() / truth.norm()).item()
-
-
 @pytest.mark.parametrize("length", [1, 2, 37, 130])
 def test_the_layer_is_the_recurrence(length: int) -> None:
     layer = S4D(d_model=6, d_state=8).double()
     u = torch.randn(3, length, 6, dtype=torch.float64)
-    assert distance(layer(u), recurrence(layer, u)) < 1e-12
+    assert relative_error(layer(u), recurrence(layer, u)) < 1e-12
 
 
 def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
@@ -52,9 +49,9 @@ def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
         with torch.no_grad():
             original = layer.get_parameter(name).clone()
             layer.get_parameter(name).add_(0.01)
-            assert distance(layer(u), truth) > 1e-6, name
+            assert relative_error(layer(u), truth) > 1e-6, name
             layer.get_parameter(name).copy_(original)
-    assert distance(layer(u), truth) < 1e-12
+    assert relative_error(layer(u), truth) < 1e-12
 
 
 def test_the_kernel_is_real_and_its_impulse_response() -> None:
@@ -75,7 +72,7 @@ def test_the_kernel_is_real_and_its_impulse_response() -> None:
 def test_float32_agrees_with_float64() -> None:
     layer = S4D(d_model=16)
     u = torch.randn(2, 64, 16)
-    assert distance(layer(u).double(), recurrence(layer, u)) < 2e-6
+    assert relative_error(layer(u).double(), recurrence(layer, u)) < 2e-6
 
 
 def test_half_precision_keeps_a_float32_kernel_and_its_own_dtype_outside() -> None:
@@ -83,7 +80,7 @@ def test_half_precision_keeps_a_float32_kernel_and_its_own_dtype_outside() -> No
     u = torch.randn(2, 20, 8, dtype=torch.bfloat16)
     assert layer.kernel(20).dtype == torch.float32
     assert layer(u).dtype == torch.bfloat16
-    assert distance(layer(u).double(), recurrence(layer, u)) < 2e-2
+    assert relative_error(layer(u).double(), recurrence(layer, u)) < 2e-2
 
 
 def test_no_token_sees_a_later_one() -> None:

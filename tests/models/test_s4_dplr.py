@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.models import checks
-from tests.models.checks import distance, pairs
+from tests.models.checks import pairs
 from unilinattn.errors import OptionError
 from unilinattn.models.hippo import hippo_matrix
 from unilinattn.models.s4_dplr import S4
+from unilinattn.testing import relative_error
 
 
 def both(half: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ def recurrence(layer: S4, u: Tensor) -> Tensor:
 def test_the_layer_is_the_recurrence(length: int, n_ssm: int) -> None:
     layer = S4(d_model=6, d_state=8, n_ssm=n_ssm).double()
     u = torch.randn(2, length, 6, dtype=torch.float64)
-    assert distance(layer(u), recurrence(layer, u)) < 1e-11
+    assert relative_error(layer(u), recurrence(layer, u)) < 1e-11
 
 
 def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
@@ -65,9 +66,9 @@ def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
             parameter = layer.get_parameter(f"layer.kernel.{name}")
             original = parameter.clone()
             parameter.mul_(1.01)
-            assert distance(layer(u), truth) > 1e-6, name
+            assert relative_error(layer(u), truth) > 1e-6, name
             parameter.copy_(original)
-    assert distance(layer(u), truth) < 1e-11
+    assert relative_error(layer(u), truth) < 1e-11
 
 
 def test_it_starts_as_hippo_legs() -> None:
@@ -91,7 +92,7 @@ def test_a_shorter_kernel_is_the_start_of_a_longer_one() -> None:
 def test_float32_agrees_with_float64() -> None:
     layer = S4(d_model=8, d_state=64)
     u = torch.randn(2, 64, 8)
-    assert distance(layer(u).double(), recurrence(layer, u)) < 1e-5
+    assert relative_error(layer(u).double(), recurrence(layer, u)) < 1e-5
 
 
 LAYOUT = {
@@ -127,7 +128,7 @@ def test_outputs_that_were_tuned_to_a_length_are_set_back() -> None:
     loaded = S4(d_model=3, d_state=8).double()
     loaded.load_state_dict(tuned, strict=True)
     u = torch.randn(2, 30, 3, dtype=torch.float64)
-    assert distance(loaded(u), plain(u)) < 1e-9
+    assert relative_error(loaded(u), plain(u)) < 1e-9
     assert loaded.state_dict()["layer.kernel.l_kernel"] == 0
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.models import checks
-from tests.models.checks import distance
 from unilinattn.errors import InputError, OptionError
 from unilinattn.models import vim_timm
 from unilinattn.models.vim import BiMamba, VisionMamba
+from unilinattn.testing import relative_error
 
 
 def direction(state: dict[str, Tensor], x: Tensor, names: dict[str, str], dt_rank: int) -> Tensor:
@@ -75,7 +75,7 @@ def test_the_sum_of_directions_is_halved_by_default_as_in_the_authors_code() -> 
 def test_the_mixer_is_the_recurrence(length: int, options: dict[str, int]) -> None:
     mixer = scrambled(BiMamba(d_model=6, d_state=5, **options).double())
     hidden = torch.randn(2, length, 6, dtype=torch.float64)
-    assert distance(mixer(hidden), recurrence(mixer, hidden)) < 1e-12
+    assert relative_error(mixer(hidden), recurrence(mixer, hidden)) < 1e-12
 
 
 def test_a_mixer_that_is_not_the_recurrence_is_noticed() -> None:
@@ -86,7 +86,7 @@ def test_a_mixer_that_is_not_the_recurrence_is_noticed() -> None:
         with torch.no_grad():
             original = parameter.clone()
             parameter.mul_(1.01)
-            assert distance(mixer(hidden), truth) > 1e-7, name
+            assert relative_error(mixer(hidden), truth) > 1e-7, name
             parameter.copy_(original)
 
 
@@ -101,7 +101,7 @@ def test_every_token_sees_every_other() -> None:
 def test_float32_agrees_with_float64() -> None:
     mixer = BiMamba(d_model=16)
     hidden = torch.randn(2, 50, 16)
-    assert distance(mixer(hidden).double(), recurrence(mixer, hidden)) < 1e-5
+    assert relative_error(mixer(hidden).double(), recurrence(mixer, hidden)) < 1e-5
 
 
 def test_gradients_and_half_precision() -> None:
@@ -218,7 +218,7 @@ def test_the_classifier_is_its_definition(cls_position: str, shape: dict[str, ob
         scrambled(layer.mixer)
     height, width = model.patch_embed.img_size
     pixels = torch.randn(2, 3, height, width, dtype=torch.float64)
-    assert distance(model(pixels), reference(model, pixels)) < 1e-11
+    assert relative_error(model(pixels), reference(model, pixels)) < 1e-11
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_the_stream_stays_in_float32_in_a_half_precision_model() -> None:
     assert model.layers[0].mixer(stream.bfloat16()).dtype == torch.bfloat16
     assert model.layers[0](stream).dtype == torch.float32
     assert model(pixels).dtype == torch.bfloat16
-    assert distance(model(pixels).double(), reference(model, pixels)) < 5e-2
+    assert relative_error(model(pixels).double(), reference(model, pixels)) < 5e-2
 
 
 def test_training_drops_the_loss() -> None:

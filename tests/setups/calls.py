@@ -11,6 +11,7 @@ from tests.setups.harness import HOSTS, require_same, setup
 from tests.tracing.models import Block, Model, added, ids
 from unilinattn import explain, register_architecture, trace
 from unilinattn.errors import InputError, OptionError, ResultFileError, UncoveredError
+from unilinattn.registry import overridden
 from unilinattn.tracing.trace import Trace
 
 
@@ -192,15 +193,11 @@ class Nameless(torch.nn.Module):
 
 @setup("an adapter without return", "an adapter whose function ends without `return flow`", refused=UncoveredError)
 def adapter_without_return() -> float:
-    from unilinattn import registry
+    with overridden():
 
-    @register_architecture(f"{__name__}.Nameless", name="forgetful", kind="sums")
-    def forgetful(call) -> None:
-        """Sums of a projection."""
+        @register_architecture(f"{__name__}.Nameless", name="forgetful", kind="sums")
+        def forgetful(call) -> None:
+            """Sums of a projection."""
 
-    try:
         model = Model(Block(added, Nameless()))
         return trace(model, ids()).layers[0].operator.reconstruction_error()
-    finally:
-        registry._hosts.pop(f"{__name__}.Nameless")
-        registry._architectures.pop("forgetful")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unilinattn import explain, trace
 from unilinattn.errors import UnilinattnError
-from unilinattn.testing import left_as_found
+from unilinattn.testing import left_as_found, relative_error
 from unilinattn.testing.hosts import Host
 from unilinattn.testing.hosts import host as plain_host
 from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
@@ -146,8 +146,6 @@ def at(values: Tensor, real: Tensor | None) -> Tensor:
 def require_same(what: str, got: Tensor, expected: Tensor) -> None:
     """Raise `AssertionError` unless two tensors agree up to rounding."""
     assert got.shape == expected.shape, f"{what}: {tuple(got.shape)}, not {tuple(expected.shape)}"
-    wide = torch.promote_types(expected.dtype, torch.float32)
     coarse = min((got.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    got, expected = got.to(wide), expected.to(wide)
-    error = float((got - expected).norm() / expected.norm())
+    error = relative_error(got.double()[None], expected.double()[None])
     assert error <= SAME[coarse], f"{what} differs by {error:.1e} (relative)"

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from tools import coverage, coverage_pages
+from tools import coverage, coverage_pages, hybrids
 from tools.families import FAMILIES
 from tools.markers import read_section
 from unilinattn.methods.options import RawOptions
-from unilinattn.testing.hosts import HOSTS, Host, hybrids, transformers_model
+from unilinattn.testing.hosts import HOSTS, Host, transformers_model
 from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
 
 ROOT = Path(__file__).parents[2]

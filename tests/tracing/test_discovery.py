@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import unilinattn as ula
 from tools import coverage
+from tools.versions import unavailable
 from unilinattn.errors import UnknownArchitectureError
 from unilinattn.testing import left_as_found
 from unilinattn.testing.hosts import Host, randomize
-from unilinattn.testing.versions import unavailable
 from unilinattn.tracing import discovery, substitution
 from unilinattn.tracing.perturbation import Reference
 

@@ -266,7 +266,7 @@ def test_a_trace_holds_three_tensors_a_layer(name: str, between: int, short: Non
     storages: dict[int, int] = {}
     for layer in found.layers:
         layer.operator.apply(layer.input)
-        left_out = ("_latest", "_expected", "arguments", "operator") if between else ("_latest", "_expected")
+        left_out = ("expected", "arguments") if between else ("expected",)
         storages |= held({key: value for key, value in vars(layer).items() if key not in left_out})
     width, count = found.layers[0].input.shape[2], len(found.layers)
     assert sum(storages.values()) == 4 * length * width * (3 * count + (count if between else 1))
@@ -276,7 +276,7 @@ def test_ports_are_known_without_an_operator(short: None, monkeypatch: pytest.Mo
     model, x = host("mamba2").model(), host("mamba2").inputs()
     plain, found = ordinary(monkeypatch, model, x), trace(model, x)
     assert plain.layers[0].ports == {"x": (2, 13)}
-    monkeypatch.setattr(type(found.layers[0]), "_flow", None)
+    monkeypatch.setattr(type(found.layers[0]), "flow", None)
     for layer in found.layers:
         assert layer.ports == {"x": (2, 13)}
         assert layer.reconstruction_error() == layer.prefix_error
@@ -368,7 +368,7 @@ def test_a_bar_counts_the_layers(short: None, monkeypatch: pytest.MonkeyPatch) -
             steps.append("closed")
 
     monkeypatch.setattr("unilinattn.progress._Bar", Bar)
-    monkeypatch.setattr("unilinattn.progress._watched", lambda: True)
+    monkeypatch.setattr("unilinattn.progress.watched", lambda: True)
     model, x = host("mamba").model(), host("mamba").inputs()
     for shown, word in ((True, "shown"), (False, "hidden")):
         del steps[:]

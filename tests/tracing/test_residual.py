@@ -268,10 +268,10 @@ def test_a_sibling_in_the_stream_is_caught() -> None:
     found = ula.trace(model, ids())
     ula.explain(found, method="alti")
     step = found.steps[1]
-    layer, right = step.layers[0], step.layers[0]._stream
+    layer, right = step.layers[0], step.layers[0].stream
     assert right is not None
-    for wrong in (right + found.layers[0].output, found.layers[0]._stream, right * (1 + 1e-4)):
-        layer._stream = wrong
+    for wrong in (right + found.layers[0].output, found.layers[0].stream, right * (1 + 1e-4)):
+        layer.stream = wrong
         error = step.stream_error()
         assert error is not None
         assert error > step.stream_tolerance() == 1e-5
@@ -280,7 +280,7 @@ def test_a_sibling_in_the_stream_is_caught() -> None:
                 ula.explain(found, method=method, **options)
         ula.explain(found, method="alti", layers=[0, 2])
         ula.explain(found, method="latim")
-    layer._stream, layer.multiplier = right, 1.001
+    layer.stream, layer.multiplier = right, 1.001
     with pytest.raises(StreamError):
         ula.explain(found, method="alti")
 
@@ -288,7 +288,7 @@ def test_a_sibling_in_the_stream_is_caught() -> None:
 def test_a_parallel_branch_is_proven_and_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     # With every module taken for independent of the layer, the hidden stream's MLP passes for a parallel branch.
     assert ula.trace(built(HiddenStream), ids()).layers[0].residual is None
-    monkeypatch.setattr(residual, "_followed_back", lambda child, block, before: ([before[0].output], []))
+    monkeypatch.setattr(residual, "followed_back", lambda child, block, before: ([before[0].output], []))
     model = built(HiddenStream)
     wrong = traced(model).layers[0].residual
     assert wrong is not None

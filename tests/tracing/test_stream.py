@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import unilinattn as ula
-from unilinattn.tracing.layer import STREAM_TOLERANCE
+from unilinattn.testing import tolerance
 
 SMALL = dict(
     vocab_size=50,
@@ -58,12 +58,12 @@ def test_the_stream_and_its_factor_are_found(name: str, settings: Any, multiplie
     assert all(e is not None and e <= step.stream_tolerance() for e, step in zip(errors, found.steps, strict=True))
     # Mamba keeps a half-precision model's stream in float32.
     in_float32 = name.startswith("Mamba") and dtype == torch.bfloat16
-    allowed = STREAM_TOLERANCE[torch.float32 if in_float32 else dtype]
+    allowed = tolerance("stream", torch.float32 if in_float32 else dtype)
     assert {step.stream_tolerance() for step in found.steps} == {allowed}
     # The first layer's stream is the embedded input.
-    ids = found._given["input_ids"]
+    ids = found.ids
     if name not in ("OPT", "Granite"):
-        embedded = found._model.get_input_embeddings()(ids).to(found.layers[0].residual)
+        embedded = found.host.get_input_embeddings()(ids).to(found.layers[0].residual)
         assert torch.allclose(found.layers[0].residual, embedded, rtol=close)
 
 

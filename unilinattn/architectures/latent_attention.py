@@ -4,7 +4,8 @@ import torch
 
 from unilinattn.architectures.probe import add_output, probe, values_missed
 from unilinattn.call import Call, Captured, package_version
-from unilinattn.call.attention_interface import attention_weights, only_attention, tolerance
+from unilinattn.call.attention_interface import attention_weights, only_attention
+from unilinattn.call.exactness import tolerance
 from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
@@ -66,7 +67,7 @@ def _values(call: Call, seen: Captured) -> Flow:
     flow.matrix(up, role="input")
     missed = values_missed(flow.value.detach(), call, seen)
     # Hosts compute this norm in float32 even in a float64 model.
-    if missed > max(tolerance(seen.record.value.dtype), tolerance(torch.float32)):
+    if missed > max(tolerance("attention", dtype) for dtype in (seen.record.value.dtype, torch.float32)):
         reason = f"{where}: its values differ from those of its latent (missed by {missed:.1e} on the observed input)."
         return Flow(call.input).unmapped("input", f"{reason} Use scope='core'.", len(up))
     return flow

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.call import Call, Captured, package_version
-from unilinattn.call.attention_interface import Attended, cast, interface, mixed_values, relative_error, tolerance
+from unilinattn.call.attention_interface import Attended, cast, interface, mixed_values
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.flow import Flow
 
@@ -104,7 +105,7 @@ def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: i
     head_dim = seen.record.value.shape[-1]
     weight = weight.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
     bias = bias.unflatten(0, (-1, head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
-    if missed > tolerance(seen.record.value.dtype):
+    if missed > tolerance("attention", seen.record.value.dtype):
         reason = _not_affine(
             call, "from its input to its values", missed, "a norm on the values, or values kept in a latent"
         )
@@ -125,7 +126,7 @@ def add_output(flow: Flow, call: Call, seen: Captured, weights: Tensor, repeats:
     """
     if call.output is None:
         return flow.matrix(*output, role="output")
-    limit, gate = tolerance(seen.record.value.dtype), None
+    limit, gate = tolerance("attention", seen.record.value.dtype), None
     with torch.no_grad():
         context = mixed_values(weights, call.tensor(seen.record.value), repeats)
         missed = relative_error(functional.linear(context, *output), call.output)

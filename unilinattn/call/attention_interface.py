@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.call import Call, Captured, host_function, package_version
 from unilinattn.call.entries import Entries
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 
 INTERFACE = "unilinattn"
@@ -158,7 +159,7 @@ def attention_weights(call: Call, seen: Captured) -> tuple[Tensor, int]:
         weights = weights.to(query.dtype).expand(query.shape[0], -1, -1, -1)
         repeats = weights.shape[1] // value.shape[1]
         missed = relative_error(mixed_values(weights, value, repeats), context.flatten(2))
-    if missed > tolerance(query.dtype):
+    if missed > tolerance("attention", query.dtype):
         raise UncoveredError(
             f"{call.name} ({type(call.module).__name__}): its attention weights times its values miss its attention's "
             f"result by {missed:.1e}; something other than the weights acts on it. Register an adapter for this class."
@@ -178,17 +179,6 @@ def value_source(call: Call, seen: Captured) -> tuple[str, Tensor]:
 def mixed_values(weights: Tensor, value: Tensor, repeats: int) -> Tensor:
     """Return weights times values, (batch, query, head * channel); `repeats` query heads share a value head."""
     return torch.einsum("bhij,bhjp->bihp", weights, value.repeat_interleave(repeats, dim=1)).flatten(2)
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Return ||got - expected|| / ||expected||."""
-    scale = expected.norm().clamp_min(torch.finfo(expected.dtype).tiny)
-    return float((got - expected).norm() / scale)
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the relative error that rounding may cause in a whole layer: 4096 epsilons, 0.05 for half precision."""
-    return 4096 * torch.finfo(torch.promote_types(dtype, torch.float16)).eps if dtype.itemsize > 2 else 0.05
 
 
 def cast(call: Call, value: Any) -> Any:

@@ -150,7 +150,7 @@ def linear_layer(module: nn.Module, host: nn.Module) -> Any:
     host's own package is returned unchanged. The layer's hooks are not called, because they may record their inputs.
     """
     features = getattr(module, "in_features", None)
-    if not isinstance(features, int) or _is_plain(module, host):
+    if not isinstance(features, int) or is_plain(module, host):
         return module
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     basis = torch.eye(features, dtype=like.dtype, device=like.device)
@@ -160,7 +160,7 @@ def linear_layer(module: nn.Module, host: nn.Module) -> Any:
     return Affine(torch.cat(columns).mT.contiguous(), bias)
 
 
-def _is_plain(module: nn.Module, host: nn.Module) -> bool:
+def is_plain(module: nn.Module, host: nn.Module) -> bool:
     """Whether a module runs the forward of torch or of the host's package on a weight stored as an ordinary tensor."""
     public = type(module).forward is nn.Linear.forward or _package(module) == _package(host)
     return public and "forward" not in vars(module) and type(getattr(module, "weight", None)) in (Tensor, nn.Parameter)

@@ -194,7 +194,9 @@ def staged(out: Path) -> Iterator[Path]:
     try:
         yield temporary
         check_replaceable(out)
-        _swap(temporary, out)
+        if out.exists():
+            shutil.rmtree(out)
+        temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -219,21 +221,6 @@ def _is_ours(path: Path) -> bool:
         return json.loads(path.read_text(encoding="utf-8")).get("format") == FORMAT
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def _swap(temporary: Path, out: Path) -> None:
-    old = out.with_name(f".{out.name}.{uuid.uuid4().hex}.old")
-    replaced = out.exists()
-    if replaced:
-        out.rename(old)
-    try:
-        temporary.rename(out)
-    except BaseException:
-        if replaced:
-            old.rename(out)
-        raise
-    if replaced:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _model(one: Measured) -> dict[str, Any]:

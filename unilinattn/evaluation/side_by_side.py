@@ -128,8 +128,7 @@ class Form:
 
     def __call__(self, observed: Trace) -> Attribution:
         """Score every query of a trace."""
-        result: Attribution = self.method.function(observed, target=None, **self.options)
-        return result
+        return self.method.function(observed, target=None, **self.options)
 
 
 def forms(methods: Sequence[Method]) -> dict[str, Form]:
@@ -185,7 +184,7 @@ def measure(task: str, model: str, methods: Sequence[Method], counts: Counts) ->
                 seed=INTERVENTION_SEED,
             ),
         )
-        scores = {name: judge.score(baseline) for name, baseline in _baselines(scored).items()}
+        scores = {name: judge.score(baseline) for name, baseline in baselines(scored).items()}
         shown = {}
         for name, form in forms(methods).items():
             result = form(observed)
@@ -230,7 +229,7 @@ class _Judge:
         # Restricted to the rows that `row_scores` counts: those with a relevant candidate.
         asked = (self.batch.relevant & candidates).any(-1, keepdim=True)
         correlation = rank_correlation(scores, self.effects.expand_as(scores), candidates & asked)
-        return Score(_found(scores, self.batch), correlation, tuple(layers), **choice)
+        return Score(answer_scores(scores, self.batch), correlation, tuple(layers), **choice)
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ class _Chooser:
     def precision(self, form: Form) -> dict[str, float]:
         """Return the average precision of each layer of a layer-wise method."""
         result = form(self.trace)
-        return {layer: _found(result.select(layer=layer).scores, self.batch).ap for layer in result.layers}
+        return {layer: answer_scores(result.select(layer=layer).scores, self.batch).ap for layer in result.layers}
 
 
 def _score(result: Attribution, form: Form, judge: _Judge, chooser: _Chooser) -> Score:
@@ -254,11 +253,13 @@ def _score(result: Attribution, form: Form, judge: _Judge, chooser: _Chooser) ->
     return judge.score(result.select(layer=layer).scores, (layer,), selection=precision)
 
 
-def _found(scores: Float[Tensor, "*draw batch query key"], batch: TaskBatch) -> RowScores:
+def answer_scores(scores: Float[Tensor, "*draw batch query key"], batch: TaskBatch) -> RowScores:
+    """Return the ranking metrics of scores against the known answers, over the keys before each query."""
     return row_scores(scores, batch.relevant, earlier_keys(scores.shape[-1]))
 
 
-def _baselines(batch: TaskBatch) -> dict[str, Float[Tensor, "*draw batch query key"]]:
+def baselines(batch: TaskBatch) -> dict[str, Float[Tensor, "*draw batch query key"]]:
+    """Return the scores of each row of `BASELINES`; the random ones have an axis of `RANDOM_DRAWS` draws."""
     shape = batch.relevant.shape
     position = torch.arange(shape[-1], dtype=torch.float64).expand(shape)
     drawn = torch.rand(RANDOM_DRAWS, *shape, generator=torch.Generator().manual_seed(RANDOM_SEED))

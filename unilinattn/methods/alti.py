@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import Estimate, estimated
+from unilinattn.methods.costs import estimated
 from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.maps import ONE_ROW, blank_padding, gather_rows, map_bytes, map_shape, sum_on_first
 from unilinattn.methods.options import AltiOptions
@@ -19,6 +19,7 @@ from unilinattn.methods.vectors import contribution_tiles, shares_cost
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import Estimate, LayerCost, composed_cost, estimated, map_cost, vecmat_cost
+from unilinattn.methods.costs import composed_cost, estimated, map_cost, vecmat_cost
 from unilinattn.methods.maps import (
     ONE_ROW,
     attention_map,
@@ -24,6 +24,7 @@ from unilinattn.methods.selection import composable_steps, every_position, layer
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.logits import Logit
 from unilinattn.tracing.trace import Target, Trace

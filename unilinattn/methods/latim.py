@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import StreamError, UncoveredError
-from unilinattn.methods.costs import Estimate, estimated
+from unilinattn.methods.costs import estimated
 from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes
 from unilinattn.methods.options import LatimOptions
 from unilinattn.methods.results import score_layers, to_result
@@ -16,6 +16,7 @@ from unilinattn.methods.selection import only_port, query_rows, stackable_layers
 from unilinattn.methods.vectors import contribution_tiles, shares_cost
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

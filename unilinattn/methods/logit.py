@@ -7,13 +7,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.memory import allowed
-from unilinattn.methods.costs import Estimate, LayerCost
 from unilinattn.methods.options import LogitOptions
 from unilinattn.methods.results import allocate_scores, make_result, result_shape
 from unilinattn.methods.selection import every_position, layers_from, query_rows
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.logits import logits_of
 from unilinattn.tracing.trace import Target, Trace
 

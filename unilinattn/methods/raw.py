@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.methods.costs import Estimate, estimated, map_cost
+from unilinattn.methods.costs import estimated, map_cost
 from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
 from unilinattn.methods.options import RawOptions
 from unilinattn.methods.results import score_layers, to_result
@@ -13,6 +13,7 @@ from unilinattn.methods.selection import only_port, stackable_layers
 from unilinattn.operator.cost import rows_cost
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from unilinattn.methods.costs import Estimate, composed_cost, estimated, vecmat_cost
+from unilinattn.methods.costs import composed_cost, estimated, vecmat_cost
 from unilinattn.methods.maps import blank_padding, composed, map_bytes, sum_on_first, vecmat
 from unilinattn.methods.options import RolloutOptions
 from unilinattn.methods.results import allocate_scores, make_result
@@ -10,6 +10,7 @@ from unilinattn.methods.selection import composable_steps, layers_from, query_ro
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 

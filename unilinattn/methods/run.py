@@ -12,13 +12,13 @@ from torch import nn
 from unilinattn.errors import ExactnessWarning, InputError, OptionError, UncoveredError, UnilinattnError, nearest
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
-from unilinattn.methods.costs import Estimate
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import Method, list_methods
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
+from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.logits import has_logits
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
@@ -112,8 +112,7 @@ def estimate(
         chosen, options = _chosen(method, options, traced)
         assert chosen.cost is not None
         with _naming_methods_that_work(traced, target, None if method is not None else chosen), full_precision():
-            estimated: Estimate = chosen.cost(traced, target=target, **options)
-    return estimated
+            return chosen.cost(traced, target=target, **options)
 
 
 def compare(
@@ -167,7 +166,7 @@ def compare(
 def _run(method: Method, trace: Trace, target: Target | None, options: Mapping[str, Any]) -> Attribution:
     """Run a method, check the layers of its result against the host's outputs, and keep the warnings in the result."""
     with full_precision():
-        result: Attribution = method.function(trace, target=target, **options)
+        result = method.function(trace, target=target, **options)
         doubts = require_exact(layer for layer in trace.layers if layer.name in result.layers)
     for doubt in doubts:
         warnings.warn(doubt, ExactnessWarning, stacklevel=3)

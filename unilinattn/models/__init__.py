@@ -6,7 +6,7 @@ from unilinattn.models.h3 import H3
 from unilinattn.models.hyena import Hyena, MultiHyena
 from unilinattn.models.hyenadna import HyenaDNAForCausalLM
 from unilinattn.models.language_model import MixerForCausalLM
-from unilinattn.models.s4 import S4D, S4DBlock, S4DConfig, S4DForCausalLM
+from unilinattn.models.s4 import S4D, S4DConfig, S4DForCausalLM
 from unilinattn.models.s4_dplr import S4
 from unilinattn.models.s5 import S5
 from unilinattn.models.vim import BiMamba, VisionMamba
@@ -24,7 +24,6 @@ __all__ = [
     "HyenaDNAForCausalLM",
     "MixerForCausalLM",
     "MultiHyena",
-    "S4DBlock",
     "S4DConfig",
     "S4DForCausalLM",
     "VisionMamba",

@@ -78,7 +78,11 @@ class MixerForCausalLM(nn.Module):
         attention_mask: Int[Tensor, "batch length"] | Bool[Tensor, "batch length"] | None = None,
         labels: Int[Tensor, "batch length"] | None = None,
     ) -> LanguageModelOutput:
-        """Return the logits of the next token at every position, and the loss if `labels` are given."""
+        """Return the logits of the next token at every position, and the loss if `labels` are given.
+
+        `attention_mask` is 1 at real tokens and 0 at padding. `labels` are the input tokens, which are shifted by one
+        here, with -100 at positions without a loss.
+        """
         hidden_states = self.embeddings(input_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask)

@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.errors import OptionError
+from unilinattn.models.language_model import MixerForCausalLM
+from unilinattn.models.numerics import causal_convolution, complex_from_pairs, working_dtype
 
 
 class S4DKernel(nn.Module):
@@ -30,10 +33,10 @@ class S4DKernel(nn.Module):
 
     def forward(self, length: int) -> Float[Tensor, "d_model length"]:
         """Return the first `length` taps of each channel, tap 0 first, in float32 at least."""
-        dtype = torch.promote_types(self.log_dt.dtype, torch.float32)
+        dtype = working_dtype(self.log_dt)
         dt = self.log_dt.to(dtype).exp()[:, None]
         poles = torch.complex(-self.log_A_real.to(dtype).exp(), self.A_imag.to(dtype))
-        weights = torch.view_as_complex(self.C.to(dtype)) * torch.expm1(dt * poles) / poles
+        weights = complex_from_pairs(self.C) * torch.expm1(dt * poles) / poles
         steps = torch.arange(length, device=dt.device, dtype=dtype)
         powers = torch.exp((dt * poles)[:, :, None] * steps)
         return 2 * (weights[:, :, None] * powers).sum(dim=1).real
@@ -65,12 +68,9 @@ class S4D(nn.Module):
 
     def forward(self, hidden_states: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length d_model"]:
         """Mix each channel over the tokens up to and including the current one."""
-        length = hidden_states.shape[1]
-        kernel = self.kernel(length)
+        kernel = self.kernel(hidden_states.shape[1])
         u = hidden_states.transpose(1, 2).to(kernel.dtype)
-        # Zero-padding to twice the length keeps the end of the convolution from wrapping onto the start.
-        spectrum = torch.fft.rfft(u, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
-        y = torch.fft.irfft(spectrum, n=2 * length)[..., :length] + self.D.to(kernel.dtype)[:, None] * u
+        y = causal_convolution(u, kernel) + self.D.to(kernel.dtype)[:, None] * u
         return self.output_linear(functional.gelu(y).to(hidden_states.dtype)).transpose(1, 2)
 
 
@@ -102,66 +102,16 @@ class S4DConfig:
             raise OptionError(f"dt_min is {self.dt_min} and dt_max is {self.dt_max}; pass 0 < dt_min <= dt_max.")
 
 
-@dataclass(frozen=True)
-class S4DOutput:
-    """The output of `S4DForCausalLM`: the logits, and the loss if labels were given."""
+class S4DForCausalLM(MixerForCausalLM):
+    """A causal language model of S4D blocks: embedding, blocks, final LayerNorm, head.
 
-    logits: Float[Tensor, "batch length vocabulary"]
-    loss: Float[Tensor, ""] | None = None
-
-
-class S4DBlock(nn.Module):
-    """One residual block: LayerNorm, then S4D, added to the stream.
-
-    `attention_mask` sets the mixer's input to zero at padding on either side, so that it reaches no real token.
+    The blocks are those of `MixerForCausalLM`; S4D maps zero to a zero state, so padding on either side reaches no real
+    token.
     """
 
     def __init__(self, config: S4DConfig) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.mixer = S4D(config.d_model, config.d_state, config.dt_min, config.dt_max)
-
-    def forward(
-        self,
-        hidden_states: Float[Tensor, "batch length d_model"],
-        attention_mask: Int[Tensor, "batch length"] | Bool[Tensor, "batch length"] | None = None,
-    ) -> Float[Tensor, "batch length d_model"]:
-        """Return the stream with the mixer's output added."""
-        mixed = self.norm(hidden_states)
-        if attention_mask is not None:
-            mixed = mixed * attention_mask[:, :, None].to(mixed.dtype)
-        return hidden_states + self.mixer(mixed)
-
-
-class S4DForCausalLM(nn.Module):
-    """A causal language model of S4D blocks: embedding, blocks, final LayerNorm, head."""
-
-    def __init__(self, config: S4DConfig) -> None:
-        super().__init__()
+        mixer = partial(S4D, config.d_model, config.d_state, config.dt_min, config.dt_max)
+        super().__init__(config.vocab_size, config.d_model, config.n_layers, mixer, config.layer_norm_eps)
         self.config = config
-        self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList([S4DBlock(config) for _ in range(config.n_layers)])
-        self.norm_f = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embeddings.weight
-
-    def forward(
-        self,
-        input_ids: Int[Tensor, "batch length"],
-        attention_mask: Int[Tensor, "batch length"] | Bool[Tensor, "batch length"] | None = None,
-        labels: Int[Tensor, "batch length"] | None = None,
-    ) -> S4DOutput:
-        """Return the logits of the next token at every position.
-
-        `attention_mask` is 1 at real tokens and 0 at padding, on either side. `labels` are the input tokens, which are
-        shifted by one here, with -100 at positions without a loss.
-        """
-        hidden_states = self.embeddings(input_ids)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask)
-        logits = self.lm_head(self.norm_f(hidden_states))
-        if labels is None:
-            return S4DOutput(logits)
-        loss = functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
-        return S4DOutput(logits, loss)

@@ -27,15 +27,13 @@ def write(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Te
     # safetensors refuses tensors that share storage.
     copies = {name: t.cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     metadata = {"format": FORMAT, "format_version": FORMAT_VERSION, "header": header.model_dump_json()}
+    # A rename is atomic, so an interrupted call leaves the older file.
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         save_file(copies, temporary, metadata)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        return temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-    return target
 
 
 def write_text(path: str | os.PathLike[str] | None, text: str) -> str:

@@ -1,5 +1,6 @@
 """The conformance kit: laws for every mixer, operator and adapter, and tiny hosts to test adapters on."""
 
+from unilinattn.call.exactness import TOLERANCES, relative_error, tolerance
 from unilinattn.testing.checks import LawViolation, left_as_found, require_linear_memory
 from unilinattn.testing.conformance import LayerVerdict, Verdict, check_architecture, examine
 from unilinattn.testing.hosts import HOSTS, Host, randomize
@@ -8,7 +9,6 @@ from unilinattn.testing.margins import Margin, recorded_margins
 from unilinattn.testing.mixer_laws import MIXER_LAWS, batch_is_a_loop, check_mixer, gradients_are_finite, mixer_passes
 from unilinattn.testing.promote import promoted
 from unilinattn.testing.rounding import host_rounding, rounding_limit
-from unilinattn.testing.tolerances import TOLERANCES, relative_error, tolerance
 
 __all__ = [
     "HOSTS",

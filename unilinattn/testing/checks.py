@@ -1,4 +1,4 @@
-"""Building blocks of laws: the violation that they raise, fresh inputs, comparisons, and counters of operations."""
+"""Building blocks of laws: the violation that they raise, fresh inputs, and comparisons."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from unilinattn.call.exactness import relative_error
 from unilinattn.mixers import CoreMixer
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.stages import Branch, Chain, Mix, Stage
 from unilinattn.testing.margins import note_margin
+from unilinattn.testing.peak import peak_of
 from unilinattn.testing.state import differences, model_state, process_state
-from unilinattn.testing.tolerances import relative_error
 
 GROWTH = 2.3
 """Largest growth of the bytes that a linear-time pass allocates when the length doubles."""
@@ -106,51 +105,16 @@ def outputs(returned: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in outputs(part)]
 
 
-class Operations(TorchDispatchMode):
-    """Records the operations that run inside the block, and counts the bytes of every new tensor.
-
-    Freed bytes are not subtracted, so a pass with a linear count is also linear in peak memory and in time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
-        """Run the operation and record it."""
-        result = func(*args, **(kwargs or {}))
-        self.names.add(str(func))
-        inputs = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        made = {_storage(t): t.untyped_storage().nbytes() for t in tree_leaves(result) if isinstance(t, Tensor)}
-        self.bytes += sum(size for storage, size in made.items() if storage not in inputs)
-        return result
-
-    @property
-    def through_frequencies(self) -> bool:
-        """Whether a Fourier transform ran, by which every input affects every output through rounding."""
-        return any("fft" in name for name in self.names)
-
-
 def require_linear_memory(passes: Callable[[int], Mapping[str, Callable[[], Any]]], length: int) -> None:
     """Raise `LawViolation` unless each pass allocates at most `GROWTH` times as many bytes at twice the length.
 
     `passes(length)` returns the passes on `length` tokens by name, see `mixer_passes` and `operator_passes`.
     """
-    small, large = (
-        {name: operations(run).bytes for name, run in passes(size).items()} for size in (length, 2 * length)
-    )
+    small, large = ({name: peak_of(run).made for name, run in passes(size).items()} for size in (length, 2 * length))
     for name, used in small.items():
         ratio = large[name] / used
         message = f"{name} allocates {ratio:.2f} times as much at {2 * length} tokens as at {length}."
         require("memory", ratio <= GROWTH, message)
-
-
-def operations(run: Callable[[], Any]) -> Operations:
-    """Run a function without gradients and return its recorded operations."""
-    with torch.no_grad(), Operations() as counted:
-        run()
-    return counted
 
 
 def require_identity(mixed: Tensor, grad: Tensor, x: Tensor, passed: Tensor, limit: float, what: str) -> None:
@@ -163,7 +127,7 @@ def require_identity(mixed: Tensor, grad: Tensor, x: Tensor, passed: Tensor, lim
 def require_unmoved(run: Callable[[Tensor], Tensor], given: Tensor, changed: Tensor, limit: float, what: str) -> None:
     """Raise `LawViolation` unless `run` returns the same bits for both, or close values by a Fourier transform."""
     before, after = run(given), run(changed)
-    if operations(lambda: run(given)).through_frequencies:
+    if peak_of(lambda: run(given)).through_frequencies:
         scale = (given - changed).flatten(1).norm(dim=1) + before.flatten(1).norm(dim=1)
         require_close("causality", after, before, limit, f"{what} change what they must not", scale=scale)
     else:
@@ -189,7 +153,3 @@ def left_as_found(model: nn.Module, law: str = "untouched") -> Iterator[None]:
         ):
             for aspect, names in changed.items():
                 raise LawViolation(law, f"{aspect} of {owner} changed: {names[:3]}.")
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UnilinattnError
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.testing.checks import LawViolation, left_as_found, require
@@ -21,8 +22,7 @@ from unilinattn.testing.laws import HOST_LAWS, OPERATOR_LAWS, precision, reconst
 from unilinattn.testing.laws import padding as padding_law
 from unilinattn.testing.margins import note_margin
 from unilinattn.testing.promote import promoted
-from unilinattn.testing.rounding import layer_rounding, rounding_limit
-from unilinattn.testing.tolerances import relative_error, tolerance
+from unilinattn.testing.rounding import layer_rounding, rounding_limit, widened
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace
 
@@ -147,7 +147,7 @@ class _Examination:
         self.model = model
         self.double = copy.deepcopy(model).double()
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        found = trace(self.double, self._cast(torch.float64))
+        found = trace(self.double, widened(self.inputs))
         self.verdict = Verdict(
             type(model).__name__,
             [LayerVerdict(x.name, type(x.module).__name__, x.architecture, x.kind) for x in found.layers],
@@ -157,15 +157,15 @@ class _Examination:
         """Check in `dtype`: tracing leaves the model unchanged; the operators' error, dtype and repeatability."""
         host = copy.deepcopy(self.model).to(dtype)
         with self._noting(None, "untouched"), left_as_found(host):
-            traced = trace(host, self._cast(dtype))
+            traced = trace(host, widened(self.inputs, dtype))
             for layer in traced.layers:
                 with self._noting(None, "build"):
                     layer.operator  # noqa: B018  the property builds it
         with self._noting(None, "output"):
-            failure = own_output(host, self.double, self._cast(dtype), traced)
+            failure = own_output(host, self.double, widened(self.inputs, dtype), traced)
             if failure is not None:
                 self.verdict.notes.append(f"the model cannot be called with only these inputs ({failure}).")
-        again = trace(host, self._cast(dtype))
+        again = trace(host, widened(self.inputs, dtype))
         for k, (layer, second) in enumerate(zip(traced.layers, again.layers, strict=True)):
             with self._noting(k, "build"):
                 op = layer.operator
@@ -180,14 +180,14 @@ class _Examination:
 
     def unpromoted(self) -> None:
         """Check the reconstruction of the host in `.double()`, which keeps its forced float32."""
-        for k, layer in enumerate(trace(self.double, self._cast(torch.float64)).layers):
+        for k, layer in enumerate(trace(self.double, widened(self.inputs)).layers):
             with self._noting(k, "reconstruction"):
                 self._error(k, "float64", layer.operator)
                 reconstruction(layer.operator, rounding_limit(layer_rounding(layer), torch.float64))
 
     def promoted(self, frozen: Recurrence | None) -> None:
         """Check every law in float64 on the operators of the promoted host."""
-        for k, layer in enumerate(_promoted_trace(self.double, self._cast(torch.float64)).layers):
+        for k, layer in enumerate(_promoted_trace(self.double, widened(self.inputs)).layers):
             with self._noting(k, "build"):
                 op = layer.operator
                 self._error(k, "promoted", op)
@@ -213,7 +213,7 @@ class _Examination:
             for name, parameter in bare.named_parameters():
                 if "bias" in name.rsplit(".", 1)[-1]:
                     parameter.zero_()
-        for k, layer in enumerate(_promoted_trace(bare, self._cast(torch.float64)).layers):
+        for k, layer in enumerate(_promoted_trace(bare, widened(self.inputs)).layers):
             with self._noting(k, "bias"):
                 largest = float(layer.operator.bias.abs().amax())
                 message = f"it is {largest:.1e} although every bias of the host is zero."
@@ -247,8 +247,8 @@ class _Examination:
             batch = _promoted_trace(self.double, {"input_ids": ids, "attention_mask": real.long()})
         warned = any(f"{side} padding" in str(warning.message) for warning in caught)
         leaks = False
+        where = f"padded on the {side}, batch of {len(sequences)}"
         for k, layer in enumerate(batch.layers):
-            where = f"padded on the {side}, batch of {len(sequences)}"
             with self._noting(k, "reconstruction", where):
                 reconstruction(layer.operator, tolerance("reconstruction", torch.float64))
             miss = max(
@@ -267,19 +267,11 @@ class _Examination:
             with self._noting(k, "padding", where):
                 padding_law(layer.operator, real, tolerance("law", torch.float64))
                 unpadded(layer, real, singles, k)
-        with self._noting(None, "leak", f"padded on the {side}, batch of {len(sequences)}"):
+        with self._noting(None, "padding", where):
             message = "the host lets padding through, and no adapter's `padding_leak` reports it."
             if warned:
                 message = "the host keeps padding out, but an adapter's `padding_leak` reports a leak."
-            require("leak", warned == leaks, message)
-
-    def _cast(self, dtype: torch.dtype) -> Any:
-        def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-        if isinstance(self.inputs, Mapping):
-            return {name: cast(value) for name, value in self.inputs.items()}
-        return cast(self.inputs)
+            require("padding", warned == leaks, message)
 
     def _error(self, layer: int, how: str, op: MixerOperator) -> None:
         self.verdict.layers[layer].errors[how] = op.reconstruction_error()

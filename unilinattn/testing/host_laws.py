@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.testing.checks import fresh, outputs, require, require_close
 from unilinattn.testing.promote import promoted
 from unilinattn.testing.rounding import rounding_limit, run_module, widened
-from unilinattn.testing.tolerances import relative_error, tolerance
 from unilinattn.tracing.inputs import host_arguments
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace

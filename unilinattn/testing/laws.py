@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import scoped
@@ -13,7 +14,6 @@ from unilinattn.operator.selection import REDUCTIONS
 from unilinattn.operator.stages import Chain, Mix, Scale, channel_groups, run, walk
 from unilinattn.testing.checks import (
     fresh,
-    operations,
     require,
     require_close,
     require_identity,
@@ -22,7 +22,7 @@ from unilinattn.testing.checks import (
     without_matrices,
 )
 from unilinattn.testing.dense import dense_run
-from unilinattn.testing.tolerances import relative_error, tolerance
+from unilinattn.testing.peak import peak_of
 
 MATRIX_SCOPES = ("core", "mixer", "unified")
 
@@ -147,7 +147,7 @@ def causality(op: MixerOperator, limit: float) -> None:
     for port, x in op.inputs.items():
         shares = op.contributions(rows, port=port)
         future = torch.arange(x.shape[1], device=x.device) > torch.tensor(rows, device=x.device)[:, None]
-        ran = operations(lambda: op.contributions(rows, port=port))  # noqa: B023  called at once
+        ran = peak_of(lambda: op.contributions(rows, port=port))  # noqa: B023  called at once
         allowed = limit * float(shares.abs().max()) if ran.through_frequencies else 0.0
         leak = float(shares[:, future].abs().max()) if bool(future.any()) else 0.0
         require("causality", leak <= allowed, f"contributions at rows {rows} of future tokens reach {leak:.1e}.")
@@ -179,29 +179,23 @@ def precision(op: MixerOperator, limit: float) -> None:
     """
     dtype = op.output.dtype
     require("precision", dtype in (torch.float32, torch.float64), f"the operator computes in {dtype}.")
+
+    def require_dtype(what: str, got: torch.dtype, *others: torch.dtype) -> None:
+        require("precision", got in (dtype, *others), f"{what} is {got}, not {dtype}.")
+
     for port, chain in op.chains.items():
-        require("precision", op.inputs[port].dtype == dtype, f"port {port!r} is {op.inputs[port].dtype}, not {dtype}.")
+        require_dtype(f"port {port!r}", op.inputs[port].dtype)
         for stage in walk(chain):
             mixer = stage.mixer if isinstance(stage, Mix) else None
             if mixer is not None:
-                matrix_dtype = mixer.diagonal().dtype.to_real()
-                require(
-                    "precision",
-                    matrix_dtype == dtype,
-                    f"{type(mixer).__name__}'s matrix is {matrix_dtype}, not {dtype}.",
-                )
+                require_dtype(f"{type(mixer).__name__}'s matrix", mixer.diagonal().dtype.to_real())
             if isinstance(stage, Scale):
-                require(
-                    "precision",
-                    stage.scale.dtype.to_real() == dtype,
-                    f"{stage.role}: Scale.scale is {stage.scale.dtype}, not {dtype}.",
-                )
+                require_dtype(f"{stage.role}: Scale.scale", stage.scale.dtype.to_real())
             for holder in (stage,) if mixer is None else (stage, mixer):
                 for name, value in vars(holder).items():
                     if isinstance(value, Tensor) and value.is_floating_point():
                         where = f"{stage.role}: {type(holder).__name__}.{name.lstrip('_')}"
-                        fits = value.dtype == dtype or (holder is mixer and value.dtype == torch.float64)
-                        require("precision", fits, f"{where} is {value.dtype}, not {dtype}.")
+                        require_dtype(where, value.dtype, *([torch.float64] if holder is mixer else []))
 
 
 OPERATOR_LAWS: Mapping[str, Callable[[MixerOperator, float], None]] = {

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.call.exactness import tolerance
 from unilinattn.mixers import CoreMixer
 from unilinattn.testing.checks import (
     fresh,
@@ -17,7 +18,6 @@ from unilinattn.testing.checks import (
     require_identity,
     require_unmoved,
 )
-from unilinattn.testing.tolerances import tolerance
 
 
 def apply_is_the_matrix(mixer: CoreMixer, limit: float) -> None:

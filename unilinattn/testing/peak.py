@@ -30,12 +30,15 @@ class Peak(TorchDispatchMode):
         made: bytes of all created tensors, freed ones included.
         multiplications: those of matrix products (half the count of `torch.utils.flop_counter`), of triangular solves,
             of elementwise products, and of Fourier transforms (log2 of the length per element).
+        through_frequencies: whether a Fourier transform ran, by which every input affects every output through
+            rounding.
     """
 
     def __init__(self) -> None:
         """Start with all counts at zero."""
         super().__init__()
         self.live = self.peak = self.made = self.multiplications = 0
+        self.through_frequencies = False
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
@@ -54,6 +57,7 @@ class Peak(TorchDispatchMode):
         elif packet.__name__ in ELEMENTWISE:
             self.multiplications += prod(result.shape)
         elif packet.__name__.startswith("_fft"):
+            self.through_frequencies = True
             self.multiplications += prod(result.shape) * result.shape[args[1][-1]].bit_length()
         return result
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.testing.checks import outputs
 from unilinattn.testing.promote import promoted
-from unilinattn.testing.tolerances import relative_error, tolerance
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import trace
 
@@ -94,11 +94,11 @@ def run_module(layer: Layer, *, exact: bool = False, add: Tensor | None = None, 
     return _like(returned, layer)
 
 
-def widened(inputs: Any) -> Any:
-    """Return inputs, possibly nested, with every floating-point tensor in float64."""
+def widened(inputs: Any, dtype: torch.dtype = torch.float64) -> Any:
+    """Return inputs, possibly nested, with every floating-point tensor in float64 or another dtype."""
 
     def wide(value: Any) -> Any:
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return tree_map(wide, inputs)
 

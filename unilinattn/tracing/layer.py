@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from unilinattn.call import Call
+from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.operator.flow import Flow
@@ -21,9 +22,6 @@ from unilinattn.tracing.module_calls import OPAQUE, CallRecord, ResidualSite
 from unilinattn.tracing.substitution import build_flow
 from unilinattn.tracing.trust import precision_of
 from unilinattn.tracing.weights import Checksum, Weights
-
-STREAM_TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-2}
-"""Largest accepted `Step.stream_error` by the dtype of the host's stream: the rounding of a sum."""
 
 
 class Layer:
@@ -39,9 +37,16 @@ class Layer:
         module: the host's module.
         arguments: the arguments of the call, by parameter name.
         structure: the nesting that the module returned, with `recorder.MAIN` in place of the output.
+        seen: the records that the architecture's `capture` made during the call.
+        stream: the host's residual stream before the layer, times the host's factor on it; None if none was found
+            outside the module.
+        next_stream: the stream after the layer, without the output of another module in the same sum; None with
+            `stream`.
+        stream_dtype: dtype of the host's stream.
         precision: the coarsest dtype that the host computed in.
-        prefix_error: None if the host's own forward ran. Otherwise the operator computed the output, and this is its
-            relative error on the prefix that the host computed too (see `trace`).
+        expected: the host's output on a prefix, if an operator computed the layer's output (see `trace`); None if the
+            host's own forward ran.
+        prefix_error: relative error of the operator on this prefix, None without it.
     """
 
     def __init__(
@@ -68,26 +73,26 @@ class Layer:
         self.arguments: dict[str, Any] = {k: source if v is frame.input else v for k, v in frame.arguments.items()}
         self.precision = precision_of(frame.module, frame.output)
         self._error: float | None = None
-        self._seen = tuple(frame.seen)
+        self.seen = tuple(frame.seen)
         self.name, self.kind, self.architecture = name, frame.architecture.kind, frame.architecture.name
         device = next(frame.module.parameters(), frame.output).device
         self.input: Float[Tensor, "batch key in"] = source.detach().to(device, dtype)
         self.output: Float[Tensor, "batch query out"] = frame.output.detach().to(device, dtype)
         site = frame.site
-        self._stream = None if site is None else _scaled(site.skip, site.stream.detach().to(device, dtype))
+        self.stream = None if site is None else _scaled(site.skip, site.stream.detach().to(device, dtype))
         self.multiplier = 1.0 if site is None else site.multiplier
-        self._total = None if site is None else _without_other(site, device, dtype)
-        self._stream_dtype = self.output.dtype if site is None else site.total.dtype
+        self.next_stream = None if site is None else _without_other(site, device, dtype)
+        self.stream_dtype = self.output.dtype if site is None else site.total.dtype
         self._reader = frame.reader
         self.mask = None if mask is None else mask.to(device)
-        self._expected = None if frame.prefix is None else frame.prefix.output.to(device, dtype)
+        self.expected = None if frame.prefix is None else frame.prefix.output.to(device, dtype)
         self.prefix_error = None if frame.prefix is None else frame.prefix.error
         self._ports = None if frame.prefix is None else frame.prefix.ports
         self._latest = None if frame.prefix is None else latest
 
     def __repr__(self) -> str:
         """Show path, kind and shapes."""
-        checked = "" if self._expected is None else f", the host's own on the first {self._expected.shape[1]} tokens"
+        checked = "" if self.expected is None else f", the host's own on the first {self.expected.shape[1]} tokens"
         return f"Layer({self.name}, {self.kind}, {tuple(self.input.shape)} -> {tuple(self.output.shape)}{checked})"
 
     @property
@@ -106,14 +111,14 @@ class Layer:
         if built is None:
             if self._latest is not None:
                 self._latest.clear()
-            flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self._flow(self.input)))
+            flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self.flow(self.input)))
             built = cache[key] = MixerOperator(
                 flow.chains,
                 inputs=flow.inputs,
                 output=self.output,
                 mask=self.mask,
                 name=self.name,
-                expected=self._expected,
+                expected=self.expected,
             )
         return built
 
@@ -147,9 +152,9 @@ class Layer:
 
         None if no such stream was found (for instance because of a norm in between).
         """
-        if self._stream is None and not self.opaque and self.operator.has_residual:
+        if self.stream is None and not self.opaque and self.operator.has_residual:
             return torch.zeros_like(self.output)
-        return self._stream
+        return self.stream
 
     @property
     def no_residual(self) -> str:
@@ -172,7 +177,7 @@ class Layer:
             return lambda grad: projection.adjoint(grad.to(self.output))
 
         def run() -> tuple[Tensor | None, Tensor]:
-            flow = self._flow(self.input.detach().requires_grad_())
+            flow = self.flow(self.input.detach().requires_grad_())
             return flow.before_output, flow.value
 
         inner, total = in_gradient_mode(True, lambda: isolated(self.module, run))
@@ -184,9 +189,13 @@ class Layer:
 
         return pull
 
-    def _flow(self, x: Tensor) -> Flow:
+    def flow(self, x: Float[Tensor, "batch key in"]) -> Flow:
+        """Build the layer's flow from another input, with gradients if they are enabled.
+
+        Raises `ModelStateError` if a weight changed since the trace.
+        """
         self._weights.require_same(self.module, self.name, "its operator would not be the layer that ran")
-        call = Call(self.module, self.name, self.arguments, x, self.output, self._seen)
+        call = Call(self.module, self.name, self.arguments, x, self.output, self.seen)
         with full_precision():
             return build_flow(self._architecture, call)
 
@@ -242,17 +251,17 @@ class Step:
         the module.
         """
         first, last = self.layers[0], self.layers[-1]
-        if first._stream is None or last._total is None:
+        if first.stream is None or last.next_stream is None:
             return None
-        total = last._total.to(last.output)
-        reached = first._stream.to(total, copy=True)
+        total = last.next_stream.to(last.output)
+        reached = first.stream.to(total, copy=True)
         for layer in self.layers:
             reached += layer.multiplier * layer.output.to(total)
         return worst_error(reached, total, last.mask)
 
     def stream_tolerance(self) -> float:
         """Return the largest `stream_error` that rounding in the host's dtype may cause."""
-        return STREAM_TOLERANCE[self.layers[-1]._stream_dtype]
+        return tolerance("stream", self.layers[-1].stream_dtype)
 
 
 def _scaled(factor: float, tensor: Tensor) -> Tensor:

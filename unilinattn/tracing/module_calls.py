@@ -1,6 +1,6 @@
 """`CallRecord`: one recorded call of a module of a host."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from unilinattn.call import Call, Captured
 from unilinattn.errors import UncoveredError
 from unilinattn.registry import Architecture
+from unilinattn.tracing.nested import tensors
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,10 @@ class CallRecord:
 
 def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:
     """Return the first floating-point tensor with at least `axes` axes, by default batch, length and channel."""
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= axes:
-            return value
-    return None
+    fitting = (v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= axes)
+    return next(fitting, None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors with at least two axes in a tensor or in nested mappings and sequences."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.ndim >= 2:
-            yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+    """Return the floating-point tensors with at least two axes in a tensor or in nested mappings and sequences."""
+    return (tensor for tensor in tensors(value) if tensor.is_floating_point() and tensor.ndim >= 2)

@@ -66,7 +66,7 @@ class _Run:
 
         def perturbed() -> None:
             self._token = current_run()
-            with plain_run(self._model), captured(self._model, lambda architecture: lambda module, record: None):
+            with plain_run(self._model), captured(self._model):
                 for path, module in self._model.named_modules():
                     module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True, prepend=True)
                     module.register_forward_hook(self._leave, with_kwargs=True)

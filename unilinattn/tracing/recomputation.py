@@ -10,10 +10,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from unilinattn.memory import return_free_pages
-from unilinattn.registry import architecture_of, list_architectures
+from unilinattn.registry import architecture_of
 from unilinattn.tracing.inputs import CACHES
 from unilinattn.tracing.isolation import current_run
 from unilinattn.tracing.module_calls import first_tensor
+from unilinattn.tracing.recorder import captured
 from unilinattn.tracing.substitution import Forward, through_operators, within
 
 BLOCK = "transformers.modeling_layers.GradientCheckpointingLayer"
@@ -55,11 +56,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def captures(model: nn.Module) -> Iterator[None]:
     """Enter every architecture's `capture`, as in the forward pass, and discard its records."""
-    with ExitStack() as stack:
-        stack.enter_context(constant_parameters(model))
-        for architecture in list_architectures().values():
-            if architecture.capture is not None:
-                stack.enter_context(architecture.capture(model, lambda module, record: None))
+    with constant_parameters(model), captured(model):
         yield
 
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import Captured
 from unilinattn.errors import ModelStateError
-from unilinattn.registry import Architecture, architecture_of, list_architectures
+from unilinattn.registry import Architecture, Mark, architecture_of, list_architectures
 from unilinattn.tracing.inputs import CACHES, bound_arguments, refuse_states
 from unilinattn.tracing.isolation import current_run
 from unilinattn.tracing.module_calls import OPAQUE, CallRecord, Prefix, first_tensor, tensors_in
@@ -54,7 +54,7 @@ class Recorder:
         frame = next(f for f in reversed(self._stack) if f.module is module)
         frame.prefix = prefix
 
-    def _marker(self, architecture: Architecture) -> Callable[[nn.Module, Any], None]:
+    def _marker(self, architecture: Architecture) -> Mark:
         def mark(module: nn.Module, record: Any) -> None:
             frame = next((f for f in reversed(self._stack) if f.module is module), None)
             if frame is None or self._elsewhere():
@@ -121,12 +121,16 @@ class Recorder:
 
 
 @contextmanager
-def captured(model: nn.Module, marker: Callable[[Architecture], Callable[[nn.Module, Any], None]]) -> Iterator[None]:
-    """Enter the `capture` of every architecture that has one, for a run of the model."""
+def captured(model: nn.Module, marker: Callable[[Architecture], Mark] | None = None) -> Iterator[None]:
+    """Enter the `capture` of every architecture that has one, for a run of the model.
+
+    `marker` returns the function that receives an architecture's records; by default they are discarded.
+    """
     with ExitStack() as stack:
         for architecture in list_architectures().values():
             if architecture.capture is not None:
-                stack.enter_context(architecture.capture(model, marker(architecture)))
+                mark = (lambda module, record: None) if marker is None else marker(architecture)
+                stack.enter_context(architecture.capture(model, mark))
         yield
 
 

@@ -62,13 +62,13 @@ def rerun(
 
     Raises `ModelStateError` if a weight changed since the trace, and the errors of a call inside `cut`.
     """
-    model, batch = found._model, found.layers[-1].output.shape[0]
+    model, batch = found.host, found.layers[-1].output.shape[0]
     found._weights.require_same(model, found.model, "this run would not be that of the traced model")
     given = {
         name: value[sequences.to(value.device)]
         if isinstance(value, Tensor) and value.ndim and len(value) == batch and name != KEEP
         else value
-        for name, value in found._given.items()
+        for name, value in found.arguments.items()
     }
     if positions is not None:
         given = logits_at(model, given, lambda: [positions[sequences]], above=0)

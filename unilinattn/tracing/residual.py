@@ -72,7 +72,7 @@ def _candidates(
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield (stream, other) candidates for the sum with a layer's output, the likely ones first."""
     assert layer.output is not None and layer.entered is not None
-    followed, behind = _followed_back(child, block, before)
+    followed, behind = followed_back(child, block, before)
     read = _alike([layer.entered, *followed], layer.output)
     earlier = [t for made in reversed(before) for t in (*made.returned, *tensors_in(made.arguments))]
     earlier = [t for t in _alike([*earlier, *tensors_in(block.arguments)], layer.output) if not _among(t, read)]
@@ -88,7 +88,7 @@ def _candidates(
     yield from ((stream, other) for stream in earlier for other in later)
 
 
-def _followed_back(
+def followed_back(
     child: CallRecord, block: CallRecord, before: Sequence[CallRecord]
 ) -> tuple[list[Tensor], list[CallRecord]]:
     """Return the tensors that a call depends on, nearest first, and the calls that returned them.

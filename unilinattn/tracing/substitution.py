@@ -64,7 +64,7 @@ def operators_at_length(
     tokens, if it gets a cache, or if its adapter needs a capture of the host's run or does not cover the configuration.
     `mask` is True at real tokens.
 
-    Raises `UncoveredError` if operator and host differ by more than `tracing.trust.TOLERANCE`, and `InputError` if a
+    Raises `UncoveredError` if operator and host differ by more than `tracing.trust.tolerance`, and `InputError` if a
     sequence has no real token to check.
     """
 

@@ -42,6 +42,8 @@ class Trace:
         output: the model's output; at length with the logits of the last real tokens only (see `trace`).
         mask: real tokens (batch, length), None if all are real.
         model: the model's class name.
+        host: the model.
+        arguments: the arguments of the call, by parameter name.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Trace:
         dtype: torch.dtype | None,
     ) -> None:
         """Freeze the layers of a recorded run."""
-        self._model, self._given, self._opaque = model, given, recorder.opaque
+        self.host, self.arguments, self._opaque = model, given, recorder.opaque
         builder = LayerBuilder(model, given, dtype)
         self._weights = builder.weights
         self.model = type(model).__name__
@@ -72,12 +74,12 @@ class Trace:
     @property
     def ids(self) -> Int[Tensor, "batch length"] | None:
         """The token ids of the inputs, None for other inputs and for those of two streams."""
-        return token_ids(self._given)
+        return token_ids(self.arguments)
 
     @property
     def versions(self) -> dict[str, str]:
         """Versions of this library, of torch and of the host's package."""
-        package = type(self._model).__module__.split(".")[0]
+        package = type(self.host).__module__.split(".")[0]
         versions = {"unilinattn": version("unilinattn"), "torch": torch.__version__}
         host = getattr(sys.modules.get(package), "__version__", None)
         return versions if host is None else {**versions, package: str(host)}
@@ -119,30 +121,30 @@ class Trace:
             yield self._gradient(target, logit)
 
     def _gradient(self, target: Target, logit: Logit) -> tuple[Float[Tensor, "batch query out"], ...]:
-        self._weights.require_same(self._model, self.model, "this gradient would not be that of the traced model")
-        require_gradients(self._model)
-        recorder, given = _GradientRecorder(self._model, opaque=self._opaque), self._given
+        self._weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
+        require_gradients(self.host)
+        recorder, given = _GradientRecorder(self.host, opaque=self._opaque), self.arguments
         if not callable(logit):
             # The logits of all tokens and their gradients may take more memory than all layers.
-            wanted = partial(logits_at, self._model, given, lambda: [self.positions(target)], above=0)
+            wanted = partial(logits_at, self.host, given, lambda: [self.positions(target)], above=0)
             given = in_gradient_mode(False, wanted)
         kept = kept_positions(given, self.layers[-1].output.shape[1])
 
         def forward() -> Any:
-            refuse_dropout(self._model)
-            with plain_run(self._model), recomputing(self._model), recorder.attached():
-                return call_host(self._model, given)
+            refuse_dropout(self.host)
+            with plain_run(self.host), recomputing(self.host), recorder.attached():
+                return call_host(self.host, given)
 
         def backward(output: Any) -> tuple[Tensor | None, ...]:
-            with plain_run(self._model), captures(self._model):
+            with plain_run(self.host), captures(self.host):
                 chosen = self._scalar(output, target, logit, kept).sum()
                 return torch.autograd.grad(chosen, recorder.outputs, allow_unused=True)
 
         def both() -> tuple[Tensor | None, ...]:
-            output = isolated(self._model, forward)
+            output = isolated(self.host, forward)
             # Outside of the isolated run, so that the segments of the backward pass use the operators too.
-            with through_operators(self._model):
-                return isolated(self._model, partial(backward, output))
+            with through_operators(self.host):
+                return isolated(self.host, partial(backward, output))
 
         grads = in_gradient_mode(True, both)
         # The graph refers to the recorder through its segments; the cycle would wait for the garbage collector.
@@ -161,18 +163,18 @@ class Trace:
 
         Raises `ModelStateError` if a weight changed since the trace, and the errors of `FrozenRun`.
         """
-        self._weights.require_same(self._model, self.model, "its shares would not be those of the traced model")
-        given = self._given
+        self._weights.require_same(self.host, self.model, "its shares would not be those of the traced model")
+        given = self.arguments
         if targets is not None:
-            wanted = partial(logits_at, self._model, given, lambda: [self.positions(t) for t in targets], above=0)
+            wanted = partial(logits_at, self.host, given, lambda: [self.positions(t) for t in targets], above=0)
             given = in_gradient_mode(False, wanted)
         kept = kept_positions(given, self.layers[-1].output.shape[1])
-        return FrozenRun(self._model, given, self.layers, partial(self._scalar, kept=kept), self._observed, rule=rule)
+        return FrozenRun(self.host, given, self.layers, partial(self._scalar, kept=kept), self._observed, rule=rule)
 
     def _observed(self, target: Target, logit: Logit) -> Tensor | None:
         """Return the scalar of the traced output, None if the model did not compute its logits (see `trace`)."""
         logits, length = getattr(self.output, "logits", None), self.layers[-1].output.shape[1]
-        kept = kept_positions(self._given, length)
+        kept = kept_positions(self.arguments, length)
         missing = isinstance(logits, Tensor) and logits.ndim == 3 and kept is None and logits.shape[1] != length
         return None if missing else self._scalar(self.output, target, logit, kept)
 
@@ -185,10 +187,10 @@ class Trace:
         logits = first_tensor([getattr(output, "logits", output)], axes=2)
         numbers = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3 and not callable(logit):
-            targets = logits_at(self._model, self._given, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
+            targets = logits_at(self.host, self.arguments, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
             numbers = numbers // logits.shape[1] if targets is not logits else numbers
         operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
-        return gradient_cost(self._model, operators, numbers)
+        return gradient_cost(self.host, operators, numbers)
 
     def frozen_cost(self, targets: int) -> GradientCost:
         """Return the bytes and multiply-adds of `frozen` with so many targets, without running the model."""
@@ -196,7 +198,7 @@ class Trace:
         elements = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3:
             elements = elements // logits.shape[1] * targets
-        return frozen_cost(self._model, {layer.name: layer.operator for layer in self.layers}, elements)
+        return frozen_cost(self.host, {layer.name: layer.operator for layer in self.layers}, elements)
 
     def _scalar(self, output: Any, target: Target, logit: Logit, kept: Int[Tensor, " position"] | None) -> Tensor:
         return scalar(output, logit, lambda: self.positions(target), kept, self.model)

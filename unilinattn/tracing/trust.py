@@ -1,6 +1,6 @@
 """Trust: the check of a layer's operator against the host's output before a method uses the layer."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, Protocol, get_args, runtime_checkable
@@ -9,23 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from unilinattn.call.exactness import TOLERANCES
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError, nearest
 from unilinattn.kernels.precision import AUTOCAST
 
 Trust = Literal["require", "warn"]
 """Raise an error for a layer whose operator misses the host's output, or warn and keep the warning in the result."""
-
-TOLERANCE: Mapping[torch.dtype, float] = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 5e-2,
-}
-"""Largest reconstruction error of a layer by the dtype that its host computed in.
-
-About 1000 roundings in float32, 20 in float16 and 6 in bfloat16, whose hosts round every intermediate result. A float64
-host that forces float32 inside (softmax, norms, scans) is allowed 100 roundings of float32.
-"""
 
 _trust: ContextVar[Trust] = ContextVar("trust", default="require")
 
@@ -97,7 +86,7 @@ def doubt_of(layer: Checked) -> str | None:
 
 def tolerance(dtype: torch.dtype) -> float:
     """Return the largest accepted reconstruction error of a host that computes in a dtype."""
-    return TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
+    return TOLERANCES.get(("layer", dtype), TOLERANCES["layer", torch.bfloat16])
 
 
 def precision_of(module: nn.Module, output: Tensor) -> torch.dtype:

@@ -1,5 +1,27 @@
 """Tiny hosts of real packages, with random weights, by family."""
 
-from unilinattn.testing.hosts.basic import HOSTS, VOCABULARY, Host, host, randomize, transformers_model
+from unilinattn.testing.hosts.basic import (
+    HOSTS,
+    IDS,
+    VOCABULARY,
+    Host,
+    causal_model,
+    family,
+    host,
+    plain_experts,
+    randomize,
+    transformers_model,
+)
 
-__all__ = ["HOSTS", "VOCABULARY", "Host", "host", "randomize", "transformers_model"]
+__all__ = [
+    "HOSTS",
+    "IDS",
+    "VOCABULARY",
+    "Host",
+    "causal_model",
+    "family",
+    "host",
+    "plain_experts",
+    "randomize",
+    "transformers_model",
+]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,13 +14,8 @@ from unilinattn.models import S4DConfig, S4DForCausalLM
 VOCABULARY = 31
 """Vocabulary size of every language model in the table."""
 
-_IDS = dict(vocab_size=VOCABULARY, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-_MAMBA = dict(hidden_size=12, state_size=5, num_hidden_layers=2, **_IDS)
-_MAMBA2 = dict(
-    hidden_size=16, state_size=6, num_hidden_layers=2, num_heads=4, head_dim=8, n_groups=2, chunk_size=8, **_IDS
-)
-
-_ATTENTION = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=40, **_IDS)
+IDS = dict(vocab_size=VOCABULARY, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+"""Settings of a language model without special tokens."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +56,24 @@ class Host:
         return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator)
 
 
+def family(
+    architecture: str, build: Callable[..., Callable[[], nn.Module]], *names: str, **defaults: Any
+) -> Callable[..., Host]:
+    """Return a function that makes hosts of one adapter: from a name, fields of `Host`, and settings of the model.
+
+    `build(*names, **settings)` returns the builder of a model. `defaults` are fields and settings, which those of a
+    host replace.
+    """
+    known = {field.name for field in fields(Host)}
+
+    def make(name: str, **given: Any) -> Host:
+        settings = {**defaults, **given}
+        own = {key: settings.pop(key) for key in known & settings.keys()}
+        return Host(name, architecture, build(*names, **settings), **own)
+
+    return make
+
+
 def transformers_model(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
     """Return a builder of a transformers model, given the names of its class and of its configuration class."""
 
@@ -72,115 +85,85 @@ def transformers_model(model: str, config: str, **settings: Any) -> Callable[[],
     return build
 
 
-def _mamba(**settings: Any) -> Callable[[], nn.Module]:
-    return transformers_model("MambaForCausalLM", "MambaConfig", **{**_MAMBA, **settings})
+def causal_model(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Return a builder of a transformers language model, given the common name of its class and configuration."""
+    return plain_experts(transformers_model(f"{name}ForCausalLM", f"{name}Config", **{**IDS, **settings}))
 
 
-def _mamba2(**settings: Any) -> Callable[[], nn.Module]:
-    return transformers_model("Mamba2ForCausalLM", "Mamba2Config", **{**_MAMBA2, **settings})
+def plain_experts(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a builder of a model whose experts, if any, run in turn; the grouped product has no float64."""
+
+    def built() -> nn.Module:
+        model: Any = build()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        return model
+
+    return built
 
 
-def _s4d(**settings: Any) -> Callable[[], nn.Module]:
+def _s4d_model(**settings: Any) -> Callable[[], nn.Module]:
     return lambda: S4DForCausalLM(S4DConfig(**{"vocab_size": VOCABULARY, "d_model": 12, "n_layers": 2, **settings}))
 
 
-def _llama(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(intermediate_size=12, num_key_value_heads=2)
-    return transformers_model("LlamaForCausalLM", "LlamaConfig", **{**_ATTENTION, **defaults, **settings})
+_ATTENTION = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=40, **IDS)
+_WIDTH = dict(**_ATTENTION, intermediate_size=12)
+_SLIDING = dict(num_key_value_heads=1, head_dim=6, sliding_window=4)
+_GEMMA = dict(**_WIDTH, **_SLIDING, layer_types=["sliding_attention", "full_attention"])
 
-
-def _gpt_neox(**settings: Any) -> Callable[[], nn.Module]:
-    return transformers_model(
-        "GPTNeoXForCausalLM", "GPTNeoXConfig", **{**_ATTENTION, "intermediate_size": 12, **settings}
-    )
-
-
-def _opt(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(ffn_dim=12, word_embed_proj_dim=16)
-    return transformers_model("OPTForCausalLM", "OPTConfig", **{**_ATTENTION, **defaults, **settings})
-
-
-def _gemma(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(intermediate_size=12, num_key_value_heads=1, head_dim=6, sliding_window=4)
-    layers = dict(layer_types=["sliding_attention", "full_attention"])
-    return transformers_model(model, config, **{**_ATTENTION, **defaults, **layers, **settings})
-
+_mamba = family("mamba", causal_model, "Mamba", hidden_size=12, state_size=5, num_hidden_layers=2)
+_mamba2 = family(
+    "mamba2",
+    causal_model,
+    "Mamba2",
+    **dict(hidden_size=16, state_size=6, num_hidden_layers=2, num_heads=4, head_dim=8, n_groups=2, chunk_size=8),
+)
+_s4d = family("s4d", _s4d_model)
+_gpt_neox = family("attention", causal_model, "GPTNeoX", **_WIDTH)
+_llama = family("attention", causal_model, "Llama", **_WIDTH, num_key_value_heads=2)
+_opt = family("attention", causal_model, "OPT", **_ATTENTION, ffn_dim=12, word_embed_proj_dim=16)
+_gpt2 = family("attention", transformers_model, "GPT2LMHeadModel", "GPT2Config", **IDS)
+_gemma2 = family("attention", causal_model, "Gemma2", **_GEMMA)
+_gemma3 = family("attention", transformers_model, "Gemma3ForCausalLM", "Gemma3TextConfig", **_GEMMA)
+_bert = family("bert", transformers_model, "BertForMaskedLM", "BertConfig", **_WIDTH)
+_t5 = family("attention", transformers_model, "T5EncoderModel", "T5Config", **IDS)
+_vit = family(
+    "attention", transformers_model, "ViTForImageClassification", "ViTConfig", **_WIDTH, image=(3, 8, 8), masks=None
+)
 
 HOSTS: tuple[Host, ...] = (
-    Host("mamba", "mamba", _mamba()),
+    _mamba("mamba"),
     # transformers >= 5.17 masks before the projection, whose bias the convolution then reads at left padding.
-    Host("mamba, biases", "mamba", _mamba(use_bias=True), length=7, masks=("right",)),
-    Host("mamba, no conv bias", "mamba", _mamba(use_conv_bias=False), length=17, batch=3),
-    Host("mamba, one token", "mamba", _mamba(), length=1),
-    Host(
-        "mamba, chunk and one",
-        "mamba",
-        _mamba(hidden_size=6, conv_kernel=3, expand=1, time_step_rank=3),
-        length=65,
-        batch=1,
-    ),
-    Host("mamba, gelu, wide kernel", "mamba", _mamba(hidden_act="gelu", conv_kernel=7, state_size=1), length=5),
-    Host("mamba2", "mamba2", _mamba2()),
-    Host("mamba2, biases", "mamba2", _mamba2(use_bias=True), length=9, masks=("right",)),
-    Host("mamba2, no conv bias, one group", "mamba2", _mamba2(use_conv_bias=False, n_groups=1), length=19, batch=1),
-    Host("mamba2, a group a head", "mamba2", _mamba2(n_groups=4, chunk_size=5), length=11),
-    Host(
-        "mamba2, eight heads",
-        "mamba2",
-        _mamba2(hidden_size=8, num_heads=8, head_dim=2, chunk_size=64),
-        length=67,
-        batch=1,
-    ),
-    Host("mamba2, limited steps", "mamba2", _mamba2(time_step_limit=(0.3, 0.9), chunk_size=3), length=10),
-    Host("mamba2, one token", "mamba2", _mamba2(), length=1),
-    Host("s4d", "s4d", _s4d()),
-    Host("s4d, long kernel", "s4d", _s4d(d_model=6, d_state=8), length=65, batch=1),
-    Host("s4d, two poles, slow", "s4d", _s4d(d_state=2, dt_min=1e-4, dt_max=1e-3), length=33, batch=3),
-    Host("s4d, one token", "s4d", _s4d(), length=1),
-    Host(
-        "gpt2",
-        "attention",
-        transformers_model("GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=2, n_head=4, n_positions=40, **_IDS),
-    ),
-    Host("gpt neox, parallel", "attention", _gpt_neox(), length=9),
-    Host("gpt neox, in sequence, no biases", "attention", _gpt_neox(use_parallel_residual=False, attention_bias=False)),
-    Host("llama, grouped queries", "attention", _llama()),
-    Host("llama, one value head, biases", "attention", _llama(num_key_value_heads=1, attention_bias=True), batch=1),
-    Host("llama, wide heads, one token", "attention", _llama(head_dim=6), length=1),
-    Host("opt", "attention", _opt()),
-    Host("opt, no biases, post-norm", "attention", _opt(enable_bias=False, do_layer_norm_before=False), length=7),
+    _mamba("mamba, biases", length=7, use_bias=True, masks=("right",)),
+    _mamba("mamba, no conv bias", length=17, batch=3, use_conv_bias=False),
+    _mamba("mamba, one token", length=1),
+    _mamba("mamba, chunk and one", length=65, batch=1, hidden_size=6, conv_kernel=3, expand=1, time_step_rank=3),
+    _mamba("mamba, gelu, wide kernel", length=5, hidden_act="gelu", conv_kernel=7, state_size=1),
+    _mamba2("mamba2"),
+    _mamba2("mamba2, biases", length=9, use_bias=True, masks=("right",)),
+    _mamba2("mamba2, no conv bias, one group", length=19, batch=1, use_conv_bias=False, n_groups=1),
+    _mamba2("mamba2, a group a head", length=11, n_groups=4, chunk_size=5),
+    _mamba2("mamba2, eight heads", length=67, batch=1, hidden_size=8, num_heads=8, head_dim=2, chunk_size=64),
+    _mamba2("mamba2, limited steps", length=10, time_step_limit=(0.3, 0.9), chunk_size=3),
+    _mamba2("mamba2, one token", length=1),
+    _s4d("s4d"),
+    _s4d("s4d, long kernel", length=65, batch=1, d_model=6, d_state=8),
+    _s4d("s4d, two poles, slow", length=33, batch=3, d_state=2, dt_min=1e-4, dt_max=1e-3),
+    _s4d("s4d, one token", length=1),
+    _gpt2("gpt2", n_embd=16, n_layer=2, n_head=4, n_positions=40),
+    _gpt_neox("gpt neox, parallel", length=9),
+    _gpt_neox("gpt neox, in sequence, no biases", use_parallel_residual=False, attention_bias=False),
+    _llama("llama, grouped queries"),
+    _llama("llama, one value head, biases", batch=1, num_key_value_heads=1, attention_bias=True),
+    _llama("llama, wide heads, one token", length=1, head_dim=6),
+    _opt("opt"),
+    _opt("opt, no biases, post-norm", length=7, enable_bias=False, do_layer_norm_before=False),
     # Older versions ignore the soft caps with attention functions other than the eager one.
-    Host(
-        "gemma 2, sliding window, soft caps",
-        "attention",
-        _gemma("Gemma2ForCausalLM", "Gemma2Config", attn_implementation="eager"),
-    ),
-    Host("gemma 3, sliding window", "attention", _gemma("Gemma3ForCausalLM", "Gemma3TextConfig"), batch=1),
-    Host(
-        "bert",
-        "bert",
-        transformers_model("BertForMaskedLM", "BertConfig", **{**_ATTENTION, "intermediate_size": 12}),
-        length=11,
-    ),
-    Host(
-        "t5, encoder",
-        "attention",
-        transformers_model(
-            "T5EncoderModel", "T5Config", d_model=16, d_kv=6, d_ff=12, num_layers=2, num_heads=4, **_IDS
-        ),
-    ),
-    Host(
-        "vit",
-        "attention",
-        transformers_model(
-            "ViTForImageClassification",
-            "ViTConfig",
-            **{**_ATTENTION, "intermediate_size": 12, "image_size": 8, "patch_size": 4},
-        ),
-        length=5,
-        image=(3, 8, 8),
-        masks=None,
-    ),
+    _gemma2("gemma 2, sliding window, soft caps", attn_implementation="eager"),
+    _gemma3("gemma 3, sliding window", batch=1),
+    _bert("bert", length=11),
+    _t5("t5, encoder", d_model=16, d_kv=6, d_ff=12, num_layers=2, num_heads=4),
+    _vit("vit", length=5, image_size=8, patch_size=4),
 )
 """All configurations; a new host is a new entry."""
 

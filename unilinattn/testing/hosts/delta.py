@@ -5,165 +5,108 @@ from typing import Any
 
 from torch import nn
 
-from unilinattn.testing.hosts import VOCABULARY, Host, transformers_model
+from unilinattn.testing.hosts import IDS, Host, causal_model, family, plain_experts, transformers_model
 
-_IDS = dict(vocab_size=VOCABULARY, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-_HYBRID = dict(hidden_size=16, intermediate_size=12, num_attention_heads=4, max_position_embeddings=80, **_IDS)
+_HYBRID = dict(hidden_size=16, intermediate_size=12, num_attention_heads=4, max_position_embeddings=80, **IDS)
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_GATED = dict(
-    layer_types=[_LINEAR, _FULL, _LINEAR],
-    num_hidden_layers=3,
-    num_key_value_heads=2,
-    head_dim=6,
-    linear_key_head_dim=5,
-    linear_value_head_dim=7,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
+_TYPES = dict(layer_types=[_LINEAR, _FULL, _LINEAR], num_hidden_layers=3)
+_HEADS = dict(linear_key_head_dim=5, linear_value_head_dim=7, linear_num_key_heads=2, linear_num_value_heads=4)
+_GATED = dict(**_HYBRID, **_TYPES, **_HEADS, num_key_value_heads=2, head_dim=6)
+_ROUTED = dict(moe_intermediate_size=8, num_experts_per_tok=2)
+_EXPERTS = dict(num_experts=4, shared_expert_intermediate_size=6, **_ROUTED)
+_LATENT = dict(**_HYBRID, **_ROUTED, num_key_value_heads=4, kv_lora_rank=6, v_head_dim=5, qk_nope_head_dim=3)
+
+_qwen3_next = family("qwen3_next", causal_model, "Qwen3Next", layers=3, **_GATED, **_EXPERTS)
+_qwen3_5 = family("qwen3_5", transformers_model, "Qwen3_5ForCausalLM", "Qwen3_5TextConfig", layers=3, **_GATED)
+_olmo_hybrid = family("olmo_hybrid", causal_model, "OlmoHybrid", layers=3, **_GATED)
+_kimi_linear = family(
+    "kimi_delta",
+    causal_model,
+    "KimiLinear",
+    layers=3,
+    **dict(_LATENT, **_TYPES, qk_rope_head_dim=2, num_local_experts=4, linear_head_dim=5, linear_num_heads=3),
 )
-_EXPERTS = dict(moe_intermediate_size=8, num_experts_per_tok=2)
-_LATENT = dict(num_key_value_heads=4, kv_lora_rank=6, v_head_dim=5, qk_nope_head_dim=3, num_hidden_layers=3, **_EXPERTS)
+_bailing_hybrid = family(
+    "kimi_delta",
+    causal_model,
+    "BailingHybrid",
+    layers=3,
+    **dict(_LATENT, **_TYPES, mlp_layer_types=["dense", "sparse", "sparse"], qk_rope_head_dim=2),
+    **dict(num_local_experts=4, n_group=2, topk_group=1, head_dim=5),
+)
 
 
-def _plain_experts(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return a builder of a model whose experts run one after the other; the grouped product has no float64."""
-
-    def built() -> nn.Module:
-        model: Any = build()
-        model.set_experts_implementation("eager")
-        return model
-
-    return built
+def _qwen3_5_moe_model(**settings: Any) -> Callable[[], nn.Module]:
+    return plain_experts(transformers_model("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **settings))
 
 
-def _qwen3_next(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(num_experts=4, shared_expert_intermediate_size=6, **_EXPERTS)
-    model = transformers_model(
-        "Qwen3NextForCausalLM", "Qwen3NextConfig", **{**_HYBRID, **_GATED, **defaults, **settings}
-    )
-    return _plain_experts(model)
-
-
-def _qwen3_5(**settings: Any) -> Callable[[], nn.Module]:
-    return transformers_model("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **{**_HYBRID, **_GATED, **settings})
-
-
-def _qwen3_5_moe(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(num_experts=4, shared_expert_intermediate_size=6, **_EXPERTS)
-    settings = {**_HYBRID, **_GATED, **defaults, **settings}
-    return _plain_experts(transformers_model("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **settings))
-
-
-def _olmo_hybrid(**settings: Any) -> Callable[[], nn.Module]:
-    return transformers_model("OlmoHybridForCausalLM", "OlmoHybridConfig", **{**_HYBRID, **_GATED, **settings})
-
-
-def _kimi_linear(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(
-        layer_types=[_LINEAR, _FULL, _LINEAR],
-        qk_rope_head_dim=2,
-        num_local_experts=4,
-        linear_head_dim=5,
-        linear_num_heads=3,
-    )
-    model = transformers_model(
-        "KimiLinearForCausalLM", "KimiLinearConfig", **{**_HYBRID, **_LATENT, **defaults, **settings}
-    )
-    return _plain_experts(model)
-
-
-def _bailing_hybrid(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(
-        layer_types=[_LINEAR, _FULL, _LINEAR],
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        qk_rope_head_dim=2,
-        num_local_experts=4,
-        n_group=2,
-        topk_group=1,
-        head_dim=5,
-    )
-    settings = {**_HYBRID, **_LATENT, **defaults, **settings}
-    return _plain_experts(transformers_model("BailingHybridForCausalLM", "BailingHybridConfig", **settings))
-
-
-def _glm5_next(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(
-        layer_types=[_LINEAR, "indexed_attention", "indexed_attention", _LINEAR],
-        mlp_layer_types=["dense", "sparse", "dense", "sparse"],
-        num_hidden_layers=4,
-        q_lora_rank=6,
-        n_routed_experts=4,
-        index_topk=4,
-        index_kpool=2,
-        index_head_dim=6,
-        index_n_heads=8,
-        linear_head_dim=5,
-        linear_num_heads=3,
-        hc_mult=2,
-        hc_sinkhorn_iters=3,
-    )
-    settings = {**_HYBRID, **_LATENT, **defaults, **settings}
-
+def _glm5_next_model(**settings: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
         from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
 
         return Glm5NextTextModel(Glm5NextTextConfig(**settings))
 
-    return _plain_experts(build)
+    return plain_experts(build)
 
+
+_qwen3_5_moe = family("qwen3_5", _qwen3_5_moe_model, layers=3, **_GATED, **_EXPERTS)
+_glm5_next = family(
+    "kimi_delta",
+    _glm5_next_model,
+    layers=4,
+    **dict(_LATENT, layer_types=[_LINEAR, "indexed_attention", "indexed_attention", _LINEAR], num_hidden_layers=4),
+    **dict(mlp_layer_types=["dense", "sparse", "dense", "sparse"], q_lora_rank=6, n_routed_experts=4, index_topk=4),
+    **dict(index_kpool=2, index_head_dim=6, index_n_heads=8, linear_head_dim=5, linear_num_heads=3),
+    **dict(hc_mult=2, hc_sinkhorn_iters=3),
+)
 
 HOSTS: tuple[Host, ...] = (
-    Host("qwen3 next", "qwen3_next", _qwen3_next(), layers=3),
-    Host(
+    _qwen3_next("qwen3 next"),
+    _qwen3_next(
         "qwen3 next, a value head a key head, no experts",
-        "qwen3_next",
-        _qwen3_next(linear_num_value_heads=2, num_experts=0, attention_bias=True),
-        layers=3,
         length=67,
         batch=1,
+        linear_num_value_heads=2,
+        num_experts=0,
+        attention_bias=True,
     ),
-    Host("qwen3 next, one token", "qwen3_next", _qwen3_next(linear_conv_kernel_dim=2), layers=3, length=1),
-    Host("qwen3.5", "qwen3_5", _qwen3_5(), layers=3, length=11),
-    Host("qwen3.5, gelu, biases", "qwen3_5", _qwen3_5(hidden_act="gelu", attention_bias=True), layers=3, batch=3),
-    Host("qwen3.5, experts", "qwen3_5", _qwen3_5_moe(linear_num_value_heads=6), layers=3, length=10, batch=1),
-    Host("qwen3.5, one token", "qwen3_5", _qwen3_5(), layers=3, length=1),
-    Host("olmo hybrid", "olmo_hybrid", _olmo_hybrid(), layers=3),
-    Host(
+    _qwen3_next("qwen3 next, one token", length=1, linear_conv_kernel_dim=2),
+    _qwen3_5("qwen3.5", length=11),
+    _qwen3_5("qwen3.5, gelu, biases", batch=3, hidden_act="gelu", attention_bias=True),
+    _qwen3_5_moe("qwen3.5, experts", length=10, batch=1, linear_num_value_heads=6),
+    _qwen3_5("qwen3.5, one token", length=1),
+    _olmo_hybrid("olmo hybrid"),
+    _olmo_hybrid(
         "olmo hybrid, positive strengths, biases",
-        "olmo_hybrid",
-        _olmo_hybrid(linear_allow_neg_eigval=False, attention_bias=True, linear_conv_kernel_dim=5),
-        layers=3,
         length=7,
         batch=1,
+        linear_allow_neg_eigval=False,
+        attention_bias=True,
+        linear_conv_kernel_dim=5,
     ),
-    Host("olmo hybrid, two heads", "olmo_hybrid", _olmo_hybrid(linear_num_value_heads=2), layers=3, length=8, batch=1),
-    Host("olmo hybrid, one token", "olmo_hybrid", _olmo_hybrid(), layers=3, length=1),
-    Host("kimi linear", "kimi_delta", _kimi_linear(), layers=3),
-    Host(
+    _olmo_hybrid("olmo hybrid, two heads", length=8, batch=1, linear_num_value_heads=2),
+    _olmo_hybrid("olmo hybrid, one token", length=1),
+    _kimi_linear("kimi linear"),
+    _kimi_linear(
         "kimi linear, latent queries, biases",
-        "kimi_delta",
-        _kimi_linear(q_lora_rank=4, attention_bias=True, linear_conv_kernel_dim=3),
-        layers=3,
         length=7,
         batch=1,
+        q_lora_rank=4,
+        attention_bias=True,
+        linear_conv_kernel_dim=3,
     ),
-    Host("kimi linear, long", "kimi_delta", _kimi_linear(linear_num_heads=2), layers=3, length=66, batch=1),
-    Host("kimi linear, one token", "kimi_delta", _kimi_linear(), layers=3, length=1),
-    Host("bailing hybrid", "kimi_delta", _bailing_hybrid(), layers=3, length=11),
-    Host(
-        "bailing hybrid, unbounded decay, biases",
-        "kimi_delta",
-        _bailing_hybrid(kda_safe_gate=False, attention_bias=True),
-        layers=3,
-        batch=1,
-    ),
-    Host("glm 5 next", "kimi_delta", _glm5_next(), layers=4, length=11),
-    Host(
+    _kimi_linear("kimi linear, long", length=66, batch=1, linear_num_heads=2),
+    _kimi_linear("kimi linear, one token", length=1),
+    _bailing_hybrid("bailing hybrid", length=11),
+    _bailing_hybrid("bailing hybrid, unbounded decay, biases", batch=1, kda_safe_gate=False, attention_bias=True),
+    _glm5_next("glm 5 next", length=11),
+    _glm5_next(
         "glm 5 next, unbounded decay, shared index",
-        "kimi_delta",
-        _glm5_next(linear_lower_bound=None, indexer_types=["full", "full", "shared", "full"], attention_bias=True),
-        layers=4,
         batch=1,
+        linear_lower_bound=None,
+        indexer_types=["full", "full", "shared", "full"],
+        attention_bias=True,
     ),
 )
 """All configurations of the family."""

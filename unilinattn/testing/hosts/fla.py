@@ -1,279 +1,306 @@
 """Tiny hosts of flash-linear-attention: a model of each kind of layer, with and without its optional parts."""
 
-from unilinattn.testing.hosts import Host
-from unilinattn.testing.hosts.fla_models import DELTA, RWKV6, RWKV7, fla_mamba, fla_model
+from unilinattn.testing.hosts import Host, family
+from unilinattn.testing.hosts.fla_models import fla_mamba, fla_model
+
+_SHARED = dict(num_heads=4, num_kv_heads=2)
+_GROUPED = dict(head_dim=6, num_v_heads=4)
+_RWKV6 = dict(proj_low_rank_dim=3, gate_low_rank_dim=4)
+_RWKV7 = dict(num_heads=None, head_dim=8, decay_low_rank_dim=3, gate_low_rank_dim=4, a_low_rank_dim=3, v_low_rank_dim=2)
+
+_gated_deltanet = family("fla_gated_deltanet", fla_model, "GatedDeltaNet")
+_deltanet = family("fla_deltanet", fla_model, "DeltaNet")
+_kda = family("fla_kda", fla_model, "KDA")
+_gated_deltaproduct = family("fla_gated_deltaproduct", fla_model, "GatedDeltaProduct")
+_comba = family("fla_comba", fla_model, "Comba")
+_gla = family("fla_gla", fla_model, "GLA")
+_retnet = family("fla_retnet", fla_model, "RetNet")
+_linear_attention = family("fla_linear_attention", fla_model, "LinearAttention")
+_hgrn = family("fla_hgrn", fla_model, "HGRN")
+_hgrn2 = family("fla_hgrn2", fla_model, "HGRN2")
+_gsa = family("fla_gsa", fla_model, "GSA")
+_lightnet = family("fla_lightnet", fla_model, "LightNet")
+_mamba = family("fla_mamba", fla_mamba, "Mamba")
+_mamba2 = family("fla_mamba2", fla_mamba, "Mamba2")
+_rwkv6 = family("fla_rwkv6", fla_model, "RWKV6", layers=4, **_RWKV6)
+_rwkv7 = family("fla_rwkv7", fla_model, "RWKV7", **_RWKV7)
+_forgetting_attention = family("fla_forgetting_attention", fla_model, "ForgettingTransformer")
+_attention = family("fla_attention", fla_model, "Transformer")
+_samba = family("fla_attention", fla_mamba, "Samba")
+_between = family("fla_attention", fla_model, "GatedDeltaNet")
 
 HOSTS: tuple[Host, ...] = (
-    *DELTA,
-    Host("gla", "fla_gla", fla_model("GLA", expand_k=0.5), length=9),
-    Host(
-        "gla, shared keys and values, convolution, feature map, bounded decay, unfused norm",
-        "fla_gla",
-        fla_model(
-            "GLA",
-            num_heads=4,
-            num_kv_heads=2,
-            expand_k=1,
-            use_short_conv=True,
-            feature_map="relu",
-            clamp_min=-0.02,
-            fuse_norm=False,
-        ),
+    _gated_deltanet("gated deltanet", length=9, head_dim=8, expand_v=1.5),
+    _gated_deltanet(
+        "gated deltanet, shared keys, negative eigenvalues, no gate",
         length=7,
+        **_GROUPED,
+        use_gate=False,
+        allow_neg_eigval=True,
+        expand_v=1,
     ),
-    Host(
-        "gla, no gate, no weights in the norm, then shared keys and biased convolutions and a sigmoid gate",
-        "fla_gla",
-        fla_model(
-            "GLA",
-            use_output_gate=False,
-            elementwise_affine=False,
-            layer=dict(
-                hidden_size=16,
-                num_heads=4,
-                num_kv_heads=2,
-                use_short_conv=True,
-                conv_bias=True,
-                gate_fn="sigmoid",
-                gate_low_rank_dim=3,
-            ),
-        ),
-        length=5,
+    _gated_deltanet(
+        "gated deltanet, no convolution, then biased ones and a sigmoid gate",
+        length=6,
+        **_GROUPED,
+        use_short_conv=False,
+        expand_v=1,
+        layer=dict(num_heads=2, head_dim=5, expand_v=1, conv_bias=True, conv_size=3, output_gate_activation="sigmoid"),
     ),
-    Host("retnet", "fla_retnet", fla_model("RetNet"), length=9),
-    Host(
-        "retnet, shared keys and values, convolution, feature map, no gate",
-        "fla_retnet",
-        fla_model(
-            "RetNet",
-            num_heads=4,
-            num_kv_heads=2,
-            expand_v=1,
-            use_short_conv=True,
-            feature_map="relu",
-            use_output_gate=False,
-        ),
+    _gated_deltanet("gated deltanet, one token", length=1, head_dim=8),
+    _deltanet("deltanet", length=9),
+    _deltanet(
+        "deltanet, elu, sum norm, gate, no strengths",
         length=7,
+        use_gate=True,
+        use_beta=False,
+        qk_norm="sum",
+        qk_activation="elu",
+        expand_v=2,
     ),
-    Host(
-        "retnet, unfused norm, then biased convolutions and a gelu gate",
-        "fla_retnet",
-        fla_model(
-            "RetNet",
-            fuse_norm=False,
-            layer=dict(hidden_size=16, num_heads=2, expand_v=1, use_short_conv=True, conv_bias=True, gate_fn="gelu"),
-        ),
+    _deltanet(
+        "deltanet, no convolution, negative eigenvalues, then a biased one and relu",
         length=5,
+        use_short_conv=False,
+        allow_neg_eigval=True,
+        layer=dict(num_heads=4, conv_bias=True, qk_activation="relu"),
     ),
-    Host("linear attention", "fla_linear_attention", fla_model("LinearAttention"), length=9),
-    Host(
-        "linear attention, shared keys and values, hedgehog, normalised",
-        "fla_linear_attention",
-        fla_model(
-            "LinearAttention",
-            num_heads=4,
-            num_kv_heads=2,
-            feature_map="hedgehog",
-            norm_q=True,
-            norm_k=True,
-            norm_feature_map=True,
-        ),
+    _kda("kda", length=9, head_dim=8),
+    _kda(
+        "kda, shared keys, bounded decay, no convolution, then biased ones",
         length=7,
+        **_GROUPED,
+        use_short_conv=False,
+        lower_bound=-3.0,
+        allow_neg_eigval=True,
+        layer=dict(num_heads=2, head_dim=6, expand_v=0.5, conv_bias=True),
     ),
-    Host(
-        "linear attention, elu, then dpfp, normalised, without a norm",
-        "fla_linear_attention",
-        fla_model(
-            "LinearAttention",
-            feature_map="elu",
-            layer=dict(
-                hidden_size=16, num_heads=2, feature_map="dpfp", do_feature_map_norm=True, output_norm="identity"
-            ),
-        ),
+    _kda("kda, one token", length=1, head_dim=4, num_v_heads=6),
+    _gated_deltaproduct(
+        "gated deltaproduct, two steps", length=7, head_dim=6, expand_v=1, num_householder=2, use_forget_gate=True
+    ),
+    _gated_deltaproduct(
+        "gated deltaproduct, three steps, no decay, no convolution, then shared keys and biases",
         length=5,
+        head_dim=6,
+        expand_v=1,
+        num_householder=3,
+        use_short_conv=False,
+        use_output_gate=False,
+        allow_neg_eigval=True,
+        layer=dict(num_heads=2, num_v_heads=4, head_dim=4, expand_v=1, conv_bias=True),
     ),
-    Host(
-        "linear attention, relu, then t2r shared by queries and keys",
-        "fla_linear_attention",
-        fla_model(
-            "LinearAttention",
-            feature_map="relu",
-            layer=dict(hidden_size=16, num_heads=2, feature_map="t2r", tie_feature_map_qk=True),
-        ),
-        length=3,
-    ),
-    Host("hgrn", "fla_hgrn", fla_model("HGRN"), length=9),
-    Host("hgrn, convolution, wide", "fla_hgrn", fla_model("HGRN", use_short_conv=True, expand_ratio=2), length=7),
-    Host(
-        "hgrn, no bound, then biased convolutions and no weights in the norm",
-        "fla_hgrn",
-        fla_model(
-            "HGRN",
-            use_lower_bound=False,
-            layer=dict(hidden_size=16, use_short_conv=True, conv_bias=True, elementwise_affine=False),
-        ),
-        length=5,
-    ),
-    Host("hgrn2", "fla_hgrn2", fla_model("HGRN2", expand_ratio=8), length=9),
-    Host(
-        "hgrn2, convolution, no bound, another epsilon",
-        "fla_hgrn2",
-        fla_model("HGRN2", expand_ratio=4, use_short_conv=True, use_lower_bound=False, norm_eps=1e-2),
-        length=7,
-    ),
-    Host(
-        "hgrn2, no weights in the norm, then biased convolutions",
-        "fla_hgrn2",
-        fla_model(
-            "HGRN2",
-            expand_ratio=8,
-            elementwise_affine=False,
-            layer=dict(hidden_size=16, expand_ratio=8, use_short_conv=True, conv_bias=True),
-        ),
-        length=5,
-    ),
-    Host("gsa", "fla_gsa", fla_model("GSA", num_slots=5), length=9),
-    Host(
-        "gsa, shared keys and values, convolution, relu, another epsilon",
-        "fla_gsa",
-        fla_model(
-            "GSA",
-            num_heads=4,
-            num_kv_heads=2,
-            num_slots=3,
-            use_short_conv=True,
-            feature_map="relu",
-            norm_eps=1e-2,
-        ),
-        length=7,
-    ),
-    Host(
-        "gsa, slots as wide as keys, then t2r, biased convolutions, scaled queries",
-        "fla_gsa",
-        fla_model(
-            "GSA",
-            num_slots=None,
-            layer=dict(hidden_size=16, num_heads=2, use_short_conv=True, conv_bias=True, feature_map="t2r", scale=None),
-        ),
-        length=5,
-    ),
-    Host("lightnet", "fla_lightnet", fla_model("LightNet", num_heads=None, expand_ratio=8), length=9),
-    Host(
-        "lightnet, convolution, another epsilon",
-        "fla_lightnet",
-        fla_model("LightNet", num_heads=None, expand_ratio=4, use_short_conv=True, gate_low_rank_dim=3, norm_eps=1e-2),
-        length=7,
-    ),
-    Host(
-        "lightnet, no weights in the norm, then biased convolutions",
-        "fla_lightnet",
-        fla_model(
-            "LightNet",
-            num_heads=4,
-            expand_ratio=None,
-            elementwise_affine=False,
-            layer=dict(hidden_size=16, expand_ratio=8, use_short_conv=True, conv_bias=True),
-        ),
-        length=5,
-    ),
-    Host("mamba", "fla_mamba", fla_mamba("Mamba"), length=9),
-    Host("mamba, biases, another rank", "fla_mamba", fla_mamba("Mamba", use_bias=True, dt_rank=3), length=7),
-    Host(
-        "mamba, gelu, narrow, no convolution bias",
-        "fla_mamba",
-        fla_mamba("Mamba", hidden_act="gelu", expand=1, use_conv_bias=False, conv_kernel=3, state_size=1),
-        length=5,
-    ),
-    Host("mamba2", "fla_mamba2", fla_mamba("Mamba2", head_dim=8, chunk_size=4), length=9),
-    Host(
-        "mamba2, groups, biases, a skip a channel, the norm before the gate",
-        "fla_mamba2",
-        fla_mamba(
-            "Mamba2", head_dim=8, n_groups=2, use_bias=True, D_has_hdim=True, norm_before_gate=True, chunk_size=64
-        ),
-        length=7,
-    ),
-    Host(
-        "mamba2, limited steps, relu, groups, no norm",
-        "fla_mamba2",
-        fla_mamba(
-            "Mamba2",
-            head_dim=4,
-            n_groups=4,
-            dt_limit=(0.3, 0.9),
-            rmsnorm=False,
-            hidden_act="relu",
-            use_conv_bias=False,
-            chunk_size=3,
-        ),
-        length=5,
-    ),
-    Host("rwkv6", "fla_rwkv6", fla_model("RWKV6", **RWKV6), layers=4, length=7),
-    Host(
-        "rwkv6, wide keys, then a sigmoid gate and no weights in the norm",
-        "fla_rwkv6",
-        fla_model(
-            "RWKV6",
-            **RWKV6,
-            expand_k=1,
-            layer=dict(hidden_size=16, num_heads=4, gate_fn="sigmoid", elementwise_affine=False, **RWKV6),
-        ),
-        layers=4,
-        length=4,
-    ),
-    Host("rwkv6, one token", "fla_rwkv6", fla_model("RWKV6", **RWKV6, num_heads=4), layers=4, length=1),
-    Host("rwkv7", "fla_rwkv7", fla_model("RWKV7", **RWKV7), layers=4, length=6),
-    Host(
-        "rwkv7, three layers, unfused norms",
-        "fla_rwkv7",
-        fla_model("RWKV7", **RWKV7, num_hidden_layers=3, fuse_norm=False),
-        layers=6,
-        length=4,
-    ),
-    Host("rwkv7, one token", "fla_rwkv7", fla_model("RWKV7", **{**RWKV7, "head_dim": 4}), layers=4, length=1),
-    Host("forgetting transformer", "fla_forgetting_attention", fla_model("ForgettingTransformer"), length=9),
-    Host(
-        "forgetting transformer, shared keys, biases, norms, gate, window",
-        "fla_forgetting_attention",
-        fla_model(
-            "ForgettingTransformer",
-            num_heads=4,
-            num_kv_heads=2,
-            qkv_bias=True,
-            qk_norm=True,
-            use_output_gate=True,
-            window_size=2,
-        ),
-        length=7,
-    ),
-    Host(
-        "forgetting transformer, one key for all, one token",
-        "fla_forgetting_attention",
-        fla_model("ForgettingTransformer", num_heads=4, num_kv_heads=1, qk_norm=True),
+    _gated_deltaproduct(
+        "gated deltaproduct, one step, one token",
         length=1,
+        head_dim=4,
+        expand_v=2,
+        num_householder=1,
+        use_forget_gate=True,
     ),
-    Host("transformer", "fla_attention", fla_model("Transformer"), length=9),
-    Host(
+    _comba("comba", length=9, head_dim=8, expand_v=1),
+    _comba(
+        "comba, no gate, no correction, no inner decay, no convolution, then biased ones",
+        length=7,
+        head_dim=6,
+        expand_v=1,
+        use_output_gate=False,
+        use_output_correction=False,
+        use_inner_decay=False,
+        use_short_conv=False,
+        layer=dict(num_heads=2, head_dim=4, expand_v=1, conv_bias=True),
+    ),
+    _comba("comba, shared keys, one token", length=1, **_GROUPED, expand_v=1),
+    _gla("gla", length=9, expand_k=0.5),
+    _gla(
+        "gla, shared keys and values, convolution, feature map, bounded decay, unfused norm",
+        length=7,
+        **_SHARED,
+        expand_k=1,
+        use_short_conv=True,
+        feature_map="relu",
+        clamp_min=-0.02,
+        fuse_norm=False,
+    ),
+    _gla(
+        "gla, no gate, no weights in the norm, then shared keys and biased convolutions and a sigmoid gate",
+        length=5,
+        use_output_gate=False,
+        elementwise_affine=False,
+        layer=dict(**_SHARED, use_short_conv=True, conv_bias=True, gate_fn="sigmoid", gate_low_rank_dim=3),
+    ),
+    _retnet("retnet", length=9),
+    _retnet(
+        "retnet, shared keys and values, convolution, feature map, no gate",
+        length=7,
+        **_SHARED,
+        expand_v=1,
+        use_short_conv=True,
+        feature_map="relu",
+        use_output_gate=False,
+    ),
+    _retnet(
+        "retnet, unfused norm, then biased convolutions and a gelu gate",
+        length=5,
+        fuse_norm=False,
+        layer=dict(num_heads=2, expand_v=1, use_short_conv=True, conv_bias=True, gate_fn="gelu"),
+    ),
+    _linear_attention("linear attention", length=9),
+    _linear_attention(
+        "linear attention, shared keys and values, hedgehog, normalised",
+        length=7,
+        **_SHARED,
+        feature_map="hedgehog",
+        norm_q=True,
+        norm_k=True,
+        norm_feature_map=True,
+    ),
+    _linear_attention(
+        "linear attention, elu, then dpfp, normalised, without a norm",
+        length=5,
+        feature_map="elu",
+        layer=dict(num_heads=2, feature_map="dpfp", do_feature_map_norm=True, output_norm="identity"),
+    ),
+    _linear_attention(
+        "linear attention, relu, then t2r shared by queries and keys",
+        length=3,
+        feature_map="relu",
+        layer=dict(num_heads=2, feature_map="t2r", tie_feature_map_qk=True),
+    ),
+    _hgrn("hgrn", length=9),
+    _hgrn("hgrn, convolution, wide", length=7, use_short_conv=True, expand_ratio=2),
+    _hgrn(
+        "hgrn, no bound, then biased convolutions and no weights in the norm",
+        length=5,
+        use_lower_bound=False,
+        layer=dict(use_short_conv=True, conv_bias=True, elementwise_affine=False),
+    ),
+    _hgrn2("hgrn2", length=9, expand_ratio=8),
+    _hgrn2(
+        "hgrn2, convolution, no bound, another epsilon",
+        length=7,
+        expand_ratio=4,
+        use_short_conv=True,
+        use_lower_bound=False,
+        norm_eps=0.01,
+    ),
+    _hgrn2(
+        "hgrn2, no weights in the norm, then biased convolutions",
+        length=5,
+        expand_ratio=8,
+        elementwise_affine=False,
+        layer=dict(expand_ratio=8, use_short_conv=True, conv_bias=True),
+    ),
+    _gsa("gsa", length=9, num_slots=5),
+    _gsa(
+        "gsa, shared keys and values, convolution, relu, another epsilon",
+        length=7,
+        **_SHARED,
+        num_slots=3,
+        use_short_conv=True,
+        feature_map="relu",
+        norm_eps=0.01,
+    ),
+    _gsa(
+        "gsa, slots as wide as keys, then t2r, biased convolutions, scaled queries",
+        length=5,
+        num_slots=None,
+        layer=dict(num_heads=2, use_short_conv=True, conv_bias=True, feature_map="t2r", scale=None),
+    ),
+    _lightnet("lightnet", length=9, num_heads=None, expand_ratio=8),
+    _lightnet(
+        "lightnet, convolution, another epsilon",
+        length=7,
+        num_heads=None,
+        expand_ratio=4,
+        use_short_conv=True,
+        gate_low_rank_dim=3,
+        norm_eps=0.01,
+    ),
+    _lightnet(
+        "lightnet, no weights in the norm, then biased convolutions",
+        length=5,
+        num_heads=4,
+        expand_ratio=None,
+        elementwise_affine=False,
+        layer=dict(expand_ratio=8, use_short_conv=True, conv_bias=True),
+    ),
+    _mamba("mamba", length=9),
+    _mamba("mamba, biases, another rank", length=7, use_bias=True, dt_rank=3),
+    _mamba(
+        "mamba, gelu, narrow, no convolution bias",
+        length=5,
+        hidden_act="gelu",
+        expand=1,
+        use_conv_bias=False,
+        conv_kernel=3,
+        state_size=1,
+    ),
+    _mamba2("mamba2", length=9, head_dim=8, chunk_size=4),
+    _mamba2(
+        "mamba2, groups, biases, a skip a channel, the norm before the gate",
+        length=7,
+        head_dim=8,
+        n_groups=2,
+        use_bias=True,
+        D_has_hdim=True,
+        norm_before_gate=True,
+        chunk_size=64,
+    ),
+    _mamba2(
+        "mamba2, limited steps, relu, groups, no norm",
+        length=5,
+        head_dim=4,
+        n_groups=4,
+        dt_limit=(0.3, 0.9),
+        rmsnorm=False,
+        hidden_act="relu",
+        use_conv_bias=False,
+        chunk_size=3,
+    ),
+    _rwkv6("rwkv6", length=7),
+    _rwkv6(
+        "rwkv6, wide keys, then a sigmoid gate and no weights in the norm",
+        length=4,
+        expand_k=1,
+        layer=dict(num_heads=4, gate_fn="sigmoid", elementwise_affine=False, **_RWKV6),
+    ),
+    _rwkv6("rwkv6, one token", length=1, num_heads=4),
+    _rwkv7("rwkv7", layers=4, length=6),
+    _rwkv7("rwkv7, three layers, unfused norms", layers=6, length=4, num_hidden_layers=3, fuse_norm=False),
+    _rwkv7("rwkv7, one token", layers=4, length=1, head_dim=4),
+    _forgetting_attention("forgetting transformer", length=9),
+    _forgetting_attention(
+        "forgetting transformer, shared keys, biases, norms, gate, window",
+        length=7,
+        **_SHARED,
+        qkv_bias=True,
+        qk_norm=True,
+        use_output_gate=True,
+        window_size=2,
+    ),
+    _forgetting_attention(
+        "forgetting transformer, one key for all, one token", length=1, num_heads=4, num_kv_heads=1, qk_norm=True
+    ),
+    _attention("transformer", length=9),
+    _attention(
         "transformer, shared keys, biases, norms, window, another rotation",
-        "fla_attention",
-        fla_model(
-            "Transformer", num_heads=4, num_kv_heads=2, qkv_bias=True, qk_norm=True, window_size=3, rope_theta=100.0
-        ),
         length=8,
+        **_SHARED,
+        qkv_bias=True,
+        qk_norm=True,
+        window_size=3,
+        rope_theta=100.0,
     ),
-    Host("samba", "fla_attention", fla_mamba("Samba", attn=dict(layers=[1], num_heads=2)), length=7),
-    Host(
+    _samba("samba", length=7, attn=dict(layers=[1], num_heads=2)),
+    _between(
         "gated deltanet with attention between",
-        "fla_attention",
-        fla_model(
-            "GatedDeltaNet",
-            head_dim=8,
-            expand_v=1,
-            num_hidden_layers=3,
-            attn=dict(layers=[1], num_heads=4, window_size=3),
-        ),
         layers=3,
         length=7,
+        head_dim=8,
+        expand_v=1,
+        num_hidden_layers=3,
+        attn=dict(layers=[1], num_heads=4, window_size=3),
     ),
 )
 """All configurations; building one requires flash-linear-attention and Triton."""

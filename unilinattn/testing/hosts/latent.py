@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from unilinattn.testing.hosts import VOCABULARY, Host, transformers_model
+from unilinattn.testing.hosts import IDS, Host, causal_model, family
 
-_IDS = dict(vocab_size=VOCABULARY, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 _ATTENTION = dict(
-    hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=40, **_IDS
+    hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=40, **IDS
 )
 _LATENT = dict(
     num_key_value_heads=4, kv_lora_rank=6, q_lora_rank=None, qk_rope_head_dim=2, qk_nope_head_dim=3, v_head_dim=5
@@ -42,107 +41,105 @@ def _text_model(folder: str, family: str, **settings: Any) -> Callable[[], nn.Mo
         package = f"transformers.models.{folder}"
         config = getattr(import_module(f"{package}.configuration_{folder}"), f"{family}TextConfig")
         model = getattr(import_module(f"{package}.modeling_{folder}"), f"{family}TextModel")
-        return model(config(**{**_ATTENTION, **_LATENT, **settings}))
+        return model(config(**settings))
 
     return built
 
 
-def _host(family: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Return a builder of a host whose experts run one after the other; the grouped product has no float64."""
-    build = transformers_model(f"{family}ForCausalLM", f"{family}Config", **{**_ATTENTION, **_LATENT, **settings})
+def _host(name: str, model: str, **settings: Any) -> Host:
+    return family("latent_attention", causal_model, model, **_ATTENTION, **_LATENT)(name, **settings)
 
-    def built() -> nn.Module:
-        model: Any = build()
-        model.set_experts_implementation("eager")
-        return model
 
-    return built
+def _text_host(name: str, *model: str, **settings: Any) -> Host:
+    return family("latent_attention", _text_model, *model, **_ATTENTION, **_LATENT)(name, **settings)
+
+
+def _gated_host(name: str, model: str, **settings: Any) -> Host:
+    return family("attention", causal_model, model, **_ATTENTION, **{**_LATENT, **_GATED})(name, **settings)
 
 
 HOSTS: tuple[Host, ...] = (
-    Host(
-        "deepseek 2",
-        "latent_attention",
-        _host("DeepseekV2", first_k_dense_replace=1, qk_nope_head_dim=4, **_EXPERTS),
-    ),
-    Host(
+    _host("deepseek 2", "DeepseekV2", first_k_dense_replace=1, qk_nope_head_dim=4, **_EXPERTS),
+    _host(
         "deepseek 2, latent queries, biases",
-        "latent_attention",
-        _host("DeepseekV2", first_k_dense_replace=2, qk_nope_head_dim=4, q_lora_rank=4, attention_bias=True),
+        "DeepseekV2",
         length=7,
         batch=1,
+        first_k_dense_replace=2,
+        qk_nope_head_dim=4,
+        q_lora_rank=4,
+        attention_bias=True,
     ),
-    Host(
-        "deepseek 3",
-        "latent_attention",
-        _host("DeepseekV3", first_k_dense_replace=1, q_lora_rank=4, **_EXPERTS),
-        length=11,
-    ),
-    Host(
+    _host("deepseek 3", "DeepseekV3", length=11, first_k_dense_replace=1, q_lora_rank=4, **_EXPERTS),
+    _host(
         "deepseek 3, biases, wide values, one token",
-        "latent_attention",
-        _host("DeepseekV3", first_k_dense_replace=2, rope_interleave=False, attention_bias=True, v_head_dim=9),
+        "DeepseekV3",
         length=1,
+        first_k_dense_replace=2,
+        rope_interleave=False,
+        attention_bias=True,
+        v_head_dim=9,
     ),
-    Host(
-        "deepseek 3.2, selected keys",
-        "latent_attention",
-        _host("DeepseekV32", mlp_layer_types=_DENSE_SPARSE, head_dim=2, **_EXPERTS, **_INDEX),
+    _host(
+        "deepseek 3.2, selected keys", "DeepseekV32", mlp_layer_types=_DENSE_SPARSE, head_dim=2, **_EXPERTS, **_INDEX
     ),
     # Without a mask, older versions are causal only with the eager attention function.
-    Host(
+    _host(
         "glm dsa, selected keys",
-        "latent_attention",
-        _host("GlmMoeDsa", mlp_layer_types=_DENSE_SPARSE, attn_implementation="eager", **_EXPERTS, **_INDEX),
+        "GlmMoeDsa",
         length=9,
         batch=1,
+        mlp_layer_types=_DENSE_SPARSE,
+        attn_implementation="eager",
+        **_EXPERTS,
+        **_INDEX,
     ),
-    Host(
-        "longcat flash, scaled latent",
-        "latent_attention",
-        _host("LongcatFlash", **_LONGCAT),
-        length=9,
-    ),
-    Host("minicpm 3", "latent_attention", _host("MiniCPM3", q_lora_rank=4), length=8, batch=3),
-    Host("youtu", "latent_attention", _host("Youtu"), length=7),
-    Host("mistral 4", "latent_attention", _host("Mistral4", **_EXPERTS), length=7),
-    Host("glm 4 lite", "latent_attention", _host("Glm4MoeLite", mlp_layer_types=_DENSE_SPARSE, **_EXPERTS), length=7),
-    Host("a.x k1", "latent_attention", _host("AXK1", q_lora_rank=4, **_EXPERTS), length=7),
-    Host(
-        "a.x k2, gated, selected keys",
-        "latent_attention",
-        _host("AXK2", mlp_layer_types=_DENSE_SPARSE, **_EXPERTS, **_INDEX),
-        length=9,
-    ),
-    Host(
+    _host("longcat flash, scaled latent", "LongcatFlash", length=9, **_LONGCAT),
+    _host("minicpm 3", "MiniCPM3", length=8, batch=3, q_lora_rank=4),
+    _host("youtu", "Youtu", length=7),
+    _host("mistral 4", "Mistral4", length=7, **_EXPERTS),
+    _host("glm 4 lite", "Glm4MoeLite", length=7, mlp_layer_types=_DENSE_SPARSE, **_EXPERTS),
+    _host("a.x k1", "AXK1", length=7, q_lora_rank=4, **_EXPERTS),
+    _host("a.x k2, gated, selected keys", "AXK2", length=9, mlp_layer_types=_DENSE_SPARSE, **_EXPERTS, **_INDEX),
+    _host(
         "hy 4, gated, sinks, selected keys",
-        "latent_attention",
-        _host("HYV4", mlp_layer_types=_DENSE_SPARSE, hc_mult=2, **_EXPERTS, **_INDEX),
+        "HYV4",
         length=9,
+        mlp_layer_types=_DENSE_SPARSE,
+        hc_mult=2,
+        **_EXPERTS,
+        **_INDEX,
     ),
-    Host(
+    _text_host(
         "dots 3, gated, scaled latent, selected keys",
-        "latent_attention",
-        _text_model("dots3_note", "Dots3Note", **_DOTS, **_EXPERTS, **_INDEX),
+        "dots3_note",
+        "Dots3Note",
         length=9,
+        **_DOTS,
+        **_EXPERTS,
+        **_INDEX,
     ),
-    Host(
+    _text_host(
         "mistral large 4, selected keys",
-        "latent_attention",
-        _text_model("mistral_large4", "MistralLarge4", mlp_layer_types=["dense"] * 2, **_EXPERTS, **_INDEX),
+        "mistral_large4",
+        "MistralLarge4",
         length=9,
+        mlp_layer_types=["dense"] * 2,
+        **_EXPERTS,
+        **_INDEX,
     ),
-    Host(
-        "afmoe, gated, sliding window",
-        "attention",
-        _host("Afmoe", **_GATED, num_experts=4, num_dense_layers=1, sliding_window=4, **_ROUTED),
+    _gated_host(
+        "afmoe, gated, sliding window", "Afmoe", num_experts=4, num_dense_layers=1, sliding_window=4, **_ROUTED
     ),
-    Host(
+    _gated_host(
         "laguna, a gate a head",
-        "attention",
-        _host("Laguna", **_GATED, num_experts=4, shared_expert_intermediate_size=8, sliding_window=4, **_ROUTED),
+        "Laguna",
         length=9,
+        num_experts=4,
+        shared_expert_intermediate_size=8,
+        sliding_window=4,
+        **_ROUTED,
     ),
-    Host("beam, gate with a bias", "attention", _host("Beam", **_GATED), length=7, batch=1),
+    _gated_host("beam, gate with a bias", "Beam", length=7, batch=1),
 )
 """All configurations of the family."""

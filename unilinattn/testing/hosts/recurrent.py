@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from unilinattn.testing.hosts import VOCABULARY, Host, transformers_model
+from unilinattn.testing.hosts import VOCABULARY, Host, causal_model, family, transformers_model
 from unilinattn.testing.promote import promoted
 
-_IDS = dict(vocab_size=VOCABULARY, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-_ATTENTION = dict(hidden_size=16, intermediate_size=12, num_attention_heads=4, num_key_value_heads=2, **_IDS)
+_ATTENTION = dict(hidden_size=16, intermediate_size=12, num_attention_heads=4, num_key_value_heads=2)
 _CONVOLUTION = dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
 _LIGHTNING = dict(
     num_hidden_layers=3,
@@ -25,39 +24,20 @@ _LIGHTNING = dict(
 )
 
 
-def _rwkv(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(vocab_size=VOCABULARY, hidden_size=12, intermediate_size=10, num_hidden_layers=3, rescale_every=1)
-    return transformers_model("RwkvForCausalLM", "RwkvConfig", **{**defaults, **settings})
-
-
-def _recurrent_gemma(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(
-        hidden_size=16, intermediate_size=20, num_hidden_layers=3, num_attention_heads=4, attention_window_size=5
-    )
-    return transformers_model("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", **{**_IDS, **defaults, **settings})
-
-
-def _xlstm(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(hidden_size=16, num_hidden_layers=2, num_heads=2, chunk_size=8, ffn_round_up_to_multiple_of=4)
-    return transformers_model("xLSTMForCausalLM", "xLSTMConfig", **{**_IDS, **defaults, **settings})
-
-
-def _fused_xlstm(**settings: Any) -> Callable[[], nn.Module]:
+def _uninitialised(name: str, **settings: Any) -> Callable[[], nn.Module]:
     """Return a builder of the host without its initialisation, which fails on fused gates."""
 
     def build() -> nn.Module:
         from transformers.initialization import no_init_weights
 
         with no_init_weights():
-            return _xlstm(weight_mode="fused", **settings)()
+            return causal_model(name, **settings)()
 
     return build
 
 
-def _minimax(**settings: Any) -> Callable[[], nn.Module]:
-    build = _plain_experts(
-        transformers_model("MiniMaxForCausalLM", "MiniMaxConfig", **{**_ATTENTION, **_LIGHTNING, **settings})
-    )
+def _lightning(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    build = causal_model(name, **settings)
 
     def with_tables() -> nn.Module:
         model = build()
@@ -82,86 +62,92 @@ def _apply_and_refill(layer: Any, *args: Any, **options: Any) -> nn.Module:
     return layer
 
 
-def _lfm2(**settings: Any) -> Callable[[], nn.Module]:
-    return transformers_model("Lfm2ForCausalLM", "Lfm2Config", **{**_ATTENTION, **_CONVOLUTION, **settings})
-
-
-def _lfm2_moe(**settings: Any) -> Callable[[], nn.Module]:
-    defaults = dict(num_dense_layers=1, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
-    settings = {**_ATTENTION, **_CONVOLUTION, **defaults, **settings}
-    return _plain_experts(transformers_model("Lfm2MoeForCausalLM", "Lfm2MoeConfig", **settings))
-
-
-def _plain_experts(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return a builder of a model whose experts run one after the other; the grouped product has no float64."""
-
-    def built() -> nn.Module:
-        model: Any = build()
-        model.set_experts_implementation("eager")
-        return model
-
-    return built
-
+_rwkv = family(
+    "rwkv4",
+    transformers_model,
+    "RwkvForCausalLM",
+    "RwkvConfig",
+    layers=6,
+    masks=("right",),
+    **dict(vocab_size=VOCABULARY, hidden_size=12, intermediate_size=10, num_hidden_layers=3, rescale_every=1),
+)
+_recurrent_gemma = family(
+    "griffin",
+    causal_model,
+    "RecurrentGemma",
+    layers=3,
+    masks=("right",),
+    **dict(hidden_size=16, intermediate_size=20, num_hidden_layers=3, num_attention_heads=4, attention_window_size=5),
+)
+_XLSTM = dict(hidden_size=16, num_hidden_layers=2, num_heads=2, chunk_size=8, ffn_round_up_to_multiple_of=4)
+_xlstm = family("xlstm", causal_model, "xLSTM", masks=None, **_XLSTM)
+_fused_xlstm = family("xlstm", _uninitialised, "xLSTM", masks=None, **_XLSTM, weight_mode="fused")
+_minimax = family("minimax", _lightning, "MiniMax", layers=3, **_ATTENTION, **_LIGHTNING)
+_lfm2 = family("lfm2", causal_model, "Lfm2", layers=3, **_ATTENTION, **_CONVOLUTION)
+_lfm2_moe = family(
+    "lfm2",
+    causal_model,
+    "Lfm2Moe",
+    layers=3,
+    **dict(_ATTENTION, **_CONVOLUTION, num_dense_layers=1, moe_intermediate_size=8, num_experts=4),
+    num_experts_per_tok=2,
+)
 
 HOSTS: tuple[Host, ...] = (
-    Host("rwkv", "rwkv4", _rwkv(), layers=6, masks=("right",)),
-    Host("rwkv, wide inside", "rwkv4", _rwkv(attention_hidden_size=20, rescale_every=2), 6, 67, 1, masks=("right",)),
-    Host("rwkv, never rescaled", "rwkv4", _rwkv(rescale_every=0, num_hidden_layers=2), 4, 7, 3, masks=("right",)),
-    Host("rwkv, one token", "rwkv4", _rwkv(rescale_every=2), 6, 1, masks=("right",)),
-    Host("recurrent gemma", "griffin", _recurrent_gemma(), 3, masks=("right",)),
-    Host(
+    _rwkv("rwkv"),
+    _rwkv("rwkv, wide inside", length=67, batch=1, attention_hidden_size=20, rescale_every=2),
+    _rwkv("rwkv, never rescaled", layers=4, length=7, batch=3, rescale_every=0, num_hidden_layers=2),
+    _rwkv("rwkv, one token", length=1, rescale_every=2),
+    _recurrent_gemma("recurrent gemma"),
+    _recurrent_gemma(
         "recurrent gemma, wide inside, wide kernel",
-        "griffin",
-        _recurrent_gemma(lru_width=24, conv1d_width=6, num_key_value_heads=1, attention_bias=True),
-        3,
-        67,
-        1,
-        masks=("right",),
+        length=67,
+        batch=1,
+        lru_width=24,
+        conv1d_width=6,
+        num_key_value_heads=1,
+        attention_bias=True,
     ),
     # Without a convolution nothing reads padding: the recurrence restarts at the first real token.
-    Host(
+    _recurrent_gemma(
         "recurrent gemma, no convolution",
-        "griffin",
-        _recurrent_gemma(conv1d_width=1, hidden_activation="silu", block_types=("attention", "recurrent")),
-        3,
-        9,
-        3,
+        length=9,
+        batch=3,
+        masks=("left", "right"),
+        conv1d_width=1,
+        hidden_activation="silu",
+        block_types=("attention", "recurrent"),
     ),
-    Host(
-        "recurrent gemma, one token",
-        "griffin",
-        _recurrent_gemma(block_types=("recurrent",), num_hidden_layers=2),
-        2,
-        1,
-        masks=("right",),
-    ),
-    Host("xlstm", "xlstm", _xlstm(), length=21, masks=None),
-    Host("xlstm, biases, low caps", "xlstm", _xlstm(use_bias=True, gate_soft_cap=0.5), length=67, batch=1, masks=None),
-    Host(
+    _recurrent_gemma("recurrent gemma, one token", layers=2, length=1, block_types=("recurrent",), num_hidden_layers=2),
+    _xlstm("xlstm", length=21),
+    _xlstm("xlstm, biases, low caps", length=67, batch=1, use_bias=True, gate_soft_cap=0.5),
+    _xlstm(
         "xlstm, training kernel",
-        "xlstm",
-        _xlstm(mode="train", num_heads=4, qk_dim_factor=1.0, norm_reduction_force_float32=False),
         length=16,
         batch=3,
-        masks=None,
+        mode="train",
+        num_heads=4,
+        qk_dim_factor=1.0,
+        norm_reduction_force_float32=False,
     ),
-    Host("xlstm, fused", "xlstm", _fused_xlstm(v_dim_factor=0.5, use_bias=True), length=9, masks=None),
-    Host("xlstm, one token", "xlstm", _xlstm(), length=1, masks=None),
-    Host("minimax", "minimax", _minimax(), 3),
-    Host("minimax, one block", "minimax", _minimax(block_size=32, sliding_window=4), 3, 9, 3),
-    Host(
+    _fused_xlstm("xlstm, fused", length=9, v_dim_factor=0.5, use_bias=True),
+    _xlstm("xlstm, one token", length=1),
+    _minimax("minimax"),
+    _minimax("minimax, one block", length=9, batch=3, block_size=32, sliding_window=4),
+    _minimax(
         "minimax, two heads, relu",
-        "minimax",
-        _minimax(num_attention_heads=2, num_key_value_heads=1, block_size=7, hidden_act="relu"),
-        3,
-        67,
-        1,
+        length=67,
+        batch=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        block_size=7,
+        hidden_act="relu",
     ),
-    Host("minimax, one token", "minimax", _minimax(), 3, 1),
-    Host("lfm2", "lfm2", _lfm2(), 3),
-    Host("lfm2, biases", "lfm2", _lfm2(conv_bias=True, conv_L_cache=5), 3, 9, 3, masks=("right",)),
-    Host("lfm2, convolutions alone", "lfm2", _lfm2(layer_types=["conv"] * 3, conv_L_cache=2), 3, 35, 1),
-    Host("lfm2, one token", "lfm2", _lfm2(), 3, 1),
-    Host("lfm2, experts", "lfm2", _lfm2_moe(), 3, 11),
+    _minimax("minimax, one token", length=1),
+    _lfm2("lfm2"),
+    _lfm2("lfm2, biases", length=9, batch=3, masks=("right",), conv_bias=True, conv_L_cache=5),
+    _lfm2("lfm2, convolutions alone", length=35, batch=1, layer_types=["conv"] * 3, conv_L_cache=2),
+    _lfm2("lfm2, one token", length=1),
+    _lfm2_moe("lfm2, experts", length=11),
 )
 """All configurations; the hosts also have attention layers, besides those of their adapter."""
