@@ -1,8 +1,9 @@
 """`cut`: run a host model without some edges, the terms T_ij x_j of its layers, so that everything later reacts."""
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from dataclasses import replace as changed
@@ -18,7 +19,7 @@ from unilinattn.call.entries import Entries
 from unilinattn.errors import InputError, ModelStateError, OptionError, nearest
 from unilinattn.operator.edges import Edges, Groups, Listed, Pairs, Selection, along, core_channels
 from unilinattn.tracing.discovery import refuse, remembered_mixers
-from unilinattn.tracing.inputs import bound_arguments, host_arguments
+from unilinattn.tracing.inputs import CACHES, bound_arguments, host_arguments
 from unilinattn.tracing.isolation import current_run
 from unilinattn.tracing.layer import Layer, LayerBuilder
 from unilinattn.tracing.module_calls import CallRecord
@@ -131,10 +132,13 @@ def cut(
         )
     chosen = [layers] if isinstance(layers, (int, str)) else None if layers is None else list(layers)
     new = Cut(Listed(edges), chosen, heads, channels, _replacement(model, replace))
+    # Compiled code of a model does not see that its forward is another one.
+    plain = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
         try:
             _install(model, new)
-            yield
+            with plain:
+                yield
         finally:
             _remove(model, new)
     finally:
@@ -173,6 +177,13 @@ class _CutForward:
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
         named = bound_arguments(self.model, args, kwargs)
+        for cache in CACHES:
+            # An empty one too: whoever passes it takes it for filled at the next call.
+            if named.get(cache) is not None:
+                raise InputError(
+                    f"{type(self.model).__name__} was given {cache} inside a `cut`, in which every call needs the "
+                    "whole text; call it without, and `generate` with use_cache=False."
+                )
         recorder = _CutRecorder(self.model, named, self._known(host_arguments(self.model, named)))
         return recorder.run(lambda: recorder.inside(self.own, args, kwargs))
 
