@@ -1,4 +1,4 @@
-"""`explain` and `compare`: models, traces, labels and options in, results out."""
+"""`explain` and `compare`: models and traces, labels, options, and their errors."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from unilinattn.methods import alti, compare, estimate, explain, latim, rollout
 from unilinattn.tracing.trace import Trace, trace
 
 
-def test_a_model_and_its_trace_are_explained_alike() -> None:
+def test_a_model_and_its_trace_give_the_same_scores() -> None:
     model = HOSTS["mamba2"].model()
     direct = explain(model, inputs("left"), method="latim", p=1, target=-1)
     through = explain(trace(model, inputs("left")), method="latim", p=1, target=-1)
@@ -22,12 +22,12 @@ def test_a_model_and_its_trace_are_explained_alike() -> None:
 
 
 def test_the_result_is_labelled() -> None:
-    found = traced("mamba2", "right")
-    result = explain(found, method="rollout")
+    host_trace = traced("mamba2", "right")
+    result = explain(host_trace, method="rollout")
     assert result.method == "rollout"
     assert result.model == "Mamba2ForCausalLM"
     assert result.layers == ("backbone.layers.0.mixer", "backbone.layers.1.mixer")
-    assert result.kinds == tuple(layer.kind for layer in found.layers)
+    assert result.kinds == tuple(layer.kind for layer in host_trace.layers)
     assert set(result.reconstruction_error) == set(result.layers)
     assert 0 < max(result.reconstruction_error.values()) < 1e-10
     assert {"unilinattn", "torch", "transformers"} <= set(result.versions)
@@ -38,18 +38,20 @@ def test_the_result_is_labelled() -> None:
 
 @pytest.mark.parametrize("target", [None, -1])
 def test_the_default_is_alti_composed_over_layers(target: int | None) -> None:
-    found = traced("mamba2", "left")
-    result, named = explain(found, target=target), alti(found, target=target, rollout=True)
+    host_trace = traced("mamba2", "left")
+    result, named = explain(host_trace, target=target), alti(host_trace, target=target, rollout=True)
     assert torch.equal(result.scores, named.scores)
     assert (result.method, result.options) == ("alti", named.options)
-    assert explain(found, rollout=False).dims == ("layer", "batch", "query", "key")
-    assert repr(estimate(found, target=target)) == repr(estimate(found, target=target, method="alti", rollout=True))
+    assert explain(host_trace, rollout=False).dims == ("layer", "batch", "query", "key")
+    assert repr(estimate(host_trace, target=target)) == repr(
+        estimate(host_trace, target=target, method="alti", rollout=True)
+    )
     with pytest.raises(OptionError, match="alti takes no option 'p'"):
-        explain(found, p=1)
+        explain(host_trace, p=1)
 
 
 def post_norm() -> Trace:
-    """A model whose layers' outputs are normed before they are added, so that no residual stream is known."""
+    """A trace without residual streams: the model norms the outputs of its layers before the sum."""
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=11,
@@ -65,18 +67,18 @@ def post_norm() -> Trace:
 
 
 @pytest.mark.parametrize("ask", [explain, estimate])
-def test_a_model_that_the_default_does_not_cover_is_refused_with_the_methods_that_do(ask: Callable) -> None:
-    found = post_norm()
+def test_a_model_outside_the_default_is_refused_with_the_methods_that_cover_it(ask: Callable) -> None:
+    host_trace = post_norm()
     with pytest.raises(UncoveredError) as refused:
-        ask(found, target=-1)
+        ask(host_trace, target=-1)
     message = str(refused.value)
     assert "'alti' composed over all layers (rollout=True)" in message
     named = re.findall(r"'(\w+)'", message.partition("cover the layers of this model")[2])
     assert set(named) >= {"raw", "rollout", "latim"} and "alti" not in named
     for name in named:
-        assert explain(found, method=name, target=-1).method == name
+        assert explain(host_trace, method=name, target=-1).method == name
     with pytest.raises(UncoveredError) as plain:
-        ask(found, method="alti", rollout=True, target=-1)
+        ask(host_trace, method="alti", rollout=True, target=-1)
     assert "No method was named" not in str(plain.value)
 
 
@@ -111,19 +113,19 @@ def test_an_unknown_method_is_refused_before_the_model_runs(monkeypatch: pytest.
 
 def test_a_comparison_holds_every_model_and_method() -> None:
     models = {"mamba2": HOSTS["mamba2"].model(), "llama": HOSTS["llama"].model(), "traced": traced("s4d")}
-    found = compare(models, inputs(), methods=["rollout", "latim"], target=-1)
-    assert list(found) == list(models)
-    assert found.methods == ("rollout", "latim")
-    for name, result in ((name, found[name]["rollout"]) for name in models):
+    comparison = compare(models, inputs(), methods=["rollout", "latim"], target=-1)
+    assert list(comparison) == list(models)
+    assert comparison.methods == ("rollout", "latim")
+    for name, result in ((name, comparison[name]["rollout"]) for name in models):
         assert result.sizes == {"batch": BATCH, "key": LENGTH}, name
-    assert torch.equal(found["traced"]["latim"].scores, latim(traced("s4d"), target=-1).scores)
+    assert torch.equal(comparison["traced"]["latim"].scores, latim(traced("s4d"), target=-1).scores)
     alone = rollout(trace(models["mamba2"], inputs()), target=-1)
-    assert torch.equal(found["mamba2"]["rollout"].scores, alone.scores)
+    assert torch.equal(comparison["mamba2"]["rollout"].scores, alone.scores)
 
 
 def test_each_model_of_a_comparison_runs_once() -> None:
     model = HOSTS["llama"].model()
-    # The first trace of a model looks for mixers that nobody registered, once.
+    # Only the first trace of a model runs it several times, in search of unregistered mixers.
     trace(model, inputs())
     runs: list[int] = []
     model.register_forward_hook(lambda *_: runs.append(1))
@@ -131,11 +133,13 @@ def test_each_model_of_a_comparison_runs_once() -> None:
     assert len(runs) == 1
 
 
-def test_options_go_to_all_methods_or_to_one_by_its_name() -> None:
-    found = compare({"s4d": traced("s4d")}, methods=["raw", "latim"], discard=0.5, latim={"p": 1}, raw={"heads": 0})
-    assert found["s4d"]["latim"].options["p"] == 1
-    assert found["s4d"]["raw"].options["heads"] == 0
-    assert all(found["s4d"][name].options["discard"] == 0.5 for name in ("raw", "latim"))
+def test_options_apply_to_all_methods_or_to_a_named_one() -> None:
+    comparison = compare(
+        {"s4d": traced("s4d")}, methods=["raw", "latim"], discard=0.5, latim={"p": 1}, raw={"heads": 0}
+    )
+    assert comparison["s4d"]["latim"].options["p"] == 1
+    assert comparison["s4d"]["raw"].options["heads"] == 0
+    assert all(comparison["s4d"][name].options["discard"] == 0.5 for name in ("raw", "latim"))
     override = compare({"s4d": traced("s4d")}, methods=["raw", "latim"], discard=0.5, latim={"discard": 0.0})
     assert override["s4d"]["latim"].options["discard"] == 0
 
@@ -149,7 +153,7 @@ def test_options_go_to_all_methods_or_to_one_by_its_name() -> None:
         ({"alti": {"rollout": True}}, "for one of the methods that are compared: rollout, latim"),
     ],
 )
-def test_an_option_that_does_not_fit_names_the_method(options: dict, message: str) -> None:
+def test_an_invalid_option_is_refused_with_the_method_s_name(options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         compare({"s4d": traced("s4d")}, methods=["rollout", "latim"], **options)
 

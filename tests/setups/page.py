@@ -23,14 +23,14 @@ HEAD = """\
 Each row was measured on real transformers classes with small random weights: Mamba, Mamba-2, Llama and Jamba if the
 set-up applies to them.
 
-- *works*: the worst reconstruction error of a layer. The output of the trace was also compared with a call of the model,
-  and the attention maps with those of the same model without the set-up, if there is one.
+- *works*: the worst reconstruction error of a layer. The output of the trace was also compared with a call of the
+  model, and the attention maps with those of the same model without the set-up, if there is one.
 - *refused*: the error and the first sentence of its message.
 
 Any other outcome is a bug.
 
-A trace runs a model module by module, without compiled code, gradient checkpointing and caches, none of which changes the
-values. `torch.compile`, `DataParallel` and `DistributedDataParallel` are unwrapped, so layers have the names of the
+A trace runs a model module by module, without compiled code, gradient checkpointing and caches, none of which changes
+the values. `torch.compile`, `DataParallel` and `DistributedDataParallel` are unwrapped, so layers have the names of the
 inner model.
 
 """
