@@ -124,10 +124,10 @@ def _shrunk(length: int) -> int | None:
 
 def _line(row: dict[str, Any]) -> str:
     seconds = median(row["seconds"])
-    beside = "".join(f"  {seconds / median(times):6.2f} x {name}" for name, times in row["rivals"].items())
+    parallel = "".join(f"  {seconds / median(times):6.2f} x {name}" for name, times in row["rivals"].items())
     counted = row["memory"]["counted"] / 2**20
     start = f"{row['operation']:<14} {row['structure']:<10} L {row['length']:>5}"
-    return f"{start} {seconds:9.4f} s {counted:9.1f} MiB{beside}"
+    return f"{start} {seconds:9.4f} s {counted:9.1f} MiB{parallel}"
 
 
 if __name__ == "__main__":

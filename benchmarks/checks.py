@@ -19,10 +19,10 @@ def checked(pairs: Iterator[tuple[str, str]], place: Place) -> Iterator[dict[str
     """Yield the relative error of each (operation, structure); raise `ArithmeticError` above `TOLERANCE`."""
     for operation, structure in pairs:
         with torch.no_grad():
-            got = OPERATIONS[operation](structure, LENGTH, place).call().double().squeeze()
+            actual = OPERATIONS[operation](structure, LENGTH, place).call().double().squeeze()
             expected = REFERENCES[operation](structure, place).squeeze()
-        assert got.shape == expected.shape, (operation, structure, got.shape, expected.shape)
-        error = float((got - expected).norm() / expected.norm())
+        assert actual.shape == expected.shape, (operation, structure, actual.shape, expected.shape)
+        error = float((actual - expected).norm() / expected.norm())
         if not error <= TOLERANCE:
             raise ArithmeticError(f"{operation} of {structure} is off its definition by {error:.1e} (relative)")
         yield {"operation": operation, "structure": structure, "length": LENGTH, "error": float(f"{error:.1e}")}

@@ -16,8 +16,8 @@ def hosts_that_can_be_traced(request: pytest.FixtureRequest, monkeypatch: pytest
     build = Host.model
 
     def model(host: Host, seed: int = 0) -> nn.Module:
-        with pytest.MonkeyPatch.context() as own:
-            own.setattr(Host, "model", build)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Host, "model", build)
             reason = unavailable(host)
         if reason is not None:
             pytest.skip(f"{host.name}: {reason}")

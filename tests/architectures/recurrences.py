@@ -52,8 +52,8 @@ def mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) ->
     for t in range(deciding.shape[1]):
         real = mask[:, t, None].to(deciding.dtype)
         enters, leaves = (real, 1) if masks_by_function(module) else (1, real)
-        own, gate = module.in_proj(deciding[:, t] * enters).chunk(2, dim=-1)
-        decided.append(own * leaves)
+        branch, gate = module.in_proj(deciding[:, t] * enters).chunk(2, dim=-1)
+        decided.append(branch * leaves)
         carries.append(module.in_proj(carried[:, t] * enters).chunk(2, dim=-1)[0] * leaves)
         convolved = convolve(kernel, conv_bias, decided)
         u = act(module.activation, convolved, convolved) * real
@@ -81,8 +81,8 @@ def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -
     decided, carries, outputs = [], [], []
     for t in range(deciding.shape[1]):
         real = mask[:, t, None].to(deciding.dtype)
-        gate, own, step = module.in_proj(deciding[:, t] * real).split([inner, module.conv_dim, heads], dim=-1)
-        decided.append(own)
+        gate, branch, step = module.in_proj(deciding[:, t] * real).split([inner, module.conv_dim, heads], dim=-1)
+        decided.append(branch)
         carries.append(module.in_proj(carried[:, t] * real).split([inner, module.conv_dim, heads], dim=-1)[1])
         convolved = convolve(kernel, conv_bias, decided)
         u = act(module.activation, convolved, convolved) * real

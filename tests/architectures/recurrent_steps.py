@@ -43,8 +43,8 @@ def rwkv4(layer: nn.Module, x: Streams) -> Tensor:
     for t in range(x.length):
         weight = torch.exp(layer.key(mixed(x.deciding, t, layer.time_mix_key)))
         value = layer.value(mixed(x.carried, t, layer.time_mix_value))
-        own = torch.exp(layer.time_first) * weight
-        read = (above + own * value) / (below + own)
+        projected_value = torch.exp(layer.time_first) * weight
+        read = (above + projected_value * value) / (below + projected_value)
         above, below = fading * above + weight * value, fading * below + weight
         receptance = torch.sigmoid(layer.receptance(mixed(x.deciding, t, layer.time_mix_receptance)))
         outputs.append((receptance * read) @ rescaled.T)
@@ -114,8 +114,8 @@ def xlstm(layer: nn.Module, x: Streams) -> Tensor:
     memories = {"deciding": 0.0, "carried": 0.0}
     reads, gates = {name: [] for name in memories}, []
     for t in range(x.length):
-        query, key, own, gate, enter, forget = projected(x.deciding[:, t])
-        values = {"deciding": own, "carried": projected(x.carried[:, t])[2]}
+        query, key, projected_value, gate, enter, forget = projected(x.deciding[:, t])
+        values = {"deciding": projected_value, "carried": projected(x.carried[:, t])[2]}
         query, key = (part.unflatten(-1, (heads, -1)) for part in (query, key))
         query = query / math.sqrt(query.shape[-1])
         enter, forget = (cap * torch.tanh(part / cap) for part in (enter, forget))

@@ -102,9 +102,9 @@ def s5(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
         states = unroll(decay, (stream + 0j) @ (gain[:, None] * pairs(seq.B)).T)
         return (2 if seq.conj_sym else 1) * (states @ pairs(seq.C).T).real + seq.D * stream
 
-    own = mixed(deciding)
-    chord = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (own + 0.044715 * own**3)))
-    return chord * mixed(carried) * torch.sigmoid(module.out2(chord * own))
+    branch = mixed(deciding)
+    chord = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (branch + 0.044715 * branch**3)))
+    return chord * mixed(carried) * torch.sigmoid(module.out2(chord * branch))
 
 
 def gss(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ def gss(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
     dss, norm = module.dss, module.dss.norm
     poles = torch.complex(-torch.exp(dss.Lambda_real), torch.exp(dss.Lambda_imag))
     chord = torch.special.ndtr(module.to_v[0](deciding))
-    own, other = (chord * module.to_v[0](stream) for stream in (deciding, carried))
-    deviation = torch.sqrt(own.var(-1, unbiased=False, keepdim=True) + norm.eps)
+    branch, other = (chord * module.to_v[0](stream) for stream in (deciding, carried))
+    deviation = torch.sqrt(branch.var(-1, unbiased=False, keepdim=True) + norm.eps)
     u = norm.weight * (other - other.mean(-1, keepdim=True)) / deviation + norm.bias
     states = unroll(torch.exp(poles), (torch.exp(poles) - 1) / poles * u[..., None])
     read = (torch.complex(dss.C_real, dss.C_imag) * states).sum(-1).real + dss.param_D * u
@@ -147,9 +147,9 @@ def h3(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 def hyena(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
     """x_1 (h_1 * (x_2 (h_2 * ... (x_N v)))), each convolution a sum over past tokens (Poli et al., 2023, Def. 3.1)."""
-    width, own, other = module.d_model, _shortly(module, deciding), _shortly(module, carried)
+    width, branch, other = module.d_model, _shortly(module, deciding), _shortly(module, carried)
     value = other[..., -width:]
-    gates = own[..., :-width].unflatten(-1, (module.order, width)).unbind(2)
+    gates = branch[..., :-width].unflatten(-1, (module.order, width)).unbind(2)
     filters = module.filter_fn(deciding.shape[1]).unflatten(0, (width, module.order - 1))
     skips = module.filter_fn.bias.unflatten(0, (width, module.order - 1))
     for n in range(module.order - 1):
@@ -160,8 +160,8 @@ def hyena(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 def multi_hyena(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
     """q_i sum_j h_{i-j} k_j v_j a head, a sum over past tokens (Massaroli et al., 2023, Section 4)."""
-    heads, own, other = module.num_heads, _shortly(module, deciding), _shortly(module, carried)
-    query, key, _ = (part.unflatten(-1, (heads, -1)) for part in own.chunk(3, dim=-1))
+    heads, branch, other = module.num_heads, _shortly(module, deciding), _shortly(module, carried)
+    query, key, _ = (part.unflatten(-1, (heads, -1)) for part in branch.chunk(3, dim=-1))
     value = other.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1))
     product = key[..., :, None] * value[..., None, :]
     size = product[0, 0, 0].numel()

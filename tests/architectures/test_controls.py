@@ -85,9 +85,9 @@ def without_last_delta(mixer: ScalarDecay) -> ScalarDecay:
 
 def exclusive(mixer: ScalarDecay) -> Dense:
     """Reads the state before the current step's decay: exp(G_{i-1} - G_j) for j < i."""
-    own = torch.exp(-mixer._log_decay).transpose(1, 2).unsqueeze(-1)
+    growth = torch.exp(-mixer._log_decay).transpose(1, 2).unsqueeze(-1)
     whole = mixer.materialize()
-    return Dense((whole * own).tril(-1) + whole.triu())
+    return Dense((whole * growth).tril(-1) + whole.triu())
 
 
 def rest_of_the_record(call: Call, chain: Chain) -> Chain:

@@ -84,9 +84,9 @@ def test_the_whole_model_has_the_host_s_gradient_through_its_operators(name: str
         return torch.autograd.grad(out[0].pow(2).sum(), x)[0]
 
     with promoted():
-        own = gradient()
+        reference = gradient()
         with through_operators(model):
-            assert relative_error(gradient(), own) <= 1e-9
+            assert relative_error(gradient(), reference) <= 1e-9
 
 
 @one_of_each
@@ -94,8 +94,8 @@ def test_a_trace_runs_what_the_model_runs(name: str) -> None:
     host = named(name)
     model = host.model().double()
     with torch.no_grad():
-        own = model(host.inputs())[0]
-    assert relative_error(trace(model, host.inputs()).output[0], own) <= tolerance("unpromoted", torch.float64)
+        reference = model(host.inputs())[0]
+    assert relative_error(trace(model, host.inputs()).output[0], reference) <= tolerance("unpromoted", torch.float64)
 
 
 def test_a_trace_runs_without_a_cache() -> None:
@@ -152,8 +152,8 @@ def delta_rule(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tenso
         memories = memories or [torch.zeros(*k.shape, value.shape[-1] // heads, dtype=k.dtype) for _ in "12"]
         for which, stream in enumerate((u, v)):
             memory = memories[which] * decay
-            held = (memory * k[..., None]).sum(-2)
-            correction = strength[..., None] * (stream.unflatten(-1, (heads, -1)) - held)
+            read = (memory * k[..., None]).sum(-2)
+            correction = strength[..., None] * (stream.unflatten(-1, (heads, -1)) - read)
             memories[which] = memory + k[..., None] * correction[..., None, :]
             reads.append((memories[which] * q[..., None]).sum(-2) / state**0.5)
         rms = (reads[0].pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()

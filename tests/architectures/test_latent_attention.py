@@ -23,9 +23,9 @@ def named(name: str) -> Host:
 def test_a_trace_runs_what_the_model_runs(host: Host) -> None:
     model = host.model().double()
     with torch.no_grad():
-        own = model(host.inputs())[0]
+        reference = model(host.inputs())[0]
     # Hosts force float32 inside, and their own fused attention rounds in another order.
-    assert relative_error(trace(model, host.inputs()).output[0], own) <= tolerance("unpromoted", torch.float64)
+    assert relative_error(trace(model, host.inputs()).output[0], reference) <= tolerance("unpromoted", torch.float64)
 
 
 def test_values_pass_a_frozen_norm_in_the_latent() -> None:
@@ -114,8 +114,8 @@ def test_a_latent_from_another_layer_is_refused_where_it_is_needed() -> None:
     latent = dict(num_key_value_heads=4, kv_lora_rank=6, qk_rope_head_dim=2, qk_nope_head_dim=3, v_head_dim=5)
     index = dict(index_topk=4, index_head_dim=6, index_n_heads=8, kv_source_layers=[0, 0], no_rope_layers=[1, 1])
     config = MistralLarge4TextConfig(**settings, **latent, **index, mlp_layer_types=["dense"] * 2, pad_token_id=None)
-    own, shared = trace(randomize(MistralLarge4TextModel(config).eval()), torch.arange(7)[None]).layers
-    assert own.operator.reconstruction_error() <= 1e-5
+    reference, shared = trace(randomize(MistralLarge4TextModel(config).eval()), torch.arange(7)[None]).layers
+    assert reference.operator.reconstruction_error() <= 1e-5
     assert shared.operator.matrix("core").shape == (1, 7, 7)
     with pytest.raises(UncoveredError, match="is_kv_shared_layer"):
         shared.operator.contributions(-1)

@@ -174,8 +174,8 @@ def s6(
     for t in range(deciding.shape[1]):
         real = mask[:, t, None].to(deciding.dtype)
         enters, leaves = (real, 1) if masks_by_function(module) else (1, real)
-        own, gate = project(deciding[:, t] * enters)
-        decided.append(own * leaves)
+        branch, gate = project(deciding[:, t] * enters)
+        decided.append(branch * leaves)
         carries.append(project(carried[:, t] * enters)[0] * leaves)
         convolved = convolve(kernel, bias, decided)
         u = act(module.activation, convolved, convolved) * real
@@ -222,8 +222,8 @@ def zamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) ->
     def select(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         deltas, keys, queries = [], [], []
         for head in range(module.n_mamba_heads):
-            own = u[:, head * width : (head + 1) * width]
-            step, key, query = (own @ module.x_proj_weight[head].T).split([rank, size, size], dim=-1)
+            branch = u[:, head * width : (head + 1) * width]
+            step, key, query = (branch @ module.x_proj_weight[head].T).split([rank, size, size], dim=-1)
             step = step @ module.dt_proj_weight[head].T + module.dt_proj_bias[head]
             deltas.append(functional.softplus(step))
             keys += [key] * width

@@ -30,8 +30,8 @@ def padded(name: str, where: slice) -> Tensor:
 
 def check(name: str, mask: Tensor) -> None:
     model = host(name).model()
-    given = {"input_ids": host(name).inputs(), "attention_mask": mask}
-    assert own_output(model, copy.deepcopy(model).double(), given, trace(model, given)) is None
+    inputs = {"input_ids": host(name).inputs(), "attention_mask": mask}
+    assert own_output(model, copy.deepcopy(model).double(), inputs, trace(model, inputs)) is None
 
 
 FILLED = pytest.mark.xfail(

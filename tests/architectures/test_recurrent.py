@@ -67,8 +67,8 @@ def seen_outputs(model: nn.Module, layers: tuple[Layer, ...]) -> Iterator[list[T
 
 @every_host
 def test_layers_stand_in_the_order_of_the_configuration(host: Host) -> None:
-    found = trace(host.model(), host.inputs())
-    assert [layer.architecture for layer in found.layers] == kinds(host.model(), host)
+    host_trace = trace(host.model(), host.inputs())
+    assert [layer.architecture for layer in host_trace.layers] == kinds(host.model(), host)
 
 
 @every_host
@@ -106,13 +106,13 @@ def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> Non
 @every_host
 def test_gradients_are_the_hosts_own(host: Host) -> None:
     model, ids = host.model().double(), host.inputs()
-    found = trace(model, ids)
-    grads = found.gradient(-1)
-    inner = [layer.before_output(grad) for layer, grad in zip(found.layers, grads, strict=True)]
-    with seen_outputs(model, found.layers) as outputs:
+    host_trace = trace(model, ids)
+    grads = host_trace.gradient(-1)
+    inner = [layer.before_output(grad) for layer, grad in zip(host_trace.layers, grads, strict=True)]
+    with seen_outputs(model, host_trace.layers) as outputs:
         logits = model(ids, use_cache=False).logits[:, -1]
-    own = torch.autograd.grad(logits.amax(-1).sum(), outputs)
-    for grad, expected in zip(grads, own, strict=True):
+    reference = torch.autograd.grad(logits.amax(-1).sum(), outputs)
+    for grad, expected in zip(grads, reference, strict=True):
         assert relative_error(grad, expected) <= tolerance("unpromoted", torch.float64)
     assert all(torch.isfinite(grad).all() for grad in inner)
 
@@ -121,8 +121,8 @@ def test_gradients_are_the_hosts_own(host: Host) -> None:
 def test_a_hybrid_is_listed_whole(name: str) -> None:
     host = named(name)
     model = host.model()
-    found = trace(model, host.inputs())
-    assert [layer.architecture for layer in found.layers] == kinds(model, host)
+    host_trace = trace(model, host.inputs())
+    assert [layer.architecture for layer in host_trace.layers] == kinds(model, host)
     expected = {
         "rwkv4": "RWKV-4",
         "rwkv4_channel": "RWKV-4 channel mixing",
@@ -132,11 +132,11 @@ def test_a_hybrid_is_listed_whole(name: str) -> None:
         "lfm2": "LFM2",
     }
     a_block = 2 if name == "rwkv" else 1
-    for number, layer in enumerate(found.layers):
+    for number, layer in enumerate(host_trace.layers):
         assert f".{number // a_block}." in layer.name
         assert expected.get(layer.architecture, "softmax attention") in layer.kind
         assert layer.residual is not None
-    assert [len(step.layers) for step in found.steps] == [1] * host.layers
+    assert [len(step.layers) for step in host_trace.steps] == [1] * host.layers
 
 
 def test_minimax_adds_a_part_of_its_output() -> None:
@@ -193,8 +193,8 @@ def test_packed_sequences_are_segments(name: str) -> None:
 def test_a_reset_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     host = named("recurrent gemma")
     inputs = {"input_ids": torch.arange(26).reshape(2, 13), "position_ids": packed((6, 7), 2)}
-    kept = DiagonalDecay.__init__
-    monkeypatch.setattr(DiagonalDecay, "__init__", lambda *args, reset, **rest: kept(*args, **rest))
+    constructor = DiagonalDecay.__init__
+    monkeypatch.setattr(DiagonalDecay, "__init__", lambda *args, reset, **rest: constructor(*args, **rest))
     with pytest.raises(AssertionError, match="law 'reconstruction' does not hold"):
         check_architecture(host.model(), inputs)
 

@@ -75,11 +75,11 @@ def test_a_model_of_every_mixer_lists_its_layers_in_order() -> None:
     }
     mixers = iter(kinds.values())
     hybrid = randomize(MixerForCausalLM(VOCABULARY, 6, len(kinds), lambda: next(mixers)()).eval())
-    found = trace(hybrid, torch.randint(VOCABULARY, (2, 9)))
-    assert [layer.kind for layer in found.layers] == list(kinds)
-    assert [layer.name for layer in found.layers] == [f"layers.{at}.mixer" for at in range(len(kinds))]
-    assert all(layer.operator.reconstruction_error() <= 1e-5 for layer in found.layers)
-    assert all(layer.multiplier == 1 and layer.residual is not None for layer in found.layers)
+    host_trace = trace(hybrid, torch.randint(VOCABULARY, (2, 9)))
+    assert [layer.kind for layer in host_trace.layers] == list(kinds)
+    assert [layer.name for layer in host_trace.layers] == [f"layers.{at}.mixer" for at in range(len(kinds))]
+    assert all(layer.operator.reconstruction_error() <= 1e-5 for layer in host_trace.layers)
+    assert all(layer.multiplier == 1 and layer.residual is not None for layer in host_trace.layers)
 
 
 @pytest.mark.parametrize("name", ["vim, biases", "vim, chunk and one", "dss, softmax", "dss, softmax, long kernel"])
@@ -131,7 +131,7 @@ def test_softmax_dss_warns_that_padding_changes_its_kernel() -> None:
         found = trace(softmax, padded).layers[0].operator.matrix()
     alone = trace(softmax, ids[:, 1:]).layers[0].operator.matrix()
     assert relative_error(found[:, 1:, 1:], alone) > 1e-3
-    found, alone = (trace(exponential, given).layers[0].operator.matrix() for given in (padded, ids[:, 1:]))
+    found, alone = (trace(exponential, inputs).layers[0].operator.matrix() for inputs in (padded, ids[:, 1:]))
     assert relative_error(found[:, 1:, 1:], alone) <= 1e-6
 
 
@@ -188,8 +188,8 @@ def test_multi_head_hyena_with_a_head_a_channel_is_hyena() -> None:
     one.load_state_dict(many.state_dict())
     ids = torch.randint(VOCABULARY, (2, 9))
     for scope in ("core", "unified"):
-        own, other = (trace(model, ids).layers[0].operator.matrix(scope, heads=None) for model in (many, one))
-        assert relative_error(own, other) <= EXACT
+        reference, other = (trace(model, ids).layers[0].operator.matrix(scope, heads=None) for model in (many, one))
+        assert relative_error(reference, other) <= EXACT
 
 
 def test_s5_heads_are_its_modes_and_its_adjoint_is_real() -> None:
@@ -226,8 +226,8 @@ def test_gradients_through_the_adapter_are_the_hosts_own(name: str) -> None:
 
     hooks = [layer.mixer.register_forward_hook(keep) for layer in model.layers]
     with torch.enable_grad():
-        own = torch.autograd.grad(model(ids).logits[:, -1, 2].sum(), outputs)
+        reference = torch.autograd.grad(model(ids).logits[:, -1, 2].sum(), outputs)
     for hook in hooks:
         hook.remove()
-    for found, expected in zip(trace(model, ids).gradient(logit=2), own, strict=True):
+    for found, expected in zip(trace(model, ids).gradient(logit=2), reference, strict=True):
         assert relative_error(found, expected) <= EXACT

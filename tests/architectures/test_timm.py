@@ -110,9 +110,9 @@ def test_vision_models_are_explained_from_their_class_logits() -> None:
 
 def test_gradients_through_the_adapter_are_the_hosts_own() -> None:
     model, x = block(gated=True, qk_norm=True, scale_norm=True), tokens().requires_grad_()
-    (own,) = torch.autograd.grad(model(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
     layer = trace(model, x.detach()).layers[0]
     with torch.enable_grad():
         flow = layer._flow(x)
-        (found,) = torch.autograd.grad((x + flow.value).square().sum(), x)
-    torch.testing.assert_close(found, own)
+        (gradient,) = torch.autograd.grad((x + flow.value).square().sum(), x)
+    torch.testing.assert_close(gradient, expected)

@@ -63,11 +63,11 @@ def named(table: tuple[Host, ...], name: str) -> Host:
 @pytest.mark.skipif(transformers.__version__ not in LEFT_OUT, reason=f"about transformers {OLDEST} and {NEWEST}")
 def test_nothing_is_left_out_but_what_is_listed() -> None:
     hosts = [host for name, table in tables().items() if name not in ("fla", "timm") for host in table]
-    found = {host.name: reason for host in hosts if (reason := unavailable(host)) is not None}
+    reasons = {host.name: reason for host in hosts if (reason := unavailable(host)) is not None}
     expected = LEFT_OUT[transformers.__version__]
-    assert found.keys() == expected.keys()
-    assert [name for name, reason in found.items() if expected[name] not in reason] == []
-    assert all(transformers.__version__ in reason for reason in found.values())
+    assert reasons.keys() == expected.keys()
+    assert [name for name, reason in reasons.items() if expected[name] not in reason] == []
+    assert all(transformers.__version__ in reason for reason in reasons.values())
 
 
 @oldest

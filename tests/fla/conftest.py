@@ -19,10 +19,10 @@ import torch
 
 def _reason_to_skip() -> str | None:
     try:
-        found = importlib.util.find_spec("fla")
+        spec = importlib.util.find_spec("fla")
     except ModuleNotFoundError:
         return "flash-linear-attention is hidden from this process"
-    if found is None:
+    if spec is None:
         return "flash-linear-attention is not installed"
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton was imported without its interpreter; run these tests as a process of their own"

@@ -46,8 +46,8 @@ def delta_rule(query: Tensor, key: Tensor, strength: Tensor, log_decay: Tensor, 
     outputs = []
     for q, k, b, g, v in zip(query, key, strength, log_decay, value, strict=True):
         state = torch.exp(g)[..., None] * state
-        held = torch.einsum("hn,hnp->hp", k, state)
-        state = state + torch.einsum("hn,hp->hnp", b[:, None] * k, v - held)
+        read = torch.einsum("hn,hnp->hp", k, state)
+        state = state + torch.einsum("hn,hp->hnp", b[:, None] * k, v - read)
         outputs.append(torch.einsum("hn,hnp->hp", q, state))
     return torch.stack(outputs)
 

@@ -423,9 +423,9 @@ def frozen(module: nn.Module, layer: Layer, carried: dict[str, Tensor]) -> Tenso
     `carried` holds a stream for each port of the layer.
     """
     module = copy.deepcopy(module).double()
-    deciding, given = layer.operator.inputs, {}
+    deciding, inputs = layer.operator.inputs, {}
     for name in PARAMETERS.get(layer.architecture, ()):
-        given[name] = layer.arguments.get(name)
+        inputs[name] = layer.arguments.get(name)
     real = torch.ones(layer.input.shape[:2], dtype=torch.bool) if layer.mask is None else layer.mask
     result = torch.zeros(layer.output.shape, dtype=torch.float64)
     with torch.no_grad():
@@ -433,5 +433,5 @@ def frozen(module: nn.Module, layer: Layer, carried: dict[str, Tensor]) -> Tenso
             streams = [s[port][b, tokens].double() for port in carried for s in (deciding, carried)]
             if layer.architecture == "fla_rwkv7" and len(streams) == 2:
                 streams += [torch.zeros(0)] * 2
-            result[b, tokens] = RECURRENCES[layer.architecture](module, *streams, **given)
+            result[b, tokens] = RECURRENCES[layer.architecture](module, *streams, **inputs)
     return result

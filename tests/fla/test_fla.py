@@ -78,12 +78,12 @@ def doubled(layer: Layer) -> Layer:
 @every_host
 def test_operators_return_what_the_kernels_did(host: Host) -> None:
     with left_as_found(model(host)):
-        found = traced(host, "plain")
+        host_trace = traced(host, "plain")
     expected = HYBRIDS.get(host.name, [host.architecture] * host.layers)
     if "rwkv" in host.architecture:
         expected = [host.architecture, f"{host.architecture}_channel"] * (host.layers // 2)
-    assert [layer.architecture for layer in found.layers] == expected
-    for layer in found.layers:
+    assert [layer.architecture for layer in host_trace.layers] == expected
+    for layer in host_trace.layers:
         for law in HOST_LAWS.values():
             law(layer.operator, tolerance("reconstruction", torch.float32))
             law(doubled(layer).operator, tolerance("reconstruction", torch.float32))
@@ -92,9 +92,9 @@ def test_operators_return_what_the_kernels_did(host: Host) -> None:
 @every_host
 @pytest.mark.parametrize("form", ["padded", "alone"])
 def test_padding_is_kept_out_as_the_host_keeps_it_out(host: Host, form: str) -> None:
-    found = traced(host, form)
-    mask = found._given["attention_mask"].bool()
-    for k, layer in enumerate(found.layers):
+    host_trace = traced(host, form)
+    mask = host_trace._given["attention_mask"].bool()
+    for k, layer in enumerate(host_trace.layers):
         for law in HOST_LAWS.values():
             law(layer.operator, tolerance("reconstruction", torch.float32))
         padding_law(layer.operator, mask, tolerance("law", torch.float32))
@@ -160,8 +160,8 @@ def test_gradients_are_the_host_s_own(name: str) -> None:
     for hook in hooks:
         hook.remove()
     own = torch.autograd.grad(logit, outputs)
-    for got, expected in zip(traced(host, "plain").gradient(-1, 3), own, strict=True):
-        assert relative_error(got, expected) <= tolerance("reconstruction", torch.float32)
+    for actual, expected in zip(traced(host, "plain").gradient(-1, 3), own, strict=True):
+        assert relative_error(actual, expected) <= tolerance("reconstruction", torch.float32)
 
 
 def test_padding_between_tokens_is_refused() -> None:

@@ -47,19 +47,19 @@ def test_the_map_is_inclusive() -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_chunked_scan_is_the_recurrence(length: int, dtype: torch.dtype) -> None:
-    given = factors(length, dtype)
-    assert relative_error(scalar_scan(**given), by_definition(**given)) < tolerance("law", dtype)
+    inputs = factors(length, dtype)
+    assert relative_error(scalar_scan(**inputs), by_definition(**inputs)) < tolerance("law", dtype)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_chunked_scan_has_the_gradients_of_the_recurrence(length: int) -> None:
-    given = {name: t.requires_grad_() for name, t in factors(length, torch.float64).items()}
+    inputs = {name: t.requires_grad_() for name, t in factors(length, torch.float64).items()}
     weights = torch.randn(2, length, 4, 5, dtype=torch.float64)
-    chunked = torch.autograd.grad((scalar_scan(**given) * weights).sum(), list(given.values()), allow_unused=True)
-    defined = torch.autograd.grad((by_definition(**given) * weights).sum(), list(given.values()), allow_unused=True)
-    for name, got, expected in zip(given, chunked, defined, strict=True):
-        nothing = torch.zeros_like(given[name])
-        error = relative_error(nothing if got is None else got, nothing if expected is None else expected)
+    chunked = torch.autograd.grad((scalar_scan(**inputs) * weights).sum(), list(inputs.values()), allow_unused=True)
+    defined = torch.autograd.grad((by_definition(**inputs) * weights).sum(), list(inputs.values()), allow_unused=True)
+    for name, actual, expected in zip(inputs, chunked, defined, strict=True):
+        nothing = torch.zeros_like(inputs[name])
+        error = relative_error(nothing if actual is None else actual, nothing if expected is None else expected)
         assert error < 1e-12, name
 
 
@@ -74,11 +74,11 @@ def test_the_adjoint_scan_is_the_transposed_map(length: int) -> None:
 @pytest.mark.parametrize("strong", [-20.0, -100.0, -1e3, -1e4])
 @pytest.mark.parametrize("scan", [scalar_scan, scalar_scan_adjoint])
 def test_a_strong_decay_costs_the_tokens_after_it_no_digits(scan, strong: float) -> None:
-    given = factors(130, torch.float32)
-    weak = 0.05 * given["log_decay"]
-    given["log_decay"] = torch.where(torch.rand(weak.shape) < 0.15, torch.tensor(strong), weak)
-    wide = scan(*(t.double() for t in given.values()))
-    assert relative_error(scan(*given.values()), wide) < 2e-6
+    inputs = factors(130, torch.float32)
+    weak = 0.05 * inputs["log_decay"]
+    inputs["log_decay"] = torch.where(torch.rand(weak.shape) < 0.15, torch.tensor(strong), weak)
+    wide = scan(*(t.double() for t in inputs.values()))
+    assert relative_error(scan(*inputs.values()), wide) < 2e-6
 
 
 def test_groups_serve_consecutive_heads() -> None:
@@ -111,13 +111,13 @@ def test_states_that_are_made_again_have_the_same_gradients(
     query, key, value = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(3))
     decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
     value = torch.randn(2, length, 4, 2, dtype=torch.float64)
-    given = [t.double().requires_grad_() for t in (query, key, decay, scale, rate, value)]
+    inputs = [t.double().requires_grad_() for t in (query, key, decay, scale, rate, value)]
     weights = torch.randn(2, length, 4, 2, dtype=torch.float64)
 
     def gradients() -> list[Tensor]:
-        *factors, vectors = given
+        *factors, vectors = inputs
         total = (getattr(tiled, passed)(*factors, None, vectors) * weights).sum()
-        return list(torch.autograd.grad(total, given))
+        return list(torch.autograd.grad(total, inputs))
 
     kept = gradients()
     monkeypatch.setattr(tiled, "KEPT", 8)
@@ -150,15 +150,15 @@ def test_the_diagonal_scan_is_the_recurrence_whatever_is_differentiated(
     query, key = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(2))
     decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
     value = torch.randn(2, length, 4, channels, dtype=torch.float64)
-    given = [t.double() for t in (query, key, decay, scale, rate, value)]
+    inputs = [t.double() for t in (query, key, decay, scale, rate, value)]
     if alone is not None:
-        given[alone].requires_grad_()
-    expected = token_by_token(*given, back)
-    got = (tiled.diagonal_scan_adjoint if back else tiled.diagonal_scan)(*given[:5], None, given[5])
-    assert relative_error(got.detach(), expected.detach()) < 1e-13
+        inputs[alone].requires_grad_()
+    expected = token_by_token(*inputs, back)
+    actual = (tiled.diagonal_scan_adjoint if back else tiled.diagonal_scan)(*inputs[:5], None, inputs[5])
+    assert relative_error(actual.detach(), expected.detach()) < 1e-13
     if alone is not None:
         weights = torch.randn_like(expected)
-        one, other = (torch.autograd.grad((t * weights).sum(), given[alone])[0] for t in (got, expected))
+        one, other = (torch.autograd.grad((t * weights).sum(), inputs[alone])[0] for t in (actual, expected))
         assert relative_error(one, other) < 1e-12
 
 

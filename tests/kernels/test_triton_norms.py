@@ -33,8 +33,8 @@ def reference(order: Order, rows: int, outs: int, sequences: int = 2) -> Tensor 
 def check(
     vectors: Tensor, weight: Tensor, order: Order, y: Tensor | None, bound: float = 1e-5, **options: Any
 ) -> float:
-    got = form.norms(vectors, weight, order=order, reference=y, **options)
-    error = relative_error(got, naive.norms(vectors, weight, order=order, reference=y))
+    actual = form.norms(vectors, weight, order=order, reference=y, **options)
+    error = relative_error(actual, naive.norms(vectors, weight, order=order, reference=y))
     assert error < bound
     return error
 
@@ -72,24 +72,24 @@ def test_a_coarse_product_rounds_its_inputs_alone() -> None:
 @pytest.mark.parametrize("outs", [100, 300])
 def test_what_is_held_is_what_was_said(outs: int, order: Order) -> None:
     vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, outs, 35)
-    said = 4 * form.held_elements(vectors.shape, outs)
+    estimate = 4 * form.held_elements(vectors.shape, outs)
     counted = peak_of(lambda: form.norms(vectors, weight, order=order)).peak
     # The poison is one number more.
-    assert said / 2 <= counted <= said + 4
+    assert estimate / 2 <= counted <= estimate + 4
 
 
 @pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "mamba2", "gpt2"])
 @pytest.mark.parametrize(("method", "options"), [("latim", {"p": 1.0}), ("latim", {"p": 2.0}), ("alti", {})])
 def test_methods_take_them(name: str, method: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    found = trace(host(name).model(), host(name).inputs())
+    host_trace = trace(host(name).model(), host(name).inputs())
     called: list[object] = []
     norms = form.norms
     monkeypatch.setattr(form, "norms", lambda *a, **k: called.append(a) or norms(*a, **k))
-    expected = ula.explain(found, method=method, **options).scores
+    expected = ula.explain(host_trace, method=method, **options).scores
     assert not called
     with using("triton"):
-        got = ula.explain(found, method=method, **options).scores
+        actual = ula.explain(host_trace, method=method, **options).scores
     # Norms of few channels are taken without the vectors.
     assert bool(called) == ((name, options) != ("gpt2", {"p": 2.0}))
-    assert relative_error(got, expected) < 1e-5
+    assert relative_error(actual, expected) < 1e-5

@@ -81,8 +81,8 @@ def test_it_is_its_definition(length: int, rows: int) -> None:
 )
 def test_it_is_its_definition_in_many_tiles(length: int, rows: int, small: None) -> None:
     left, taps = weights(length)
-    for given in ((None, taps), (left, None)):
-        assert compared(length, rows, given) < 1e-5
+    for inputs in ((None, taps), (left, None)):
+        assert compared(length, rows, inputs) < 1e-5
 
 
 @pytest.mark.slow

@@ -49,12 +49,14 @@ def test_it_is_its_definition(module, length: int, sign: str) -> None:
     one = torch.ones(BATCH, length, HEADS, dtype=dtype)
     shape = (BATCH, length, HEADS, STATE)
     # With weights and taps in blocks of rows of any size; without both in the default ones.
-    got = module.row_product(of, shape, row, weight, left, taps, sign=sign, rows=50)
+    actual = module.row_product(of, shape, row, weight, left, taps, sign=sign, rows=50)
     every = {lag: tap.expand_as(one) for lag, tap in taps.items()}
-    assert relative_error(got, naive.row_product(*factors, left, every, row, weight, sign)) < bound
+    assert relative_error(actual, naive.row_product(*factors, left, every, row, weight, sign)) < bound
     if sign != "keep":
-        got = module.row_product(of, shape, row, sign=sign)
-        assert relative_error(got, naive.row_product(*factors, one, {0: one}, row, torch.ones_like(row), sign)) < bound
+        actual = module.row_product(of, shape, row, sign=sign)
+        assert (
+            relative_error(actual, naive.row_product(*factors, one, {0: one}, row, torch.ones_like(row), sign)) < bound
+        )
 
 
 def test_rows_and_weights_may_be_strided() -> None:
@@ -62,5 +64,5 @@ def test_rows_and_weights_may_be_strided() -> None:
     row = torch.randn(100, BATCH).T
     weight = torch.randn(BATCH, 1).expand(-1, 100)
     one = torch.ones(BATCH, 100, HEADS)
-    got = form.row_product(of, (BATCH, 100, HEADS, STATE), row, weight, left, sign="abs")
-    assert relative_error(got, naive.row_product(*factors, left, {0: one}, row, weight, "abs")) < 1e-5
+    actual = form.row_product(of, (BATCH, 100, HEADS, STATE), row, weight, left, sign="abs")
+    assert relative_error(actual, naive.row_product(*factors, left, {0: one}, row, weight, "abs")) < 1e-5

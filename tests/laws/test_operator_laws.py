@@ -80,8 +80,8 @@ def test_a_gate_and_a_skip_tell_the_scopes_apart() -> None:
     op = operator("mamba", BY_NAME["dense"], Draw(6, 2, 9, torch.float64))
     core, mixer, unified = (op.matrix(scope, heads=None) for scope in ("core", "mixer", "unified"))
     skip = op.chains["x"][4].chains[1][0].scale[0, 0]
-    own = skip[None, :, None].expand(2, -1, 9)
-    assert relative_error((mixer - core).diagonal(dim1=-2, dim2=-1), own) < 1e-12
+    diagonal = skip[None, :, None].expand(2, -1, 9)
+    assert relative_error((mixer - core).diagonal(dim1=-2, dim2=-1), diagonal) < 1e-12
     assert relative_error(unified, mixer.repeat_interleave(2, dim=1)) > 0.1
 
 

@@ -26,11 +26,11 @@ class Case:
     define: Callable[[Factors, Tensor], Tensor]
 
 
-def error(got: Tensor, expected: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """Relative error, 0 where both are zero, infinite where a number is not finite."""
-    if not torch.isfinite(got).all():
+    if not torch.isfinite(actual).all():
         return float("inf")
-    difference = float((got.double() - expected.double()).norm())
+    difference = float((actual.double() - expected.double()).norm())
     return difference and difference / float(expected.double().norm())
 
 
@@ -57,9 +57,9 @@ def check_definition(case: Case, factors: Factors, dtype: torch.dtype) -> None:
     factors = cast(factors, dtype)
     mixer = case.build(factors)
     value = values(mixer, dtype=dtype)
-    got = mixer.apply(value)
-    assert got.dtype == dtype
-    worst = error(got, case.define(factors, value))
+    actual = mixer.apply(value)
+    assert actual.dtype == dtype
+    worst = error(actual, case.define(factors, value))
     assert worst <= PRECISION[dtype], f"apply is not the recurrence: {worst:.1e}"
 
 
@@ -132,9 +132,9 @@ def check_gradients(case: Case, factors: Factors) -> None:
 
     value = values(case.build(factors))
     weight = torch.randn_like(case.define(factors, value))
-    got, expected = gradients(lambda f, v: case.build(f).apply(v)), gradients(case.define)
+    actual, expected = gradients(lambda f, v: case.build(f).apply(v)), gradients(case.define)
     for name, gradient in expected.items():
-        assert error(got[name], gradient) <= 1e-10, f"the gradient by {name} is not the recurrence's"
+        assert error(actual[name], gradient) <= 1e-10, f"the gradient by {name} is not the recurrence's"
 
 
 def check_finite_gradients(case: Case, factors: Factors) -> None:
@@ -142,8 +142,8 @@ def check_finite_gradients(case: Case, factors: Factors) -> None:
     for operation in ("apply", "adjoint", "materialize", "diagonal"):
         leaves = {name: factor.float().requires_grad_() for name, factor in factors.items()}
         mixer = case.build(leaves)
-        given = (values(mixer, dtype=torch.float32),) if operation in ("apply", "adjoint") else ()
-        getattr(mixer, operation)(*given).sum().backward()
+        inputs = (values(mixer, dtype=torch.float32),) if operation in ("apply", "adjoint") else ()
+        getattr(mixer, operation)(*inputs).sum().backward()
         for name, leaf in leaves.items():
             gradient = torch.zeros(1) if leaf.grad is None else leaf.grad
             assert torch.isfinite(gradient).all(), f"{operation} has no finite gradient by {name}"

@@ -69,17 +69,17 @@ def test_gradients_are_those_of_the_definition(structure: Structure, operation: 
     leaves = {name: factor.requires_grad_() for name, factor in factors.items() if factor.is_floating_point()}
     mixer = structure.bind(draw)(**factors)
     whole = alpha(structure, 9, factors).expand(mixer.shape)
-    given, index = torch.randn(2, 9, mixer.heads, 3, dtype=torch.float64), torch.tensor([[0, 4], [8, 2]])
-    got = {
-        "apply": lambda: mixer.apply(given),
-        "adjoint": lambda: mixer.adjoint(given),
+    inputs, index = torch.randn(2, 9, mixer.heads, 3, dtype=torch.float64), torch.tensor([[0, 4], [8, 2]])
+    actual = {
+        "apply": lambda: mixer.apply(inputs),
+        "adjoint": lambda: mixer.adjoint(inputs),
         "materialize": lambda: mixer.materialize(),
         "rows": lambda: mixer.rows(index),
         "diagonal": lambda: mixer.diagonal(),
     }[operation]()
     expected = {
-        "apply": lambda: torch.einsum("bhij,bjhp->bihp", whole, given),
-        "adjoint": lambda: torch.einsum("bhij,bihp->bjhp", whole, given),
+        "apply": lambda: torch.einsum("bhij,bjhp->bihp", whole, inputs),
+        "adjoint": lambda: torch.einsum("bhij,bihp->bjhp", whole, inputs),
         "materialize": lambda: whole,
         "rows": lambda: whole.gather(2, index[:, None, :, None].expand(-1, mixer.heads, -1, 9)),
         "diagonal": lambda: whole.diagonal(dim1=-2, dim2=-1),
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_definition(structure: Structure, operation: 
         # Where a factor plays no part, such as a decay on the diagonal, nothing flows to it either way.
         flows = [
             torch.autograd.grad((y * weights).sum(), leaf, allow_unused=True, retain_graph=True)[0]
-            for y in (got, expected)
+            for y in (actual, expected)
         ]
         ours, theirs = (torch.zeros_like(leaf) if flow is None else flow for flow in flows)
         assert relative_error(ours, theirs) < 1e-11, name
@@ -121,10 +121,10 @@ def test_a_factor_that_is_not_finite_is_named(structure: Structure, number: floa
 
 
 def test_what_a_structure_says_about_itself() -> None:
-    said = {
+    estimate = {
         cls: (cls.structure, cls.causal, cls.data_controlled) for cls in (Dense, DiagonalDecay, ScalarDecay, Toeplitz)
     }
-    assert said == {
+    assert estimate == {
         Dense: ("dense", False, True),
         DiagonalDecay: ("diagonal decay", True, True),
         ScalarDecay: ("scalar decay", True, True),

@@ -105,11 +105,11 @@ def test_extreme_factors(extreme: str, kind: str) -> None:
         # One odd token among the others, so that a mild decay follows a strong one.
         partly = {**factors, name: delta.draw(70)[name]}
         partly[name][:, ::3] = level
-        for given in (factors, partly):
+        for inputs in (factors, partly):
             for dtype in laws.PRECISION:
-                laws.check_definition(delta, given, dtype)
-            laws.check_forms(build(given))
-            laws.check_finite_gradients(delta, given)
+                laws.check_definition(delta, inputs, dtype)
+            laws.check_forms(build(inputs))
+            laws.check_finite_gradients(delta, inputs)
 
 
 def test_a_full_replacement_is_recalled() -> None:

@@ -107,11 +107,11 @@ def test_extreme_factors(update: laws.Case, extreme: str) -> None:
     for name, level in EXTREMES[extreme].items():
         partly = {**factors, name: factors[name].clone()}
         partly[name][:, ::3] = level
-        for given in (partly, {**factors, name: torch.full_like(factors[name], level)}):
+        for inputs in (partly, {**factors, name: torch.full_like(factors[name], level)}):
             for dtype in laws.PRECISION:
-                laws.check_definition(update, given, dtype)
-            laws.check_forms(build(given))
-            laws.check_finite_gradients(update, given)
+                laws.check_definition(update, inputs, dtype)
+            laws.check_forms(build(inputs))
+            laws.check_finite_gradients(update, inputs)
 
 
 def test_without_a_bonus() -> None:

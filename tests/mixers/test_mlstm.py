@@ -76,11 +76,11 @@ def test_extreme_factors(name: str, level: float) -> None:
     factors = {**factors, "query": factors["query"].abs(), "key": factors["key"].abs()}
     partly = {**factors, name: factors[name].clone()}
     partly[name][:, ::3] = level
-    for given in (partly, {**factors, name: torch.full_like(factors[name], level)}):
+    for inputs in (partly, {**factors, name: torch.full_like(factors[name], level)}):
         for dtype in laws.PRECISION:
-            laws.check_definition(CASE, given, dtype)
-        laws.check_forms(build(given))
-        laws.check_finite_gradients(CASE, given)
+            laws.check_definition(CASE, inputs, dtype)
+        laws.check_forms(build(inputs))
+        laws.check_finite_gradients(CASE, inputs)
 
 
 def test_everything_forgotten_and_nothing_entered() -> None:

@@ -45,8 +45,8 @@ def test_the_matrix_is_a_softmax() -> None:
     factors = draw(130)
     lag = torch.arange(130)[:, None] - torch.arange(130) - 1
     scores = factors["key"].transpose(1, 2).unsqueeze(2) + lag * factors["log_decay"][:, None, None]
-    own = factors["key"].transpose(1, 2) + factors["bonus"][:, None]
-    scores = torch.where(lag == -1, own.unsqueeze(2), scores).masked_fill(lag < -1, -torch.inf)
+    current = factors["key"].transpose(1, 2) + factors["bonus"][:, None]
+    scores = torch.where(lag == -1, current.unsqueeze(2), scores).masked_fill(lag < -1, -torch.inf)
     matrix = build(factors).materialize()
     assert laws.error(matrix, scores.softmax(-1)) <= 1e-13
     assert laws.error(matrix.sum(-1), torch.ones(BATCH, HEADS, 130)) <= 1e-13
@@ -83,11 +83,11 @@ def test_extreme_factors(name: str, level: float) -> None:
     partly = {**factors, name: factors[name].clone()}
     partly[name][..., ::3] = level
     rising = {**factors, "key": factors["key"] + level * torch.linspace(-1, 1, 70)[:, None]}
-    for given in (partly, {**factors, name: torch.full_like(factors[name], level)}, rising):
+    for inputs in (partly, {**factors, name: torch.full_like(factors[name], level)}, rising):
         for dtype in laws.PRECISION:
-            laws.check_definition(CASE, given, dtype)
-        laws.check_forms(build(given))
-        laws.check_finite_gradients(CASE, given)
+            laws.check_definition(CASE, inputs, dtype)
+        laws.check_forms(build(inputs))
+        laws.check_finite_gradients(CASE, inputs)
 
 
 def test_keys_beyond_what_any_exponential_holds() -> None:

@@ -28,8 +28,8 @@ def resets(length: int) -> torch.Tensor:
 
 def case(reset: torch.Tensor) -> laws.Case:
     def define(factors: laws.Factors, value: torch.Tensor) -> torch.Tensor:
-        gone = factors["log_decay"].double().masked_fill(reset[..., None, None], -torch.inf)
-        return naive.decay_scan(factors["query"], factors["key"], gone, value)
+        log_decay = factors["log_decay"].double().masked_fill(reset[..., None, None], -torch.inf)
+        return naive.decay_scan(factors["query"], factors["key"], log_decay, value)
 
     return laws.Case(draw, lambda factors: DiagonalDecay(**factors, reset=reset), define)
 

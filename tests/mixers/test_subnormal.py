@@ -207,9 +207,9 @@ def test_no_product_reads_a_subnormal_number_whatever_decays(structure: str, dec
 def require_no_subnormal_operand(structure: str, dtype: torch.dtype, decay: str) -> None:
     mixer = STRUCTURES[structure](Draw(decay, dtype, LONG if structure in MAIN else SHORT))
     with torch.no_grad():
-        found = {name: counted(partial(operation, mixer)) for name, operation in OPERATIONS.items()}
-    assert {name: count.found for name, count in found.items() if count.found} == {}
-    assert sum(count.operands for count in found.values()) > 0
+        counts = {name: counted(partial(operation, mixer)) for name, operation in OPERATIONS.items()}
+    assert {name: count.found for name, count in counts.items() if count.found} == {}
+    assert sum(count.operands for count in counts.values()) > 0
 
 
 def test_without_the_flush_the_count_is_in_the_thousands(monkeypatch: pytest.MonkeyPatch) -> None:

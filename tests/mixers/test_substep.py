@@ -78,11 +78,11 @@ def test_passes_are_linear_in_length(monkeypatch) -> None:
 @pytest.mark.parametrize(("name", "level"), [("log_decay", -80.0), ("strength", 0.0), ("strength", 2.0), ("key", 0.0)])
 def test_extreme_factors(name: str, level: float) -> None:
     factors = draw(30)
-    given = {**factors, name: torch.full_like(factors[name], level)}
+    inputs = {**factors, name: torch.full_like(factors[name], level)}
     for dtype in laws.PRECISION:
-        laws.check_definition(case(0), given, dtype)
-    laws.check_forms(Substep(expanded(given), COUNT, 0))
-    laws.check_finite_gradients(case(0), given)
+        laws.check_definition(case(0), inputs, dtype)
+    laws.check_forms(Substep(expanded(inputs), COUNT, 0))
+    laws.check_finite_gradients(case(0), inputs)
 
 
 def test_the_wrong_substep_is_rejected() -> None:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from unilinattn.models.language_model import MixerForCausalLM
 
 
-def distance(found: Tensor, truth: Tensor) -> float:
+def distance(output: Tensor, truth: Tensor) -> float:
     """The norm of the difference, relative to the truth's."""
-    return ((found - truth).norm() / truth.norm()).item()
+    return ((output - truth).norm() / truth.norm()).item()
 
 
 def pairs(parameter: Tensor) -> Tensor:
@@ -49,9 +49,9 @@ def check_half_precision(layer: nn.Module, d_model: int) -> None:
     """A bfloat16 layer answers in bfloat16, close to the same weights in float64."""
     layer = layer.bfloat16()
     u = torch.randn(2, 20, d_model, dtype=torch.bfloat16)
-    found = layer(u)
-    assert found.dtype == torch.bfloat16
-    assert distance(found.double(), layer.double()(u.double())) < 3e-2
+    output = layer(u)
+    assert output.dtype == torch.bfloat16
+    assert distance(output.double(), layer.double()(u.double())) < 3e-2
 
 
 def check_training_drops_the_loss(mixer: Callable[[], nn.Module], d_model: int) -> None:

@@ -88,8 +88,8 @@ def test_float32_agrees_with_float64() -> None:
     for version in ("softmax", "exp"):
         layer = DSS(d_model=8, d_state=32, version=version)
         u = torch.randn(2, 64, 8)
-        found = layer(u).double()
-        assert distance(found, layer.double()(u.double())) < 1e-5
+        output = layer(u).double()
+        assert distance(output, layer.double()(u.double())) < 1e-5
 
 
 COMMON = {"D": (1, 6), "output_linear.weight": (6, 6), "output_linear.bias": (6, 1)}

@@ -33,8 +33,8 @@ def recurrence(layer: S4D, u: Tensor) -> Tensor:
     return carry * gate.sigmoid()
 
 
-def distance(found: Tensor, truth: Tensor) -> float:
-    return ((found - truth).norm() / truth.norm()).item()
+def distance(actual: Tensor, truth: Tensor) -> float:
+    return ((actual - truth).norm() / truth.norm()).item()
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 130])
@@ -165,9 +165,9 @@ def test_the_loss_is_that_of_the_next_token(model: S4DForCausalLM) -> None:
     labels = ids.clone()
     labels[:, :4] = -100
     output = model(ids, labels=labels)
-    asked = output.logits[:, 3:-1].flatten(0, 1)
+    logits = output.logits[:, 3:-1].flatten(0, 1)
     assert output.loss is not None
-    torch.testing.assert_close(output.loss, nn.CrossEntropyLoss()(asked, ids[:, 4:].flatten()))
+    torch.testing.assert_close(output.loss, nn.CrossEntropyLoss()(logits, ids[:, 4:].flatten()))
     assert model(ids).loss is None
 
 

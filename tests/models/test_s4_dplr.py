@@ -77,10 +77,10 @@ def test_it_starts_as_hippo_legs() -> None:
     identity = torch.eye(16, dtype=torch.float64)
     backward = torch.linalg.inv(identity - dt / 2 * hippo_matrix(16))
     # HiPPO-LegS is triangular, so both matrices' eigenvalues follow from its diagonal; the stored poles are float32.
-    found = torch.linalg.eigvals(a.to(torch.complex128))
+    eigenvalues = torch.linalg.eigvals(a.to(torch.complex128))
     expected = torch.linalg.eigvals(backward @ (identity + dt / 2 * hippo_matrix(16)))
     for power in range(1, 5):
-        torch.testing.assert_close((found**power).sum(), (expected**power).sum(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close((eigenvalues**power).sum(), (expected**power).sum(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_shorter_kernel_is_the_start_of_a_longer_one() -> None:
@@ -121,8 +121,8 @@ def test_outputs_that_were_tuned_to_a_length_are_set_back() -> None:
     tuned = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     for channel in range(3):
         a, _, c = discrete(plain, channel)
-        kept = c - c @ torch.linalg.matrix_power(a, 20)
-        tuned["layer.kernel.C"][0, channel] = torch.view_as_real(kept[:4])
+        coefficients = c - c @ torch.linalg.matrix_power(a, 20)
+        tuned["layer.kernel.C"][0, channel] = torch.view_as_real(coefficients[:4])
     tuned["layer.kernel.l_kernel"] = torch.tensor(20)
     loaded = S4(d_model=3, d_state=8).double()
     loaded.load_state_dict(tuned, strict=True)

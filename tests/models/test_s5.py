@@ -72,8 +72,8 @@ def test_it_starts_with_hippos_normal_part_in_blocks(blocks: int) -> None:
     root = torch.sqrt(torch.arange(size, dtype=torch.float64) + 0.5)
     normal = hippo_matrix(size) + torch.outer(root, root)
     expected = torch.linalg.eigvals(normal).imag.sort().values
-    found = layer.seq.Lambda_im.detach().double().unflatten(0, (blocks, size))
-    torch.testing.assert_close(found, expected.expand(blocks, -1), rtol=1e-5, atol=1e-5)
+    actual = layer.seq.Lambda_im.detach().double().unflatten(0, (blocks, size))
+    torch.testing.assert_close(actual, expected.expand(blocks, -1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer.seq.Lambda_re.detach(), torch.full((16,), -0.5))
 
 

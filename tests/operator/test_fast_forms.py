@@ -46,12 +46,12 @@ def check_vectors(op: MixerOperator) -> None:
     expected = op.contributions(range(op.output.shape[1]))
     for columns in (1, 4, 64):
         for causal in {False, form.causal}:
-            got = torch.zeros_like(expected)
+            actual = torch.zeros_like(expected)
             total = torch.zeros_like(op.output)
             for tile in form.tiles(causal, columns):
-                got[:, tile.rows, tile.cols] = tile.vectors().permute(0, 2, 3, 1)
+                actual[:, tile.rows, tile.cols] = tile.vectors().permute(0, 2, 3, 1)
                 total[:, tile.rows] += tile.total()
-            assert relative_error(got, expected) <= CLOSE
+            assert relative_error(actual, expected) <= CLOSE
             assert relative_error(total, expected.sum(2)) <= CLOSE
     check_norms(form.times(-1.5), -1.5 * expected, CLOSE)
 
@@ -63,22 +63,22 @@ def check_norms(form: PairwiseContributions, expected: Tensor, close: float) -> 
     whole.diagonal(dim1=1, dim2=2).add_(extra.transpose(1, 2))
     orders: list[tuple[Order, Tensor | None]] = [(2.0, None), (1.0, None), ("alti", y)]
     for order, reference in orders:
-        got = torch.zeros_like(expected[..., 0])
+        actual = torch.zeros_like(expected[..., 0])
         for tile in form.tiles(form.causal, 4, rows=8):
             at = None if reference is None else reference[:, tile.rows]
-            got[:, tile.rows, tile.cols] = tile.norms(order, extra=extra[:, tile.rows], reference=at)
+            actual[:, tile.rows, tile.cols] = tile.norms(order, extra=extra[:, tile.rows], reference=at)
         each = whole.permute(0, 3, 1, 2)
-        assert relative_error(got, naive.norms(each, None, order=order, reference=reference)) <= close
+        assert relative_error(actual, naive.norms(each, None, order=order, reference=reference)) <= close
 
 
 @every_host(HOSTS)
 def test_fast_forms_are_the_plain_rows(host: Host) -> None:
-    model, given = host.model(), host.inputs()
+    model, inputs = host.model(), host.inputs()
     if host.masks and "left" in host.masks and host.length > 3:
-        mask = torch.ones_like(given)
+        mask = torch.ones_like(inputs)
         mask[-1, :3] = 0
-        given = {"input_ids": given, "attention_mask": mask}
-    for layer in trace(model, given, dtype=torch.float64).layers:
+        inputs = {"input_ids": inputs, "attention_mask": mask}
+    for layer in trace(model, inputs, dtype=torch.float64).layers:
         if len(layer.operator.ports) == 1:
             for scope in ("core", "mixer", "unified"):
                 check_maps(layer.operator, scope)
@@ -113,10 +113,10 @@ def test_the_sum_of_two_layers_has_the_norms_of_the_sum() -> None:
     rows = torch.arange(queries).expand(layers[0].output.shape[0], -1)
     first, second = (layer.operator.contributions(range(queries)) for layer in layers)
     every = 0.5 * first + 2 * second
-    got = torch.zeros_like(every[..., 0])
+    actual = torch.zeros_like(every[..., 0])
     for tile in contribution_tiles(layers, (0.5, 2.0), rows, "exact"):
-        got[:, tile.rows, tile.cols] = tile.norms(2.0)
-    assert relative_error(got, every.norm(dim=-1)) <= 2e-6
+        actual[:, tile.rows, tile.cols] = tile.norms(2.0)
+    assert relative_error(actual, every.norm(dim=-1)) <= 2e-6
 
 
 def test_squares_of_some_heads_at_a_time_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

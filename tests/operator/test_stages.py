@@ -90,8 +90,8 @@ def test_a_token_wise_stage_restricts_to_tokens(name: str) -> None:
 
 
 def test_groups_tell_channels_apart() -> None:
-    found = {name: stage.groups for name, stage in stages().items()}
-    assert found == {
+    actual = {name: stage.groups for name, stage in stages().items()}
+    assert actual == {
         "matrix": None,
         "matrix without bias": None,
         "scale a channel": 6,
@@ -179,22 +179,24 @@ def test_a_flow_is_differentiable_as_the_pass_that_it_writes_down() -> None:
 
 
 def test_what_is_frozen_on_the_core_s_output_waits_until_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, seen = torch.randn(2, 5, 8, dtype=torch.float64), []
+    x, calls = torch.randn(2, 5, 8, dtype=torch.float64), []
     plain = Dense.apply
-    monkeypatch.setattr(Dense, "apply", lambda self, value: seen.append(value) or plain(self, value))
+    monkeypatch.setattr(Dense, "apply", lambda self, value: calls.append(value) or plain(self, value))
     core = Dense(torch.randn(2, 4, 5, 5, dtype=torch.float64).softmax(-1))
     flow = Flow(x).core(core).activation("silu").rms_norm(None, 1e-6).layer_norm(None, None, eps=1e-6)
     op = MixerOperator(flow.chains, inputs=flow.inputs, output=x)
     op.matrix("core")
     op.left_multiply(torch.randn(2, 1, 5, dtype=torch.float64))
-    assert not seen
-    found = op.apply(x)
+    assert not calls
+    actual = op.apply(x)
     # Once for all that is frozen on it, and once for the operator itself.
-    assert len(seen) == 2
+    assert len(calls) == 2
     op.apply(x)
-    assert len(seen) == 3
+    assert len(calls) == 3
     y = functional.silu(plain(core, x.unflatten(2, (4, 2))).flatten(2))
-    assert relative_error(found, functional.layer_norm(functional.rms_norm(y, (8,), eps=1e-6), (8,), eps=1e-6)) <= 1e-14
+    assert (
+        relative_error(actual, functional.layer_norm(functional.rms_norm(y, (8,), eps=1e-6), (8,), eps=1e-6)) <= 1e-14
+    )
 
 
 def test_no_mask_changes_nothing() -> None:

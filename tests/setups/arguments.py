@@ -55,8 +55,8 @@ def use_cache() -> float:
 def embeddings() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
-        given = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
-        return works(model, given, lambda: model(**given), like=(host.model(), ids))
+        inputs = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+        return works(model, inputs, lambda: model(**inputs), like=(host.model(), ids))
 
     return each(one)
 
@@ -65,10 +65,10 @@ def embeddings() -> float:
 def embeddings_with_graph() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
-        given = {"inputs_embeds": model.get_input_embeddings()(ids)}
-        for got, wanted in zip(trace(model, given).gradient(), trace(model, ids).gradient(), strict=True):
-            require_same("gradient", got, wanted)
-        return works(model, given, lambda: model(**given), like=(host.model(), ids))
+        inputs = {"inputs_embeds": model.get_input_embeddings()(ids)}
+        for actual, expected in zip(trace(model, inputs).gradient(), trace(model, ids).gradient(), strict=True):
+            require_same("gradient", actual, expected)
+        return works(model, inputs, lambda: model(**inputs), like=(host.model(), ids))
 
     return each(one)
 
@@ -77,10 +77,10 @@ def embeddings_with_graph() -> float:
 def labels() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
-        given = {"input_ids": ids, "labels": ids}
-        loss = trace(model, given).output.loss
-        require_same("loss", loss, model(**given).loss.detach())
-        return works(model, given, lambda: model(**given), like=(host.model(), ids))
+        inputs = {"input_ids": ids, "labels": ids}
+        loss = trace(model, inputs).output.loss
+        require_same("loss", loss, model(**inputs).loss.detach())
+        return works(model, inputs, lambda: model(**inputs), like=(host.model(), ids))
 
     return each(one)
 
@@ -94,8 +94,8 @@ def padding(side: str) -> Tensor:
 @setup("padding on the right", "a mask of zeros and ones")
 def padded_right() -> float:
     def one(host: Host) -> float:
-        model, given = host.model(), {"input_ids": host.inputs(), "attention_mask": padding("right")}
-        return works(model, given, lambda: model(**given), real=given["attention_mask"].bool())
+        model, inputs = host.model(), {"input_ids": host.inputs(), "attention_mask": padding("right")}
+        return works(model, inputs, lambda: model(**inputs), real=inputs["attention_mask"].bool())
 
     return each(one)
 
@@ -107,11 +107,11 @@ def padded_right() -> float:
 def padded_left() -> float:
     def one(host: Host) -> float:
         model, mask = host.model(), padding("left")
-        given = {"input_ids": host.inputs(), "attention_mask": mask}
-        own = dict(given)
+        inputs = {"input_ids": host.inputs(), "attention_mask": mask}
+        own = dict(inputs)
         if host is HOSTS["Llama"]:
             own["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-        return works(model, given, lambda: model(**own), real=mask.bool())
+        return works(model, inputs, lambda: model(**own), real=mask.bool())
 
     return each(one)
 
@@ -120,9 +120,9 @@ def padded_left() -> float:
 def boolean_mask() -> float:
     def one(host: Host) -> float:
         ids, mask = host.inputs(), padding("right")
-        model, given = host.model(), {"input_ids": ids, "attention_mask": mask.bool()}
+        model, inputs = host.model(), {"input_ids": ids, "attention_mask": mask.bool()}
         like = (host.model(), {"input_ids": ids, "attention_mask": mask})
-        return works(model, given, lambda: model(**given), like=like, real=mask.bool())
+        return works(model, inputs, lambda: model(**inputs), like=like, real=mask.bool())
 
     return each(one)
 
@@ -141,10 +141,10 @@ def boolean_pairs() -> float:
     host = HOSTS["Llama"]
     ids, model = host.inputs(), host.model()
     assert model.config._attn_implementation == "sdpa"
-    given = {"input_ids": ids, "attention_mask": pairs()}
-    for layer in trace(model, given).layers:
+    inputs = {"input_ids": ids, "attention_mask": pairs()}
+    for layer in trace(model, inputs).layers:
         assert not layer.operator.matrix()[~pairs()[:, 0]].any(), "a pair that the mask drops has weight"
-    return works(model, given, lambda: model(**given), like=(host.model(), floats(ids)))
+    return works(model, inputs, lambda: model(**inputs), like=(host.model(), floats(ids)))
 
 
 def floats(ids: Tensor) -> dict[str, Tensor]:
@@ -159,9 +159,9 @@ def dropped_queries() -> float:
     host = HOSTS["Llama"]
     model, mask = host.model(), pairs()
     mask[1, :, 6] = False
-    given = {"input_ids": host.inputs(), "attention_mask": mask}
-    assert not trace(model, given).layers[0].operator.matrix()[1, 6].any()
-    return works(model, given, lambda: model(**given))
+    inputs = {"input_ids": host.inputs(), "attention_mask": mask}
+    assert not trace(model, inputs).layers[0].operator.matrix()[1, 6].any()
+    return works(model, inputs, lambda: model(**inputs))
 
 
 @setup(
@@ -172,15 +172,15 @@ def boolean_pairs_eager() -> float:
     host = HOSTS["Llama"]
     model = host.model()
     model.set_attn_implementation("eager")
-    given = {"input_ids": host.inputs(), "attention_mask": pairs()}
-    return works(model, given, lambda: model(**given))
+    inputs = {"input_ids": host.inputs(), "attention_mask": pairs()}
+    return works(model, inputs, lambda: model(**inputs))
 
 
 @setup("a float 4-D mask", "the same window as numbers that are added to scores")
 def float_pairs() -> float:
     host = HOSTS["Llama"]
-    model, given = host.model(), floats(host.inputs())
-    return works(model, given, lambda: model(**given))
+    model, inputs = host.model(), floats(host.inputs())
+    return works(model, inputs, lambda: model(**inputs))
 
 
 @setup("a mask of the wrong length", "9 entries for 13 tokens", refused=InputError)
@@ -235,9 +235,9 @@ def encoding() -> float:
     from tests.setups.calls import tokenizer
 
     def one(host: Host) -> float:
-        model, given = host.model(), tokenizer()(["a b c d", "d c"], return_tensors="pt", padding=True)
-        real = given["attention_mask"].bool()
-        return works(model, given, lambda: model(**given), real=real)
+        model, inputs = host.model(), tokenizer()(["a b c d", "d c"], return_tensors="pt", padding=True)
+        real = inputs["attention_mask"].bool()
+        return works(model, inputs, lambda: model(**inputs), real=real)
 
     return each(one)
 

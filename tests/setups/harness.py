@@ -119,17 +119,17 @@ def works(
     plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in model.parameters())
     # The packed formats of other packages cannot be compared bit by bit.
     with left_as_found(model) if plain else nullcontext():
-        found = trace(model, inputs)
-    require_same("output", at(outputs(found.output), real), at(expected, real))
+        host_trace = trace(model, inputs)
+    require_same("output", at(outputs(host_trace.output), real), at(expected, real))
     with torch.no_grad():
         require_same("output after the trace", at(outputs(call()), real), at(expected, real))
     if like is not None:
         reference = trace(*like)
-        assert len(found.layers) == len(reference.layers), "other layers than those of the plain model"
-        for layer, other in zip(found.layers, reference.layers, strict=True):
+        assert len(host_trace.layers) == len(reference.layers), "other layers than those of the plain model"
+        for layer, other in zip(host_trace.layers, reference.layers, strict=True):
             require_same(f"map of {layer.name}", layer.operator.matrix(), other.operator.matrix())
-    explain(found, method="raw")
-    return max(layer.operator.reconstruction_error() for layer in found.layers)
+    explain(host_trace, method="raw")
+    return max(layer.operator.reconstruction_error() for layer in host_trace.layers)
 
 
 def outputs(output: Any) -> Tensor:
@@ -143,11 +143,11 @@ def at(values: Tensor, real: Tensor | None) -> Tensor:
     return values if real is None else values[real]
 
 
-def require_same(what: str, got: Tensor, expected: Tensor) -> None:
+def require_same(what: str, actual: Tensor, expected: Tensor) -> None:
     """Raise `AssertionError` unless two tensors agree up to rounding."""
-    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)}, not {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)}, not {tuple(expected.shape)}"
     wide = torch.promote_types(expected.dtype, torch.float32)
-    coarse = min((got.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    got, expected = got.to(wide), expected.to(wide)
-    error = float((got - expected).norm() / expected.norm())
+    coarse = min((actual.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
+    actual, expected = actual.to(wide), expected.to(wide)
+    error = float((actual - expected).norm() / expected.norm())
     assert error <= SAME[coarse], f"{what} differs by {error:.1e} (relative)"

@@ -25,13 +25,15 @@ def inference_mode_left() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
         with torch.inference_mode():
-            found = trace(model, ids)
+            host_trace = trace(model, ids)
         expected = trace(model, ids)
-        for got, wanted in zip(found.gradient(), expected.gradient(), strict=True):
-            require_same("gradient", got, wanted)
-        for got, wanted in zip(found.layers, expected.layers, strict=True):
-            require_same("before_output", got.before_output(got.output), wanted.before_output(wanted.output))
-        return max(layer.operator.reconstruction_error() for layer in found.layers)
+        for actual, reference in zip(host_trace.gradient(), expected.gradient(), strict=True):
+            require_same("gradient", actual, reference)
+        for actual, reference in zip(host_trace.layers, expected.layers, strict=True):
+            require_same(
+                "before_output", actual.before_output(actual.output), reference.before_output(reference.output)
+            )
+        return max(layer.operator.reconstruction_error() for layer in host_trace.layers)
 
     return each(one)
 
@@ -108,8 +110,8 @@ def autocast() -> float:
 def frozen() -> float:
     def one(host: Host) -> float:
         ids, plain, model = host.inputs(), host.model(), host.model().requires_grad_(False)
-        for got, wanted in zip(trace(model, ids).gradient(), trace(plain, ids).gradient(), strict=True):
-            require_same("gradient", got, wanted)
+        for actual, expected in zip(trace(model, ids).gradient(), trace(plain, ids).gradient(), strict=True):
+            require_same("gradient", actual, expected)
         return works(model, ids, lambda: model(ids), like=(plain, ids))
 
     return each(one)

@@ -98,8 +98,8 @@ def test_a_page_is_read_as_it_was_written() -> None:
 def test_an_outcome_that_is_not_wished_is_reported(
     refused: type[UnilinattnError] | None, found: Outcome, complaint: str | None
 ) -> None:
-    said = wrong(SetUp("a", "calls", "", (), refused, lambda: 0.0), found)
-    assert said is None if complaint is None else complaint in str(said)
+    estimate = wrong(SetUp("a", "calls", "", (), refused, lambda: 0.0), found)
+    assert estimate is None if complaint is None else complaint in str(estimate)
 
 
 def test_what_a_set_up_does_decides_its_outcome() -> None:

@@ -215,9 +215,9 @@ def replace_linear(model: nn.Module, make) -> None:
 def written_through_data() -> float:
     host = HOSTS["Mamba"]
     model = host.model()
-    found = trace(model, host.inputs())
+    host_trace = trace(model, host.inputs())
     model.backbone.layers[0].mixer.out_proj.weight.data.mul_(2)
-    explain(found)
+    explain(host_trace)
     return 0.0
 
 

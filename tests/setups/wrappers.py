@@ -138,8 +138,8 @@ def passes_on_names() -> float:
     def one(host: Host) -> float:
         ids, mask = host.inputs(), torch.ones_like(host.inputs())
         mask[1, 9:] = 0
-        given, model = {"input_ids": ids, "attention_mask": mask}, PassesOn(host.model())
-        return works(model, given, lambda: model(**given), like=(host.model(), given), real=mask.bool())
+        inputs, model = {"input_ids": ids, "attention_mask": mask}, PassesOn(host.model())
+        return works(model, inputs, lambda: model(**inputs), like=(host.model(), inputs), real=mask.bool())
 
     return each(one)
 

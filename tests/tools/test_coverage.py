@@ -204,8 +204,8 @@ def test_added_and_removed_configurations_are_reported(runs: coverage_runs.Runs)
     assert coverage.differences(less, runs, run_tables=["hosts"], configurations=runs) == [
         "hosts/mamba: was never recorded"
     ]
-    gone = coverage.differences(runs, less, run_tables=["hosts"], configurations=less)
-    assert gone == ["hosts/mamba: is recorded, but in no table of hosts"]
+    messages = coverage.differences(runs, less, run_tables=["hosts"], configurations=less)
+    assert messages == ["hosts/mamba: is recorded, but in no table of hosts"]
     assert coverage.differences(runs, less, run_tables=["hosts_other"], configurations=less) == []
 
 
