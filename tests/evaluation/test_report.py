@@ -112,7 +112,7 @@ def test_the_baselines_rank_by_position_or_at_random() -> None:
     assert torch.equal(primacy[0, 0].argsort(), torch.arange(33).flip(0))
     ranking = side_by_side._found(drawn, batch)
     assert ranking.auc == pytest.approx(0.5, abs=0.02)
-    # By chance, one key of the n before each query.
+    # The chance level: one of the n keys before each query.
     assert ranking.hit_at_1 == pytest.approx(sum(1 / n for n in range(16, 32)) / 16, abs=0.01)
 
 
@@ -191,7 +191,7 @@ def test_the_page_and_the_picture(measured: list[Measured], tmp_path: Path) -> N
     report.write(tmp_path, measured, report.numbers(measured, FEW, ["raw", "rollout"]))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted((report.PAGE, report.PICTURE, report.NUMBERS))
     page = (tmp_path / report.PAGE).read_text()
-    X
+    # Two layers of raw, one composed map and the intervention for each of three models; answers are outlined.
     assert page.count('<figure class="ula-map">') == page.count('<path class="expected"') == 12
     for words in ("recency", "primacy", "intervention", "hit@1", "all layers, composed"):
         assert words in page

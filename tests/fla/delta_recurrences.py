@@ -1,4 +1,4 @@
-"""Token-by-token recurrences of the delta-rule family of flash-linear-attention, and what all recurrences share."""
+"""Token-by-token recurrences of the delta-rule family of flash-linear-attention, and shared parts of all layers."""
 
 import math
 
@@ -18,7 +18,7 @@ def convolve(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def way(module: nn.Module, name: str, deciding: Tensor, carried: Tensor, activation: str = "silu") -> Tensor:
-    """The way into queries, keys or values: projection, convolution, then SiLU's chord at what decides."""
+    """The path into queries, keys or values: projection, convolution, and SiLU's chord at the deciding stream."""
     projection = getattr(module, f"{name}_proj")
     decides, carries = projection(deciding), projection(carried)
     if getattr(module, "use_short_conv", False):
@@ -36,7 +36,7 @@ def rms(x: Tensor, eps: float) -> Tensor:
 
 
 def share(x: Tensor, count: int) -> Tensor:
-    """Give each head (token, head, ...) to as many consecutive ones."""
+    """Repeat each head (token, head, ...) for consecutive heads."""
     return torch.repeat_interleave(x, count, dim=1)
 
 
@@ -96,7 +96,7 @@ def deltanet(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def kda(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Kimi Linear, 2025: a decay for each coordinate of the keys."""
+    """Kimi Linear, 2025: one decay per coordinate of the keys."""
     size, count = module.head_k_dim, module.num_v_heads // module.num_heads
     query, key = (share(unit(way(module, n, deciding, deciding).unflatten(-1, (-1, size))), count) for n in "qk")
     strength = torch.sigmoid(module.b_proj(deciding)) * (2 if module.allow_neg_eigval else 1)
@@ -111,7 +111,7 @@ def kda(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def gated_deltaproduct(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """DeltaProduct (Siems et al., NeurIPS 2025): a decay, then several delta steps, then one read a token."""
+    """DeltaProduct (Siems et al., NeurIPS 2025): a decay, several delta steps, and one read per token."""
     size, steps = module.head_k_dim, module.num_householder
     count = module.num_v_heads // module.num_heads
     query = share(unit(way(module, "q", deciding, deciding).unflatten(-1, (-1, size))), count) / math.sqrt(size)
@@ -138,7 +138,7 @@ def gated_deltaproduct(module: nn.Module, deciding: Tensor, carried: Tensor) -> 
 
 
 def comba(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Hu et al., 2025: the erase key reads the memory as the last token left it."""
+    """Hu et al., 2025: the erase key reads the memory before the decay of the current token."""
     size, count = module.head_k_dim, module.num_v_heads // module.num_heads
     query, key = (way(module, n, deciding, deciding).unflatten(-1, (-1, size)) for n in "qk")
     erase = torch.sigmoid(module.decay)[:, None] * key if module.use_inner_decay else key
@@ -158,3 +158,9 @@ def comba(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
             outputs.append(torch.einsum("hn,hnp->hp", query[t] / math.sqrt(size), state))
         reads.append(torch.stack(outputs))
     return closed(module, module.o_norm, deciding, *reads, gated=module.use_output_gate)
+
+
+def chosen(function: object) -> object:
+    """The activation of a gate, which the host stores as a kernel: sigmoid or SiLU."""
+    kernel = getattr(getattr(function, "__self__", None), "__name__", "")
+    return torch.sigmoid if kernel == "SigmoidFunction" else functional.silu

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for sm_90 without a GPU; run as a program of its own, outside the interpreter."""
+"""Compile every Triton kernel for sm_90 without a GPU; run in a separate process, outside the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scans against their definition: the recurrence, and the map that the papers unroll it to."""
+"""The scans against their definitions: the recurrence, and its unrolled map."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_the_recurrence_is_the_map() -> None:
 
 
 def test_the_map_is_inclusive() -> None:
-    # y_2 reads what token 1 wrote after one decay, its own write after none (HMA ACL Eq. 11).
+    # y_2 reads the write of token 1 after one decay, and the write of token 2 undecayed (HMA ACL Eq. 11).
     one = torch.ones(1, 3, 1, 1, dtype=torch.float64)
     log_decay = torch.tensor([-5.0, -1.0, -2.0], dtype=torch.float64).view(1, 3, 1, 1)
     between = torch.tensor([[0.0, 0.0, 0.0], [-1.0, 0.0, 0.0], [-3.0, -2.0, 0.0]], dtype=torch.float64)
@@ -73,7 +73,7 @@ def test_the_adjoint_scan_is_the_transposed_map(length: int) -> None:
 
 @pytest.mark.parametrize("strong", [-20.0, -100.0, -1e3, -1e4])
 @pytest.mark.parametrize("scan", [scalar_scan, scalar_scan_adjoint])
-def test_a_strong_decay_costs_the_tokens_after_it_no_digits(scan, strong: float) -> None:
+def test_tokens_after_a_strong_decay_are_accurate(scan, strong: float) -> None:
     inputs = factors(130, torch.float32)
     weak = 0.05 * inputs["log_decay"]
     inputs["log_decay"] = torch.where(torch.rand(weak.shape) < 0.15, torch.tensor(strong), weak)
@@ -85,7 +85,7 @@ def test_groups_serve_consecutive_heads() -> None:
     assert repeat_groups(torch.tensor([[1.0, 2.0]]), 4, 1).tolist() == [[1, 1, 2, 2]]
 
 
-def test_states_continue_from_a_given_one() -> None:
+def test_the_scan_continues_from_an_initial_state() -> None:
     state, decay = torch.randn(2, 3, 4, 5), torch.rand(2, 6, 3, 4, 1)
     increment = torch.randn(2, 6, 3, 4, 5)
     expected, current = [], state
@@ -105,9 +105,7 @@ def test_decays_within_a_chunk_mask_before_the_exponential() -> None:
 
 @pytest.mark.parametrize("length", [17, 70])
 @pytest.mark.parametrize("passed", ["diagonal_scan", "diagonal_scan_adjoint"])
-def test_states_that_are_made_again_have_the_same_gradients(
-    length: int, passed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_states_give_the_same_gradients(length: int, passed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(3))
     decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
     value = torch.randn(2, length, 4, 2, dtype=torch.float64)
@@ -142,10 +140,10 @@ def token_by_token(query, key, decay, scale, rate, value, back: bool) -> Tensor:
 @pytest.mark.parametrize("alone", [None, 0, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("back", [False, True])
-def test_the_diagonal_scan_is_the_recurrence_whatever_is_differentiated(
+def test_the_diagonal_scan_is_the_recurrence_for_any_differentiated_factor(
     back: bool, channels: int, alone: int | None
 ) -> None:
-    # Where gradients are asked for nothing may be written over that they need, whichever factor they are of.
+    # In-place writes must not overwrite tensors that the gradient of any factor needs.
     length = 35
     query, key = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(2))
     decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
@@ -162,7 +160,7 @@ def test_the_diagonal_scan_is_the_recurrence_whatever_is_differentiated(
         assert relative_error(one, other) < 1e-12
 
 
-def test_a_long_pass_keeps_vectors_and_no_states_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_pass_saves_vectors_but_not_all_states_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "KEPT", 8)
     monkeypatch.setattr(tiled, "GROUP", 32)
     held = []
@@ -173,6 +171,6 @@ def test_a_long_pass_keeps_vectors_and_no_states_for_its_gradient(monkeypatch: p
         with torch.autograd.graph.saved_tensors_hooks(lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t):
             tiled.diagonal_scan(*factors, None, None, None, value)
         held.append(sum(numbers))
-    # What it was given, and a state a group; all states would be as much again, twice.
+    # Its inputs and one state per group; saving all states would take twice as much in addition.
     assert held[1] <= 1.1 * sum(t.numel() for t in (value, *factors))
     assert held[1] <= 2.2 * held[0]

@@ -1,4 +1,4 @@
-"""Flushing: zeros below the smallest normal number, every other number bit for bit, and the identity's gradient."""
+"""Flushing of subnormal numbers to zero: all other numbers bit for bit, and the gradient of the identity."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_only_numbers_up_to_the_smallest_normal_one_become_zero(dtype: torch.dtype) -> None:
+def test_only_subnormal_numbers_become_zero(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     kept = torch.tensor([2 * info.tiny, -2 * info.tiny, 1, -1, info.max, torch.inf, -torch.inf, 0], dtype=dtype)
     lost = torch.tensor([info.tiny, -info.tiny, info.tiny / 2, -info.tiny / 4], dtype=dtype)
@@ -32,7 +32,7 @@ def test_decays_are_normal_numbers_or_zero(dtype: torch.dtype) -> None:
         normal = found > 0
         assert torch.equal(found[normal], exact[normal])
         assert (found[normal] >= tiny).all()
-        # Not one factor of e of the normal numbers is lost.
+        # No range of a factor e of the normal numbers is lost.
         assert (exact[~normal].double() < 3 * tiny).all()
 
 
@@ -53,7 +53,7 @@ def test_the_gradient_passes_zeros() -> None:
     assert torch.autograd.gradcheck(flushed, torch.randn(5, dtype=torch.float64, requires_grad=True))
 
 
-def test_given_weights_are_copied_only_where_they_have_to_be() -> None:
+def test_weights_are_copied_only_if_they_contain_subnormal_numbers() -> None:
     weights = torch.rand(2, 3, 4, 4)
     assert flushed_given(weights) is weights
     weights[1, 2, 0, 0] = 1e-40
@@ -62,8 +62,8 @@ def test_given_weights_are_copied_only_where_they_have_to_be() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-36])
-def test_a_row_of_small_numbers_keeps_them(size: float) -> None:
-    """Nothing is compared with the largest number: a map of small numbers is as exact as one of ordinary numbers."""
+def test_a_map_of_small_numbers_is_accurate(size: float) -> None:
+    """Flushing is absolute, not relative to the largest number, so a map of small numbers stays accurate."""
     query, key = torch.rand(1, 40, 3, 2) + 0.5, size * (torch.rand(1, 40, 3, 2) + 0.5)
     decay = -torch.rand(1, 40, 3, 2)
     one = torch.ones(1, 40, 3)
@@ -74,6 +74,6 @@ def test_a_row_of_small_numbers_keeps_them(size: float) -> None:
 
     found = torch.cat([block for _, block in tiled.reduced_rows(of, (1, 40, 3, 2), rows=24)], dim=1)
     tiny, error = torch.finfo(torch.float32).tiny, (found.double() - expected).abs()
-    # Of each of the six products a factor may have become zero, which its query, at most 1.5, then does not multiply.
+    # In each of the six products one factor may be flushed, whose query is at most 1.5.
     assert (error <= 1e-6 * expected + 6 * 1.5 * tiny).all()
     assert (found.diagonal(dim1=1, dim2=2) > 0).all()

@@ -1,4 +1,4 @@
-"""The streamed reduction against its definition: in torch, and in Triton interpreted on the CPU."""
+"""The row product against its definition: in torch, and in Triton's interpreter."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ BATCH, HEADS, STATE = 2, 3, 3
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles, and NaN in whatever a kernel does not write."""
+    """Select small tiles, and fill new tensors with NaN."""
     of = Tensor.new_empty
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
@@ -43,12 +43,12 @@ def given(length: int, dtype: torch.dtype) -> tuple:
 @pytest.mark.parametrize("sign", ["keep", "clamp", "abs"])
 @pytest.mark.parametrize("length", [1, 3, 63, 130])
 @pytest.mark.parametrize("module", [tiled, form], ids=["torch", "triton"])
-def test_it_is_its_definition(module, length: int, sign: str) -> None:
+def test_the_map_equals_its_definition(module, length: int, sign: str) -> None:
     dtype, bound = (torch.float64, 1e-13) if module is tiled else (torch.float32, 1e-5)
     of, factors, row, weight, left, taps = given(length, dtype)
     one = torch.ones(BATCH, length, HEADS, dtype=dtype)
     shape = (BATCH, length, HEADS, STATE)
-    # With weights and taps in blocks of rows of any size; without both in the default ones.
+    # With weights and taps in blocks of 50 rows; without them in default blocks.
     actual = module.row_product(of, shape, row, weight, left, taps, sign=sign, rows=50)
     every = {lag: tap.expand_as(one) for lag, tap in taps.items()}
     assert relative_error(actual, naive.row_product(*factors, left, every, row, weight, sign)) < bound

@@ -1,4 +1,4 @@
-"""The Triton scans against their definition in float64, in value and gradient, interpreted on the CPU."""
+"""Values and gradients of the Triton scans against their definition in float64, in the interpreter."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel does not write is NaN."""
+    """Fill new tensors with NaN, so that entries that a kernel does not write are detected."""
     empty, like, of = torch.empty, torch.empty_like, Tensor.new_empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: like(*a, **k).fill_(torch.nan))
@@ -26,13 +26,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several segments, several programs."""
+    """Select short segments, so that several programs run."""
     monkeypatch.setattr(triton_launch, "LEAST", 32)
     monkeypatch.setattr(triton_diagonal_pass, "HELD", 128)
 
 
 def strong(shape: tuple[int, ...]) -> Tensor:
-    """Log-decays from those that keep everything to one that leaves nothing."""
+    """Log-decays from 0 to a decay that rounds to 0."""
     return -torch.rand(shape).pow(6) * 300
 
 
@@ -60,7 +60,7 @@ def scalar(length: int, columns: int = 5, states: int = 3) -> dict[str, Tensor |
 
 
 def compared(name: str, inputs: dict[str, Tensor | None], bound: float = 1e-5) -> None:
-    """Value and every gradient of one function, against the torch form in float64 (itself checked elsewhere)."""
+    """Compare value and gradients with the torch implementation in float64, which other tests check."""
     names = [key for key, t in inputs.items() if t is not None and t.is_floating_point()]
     weight = torch.randn_like(inputs["value"])
 
@@ -129,20 +129,20 @@ def test_many_states_and_columns() -> None:
 
 
 @pytest.mark.parametrize("decay", [pytest.param(-20.0, marks=SLOW), pytest.param(-1e3, marks=SLOW), -1e6])
-def test_a_strong_decay_costs_the_tokens_after_it_no_digits(decay: float) -> None:
+def test_tokens_after_a_strong_decay_are_accurate(decay: float) -> None:
     for inputs, name in ((diagonal(40, 1, heads=2), "diagonal_scan"), (scalar(70), "scalar_scan")):
         weak = -0.05 * torch.rand_like(inputs["log_decay"])
         inputs["log_decay"] = torch.where(torch.rand_like(weak) < 0.15, torch.tensor(decay), weak)
         compared(name, inputs, bound=3e-6)
 
 
-def test_a_coarse_product_rounds_its_inputs_alone() -> None:
+def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     inputs = scalar(63)
     wide = tiled.scalar_scan(*(t.double() for t in inputs.values()))
     assert 1e-5 < relative_error(form.scalar_scan(*inputs.values(), precision="bf16"), wide) < 2e-2
 
 
-def test_the_mixers_go_through_them() -> None:
+def test_mixers_use_the_kernels() -> None:
     value = torch.randn(2, 20, 4, 3)
     factors = scalar(20)
     diagonal_mixer = DiagonalDecay(factors["query"], factors["key"], strong((2, 20, 4, 3)))

@@ -1,4 +1,4 @@
-"""Broken mixers: each law must refuse the one that breaks it, by its own name."""
+"""Negative controls: broken mixers, which the laws must refuse by name."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ ALL = slice(None)
 
 
 class Lower(Dense):
-    """Random weights below the diagonal: a causal mixer that every broken one departs from."""
+    """A causal mixer of random weights, the base of the broken ones."""
 
     causal = True
 
@@ -54,7 +54,7 @@ class DiagonalBelow(Lower):
 
 
 class Transposed(Lower):
-    """Consistent in itself, but every row reads the future."""
+    """The transposed matrix: consistent, but every row reads the future."""
 
     def apply(self, value: Tensor) -> Tensor:
         return super().adjoint(value)
@@ -89,7 +89,7 @@ def test_every_law_of_one_mixer_has_a_control() -> None:
     assert BROKEN.keys() == MIXER_LAWS.keys()
 
 
-def test_the_sound_mixer_passes() -> None:
+def test_the_correct_mixer_passes() -> None:
     check_mixer(Lower())
 
 

@@ -51,7 +51,7 @@ def compared(name: str, length: int, **arguments: Any) -> None:
     assert 0.5 <= estimate.operations / counted.multiplications <= 2, (estimate.operations, counted.multiplications)
 
 
-# The kernel that S4D makes of its parameters, in each gradient anew, is not counted: see the next test.
+# The gradients of S4D recompute its kernel, which the estimate omits: see the next test.
 COUNTED = [
     pytest.param(name, method, target, marks=pytest.mark.slow if (method, target) == ("attribution", None) else ())
     for name in NAMES
@@ -106,7 +106,7 @@ def test_every_method_stays_within_the_limit_or_is_refused(
     try:
         result, counted = measured(trace, method=method, target=target, max_memory=limit)
     except MemoryLimitError:
-        X
+        # Only the smallest limits refuse, for results that cannot be computed in parts.
         assert limit == 3 << 18
         return
     assert counted.peak - result <= limit + linear(trace)

@@ -136,7 +136,7 @@ def test_the_gradient_before_the_last_projection_builds_no_graph() -> None:
     layer = host_trace.layers[0]
     pulled: list[Tensor] = []
     peak = peak_of(lambda: pulled.append(layer.before_output(grads[0]))).peak
-    # The operand of the product is a copy without subnormal numbers.
+    # The product reads a copy without subnormal numbers.
     assert peak <= pulled[0].nbytes + grads[0].nbytes
     weight = host_trace._model.backbone.layers[0].mixer.out_proj.weight
     assert relative_error(pulled[0], grads[0] @ weight) <= 1e-6

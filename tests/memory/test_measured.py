@@ -58,7 +58,7 @@ def taken(trace: Trace, method: str, options: dict[str, Any], limit: int) -> tup
             assert f"max_memory allows {in_words(limit)}" in str(error)
 
     peak = peak_of(run).peak
-    # A result that was begun is counted to what a refused request took.
+    # A partially filled result counts towards the bytes of a refused request.
     size = sum(result.scores.nbytes for result in results)
     return peak - size, refused
 

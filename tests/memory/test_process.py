@@ -71,13 +71,14 @@ with torch.no_grad():
 @pytest.mark.parametrize(
     ("operation", "sizes", "held_otherwise", "most"),
     [
-        X("reduced map", (1024, 256, 8), 256 * 1024**2, 56),
-        # The same of blocks of rows and channels, beside a result of 1 MiB.
+        # A result (L, L) of 4 MiB; the alternative is the map of every head.
+        ("reduced map", (1024, 256, 8), 256 * 1024**2, 56),
+        # Blocks of rows and channels, and a result of 1 MiB; the alternative is the map of every channel.
         ("row maxima", (512, 512, 16), 512 * 512**2, 24),
-        # The states of every token, or a map.
+        # The alternatives: the states of every token, and a map.
         pytest.param("scan", (16384, 128, 16), 16384 * 128 * 16, 48, marks=pytest.mark.slow),
         pytest.param("row product", (8192, 16, 8), 8192**2, 128, marks=pytest.mark.slow),
-        # The vectors of all pairs.
+        # The alternative: the vectors of all pairs.
         pytest.param("contribution norms", (512, 256, 8), 512**2 * 256, 32, marks=pytest.mark.slow),
     ],
 )

@@ -1,4 +1,4 @@
-"""The convolution and the dtypes that the reference models compute with."""
+"""The convolution and the dtypes of the reference models."""
 
 import pytest
 import torch

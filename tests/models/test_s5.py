@@ -1,4 +1,4 @@
-"""S5 against the recurrence of its paper, its HiPPO start, its state dicts and its precision."""
+"""S5: the recurrence of its paper, HiPPO initialisation, state dicts, and precision."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ def test_the_layer_is_the_recurrence(length: int, conj_sym: bool, discretization
     assert distance(layer(u), recurrence(layer, u)) < 1e-11
 
 
-def test_poles_are_clipped_only_when_asked() -> None:
+def test_poles_are_clipped_only_by_option() -> None:
     u = torch.randn(1, 20, 4, dtype=torch.float64)
     for clip in (True, False):
         layer = S5(4, 4, clip_eigs=clip).double()
@@ -52,7 +52,7 @@ def test_poles_are_clipped_only_when_asked() -> None:
         assert (layer.seq.modes().decay.abs() < 1).all() == clip
 
 
-def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     layer = S5(4, 8).double()
     u = torch.randn(2, 20, 4, dtype=torch.float64)
     truth = recurrence(layer, u)
@@ -77,7 +77,7 @@ def test_it_starts_with_hippos_normal_part_in_blocks(blocks: int) -> None:
     torch.testing.assert_close(layer.seq.Lambda_re.detach(), torch.full((16,), -0.5))
 
 
-def test_half_of_each_pair_gives_what_all_modes_give() -> None:
+def test_half_of_each_conjugate_pair_is_equivalent_to_all_modes() -> None:
     half, full = S5(5, 8).double(), S5(5, 8, conj_sym=False).double()
     state = half.state_dict()
     mirrored = dict(state)
@@ -114,7 +114,7 @@ def test_a_state_dict_of_the_authors_layout_loads() -> None:
     checks.check_state_dict_loads(S5(6, 8), layout)
 
 
-def test_what_every_mixer_is_asked() -> None:
+def test_common_checks() -> None:
     checks.check_no_token_sees_a_later_one(S5(6, 8).double(), 6)
     checks.check_gradients_reach_every_parameter(S5(6, 8), 6)
     checks.check_half_precision(S5(6, 8), 6)
@@ -125,6 +125,6 @@ def test_what_every_mixer_is_asked() -> None:
     ("wrong", "message"),
     [({"d_state": 6, "blocks": 2}, "d_state is 6"), ({"blocks": 0}, "blocks is 0"), ({"discretization": "zho"}, "zoh")],
 )
-def test_options_that_cannot_be_built_are_refused(wrong: dict[str, int], message: str) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         S5(**{"d_model": 6, "d_state": 8, **wrong})

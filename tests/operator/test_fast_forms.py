@@ -1,4 +1,4 @@
-"""Maps by products and vectors by tiles against the plain rows, on every host of the tables."""
+"""Maps by matrix products and vectors by tiles against single rows, on every host of the tables."""
 
 from importlib import import_module
 
@@ -23,7 +23,7 @@ TABLES = ("basic", "delta", "latent", "mamba", "recurrent", "reference")
 HOSTS = [host for table in TABLES for host in import_module(f"unilinattn.testing.hosts.{table}").HOSTS]
 
 CLOSE = 1e-11
-"""In float64, against rows that are taken one by one."""
+"""Tolerance in float64, against rows that are computed one by one."""
 
 
 def check_maps(op: MixerOperator, scope: str) -> None:
@@ -57,7 +57,7 @@ def check_vectors(op: MixerOperator) -> None:
 
 
 def check_norms(form: PairwiseContributions, expected: Tensor, close: float) -> None:
-    """Compare norms of narrow tiles with those of whole vectors, something added to each row's own."""
+    """Compare norms of narrow tiles with those of whole vectors, with a vector added to each diagonal entry."""
     extra = torch.randn_like(expected[:, :, 0])
     whole, y = expected.clone(), expected.sum(2) + extra
     whole.diagonal(dim1=1, dim2=2).add_(extra.transpose(1, 2))
@@ -72,7 +72,7 @@ def check_norms(form: PairwiseContributions, expected: Tensor, close: float) -> 
 
 
 @every_host(HOSTS)
-def test_fast_forms_are_the_plain_rows(host: Host) -> None:
+def test_fast_maps_and_vectors_equal_the_rows(host: Host) -> None:
     model, inputs = host.model(), host.inputs()
     if host.masks and "left" in host.masks and host.length > 3:
         mask = torch.ones_like(inputs)
@@ -87,7 +87,7 @@ def test_fast_forms_are_the_plain_rows(host: Host) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt neox, parallel", "llama, grouped queries", "mamba2", "vit"])
 def test_norms_in_float32_are_those_of_float64(name: str) -> None:
-    # Softmax layers have Gram matrices for l2 there.
+    # The l2 norms of softmax layers use Gram matrices in float32.
     host = next(host for host in HOSTS if host.name == name)
     for layer in trace(host.model(), host.inputs()).layers:
         op = layer.operator
@@ -96,7 +96,7 @@ def test_norms_in_float32_are_those_of_float64(name: str) -> None:
         check_norms(form.times(-1.5), -1.5 * op.contributions(range(op.output.shape[1])), 2e-6)
 
 
-def test_what_follows_the_projection_is_in_the_norms() -> None:
+def test_norms_include_stages_after_the_projection() -> None:
     x = torch.randn(2, 9, 8)
     core, weight = Dense(torch.randn(2, 2, 9, 9).tril()), torch.randn(12, 8)
     chain = Mix("core", core), Matrix("output", weight), Scale("output", torch.randn(2, 9, 12))
@@ -106,7 +106,7 @@ def test_what_follows_the_projection_is_in_the_norms() -> None:
     check_norms(form, op.contributions(range(9)), 2e-6)
 
 
-def test_the_sum_of_two_layers_has_the_norms_of_the_sum() -> None:
+def test_norms_of_two_layers_are_those_of_their_sum() -> None:
     host = next(host for host in HOSTS if host.name == "gpt2")
     layers = trace(host.model(), host.inputs()).layers[:2]
     queries = layers[0].output.shape[1]
@@ -119,7 +119,7 @@ def test_the_sum_of_two_layers_has_the_norms_of_the_sum() -> None:
     assert relative_error(actual, every.norm(dim=-1)) <= 2e-6
 
 
-def test_squares_of_some_heads_at_a_time_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squares_by_groups_of_heads_equal_those_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     host = next(host for host in HOSTS if host.name == "mamba")
     monkeypatch.setattr(diagonal_decay, "SQUARES", 5)
     for layer in trace(host.model(), host.inputs(), dtype=torch.float64).layers:
