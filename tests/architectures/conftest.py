@@ -1,4 +1,4 @@
-"""Skips what the installed versions of the hosts' packages cannot do, naming the reason."""
+"""Skips of hosts that the installed versions of their packages cannot build or trace."""
 
 import pytest
 from torch import nn
@@ -6,10 +6,10 @@ from torch import nn
 
 @pytest.fixture(autouse=True)
 def hosts_that_can_be_traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip a test at the first host that cannot be traced, unless it is marked to be about that."""
+    """Skip a test at the first host that cannot be traced, except for tests of this refusal."""
     if request.node.get_closest_marker("refused") is not None:
         return
-    # A conftest is imported before a thorough run can check the signatures of what it imports.
+    # Imported here, because a conftest is imported before the import hook of a thorough run.
     from unilinattn.testing import Host
     from unilinattn.testing.versions import unavailable
 

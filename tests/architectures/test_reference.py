@@ -1,4 +1,4 @@
-"""The adapters of the reference models: every law, the three-way oracle, and what each scope takes."""
+"""The adapters of the reference models: recurrences, padding, and scopes."""
 
 import warnings
 from functools import partial
@@ -84,7 +84,7 @@ def test_a_model_of_every_mixer_lists_its_layers_in_order() -> None:
 
 @pytest.mark.parametrize("name", ["vim, biases", "vim, chunk and one", "dss, softmax", "dss, softmax, long kernel"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_that_the_host_lets_through_is_reconstructed(name: str, side: str) -> None:
+def test_padding_that_reaches_real_tokens_is_reconstructed(name: str, side: str) -> None:
     host = next(host for host in HOSTS if host.name == name)
     for batch in (1, 3):
         ids = torch.randint(VOCABULARY, (batch, host.length))
@@ -98,7 +98,7 @@ def test_padding_that_the_host_lets_through_is_reconstructed(name: str, side: st
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_vim_warns_of_padding_on_either_side_where_it_has_biases(side: str) -> None:
+def test_vim_with_biases_warns_of_padding_on_either_side(side: str) -> None:
     real = [0, 1, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 1, 0]
     padded = {"input_ids": torch.randint(VOCABULARY, (1, 6)), "attention_mask": torch.tensor([real])}
     with pytest.warns(
@@ -112,7 +112,7 @@ def test_vim_warns_of_padding_on_either_side_where_it_has_biases(side: str) -> N
 @pytest.mark.parametrize(
     ("real", "warned"), [([0, 1, 1, 1], True), ([1, 0, 1, 1], True), ([1, 1, 1, 0], False), ([1, 1, 1, 1], False)]
 )
-def test_padding_that_leaks_before_real_tokens_is_put_behind_them(real: list[int], warned: bool) -> None:
+def test_a_warning_of_left_padding_recommends_right_padding(real: list[int], warned: bool) -> None:
     padded = {"input_ids": torch.randint(VOCABULARY, (1, 4)), "attention_mask": torch.tensor([real])}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -176,12 +176,12 @@ def test_hyena_core_runs_from_the_first_long_convolution_to_the_last() -> None:
         (MultiHyena, {"l_max": 9, "num_heads": 3}, ToeplitzLowRank),
     ],
 )
-def test_heads_of_one_channel_are_gates_about_a_convolution(mixer: type, settings: dict, structure: type) -> None:
+def test_heads_of_one_channel_are_gates_around_a_convolution(mixer: type, settings: dict, structure: type) -> None:
     op = trace(_language(mixer, **settings), torch.randint(VOCABULARY, (2, 9))).layers[0].operator
     assert [type(stage.mixer) for stage in _cores(op)] == [structure]
 
 
-def test_multi_head_hyena_with_a_head_a_channel_is_hyena() -> None:
+def test_multi_head_hyena_with_one_head_per_channel_is_hyena() -> None:
     torch.manual_seed(0)
     many = _language(MultiHyena, l_max=9, num_heads=6).double()
     one = _language(Hyena, l_max=9).double()
@@ -215,7 +215,7 @@ def test_models_of_images_and_text_are_explained_by_every_method() -> None:
 @pytest.mark.parametrize(
     "name", ["vim, no conv bias, wide kernel", "s4", "dss, softmax", "s5", "gss", "h3, three heads"]
 )
-def test_gradients_through_the_adapter_are_the_hosts_own(name: str) -> None:
+def test_gradients_through_the_adapter_are_those_of_the_host(name: str) -> None:
     host = next(host for host in HOSTS if host.name == name)
     model, ids = host.model().double(), host.inputs()
     outputs: list[Tensor] = []

@@ -11,7 +11,11 @@ from unilinattn.testing.hosts import Host
 TRANSFORMERS = ("Mamba", "Mamba-2", "Llama")
 
 
-@setup("past_key_values with tokens", "the cache of the first 5 tokens, and the ids of the others", refused=InputError)
+@setup(
+    "past_key_values with tokens",
+    "the cache of the first 5 tokens, and the ids of the remaining ones",
+    refused=InputError,
+)
 def cache_with_tokens() -> float:
     host = HOSTS["Llama"]
     ids, model = host.inputs(), host.model()
@@ -21,7 +25,11 @@ def cache_with_tokens() -> float:
     return 0.0
 
 
-@setup("cache_params with tokens", "Mamba's cache of the first 5 tokens, and the ids of the others", refused=InputError)
+@setup(
+    "cache_params with tokens",
+    "Mamba's cache of the first 5 tokens, and the ids of the remaining ones",
+    refused=InputError,
+)
 def state_with_tokens() -> float:
     host = HOSTS["Mamba"]
     ids, model = host.inputs(), host.model()
@@ -31,7 +39,7 @@ def state_with_tokens() -> float:
     return 0.0
 
 
-@setup("an empty cache", "`past_key_values=DynamicCache()`: left out, and not filled")
+@setup("an empty cache", "`past_key_values=DynamicCache()`: dropped, and not filled")
 def empty_cache() -> float:
     from transformers import DynamicCache
 
@@ -42,7 +50,7 @@ def empty_cache() -> float:
     return error
 
 
-@setup("use_cache=True", "`use_cache=True` among the arguments: the trace runs without a cache")
+@setup("use_cache=True", "`use_cache=True`: the trace runs without a cache")
 def use_cache() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
@@ -61,7 +69,7 @@ def embeddings() -> float:
     return each(one)
 
 
-@setup("inputs_embeds with a graph", "the same, with the embeddings' own gradient graph")
+@setup("inputs_embeds with a graph", "the same with embeddings that have a gradient graph")
 def embeddings_with_graph() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
@@ -73,7 +81,7 @@ def embeddings_with_graph() -> float:
     return each(one)
 
 
-@setup("labels", "`labels=` among the arguments: the output holds the model's loss")
+@setup("labels", "`labels=`: the output contains the model's loss")
 def labels() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
@@ -128,14 +136,14 @@ def boolean_mask() -> float:
 
 
 def pairs() -> Tensor:
-    """Return which pairs of tokens are kept: causal, four tokens back, and one that no one may read."""
+    """Return the mask of pairs: causal, a window of five tokens, and one key that no query reads."""
     kept = torch.ones(13, 13, dtype=torch.bool).tril().triu(-4)
     kept[:, 2] = torch.arange(13) == 2
     return kept.expand(2, 1, 13, 13).clone()
 
 
 @setup(
-    "a boolean 4-D mask", "a window of 5 tokens as booleans, True to keep: sdpa's meaning, against the same in floats"
+    "a boolean 4-D mask", "a window of 5 tokens as booleans, True to keep as in sdpa, against the same mask in floats"
 )
 def boolean_pairs() -> float:
     host = HOSTS["Llama"]
@@ -152,9 +160,7 @@ def floats(ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": dropped}
 
 
-@setup(
-    "a boolean 4-D mask that drops whole queries", "one token keeps no key: its attention returns zeros, as sdpa's does"
-)
+@setup("a boolean 4-D mask that drops whole queries", "one token has no key: its attention returns zeros, as in sdpa")
 def dropped_queries() -> float:
     host = HOSTS["Llama"]
     model, mask = host.model(), pairs()
@@ -176,7 +182,7 @@ def boolean_pairs_eager() -> float:
     return works(model, inputs, lambda: model(**inputs))
 
 
-@setup("a float 4-D mask", "the same window as numbers that are added to scores")
+@setup("a float 4-D mask", "the same window as numbers that are added to the scores")
 def float_pairs() -> float:
     host = HOSTS["Llama"]
     model, inputs = host.model(), floats(host.inputs())

@@ -1,4 +1,4 @@
-"""Arguments of the library's own functions, as notebooks and scripts give them."""
+"""Arguments of the library's functions, as in notebooks and scripts."""
 
 import contextlib
 import tempfile
@@ -15,7 +15,7 @@ from unilinattn.tracing.trace import Trace
 
 
 def tokenizer():
-    """Return a real tokenizer of one letter a token, padding on the right."""
+    """Return a tokenizer with one letter per token, padding on the right."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -38,7 +38,7 @@ def error_of(host_trace: Trace) -> float:
     return max(layer.operator.reconstruction_error() for layer in host_trace.layers)
 
 
-@setup("tokens= a tokenizer", "`explain(trace, tokens=tokenizer)`: its tokens of the ids label the result")
+@setup("tokens= a tokenizer", "`explain(trace, tokens=tokenizer)`: the decoded tokens label the result")
 def tokens_of_tokenizer() -> float:
     host_trace = traced()
     result = explain(host_trace, tokens=tokenizer())
@@ -184,19 +184,19 @@ def saved_nowhere() -> float:
 class Nameless(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.own = torch.nn.Linear(6, 6)
+        self.projection = torch.nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(x).cumsum(1)
+        return self.projection(x).cumsum(1)
 
 
-@setup("an adapter without return", "an adapter whose function ends without `return flow`", refused=UncoveredError)
+@setup("an adapter without return", "an adapter function that ends without `return flow`", refused=UncoveredError)
 def adapter_without_return() -> float:
     from unilinattn import registry
 
     @register_architecture(f"{__name__}.Nameless", name="forgetful", kind="sums")
     def forgetful(call) -> None:
-        """Sums of a projection."""
+        """Cumulative sums of a projection."""
 
     try:
         model = Model(Block(added, Nameless()))

@@ -20,7 +20,7 @@ def inference_mode() -> float:
     return each(one)
 
 
-@setup("inference_mode, used outside", "a trace made inside it, its operators and gradients taken outside")
+@setup("inference_mode, used outside", "a trace made inside it, operators and gradients outside")
 def inference_mode_left() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
@@ -117,7 +117,7 @@ def frozen() -> float:
     return each(one)
 
 
-@setup("the user's own hooks", "forward hooks of the user on every module: they run, and are kept")
+@setup("the user's own hooks", "forward hooks on every module: they run, and are not removed")
 def own_hooks() -> float:
     def one(host: Host) -> float:
         ids, model, calls = host.inputs(), host.model(), []
@@ -158,7 +158,7 @@ class Reversing(Twice):
 
 @setup(
     "a model run in both directions",
-    "a wrapper that adds the logits of the reversed text, reversed: it mixes tokens outside of every layer",
+    "a wrapper that adds the reversed logits of the reversed text: it mixes tokens outside of all layers",
     refused=UnknownArchitectureError,
 )
 def model_run_in_both_directions() -> float:
@@ -167,7 +167,7 @@ def model_run_in_both_directions() -> float:
     return works(model, ids, lambda: model(ids))
 
 
-@setup("a model called twice", "a wrapper that runs the whole model twice: each layer is met twice")
+@setup("a model called twice", "a wrapper that runs the model twice: each layer runs twice")
 def model_called_twice() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), Twice(host.model())

@@ -1,4 +1,4 @@
-"""Every set-up works as its user expects or is refused with an error of the library, and the page says which."""
+"""Every set-up works or is refused with an error of the library, as the page states."""
 
 import json
 import os
@@ -23,7 +23,7 @@ GROUPS = (wrappers, weights, states, arguments, calls)
 
 
 def ran() -> dict[str, Outcome]:
-    """Run every set-up in a process of its own, where nothing checks signatures before the library does."""
+    """Run every set-up in a separate process, where no type check precedes the errors of the library."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.setups"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -32,7 +32,7 @@ def ran() -> dict[str, Outcome]:
 
 
 def wrong(entry: SetUp, found: Outcome) -> str | None:
-    """Return what is wrong with an outcome, None where it is as wished."""
+    """Return a message on an unexpected outcome, or None."""
     if entry.refused is None:
         return None if found.kind == "works" else f"must work, and is {found}"
     if found.kind != "refused":
@@ -43,13 +43,13 @@ def wrong(entry: SetUp, found: Outcome) -> str | None:
 
 
 def agree(shown: str, found: str) -> bool:
-    """Tell whether two outcomes agree; every error that is only rounding does, 0 included: small hosts can be exact."""
+    """Whether two outcomes agree; all errors that are rounding agree, including 0, since small hosts can be exact."""
     rounding = [float(error[1]) <= ERROR_FIGURE for text in (shown, found) if (error := ERROR.fullmatch(text))]
     return rounding == [True, True] or same(shown, found)
 
 
 @pytest.mark.slow
-def test_every_set_up_works_or_is_refused_as_the_page_says(subtests: pytest.Subtests) -> None:
+def test_every_set_up_works_or_is_refused_as_on_the_page(subtests: pytest.Subtests) -> None:
     outcomes, shown = ran(), page.outcomes(page.PAGE.read_text())
     for entry in SETUPS:
         with subtests.test(entry.name):
@@ -77,7 +77,7 @@ def test_the_page_has_every_set_up_once() -> None:
     assert {group.__name__.rpartition(".")[2] for group in GROUPS} == set(page.GROUPS)
 
 
-def test_a_page_is_read_as_it_was_written() -> None:
+def test_a_written_page_can_be_read() -> None:
     outcomes = {entry.name: Outcome("works", f"error 3e-07 | of *{entry.group}*") for entry in SETUPS}
     assert page.outcomes(page.text(outcomes)) == {name: str(found) for name, found in outcomes.items()}
 
@@ -95,14 +95,14 @@ def test_a_page_is_read_as_it_was_written() -> None:
         (UnilinattnError, Outcome("refused", "`OptionError`: no"), None),
     ],
 )
-def test_an_outcome_that_is_not_wished_is_reported(
+def test_an_unexpected_outcome_is_reported(
     refused: type[UnilinattnError] | None, found: Outcome, complaint: str | None
 ) -> None:
     estimate = wrong(SetUp("a", "calls", "", (), refused, lambda: 0.0), found)
     assert estimate is None if complaint is None else complaint in str(estimate)
 
 
-def test_what_a_set_up_does_decides_its_outcome() -> None:
+def test_outcomes_of_results_and_errors() -> None:
     def raises(error: Exception):
         def run() -> float:
             raise error
@@ -124,7 +124,7 @@ def test_what_a_set_up_does_decides_its_outcome() -> None:
 
 
 class Shifted(nn.Module):
-    """A wrapper that returns something else than the model that it wraps."""
+    """A wrapper with an output other than that of the wrapped model."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Shifted(nn.Module):
         return self.inner(input_ids).logits + 1e-2
 
 
-def test_a_trace_that_is_not_the_users_call_is_reported() -> None:
+def test_a_trace_that_differs_from_a_direct_call_is_reported() -> None:
     host = HOSTS["Mamba"]
     ids, model = host.inputs(), host.model()
     assert works(model, ids, lambda: model(ids), like=(host.model(), ids)) <= 1e-5
