@@ -103,11 +103,11 @@ def test_explain_prints_tokens_and_layers(
     assert cli.main(["explain", str(checkpoints / model), "--text", TEXT, "--method", method]) == 0
     out, err = capsys.readouterr()
     assert out.count(mixer) == 2 and "position 5 'mat'" in out
-    own, *others = out.splitlines()[-6:]
+    target, *others = out.splitlines()[-6:]
     assert [line.split()[:2] for line in others] == [[str(i), word] for i, word in enumerate(TEXT.split()[:-1])]
     assert max(line.count("#") for line in others) == cli.BAR
     words = "the token itself and the residual stream" if method == "rollout" else "the token itself"
-    assert own.split()[:2] == ["5", "mat"] and own.endswith(f"{words}, no bar") and "#" not in own
+    assert target.split()[:2] == ["5", "mat"] and target.endswith(f"{words}, no bar") and "#" not in target
     assert err == ""
 
 
@@ -144,8 +144,8 @@ def test_the_default_is_alti_composed_over_layers(
 
 
 def test_bars_are_relative_to_the_largest_other_token() -> None:
-    own, *others = cli._bars(["a", "b", "c"], torch.tensor([0.1, -0.2, 9.0]), 2, "the token itself").splitlines()
-    assert own.split()[:3] == ["2", "c", "9"]
+    target, *others = cli._bars(["a", "b", "c"], torch.tensor([0.1, -0.2, 9.0]), 2, "the token itself").splitlines()
+    assert target.split()[:3] == ["2", "c", "9"]
     assert [line.split()[-1] for line in others] == ["#" * (cli.BAR // 2), "-" * cli.BAR]
     assert cli._bars(["a"], torch.tensor([1.0]), 0, "the token itself").count("\n") == 0
 

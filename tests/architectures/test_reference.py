@@ -128,11 +128,11 @@ def test_softmax_dss_warns_that_padding_changes_its_kernel() -> None:
     padded = {"input_ids": ids, "attention_mask": mask}
     softmax, exponential = (_language(DSS, d_state=2, version=version) for version in ("softmax", "exp"))
     with pytest.warns(UserWarning, match="normalised over the padded length"):
-        found = trace(softmax, padded).layers[0].operator.matrix()
+        matrix = trace(softmax, padded).layers[0].operator.matrix()
     alone = trace(softmax, ids[:, 1:]).layers[0].operator.matrix()
-    assert relative_error(found[:, 1:, 1:], alone) > 1e-3
-    found, alone = (trace(exponential, inputs).layers[0].operator.matrix() for inputs in (padded, ids[:, 1:]))
-    assert relative_error(found[:, 1:, 1:], alone) <= 1e-6
+    assert relative_error(matrix[:, 1:, 1:], alone) > 1e-3
+    matrix, alone = (trace(exponential, inputs).layers[0].operator.matrix() for inputs in (padded, ids[:, 1:]))
+    assert relative_error(matrix[:, 1:, 1:], alone) <= 1e-6
 
 
 @pytest.mark.parametrize("divide_out", [True, False])
@@ -229,5 +229,5 @@ def test_gradients_through_the_adapter_are_those_of_the_host(name: str) -> None:
         reference = torch.autograd.grad(model(ids).logits[:, -1, 2].sum(), outputs)
     for hook in hooks:
         hook.remove()
-    for found, expected in zip(trace(model, ids).gradient(logit=2), reference, strict=True):
-        assert relative_error(found, expected) <= EXACT
+    for gradient, expected in zip(trace(model, ids).gradient(logit=2), reference, strict=True):
+        assert relative_error(gradient, expected) <= EXACT

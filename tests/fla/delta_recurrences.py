@@ -118,16 +118,16 @@ def gated_deltaproduct(module: nn.Module, deciding: Tensor, carried: Tensor) -> 
     keys = unit(way(module, "k", deciding, deciding).unflatten(-1, (steps, module.num_heads, size)))
     strengths = torch.sigmoid(module.b_proj(deciding)).unflatten(-1, (steps, -1))
     strengths = strengths * (2 if module.allow_neg_eigval else 1)
-    kept = torch.ones(len(deciding), module.num_v_heads)
+    decays = torch.ones(len(deciding), module.num_v_heads)
     if module.use_forget_gate:
-        kept = torch.exp(head_decay(module, deciding))
+        decays = torch.exp(head_decay(module, deciding))
     reads = []
     for stream in (deciding, carried):
         values = way(module, "v", deciding, stream).unflatten(-1, (steps, module.num_v_heads, module.head_v_dim))
         state = torch.zeros(module.num_v_heads, size, module.head_v_dim, dtype=stream.dtype)
         outputs = []
         for t in range(len(stream)):
-            state = kept[t, :, None, None] * state
+            state = decays[t, :, None, None] * state
             for n in range(steps):
                 k = torch.repeat_interleave(keys[t, n], count, dim=0)
                 change = values[t, n] - torch.einsum("hn,hnp->hp", k, state)
@@ -146,7 +146,7 @@ def comba(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
         query = query - module.D[:, None] * erase
     query, key, erase = (share(unit(x), count) for x in (query, key, erase))
     strength = torch.sigmoid(module.b_proj(deciding))
-    kept = torch.exp(head_decay(module, deciding))
+    decays = torch.exp(head_decay(module, deciding))
     reads = []
     for stream in (deciding, carried):
         values = way(module, "v", deciding, stream).unflatten(-1, (-1, module.head_v_dim))
@@ -154,7 +154,7 @@ def comba(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
         outputs = []
         for t in range(len(stream)):
             change = strength[t][:, None] * (values[t] - torch.einsum("hn,hnp->hp", erase[t], state))
-            state = kept[t, :, None, None] * state + torch.einsum("hn,hp->hnp", key[t], change)
+            state = decays[t, :, None, None] * state + torch.einsum("hn,hp->hnp", key[t], change)
             outputs.append(torch.einsum("hn,hnp->hp", query[t] / math.sqrt(size), state))
         reads.append(torch.stack(outputs))
     return closed(module, module.o_norm, deciding, *reads, gated=module.use_output_gate)

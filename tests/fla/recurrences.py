@@ -231,9 +231,9 @@ def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
     """SSD with one decay per head (LaTIM Eq. 13-14, 24); head h uses group h modulo the groups, as fla's torch code."""
     chord, inner, size = CHORDS[module.activation], module.intermediate_size, module.ssm_state_size
     parts = [inner, module.conv_dim, module.num_heads]
-    gate, own, step = module.in_proj(deciding).split(parts, dim=-1)
+    gate, branch, step = module.in_proj(deciding).split(parts, dim=-1)
     decides, carries = (
-        convolve(module.conv1d, side) for side in (own, module.in_proj(carried).split(parts, dim=-1)[1])
+        convolve(module.conv1d, side) for side in (branch, module.in_proj(carried).split(parts, dim=-1)[1])
     )
     sides = [(chord(decides) * stream) for stream in (decides, carries)]
     key, query = (part.unflatten(-1, (-1, size)) for part in sides[0][:, inner:].chunk(2, dim=-1))

@@ -71,19 +71,19 @@ def rwkv7(module: nn.Module, deciding: Tensor, carried: Tensor, first: Tensor, c
     key = key * (1 + (rate - 1) * module.k_a)
     query, key, decay, rate = (side.unflatten(-1, (-1, size)) for side in (query, key, decay, rate))
     bonus = (query * key * module.r_k).sum(-1, keepdim=True)
-    reads, own = [], None
+    reads, current = [], None
     for stream, other in ((deciding, first), (carried, carried_first)):
         values = module.v_proj(stream + (before(stream) - stream) * module.x_v[0])
         if module.layer_idx != 0:
             mix = torch.sigmoid(module.v_lora(mixed["v"]))
             values = (1 - mix) * values + mix * other
-        own = values.unflatten(-1, (-1, module.head_v_dim))
+        current = values.unflatten(-1, (-1, module.head_v_dim))
         state, outputs = torch.zeros(module.num_heads, size, module.head_v_dim, dtype=stream.dtype), []
         for t in range(len(stream)):
             removed = torch.einsum("hn,hnp->hp", erased[t], state)
             state = decay[t][..., None] * state - (erased[t] * rate[t])[..., None] * removed[:, None]
-            state = state + key[t][..., None] * own[t][:, None]
+            state = state + key[t][..., None] * current[t][:, None]
             outputs.append(torch.einsum("hn,hnp->hp", query[t], state))
         reads.append(torch.stack(outputs))
     normed = group_norm(*reads, module.g_norm.eps).flatten(1) * module.g_norm.weight + module.g_norm.bias
-    return module.o_proj((normed + (bonus * own).flatten(1)) * module.g_lora(mixed["g"]))
+    return module.o_proj((normed + (bonus * current).flatten(1)) * module.g_lora(mixed["g"]))

@@ -127,8 +127,8 @@ def test_every_law_holds(host: Host) -> None:
 @every_host
 def test_the_bias_depends_only_on_biases(host: Host) -> None:
     bare = copy.deepcopy(model(host))
-    found = [layer.operator.bias.abs().amax() for layer in traced(host, "plain").layers]
-    if not any(found):
+    sizes = [layer.operator.bias.abs().amax() for layer in traced(host, "plain").layers]
+    if not any(sizes):
         return
     with torch.no_grad():
         for name, parameter in bare.named_parameters():
@@ -158,8 +158,8 @@ def test_gradients_are_those_of_the_host(name: str) -> None:
         logit = model(host)(host.inputs(), use_cache=False).logits[:, -1, 3].sum()
     for hook in hooks:
         hook.remove()
-    own = torch.autograd.grad(logit, outputs)
-    for actual, expected in zip(traced(host, "plain").gradient(-1, 3), own, strict=True):
+    reference = torch.autograd.grad(logit, outputs)
+    for actual, expected in zip(traced(host, "plain").gradient(-1, 3), reference, strict=True):
         assert relative_error(actual, expected) <= tolerance("reconstruction", torch.float32)
 
 

@@ -31,9 +31,9 @@ def test_norms_equal_their_definition(order: Order, keyed: bool, part: int, monk
     formed = (weight @ vectors.flatten(2)).unflatten(2, (5, 7))
     innermost = formed.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     for each in (formed, innermost):
-        held = each.clone()
+        before = each.clone()
         assert relative_error(tiled.norms(each, None, order=order, reference=reference), expected) < 1e-13
-        assert torch.equal(each, held)
+        assert torch.equal(each, before)
 
 
 def test_the_alti_score_of_a_small_vector_is_accurate() -> None:
@@ -43,9 +43,9 @@ def test_the_alti_score_of_a_small_vector_is_accurate() -> None:
     reference[0, 0, :3] = 0
     y = reference.double().transpose(1, 2).unsqueeze(3)
     exact = (y.abs() - (y - vectors.double()).abs()).sum(1)
-    found = tiled.norms(vectors, None, order="alti", reference=reference)
-    assert torch.equal(found > 0, exact > 0)
-    assert relative_error(found, exact) < 1e-6
+    actual = tiled.norms(vectors, None, order="alti", reference=reference)
+    assert torch.equal(actual > 0, exact > 0)
+    assert relative_error(actual, exact) < 1e-6
 
 
 def test_gram_matrices_give_the_same_norms() -> None:
@@ -68,8 +68,8 @@ def test_gram_matrices_give_zero_for_fully_cancelling_vectors() -> None:
     weight = torch.cat([two, -two.sum(2, keepdim=True)], dim=2)
     squared, ones = gram.gram(weight), torch.ones(50, 3, 2, 2)
     assert float((squared @ ones.double().flatten(2)).sum(1).min()) < 0
-    found = gram.norms(ones, squared)
-    assert torch.isfinite(found).all() and float(found.max()) <= 1e-6
+    actual = gram.norms(ones, squared)
+    assert torch.isfinite(actual).all() and float(actual.max()) <= 1e-6
 
 
 @pytest.mark.parametrize("order", ["alti", "dot", -1.0, 0.0])

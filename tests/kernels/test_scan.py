@@ -117,24 +117,24 @@ def test_recomputed_states_give_the_same_gradients(length: int, passed: str, mon
         total = (getattr(tiled, passed)(*factors, None, vectors) * weights).sum()
         return list(torch.autograd.grad(total, inputs))
 
-    kept = gradients()
+    saved = gradients()
     monkeypatch.setattr(tiled, "KEPT", 8)
     monkeypatch.setattr(tiled, "GROUP", 20)
-    for once, again in zip(kept, gradients(), strict=True):
+    for once, again in zip(saved, gradients(), strict=True):
         assert relative_error(again, once) < 1e-13
 
 
 def token_by_token(query, key, decay, scale, rate, value, back: bool) -> Tensor:
     read, write = (key * scale.unsqueeze(-1), query) if back else (query, key * scale.unsqueeze(-1))
     steps = (decay * rate).exp()
-    state, found = torch.zeros(value.shape[0], 4, 3, value.shape[3], dtype=torch.float64), {}
+    state, outputs = torch.zeros(value.shape[0], 4, 3, value.shape[3], dtype=torch.float64), {}
     length = value.shape[1]
     for t in range(length - 1, -1, -1) if back else range(length):
         crossed = t + 1 if back else t
         state = state * (steps[:, crossed, ..., None] if crossed < length else 1)
         state = state + write[:, t].expand(-1, 4, -1).unsqueeze(-1) * value[:, t].unsqueeze(-2)
-        found[t] = (read[:, t].expand(-1, 4, -1).unsqueeze(-1) * state).sum(-2)
-    return torch.stack([found[t] for t in range(length)], dim=1)
+        outputs[t] = (read[:, t].expand(-1, 4, -1).unsqueeze(-1) * state).sum(-2)
+    return torch.stack([outputs[t] for t in range(length)], dim=1)
 
 
 @pytest.mark.parametrize("alone", [None, 0, 1, 2, 3, 4, 5])
@@ -163,14 +163,14 @@ def test_the_diagonal_scan_is_the_recurrence_for_any_differentiated_factor(
 def test_a_long_pass_saves_vectors_but_not_all_states_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "KEPT", 8)
     monkeypatch.setattr(tiled, "GROUP", 32)
-    held = []
+    sizes = []
     for length in (128, 256):
         numbers: list[int] = []
         value = torch.randn(1, length, 4, 1, requires_grad=True)
         factors = torch.randn(1, length, 1, 16), torch.randn(1, length, 1, 16), -torch.rand(1, length, 4, 16)
         with torch.autograd.graph.saved_tensors_hooks(lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t):
             tiled.diagonal_scan(*factors, None, None, None, value)
-        held.append(sum(numbers))
+        sizes.append(sum(numbers))
     # Its inputs and one state per group; saving all states would take twice as much in addition.
-    assert held[1] <= 1.1 * sum(t.numel() for t in (value, *factors))
-    assert held[1] <= 2.2 * held[0]
+    assert sizes[1] <= 1.1 * sum(t.numel() for t in (value, *factors))
+    assert sizes[1] <= 2.2 * sizes[0]

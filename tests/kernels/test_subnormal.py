@@ -13,14 +13,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_only_subnormal_numbers_become_zero(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
-    kept = torch.tensor([2 * info.tiny, -2 * info.tiny, 1, -1, info.max, torch.inf, -torch.inf, 0], dtype=dtype)
+    unchanged = torch.tensor([2 * info.tiny, -2 * info.tiny, 1, -1, info.max, torch.inf, -torch.inf, 0], dtype=dtype)
     lost = torch.tensor([info.tiny, -info.tiny, info.tiny / 2, -info.tiny / 4], dtype=dtype)
-    assert torch.equal(flushed(kept), kept)
+    assert torch.equal(flushed(unchanged), unchanged)
     assert torch.equal(flushed(lost), torch.zeros_like(lost))
     assert flushed(torch.tensor(torch.nan, dtype=dtype)).isnan()
-    place = torch.cat([lost, kept])
+    place = torch.cat([lost, unchanged])
     assert flushed_(place) is place
-    assert torch.equal(place, torch.cat([torch.zeros_like(lost), kept]))
+    assert torch.equal(place, torch.cat([torch.zeros_like(lost), unchanged]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -28,10 +28,10 @@ def test_decays_are_normal_numbers_or_zero(dtype: torch.dtype) -> None:
     tiny = torch.finfo(dtype).tiny
     exponent = torch.cat([-torch.linspace(0, 800, 80001, dtype=torch.float64), torch.tensor([-torch.inf])]).to(dtype)
     exact = exponent.exp()
-    for found in (decays(exponent), decays(exponent.clone(), out=torch.empty_like(exponent))):
-        normal = found > 0
-        assert torch.equal(found[normal], exact[normal])
-        assert (found[normal] >= tiny).all()
+    for actual in (decays(exponent), decays(exponent.clone(), out=torch.empty_like(exponent))):
+        normal = actual > 0
+        assert torch.equal(actual[normal], exact[normal])
+        assert (actual[normal] >= tiny).all()
         # No range of a factor e of the normal numbers is lost.
         assert (exact[~normal].double() < 3 * tiny).all()
 
@@ -72,8 +72,8 @@ def test_a_map_of_small_numbers_is_accurate(size: float) -> None:
     def of(tokens: slice, heads: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return query[:, tokens, heads], key[:, tokens, heads], decay[:, tokens, heads]
 
-    found = torch.cat([block for _, block in tiled.reduced_rows(of, (1, 40, 3, 2), rows=24)], dim=1)
-    tiny, error = torch.finfo(torch.float32).tiny, (found.double() - expected).abs()
+    actual = torch.cat([block for _, block in tiled.reduced_rows(of, (1, 40, 3, 2), rows=24)], dim=1)
+    tiny, error = torch.finfo(torch.float32).tiny, (actual.double() - expected).abs()
     # In each of the six products one factor may be flushed, whose query is at most 1.5.
     assert (error <= 1e-6 * expected + 6 * 1.5 * tiny).all()
-    assert (found.diagonal(dim1=1, dim2=2) > 0).all()
+    assert (actual.diagonal(dim1=1, dim2=2) > 0).all()

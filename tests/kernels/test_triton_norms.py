@@ -72,10 +72,10 @@ def test_a_low_precision_product_rounds_only_its_inputs() -> None:
 @pytest.mark.parametrize("outs", [100, 300])
 def test_allocations_agree_with_the_documented_ones(outs: int, order: Order) -> None:
     vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, outs, 35)
-    estimate = 4 * form.held_elements(vectors.shape, outs)
+    documented = 4 * form.held_elements(vectors.shape, outs)
     counted = peak_of(lambda: form.norms(vectors, weight, order=order)).peak
     # The scalar NaN of `poisoned` is one more element.
-    assert estimate / 2 <= counted <= estimate + 4
+    assert documented / 2 <= counted <= documented + 4
 
 
 @pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "mamba2", "gpt2"])

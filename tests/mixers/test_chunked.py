@@ -75,9 +75,9 @@ def test_recomputed_matrices_give_the_same_gradients(
     name: str, passed: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factors = CASES[name].draw(length)
-    kept = torch.autograd.grad(*begun(CASES[name], factors, passed))
+    saved = torch.autograd.grad(*begun(CASES[name], factors, passed))
     monkeypatch.setattr(chunked, "KEPT", 64)
-    for again, once in zip(torch.autograd.grad(*begun(CASES[name], factors, passed)), kept, strict=True):
+    for again, once in zip(torch.autograd.grad(*begun(CASES[name], factors, passed)), saved, strict=True):
         assert laws.error(again, once) <= 1e-14
 
 

@@ -121,10 +121,10 @@ def test_a_factor_that_is_not_finite_is_refused(structure: Structure, number: fl
 
 
 def test_the_properties_of_each_structure() -> None:
-    estimate = {
+    properties = {
         cls: (cls.structure, cls.causal, cls.data_controlled) for cls in (Dense, DiagonalDecay, ScalarDecay, Toeplitz)
     }
-    assert estimate == {
+    assert properties == {
         Dense: ("dense", False, True),
         DiagonalDecay: ("diagonal decay", True, True),
         ScalarDecay: ("scalar decay", True, True),

@@ -70,9 +70,9 @@ def test_the_matrix_is_the_closed_form() -> None:
         return (factors[left].unsqueeze(2) * fading * factors[right].unsqueeze(1)).sum(-1).permute(0, 3, 1, 2)
 
     before = total - factors["log_decay"]
-    own = future | torch.eye(130, dtype=torch.bool)[..., None, None]
+    strict = future | torch.eye(130, dtype=torch.bool)[..., None, None]
     read = among("query", "key", total, future), among("query", "b", total, future)
-    erased = among("a", "b", before, own), among("a", "key", before, own)
+    erased = among("a", "b", before, strict), among("a", "key", before, strict)
     bonus = (factors["query"] * factors["bonus"] * factors["key"]).sum(-1).transpose(1, 2)
     expected = read[0] + read[1] @ torch.linalg.solve(torch.eye(130) - erased[0], erased[1]) + torch.diag_embed(bonus)
     assert laws.error(build(factors).materialize(), expected) <= 1e-12

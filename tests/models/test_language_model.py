@@ -28,8 +28,8 @@ def test_padding_does_not_change_real_tokens(
     if side == "right":
         parts, real = parts[::-1], real[::-1]
     padded = model(torch.cat(parts, dim=1), attention_mask=torch.cat(real, dim=1).to(dtype)).logits
-    kept = padded[:, 4:] if side == "left" else padded[:, :9]
-    torch.testing.assert_close(kept, model(ids).logits, rtol=1e-10, atol=1e-12)
+    logits = padded[:, 4:] if side == "left" else padded[:, :9]
+    torch.testing.assert_close(logits, model(ids).logits, rtol=1e-10, atol=1e-12)
 
 
 def test_left_padding_without_a_mask_changes_real_tokens(model: MixerForCausalLM) -> None:

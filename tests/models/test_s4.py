@@ -144,8 +144,8 @@ def test_padding_does_not_change_real_tokens(model: S4DForCausalLM, side: str, b
     real = [torch.zeros_like(padding), torch.ones_like(ids)]
     mask = torch.cat(real if side == "left" else real[::-1], dim=1)
     padded = model(torch.cat(order, dim=1), attention_mask=mask.to(dtype)).logits
-    kept = padded[:, 4:] if side == "left" else padded[:, :9]
-    torch.testing.assert_close(kept, alone, rtol=1e-10, atol=1e-12)
+    logits = padded[:, 4:] if side == "left" else padded[:, :9]
+    torch.testing.assert_close(logits, alone, rtol=1e-10, atol=1e-12)
 
 
 def test_left_padding_without_a_mask_changes_real_tokens(model: S4DForCausalLM) -> None:

@@ -82,13 +82,13 @@ def test_half_of_each_conjugate_pair_is_equivalent_to_all_modes() -> None:
     state = half.state_dict()
     mirrored = dict(state)
     for name, axis in (("Lambda_re", 0), ("Lambda_im", 0), ("log_step", 0), ("B", 0), ("C", 1)):
-        own = state[f"seq.{name}"]
-        other = own.clone()
+        first_half = state[f"seq.{name}"]
+        other = first_half.clone()
         if name in ("B", "C"):
             other[..., 1] *= -1
         if name == "Lambda_im":
             other *= -1
-        mirrored[f"seq.{name}"] = torch.cat([own, other], dim=axis)
+        mirrored[f"seq.{name}"] = torch.cat([first_half, other], dim=axis)
     full.load_state_dict(mirrored)
     u = torch.randn(2, 15, 5, dtype=torch.float64)
     assert distance(full(u), half(u)) < 1e-12

@@ -286,9 +286,9 @@ def test_the_head_can_be_replaced_and_left_out() -> None:
 
 
 def test_decay_parameters_have_no_weight_decay() -> None:
-    kept = tiny(depth=1).no_weight_decay()
+    parameters = tiny(depth=1).no_weight_decay()
     mixer = {f"layers.0.mixer.{name}" for name in ("A_log", "A_b_log", "D", "D_b")}
-    assert kept == {"pos_embed", "cls_token", *mixer}
+    assert parameters == {"pos_embed", "cls_token", *mixer}
 
 
 def test_invalid_inputs_are_refused() -> None:

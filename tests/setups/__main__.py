@@ -29,7 +29,7 @@ def main(options: list[str]) -> None:
     if "--write" in options:
         page.PAGE.write_text(page.text(ran))
     else:
-        print(json.dumps({name: (found.kind, found.words) for name, found in ran.items()}))
+        print(json.dumps({name: (each_outcome.kind, each_outcome.words) for name, each_outcome in ran.items()}))
 
 
 main(sys.argv[1:])

@@ -116,10 +116,10 @@ def padded_left() -> float:
     def one(host: Host) -> float:
         model, mask = host.model(), padding("left")
         inputs = {"input_ids": host.inputs(), "attention_mask": mask}
-        own = dict(inputs)
+        call_arguments = dict(inputs)
         if host is HOSTS["Llama"]:
-            own["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-        return works(model, inputs, lambda: model(**own), real=mask.bool())
+            call_arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+        return works(model, inputs, lambda: model(**call_arguments), real=mask.bool())
 
     return each(one)
 
@@ -137,9 +137,9 @@ def boolean_mask() -> float:
 
 def pairs() -> Tensor:
     """Return the mask of pairs: causal, a window of five tokens, and one key that no query reads."""
-    kept = torch.ones(13, 13, dtype=torch.bool).tril().triu(-4)
-    kept[:, 2] = torch.arange(13) == 2
-    return kept.expand(2, 1, 13, 13).clone()
+    mask = torch.ones(13, 13, dtype=torch.bool).tril().triu(-4)
+    mask[:, 2] = torch.arange(13) == 2
+    return mask.expand(2, 1, 13, 13).clone()
 
 
 @setup(

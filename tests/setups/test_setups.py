@@ -31,21 +31,21 @@ def ran() -> dict[str, Outcome]:
     return {name: Outcome(*values) for name, values in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def wrong(entry: SetUp, found: Outcome) -> str | None:
+def wrong(entry: SetUp, actual: Outcome) -> str | None:
     """Return a message on an unexpected outcome, or None."""
     if entry.refused is None:
-        return None if found.kind == "works" else f"must work, and is {found}"
-    if found.kind != "refused":
-        return f"must be refused, and {found}"
-    raised = getattr(errors, found.words.split("`")[1], None)
+        return None if actual.kind == "works" else f"must work, and is {actual}"
+    if actual.kind != "refused":
+        return f"must be refused, and {actual}"
+    raised = getattr(errors, actual.words.split("`")[1], None)
     fits = isinstance(raised, type) and issubclass(raised, entry.refused)
-    return None if fits else f"must raise {entry.refused.__name__}, and is {found}"
+    return None if fits else f"must raise {entry.refused.__name__}, and is {actual}"
 
 
-def agree(shown: str, found: str) -> bool:
+def agree(shown: str, actual: str) -> bool:
     """Whether two outcomes agree; all errors that are rounding agree, including 0, since small hosts can be exact."""
-    rounding = [float(error[1]) <= ERROR_FIGURE for text in (shown, found) if (error := ERROR.fullmatch(text))]
-    return rounding == [True, True] or same(shown, found)
+    rounding = [float(error[1]) <= ERROR_FIGURE for text in (shown, actual) if (error := ERROR.fullmatch(text))]
+    return rounding == [True, True] or same(shown, actual)
 
 
 @pytest.mark.slow
@@ -53,11 +53,11 @@ def test_every_set_up_works_or_is_refused_as_on_the_page(subtests: pytest.Subtes
     outcomes, shown = ran(), page.outcomes(page.PAGE.read_text())
     for entry in SETUPS:
         with subtests.test(entry.name):
-            found = outcomes[entry.name]
-            if found.kind == "not run":
-                pytest.skip(found.words)
-            assert (complaint := wrong(entry, found)) is None, f"{entry.name} {complaint}"
-            assert agree(shown[entry.name], str(found)), f"the page says {shown[entry.name]!r}, and it is {found}"
+            actual = outcomes[entry.name]
+            if actual.kind == "not run":
+                pytest.skip(actual.words)
+            assert (complaint := wrong(entry, actual)) is None, f"{entry.name} {complaint}"
+            assert agree(shown[entry.name], str(actual)), f"the page says {shown[entry.name]!r}, and it is {actual}"
 
 
 def test_outcomes_agree_up_to_rounding() -> None:
@@ -79,11 +79,11 @@ def test_the_page_has_every_set_up_once() -> None:
 
 def test_a_written_page_can_be_read() -> None:
     outcomes = {entry.name: Outcome("works", f"error 3e-07 | of *{entry.group}*") for entry in SETUPS}
-    assert page.outcomes(page.text(outcomes)) == {name: str(found) for name, found in outcomes.items()}
+    assert page.outcomes(page.text(outcomes)) == {name: str(outcome) for name, outcome in outcomes.items()}
 
 
 @pytest.mark.parametrize(
-    ("refused", "found", "complaint"),
+    ("refused", "actual", "complaint"),
     [
         (None, Outcome("works", "error 3e-07"), None),
         (None, Outcome("refused", "`InputError`: no"), "must work"),
@@ -96,10 +96,10 @@ def test_a_written_page_can_be_read() -> None:
     ],
 )
 def test_an_unexpected_outcome_is_reported(
-    refused: type[UnilinattnError] | None, found: Outcome, complaint: str | None
+    refused: type[UnilinattnError] | None, actual: Outcome, complaint: str | None
 ) -> None:
-    estimate = wrong(SetUp("a", "calls", "", (), refused, lambda: 0.0), found)
-    assert estimate is None if complaint is None else complaint in str(estimate)
+    message = wrong(SetUp("a", "calls", "", (), refused, lambda: 0.0), actual)
+    assert message is None if complaint is None else complaint in str(message)
 
 
 def test_outcomes_of_results_and_errors() -> None:

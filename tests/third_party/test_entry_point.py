@@ -74,9 +74,9 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import unilinattn as ula
     print(len(caught))
-    found = ula.list_architectures()
+    architectures = ula.list_architectures()
     again = ula.list_methods()
-print("mamba" in found, "mingru" in found, "rollout" in again)
+print("mamba" in architectures, "mingru" in architectures, "rollout" in again)
 print(*[f"{warning.category.__name__}: {warning.message}" for warning in caught], sep="\\n")
 """
 

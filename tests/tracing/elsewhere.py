@@ -92,9 +92,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*plain, **options)
     if target is None or torch.device(target).type != HERE.type:
         return result
-    for inputs, own in zip(args, plain, strict=True):
-        if isinstance(inputs, Resident) and result is own:
-            return inputs
+    for argument, data in zip(args, plain, strict=True):
+        if isinstance(argument, Resident) and result is data:
+            return argument
     return tree_map(lambda t: Resident(t, torch.device(target)) if isinstance(t, Tensor) else t, result)
 
 
