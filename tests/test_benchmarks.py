@@ -25,7 +25,7 @@ NARROW = Place(models.NARROW, "cpu")
 
 
 @pytest.mark.slow
-def test_the_whole_run_on_narrow_layers(tmp_path: Path) -> None:
+def test_a_quick_run_on_narrow_layers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -120,7 +120,7 @@ def test_steps_outside_a_loop_are_counted(terminal: Terminal) -> None:
     assert last_line(terminal).strip() == ""
 
 
-def test_items_come_one_by_one() -> None:
+def test_items_are_consumed_one_by_one() -> None:
     drawn: list[int] = []
 
     def source() -> object:

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import jaxtyping
 import pytest
 import torch
 
@@ -100,12 +99,6 @@ def test_the_answer_matters_and_the_key_after_it_does_not(model: str) -> None:
     assert after.abs().mean() < 0.02 * answer.mean()
     by_diagonals = row_scores(effects, task.diagonals, candidates)
     assert by_diagonals.auc < 0.9 and by_diagonals.recall_at_k < 0.75
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable the checks of a thorough run, whose errors would precede those of the library."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -4,19 +4,12 @@ from itertools import pairwise, permutations
 from statistics import correlation
 
 import hypothesis.strategies as st
-import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
 
 from unilinattn.errors import InputError
 from unilinattn.evaluation.metrics import RankCorrelation, RowScores, alignment_error_rate, rank_correlation, row_scores
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable the checks of a thorough run, whose errors would precede those of the library."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def loop_auc(scores: list[float], relevant: list[bool]) -> float:

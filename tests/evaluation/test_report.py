@@ -96,7 +96,7 @@ def test_only_keys_before_the_query_are_candidates() -> None:
     assert worse.hit_at_1 < 0.2
 
 
-def test_an_answer_at_the_query_itself_is_dropped_and_counted() -> None:
+def test_an_answer_at_the_query_is_dropped_and_counted() -> None:
     ids, labels = torch.tensor([[3, 3, 5, 3, 7]]), torch.tensor([[-100, 3, -100, 5, -100]])
     relevant = torch.zeros(1, 5, 5, dtype=torch.bool)
     relevant[0, 1, 1] = relevant[0, 3, 2] = True

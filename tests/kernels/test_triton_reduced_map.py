@@ -12,13 +12,7 @@ from unilinattn.testing import relative_error
 BATCH, HEADS, STATE = 2, 3, 3
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that entries that a kernel does not write are detected."""
-    empty, like, of = torch.empty, torch.empty_like, Tensor.new_empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: like(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: of(*a, **k).fill_(torch.nan))
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture
@@ -98,12 +92,12 @@ def test_factors_may_be_shared_strided_and_taps_reach_far(small: None) -> None:
     assert compared(length, 64, (left, beyond), given=(query.expand_as(decay), key, decay)) < 1e-5
 
 
-def test_a_coarse_product_rounds_its_inputs_alone() -> None:
+def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     assert 1e-5 < compared(130, 1024, (None, None), precision="bf16") < 8e-3
 
 
 @pytest.mark.slow
-def test_a_strong_decay_costs_the_tokens_after_it_no_digits() -> None:
+def test_tokens_after_a_strong_decay_are_accurate() -> None:
     query, key, decay = factors(130)
     weak = -0.05 * torch.rand_like(decay)
     for strong in (-20.0, -1e3, -1e6):

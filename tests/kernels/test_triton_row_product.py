@@ -14,12 +14,8 @@ BATCH, HEADS, STATE = 2, 3, 3
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Select small tiles, and fill new tensors with NaN."""
-    of = Tensor.new_empty
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: of(*a, **k).fill_(torch.nan))
+def small(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """Select small tiles."""
     monkeypatch.setattr(reduced, "CHUNK", 32)
     monkeypatch.setattr(form, "NUMBERS", 32 * BATCH * HEADS * STATE * 2)
     for name, size in {"ROWS": 32, "COLS": 16, "INNER": 16}.items():

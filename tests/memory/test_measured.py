@@ -18,7 +18,7 @@ LIMIT = 1 << 19
 NARROW = 1 << 17
 """Limit for the narrow hosts of the tables."""
 SLACK = 1.1
-"""Rounding of what a block is counted to hold."""
+"""Factor on the limit for the rounding of block sizes."""
 
 REDUCED = [{"heads": heads} for heads in ("mean", "max", "min", "abs-mean", "product", 0, [0, -1])]
 SCOPED = [{"scope": scope, "heads": heads} for scope in ("mixer", "unified") for heads in ("mean", "max", [0, 1])]

@@ -117,7 +117,7 @@ def test_a_target_selects_its_row_of_the_product(name: str, padding: str, target
 
 
 @pytest.mark.parametrize(("name", "padding"), [("mamba", "none"), ("mamba2", "left"), ("gpt2", "right")])
-def test_without_a_target_each_row_has_its_own_gradient(name: str, padding: str) -> None:
+def test_without_a_target_each_row_uses_the_gradient_of_its_query(name: str, padding: str) -> None:
     host_trace = traced(name, padding)
     expected = torch.zeros(BATCH, LENGTH, LENGTH, dtype=torch.float64)
     for i in range(LENGTH):

@@ -103,7 +103,7 @@ def test_min_max_rescales_each_sequence_to_the_unit_interval(scores, real, diago
         assert actual[b].max() == 1
 
 
-def test_padding_scores_zero_whatever_its_values(scores, real, diagonal) -> None:
+def test_padding_scores_zero_for_any_values(scores, real, diagonal) -> None:
     noisy = torch.where(real, scores, 1e6)
     for normalize in ("none", "rows", "min-max"):
         actual = postprocess(noisy, real, diagonal, discard=0.4, normalize=normalize)

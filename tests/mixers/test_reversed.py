@@ -55,7 +55,7 @@ def test_outputs_are_anticausal_bit_for_bit() -> None:
     assert torch.equal(mixer.apply(value)[:, 30:], mixer.apply(past)[:, 30:])
 
 
-def test_twice_reversed_is_the_mixer_itself() -> None:
+def test_twice_reversed_is_the_inner_mixer() -> None:
     inner = DiagonalDecay(**draw(65))
     assert torch.equal(Reversed(Reversed(inner)).materialize(), inner.materialize())
 

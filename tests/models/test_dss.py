@@ -102,7 +102,7 @@ def test_state_dicts_of_the_authors_layout_load() -> None:
     checks.check_state_dict_loads(DSS(6, 8, version="exp"), {**COMMON, **KERNEL, **exponential})
 
 
-def test_it_starts_with_hippos_skew_part() -> None:
+def test_the_initial_poles_are_those_of_hippos_skew_part() -> None:
     for version in ("softmax", "exp"):
         poles = DSS(4, 8, version=version).kernel.poles()
         torch.testing.assert_close(poles.real, torch.full((8,), -0.5))

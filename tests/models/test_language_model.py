@@ -38,7 +38,7 @@ def test_left_padding_without_a_mask_changes_real_tokens(model: MixerForCausalLM
     assert (model(padded).logits[:, 4:] - model(ids).logits).abs().max() > 1e-3
 
 
-def test_biases_before_the_mixing_let_left_padding_through() -> None:
+def test_left_padding_reaches_real_tokens_through_biases() -> None:
     model = MixerForCausalLM(11, 8, 2, partial(H3, 8, 4)).double().eval()
     ids = torch.randint(11, (1, 9))
     padding = torch.zeros(1, 4, dtype=torch.long)

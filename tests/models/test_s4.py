@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.models.checks import distance
 from unilinattn.errors import OptionError
 from unilinattn.models import S4D, S4DConfig, S4DForCausalLM
 
@@ -31,10 +32,6 @@ def recurrence(layer: S4D, u: Tensor) -> Tensor:
     weight, bias = state["output_linear.0.weight"][..., 0], state["output_linear.0.bias"]
     carry, gate = (y @ weight.T + bias).chunk(2, dim=-1)
     return carry * gate.sigmoid()
-
-
-def distance(actual: Tensor, truth: Tensor) -> float:
-    return ((actual - truth).norm() / truth.norm()).item()
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 130])
@@ -111,7 +108,7 @@ def test_a_state_dict_of_the_authors_layout_loads() -> None:
     assert torch.equal(layer.kernel.C, published["kernel.C"])
 
 
-def test_it_starts_as_s4d_lin() -> None:
+def test_the_initialisation_is_s4d_lin() -> None:
     kernel = S4D(d_model=5, d_state=8, dt_min=0.01, dt_max=0.02).kernel
     assert torch.allclose(-kernel.log_A_real.exp(), torch.tensor(-0.5))
     assert torch.allclose(kernel.A_imag, torch.pi * torch.arange(4.0).expand(5, 4))

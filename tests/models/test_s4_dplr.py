@@ -70,7 +70,7 @@ def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     assert distance(layer(u), truth) < 1e-11
 
 
-def test_it_starts_as_hippo_legs() -> None:
+def test_the_initialisation_is_hippo_legs() -> None:
     layer = S4(d_model=3, d_state=16)
     a, _, _ = discrete(layer, 0)
     dt = layer.layer.kernel.inv_dt[0].double().exp()

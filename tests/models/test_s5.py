@@ -66,7 +66,7 @@ def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
-def test_it_starts_with_hippos_normal_part_in_blocks(blocks: int) -> None:
+def test_the_initialisation_is_blocks_of_hippos_normal_part(blocks: int) -> None:
     layer = S5(d_model=3, d_state=16, blocks=blocks, conj_sym=False)
     size = 16 // blocks
     root = torch.sqrt(torch.arange(size, dtype=torch.float64) + 0.5)

@@ -272,7 +272,7 @@ def test_training_drops_the_loss() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_head_can_be_replaced_and_left_out() -> None:
+def test_the_head_can_be_replaced_or_omitted() -> None:
     model = tiny()
     pixels = torch.randn(2, 3, 12, 12)
     model.reset_classifier(3)

@@ -137,7 +137,7 @@ def test_one_negative_score_selects_the_diverging_colours_of_every_map() -> None
     assert "var(--diverging)" in pages.attribution(make(scores=scores)).split("ula-legend")[1]
 
 
-def test_a_comparison_goes_model_by_model_and_layer_by_layer(tmp_path: Path) -> None:
+def test_a_comparison_lists_models_and_layers_in_order(tmp_path: Path) -> None:
     compared = Comparison(
         {"mamba": {"raw": make(), "rollout": make(scores=torch.rand(2, 4, 4), dims=("batch", "query", "key"))},
          SPITE: {"raw": make(), "strip": of_target()}}

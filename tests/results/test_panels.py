@@ -40,7 +40,7 @@ def test_composed_layers_are_one_panel_with_their_worst_error() -> None:
     assert (chosen.title, chosen.error) == ("a", 1e-7)
 
 
-def test_padding_is_left_out_on_both_axes() -> None:
+def test_padding_is_omitted_on_both_axes() -> None:
     mask = torch.tensor([[False, True, True, True], [True, True, False, False]])
     padded = result((2, 4, 4), "batch", "query", "key", mask=mask, tokens=[list("_abc"), list("de__")])
     expected = torch.eye(4, dtype=torch.bool)

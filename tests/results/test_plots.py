@@ -145,7 +145,7 @@ def test_a_comparison_of_targets_ignores_a_pattern_of_queries() -> None:
     assert figure.legends == []
 
 
-def test_a_notebook_shows_the_figure_itself() -> None:
+def test_a_notebook_shows_the_figure() -> None:
     figure = make().plot()
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert isinstance(pickle.loads(pickle.dumps(figure)), Figure)

@@ -195,7 +195,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     yield searches
 
 
-def test_one_search_serves_a_model_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_searched_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hybrid()
     with counted(monkeypatch) as searches:
         ula.trace(model, IDS)

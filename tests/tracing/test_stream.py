@@ -74,7 +74,7 @@ def test_a_norm_between_output_and_stream_is_no_stream(name: str) -> None:
     assert [layer.residual for layer in traced(name).layers] == [None, None]
 
 
-def test_a_module_with_its_own_residual_has_a_stream_of_zeros() -> None:
+def test_a_module_with_an_internal_residual_has_a_stream_of_zeros() -> None:
     torch.manual_seed(0)
     config = transformers.BertConfig(**{k: v for k, v in SMALL.items() if k not in ("head_dim", "num_key_value_heads")})
     trace = ula.trace(transformers.BertModel(config).eval(), torch.randint(3, 50, (2, 7)))

@@ -141,7 +141,7 @@ def test_a_second_thread_waits_for_the_first() -> None:
         thread.join()
 
 
-def test_a_trace_inside_a_trace_records_its_own_calls() -> None:
+def test_a_nested_trace_records_only_its_calls() -> None:
     model, inner = Model(Block(added), Block(added)).eval(), Model(Block(added)).eval()
     expected, nested = trace(model, ids()), []
     hook = model.blocks[1].register_forward_pre_hook(lambda *_: nested or nested.append(trace(inner, ids())))

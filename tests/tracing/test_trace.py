@@ -15,7 +15,7 @@ from unilinattn.testing import HOSTS, relative_error
 from unilinattn.testing.hosts import host
 
 
-def test_layers_come_in_order_with_their_names() -> None:
+def test_layers_are_in_order_with_their_names() -> None:
     host_trace = trace(host("mamba2").model(), host("mamba2").inputs())
     assert [layer.name for layer in host_trace.layers] == [f"backbone.layers.{k}.mixer" for k in range(2)]
     assert {(layer.kind, layer.architecture) for layer in host_trace.layers} == {("Mamba-2 (SSD)", "mamba2")}

@@ -71,7 +71,7 @@ def test_zeros_are_empty_and_nan_is_a_letter() -> None:
     assert (four_digits(123456.0), four_digits(-1e20), four_digits(0.0317)) == ("1.235e5", "-1e20", "0.0317")
 
 
-def test_a_heat_map_carries_values_tokens_and_names() -> None:
+def test_a_heat_map_contains_values_tokens_and_names() -> None:
     values = torch.randn(3, 3, dtype=torch.float64).tril()
     tokens = ['<b>"&', "]]>", "</script>"]
     picture = heatmap(values, title="<i>", notes=["a & b", ""], row_tokens=tokens, column_tokens=tokens)
