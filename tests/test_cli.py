@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,15 +132,18 @@ def test_explain_refuses_an_inexact_layer_without_trust_warn(
     assert "WARNING: the operator of backbone.layers.1.mixer misses the host's output" in out and err == ""
 
 
-def test_the_default_is_alti_composed_over_layers(
+def test_the_default_is_logit_whose_parts_add_up(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "result.safetensors"
     assert cli.main(["explain", str(checkpoints / "mamba"), "--text", TEXT, "--out", str(out)]) == 0
     result = Attribution.load(out)
-    assert result.method == "alti" and result.options["rollout"] is True and "layer" not in result.dims
+    assert result.method == "logit" and result.dims == ("batch", "key")
     printed = capsys.readouterr().out
-    assert "alti, scope layer: scores for position 5 'mat', all layers" in printed
+    assert "logit: scores for position 5 'mat', all layers" in printed
+    tokens, bias, value = (float(x) for x in re.search(r"tokens (\S+) \+ biases (\S+) = (\S+), the", printed).groups())
+    assert tokens + bias == pytest.approx(value, rel=1e-3, abs=1e-3)
+    assert value == pytest.approx(float(result.extras["logit"][0]), rel=1e-3)
     assert "the token itself and the residual stream" in printed
 
 
@@ -223,9 +227,9 @@ def test_explain_refuses_bad_options(checkpoints: Path, tmp_path: Path, capsys: 
     assert "did you mean 'rollout'" in refused("--method", "rolout")
     assert "did you mean 'unified'" in refused("--method", "rollout", "--scope", "unifid")
     assert "did you mean 'discard'" in refused("--method", "rollout", "--option", "discrad=0.1")
-    assert "alti takes no option 'scope'" in refused("--scope", "core")
+    assert "logit takes no option 'scope'" in refused("--scope", "core")
     assert "is not NAME=VALUE" in refused("--option", "discard")
-    assert "no option 'logit'" in refused("--logit", "mat")
+    assert "no option 'logit'" in refused("--method", "alti", "--logit", "mat")
     assert "did you mean 'mat'? Give" in refused("--method", "attribution", "--logit", "matt")
     assert "one token, or two" in refused("--method", "attribution", "--logit", "mat", "cat", "on")
     assert "target 6 is out of range" in refused("--target", "6")

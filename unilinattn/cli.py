@@ -27,7 +27,7 @@ from unilinattn.errors import (
 )
 from unilinattn.evaluation import report
 from unilinattn.evaluation.side_by_side import Counts, measure, quiet_hosts, select
-from unilinattn.methods.run import DEFAULT_METHOD, explain, token_text
+from unilinattn.methods.run import COMPOSED, explain, token_text
 from unilinattn.optional import import_extra
 from unilinattn.registry import list_architectures, list_methods
 from unilinattn.registry import method as registered
@@ -38,7 +38,7 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import Trust
 
-METHODS = ("raw", "rollout", "attribution", "latim", "alti")
+METHODS = ("logit", "raw", "rollout", "attribution", "latim", "alti")
 """Default methods of `compare`."""
 
 OUT = Path("unilinattn-report")
@@ -120,6 +120,8 @@ def explain_checkpoint(options: argparse.Namespace) -> None:
         print(f"the model predicts {following!r} after it")
     label = "the token itself and the residual stream" if counts_residual(result) else "the token itself"
     print(_bars(texts, scores, place, label))
+    if result.method == "logit":
+        print(_sum_line(result))
     for doubt in result.warnings:
         print(f"\nWARNING: {doubt}")
     if options.out is not None:
@@ -207,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--text", required=True, help="the input")
     one.add_argument(
         "--method",
-        help=f"name of a method, see `unilinattn list` (default: {DEFAULT_METHOD} composed over all layers)",
+        help=f"name of a method, see `unilinattn list` (default: logit; without logits {COMPOSED} over all layers)",
     )
     one.add_argument("--target", type=int, default=-1, help="position to explain, negative from the end (default: -1)")
     one.add_argument(
@@ -343,6 +345,15 @@ def _bars(texts: Sequence[str], scores: Tensor, own: int, own_name: str) -> str:
         bar = ("#" if score >= 0 else "-") * round(BAR * abs(score) / largest)
         lines.append(f"  {place:>4}  {shown[place].ljust(wide)}  {score:>10.4g}  {bar}".rstrip())
     return "\n".join(lines)
+
+
+def _sum_line(result: Attribution) -> str:
+    """Return the line that adds up the shares of a logit."""
+    bias, value, gap = (float(result.extras[name][0]) for name in ("bias", "logit", "gap"))
+    return (
+        f"  tokens {float(result.scores.sum()):.4g} + biases {bias:.4g} = {value:.4g}, the model's own logit, "
+        f"to {gap:.0e}"
+    )
 
 
 def _check_out(out: Path | None) -> None:

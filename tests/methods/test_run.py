@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2Model
 
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
 from unilinattn.errors import InputError, OptionError, UncoveredError
-from unilinattn.methods import alti, compare, estimate, explain, latim, rollout
+from unilinattn.methods import alti, compare, estimate, explain, latim, logit, rollout
 from unilinattn.tracing.trace import Trace, trace
 
 
@@ -37,8 +37,19 @@ def test_the_result_is_labelled() -> None:
 
 
 @pytest.mark.parametrize("target", [None, -1])
-def test_the_default_is_alti_composed_over_layers(target: int | None) -> None:
+def test_the_default_is_logit(target: int | None) -> None:
     host_trace = traced("mamba2", "left")
+    result, named = explain(host_trace, target=target), logit(host_trace, target=target)
+    assert torch.equal(result.scores, named.scores)
+    assert (result.method, result.options) == ("logit", named.options)
+    assert repr(estimate(host_trace, target=target)) == repr(estimate(host_trace, target=target, method="logit"))
+    with pytest.raises(OptionError, match="logit takes no option 'p'"):
+        explain(host_trace, p=1)
+
+
+@pytest.mark.parametrize("target", [None, -1])
+def test_the_default_without_logits_is_alti_composed_over_layers(target: int | None) -> None:
+    host_trace = trace(HOSTS["mamba2"].model().base_model, inputs())
     result, named = explain(host_trace, target=target), alti(host_trace, target=target, rollout=True)
     assert torch.equal(result.scores, named.scores)
     assert (result.method, result.options) == ("alti", named.options)
@@ -46,8 +57,8 @@ def test_the_default_is_alti_composed_over_layers(target: int | None) -> None:
     assert repr(estimate(host_trace, target=target)) == repr(
         estimate(host_trace, target=target, method="alti", rollout=True)
     )
-    with pytest.raises(OptionError, match="alti takes no option 'p'"):
-        explain(host_trace, p=1)
+    # `logit=` with a scalar of the output selects the method `logit`.
+    assert explain(host_trace, logit=lambda out: out.last_hidden_state[:, -1].sum(-1)).method == "logit"
 
 
 def post_norm() -> Trace:
@@ -63,7 +74,7 @@ def post_norm() -> Trace:
         intermediate_size=16,
         attn_implementation="eager",
     )
-    return trace(Gemma2ForCausalLM(config).eval(), torch.randint(11, (1, 5)))
+    return trace(Gemma2Model(config).eval(), torch.randint(11, (1, 5)))
 
 
 @pytest.mark.parametrize("ask", [explain, estimate])
@@ -72,9 +83,9 @@ def test_a_model_outside_the_default_is_refused_with_the_methods_that_cover_it(a
     with pytest.raises(UncoveredError) as refused:
         ask(host_trace, target=-1)
     message = str(refused.value)
-    assert "'alti' composed over all layers (rollout=True)" in message
+    assert "'alti' composed over all layers" in message
     named = re.findall(r"'(\w+)'", message.partition("cover the layers of this model")[2])
-    assert set(named) >= {"raw", "rollout", "latim"} and "alti" not in named
+    assert set(named) >= {"raw", "rollout", "latim"} and not {"alti", "logit"} & set(named)
     for name in named:
         assert explain(host_trace, method=name, target=-1).method == name
     with pytest.raises(UncoveredError) as plain:

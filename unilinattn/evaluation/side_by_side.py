@@ -14,7 +14,7 @@ from unilinattn.errors import OptionError, nearest
 from unilinattn.evaluation.intervention import replacement_effects
 from unilinattn.evaluation.metrics import RankCorrelation, RowScores, rank_correlation, row_scores
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED, Task, TaskBatch
-from unilinattn.methods.run import DEFAULT_METHOD, DEFAULT_OPTIONS
+from unilinattn.methods.run import COMPOSED, COMPOSED_OPTIONS
 from unilinattn.registry import Method
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace, trace
@@ -133,12 +133,12 @@ class Form:
 
 
 def forms(methods: Sequence[Method]) -> dict[str, Form]:
-    """Return the rows of methods by name: each method with its default options, and also the default of `explain`."""
+    """Return the rows of methods by name: each method with its default options, `alti` also composed over layers."""
     rows: dict[str, Form] = {}
     for method in methods:
         rows[method.name] = Form(method)
-        if method.name == DEFAULT_METHOD:
-            rows[f"{method.name} (composed)"] = Form(method, DEFAULT_OPTIONS)
+        if method.name == COMPOSED:
+            rows[f"{method.name} (composed)"] = Form(method, COMPOSED_OPTIONS)
     return rows
 
 

@@ -3,8 +3,9 @@
 from unilinattn.methods.alti import alti
 from unilinattn.methods.attribution import attribution
 from unilinattn.methods.latim import latim
+from unilinattn.methods.logit import logit
 from unilinattn.methods.raw import raw
 from unilinattn.methods.rollout import rollout
 from unilinattn.methods.run import compare, estimate, explain
 
-__all__ = ["alti", "attribution", "compare", "estimate", "explain", "latim", "raw", "rollout"]
+__all__ = ["alti", "attribution", "compare", "estimate", "explain", "latim", "logit", "raw", "rollout"]

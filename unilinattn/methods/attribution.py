@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -21,12 +20,13 @@ from unilinattn.methods.maps import (
 )
 from unilinattn.methods.options import AttributionOptions
 from unilinattn.methods.results import allocate_scores, make_result
-from unilinattn.methods.selection import composable_steps, layers_from, query_rows
+from unilinattn.methods.selection import composable_steps, every_position, layers_from, query_rows
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.trace import Logit, Target, Trace
+from unilinattn.tracing.logits import Logit
+from unilinattn.tracing.trace import Target, Trace
 
 Weights = dict[str, Float[Tensor, "batch query"]]
 Steps = Sequence[tuple[Layer, ...]]
@@ -152,10 +152,7 @@ def _row_by_row(
     layers: Sequence[Layer],
 ) -> None:
     first = layers[0]
-    batch, length = rho.shape[:2]
-    counts = torch.full((batch,), length) if first.mask is None else first.mask.sum(1).cpu()
-    # A shorter sequence repeats its last row until the longest one ends.
-    targets = [torch.clamp(counts - 1, max=nth) for nth in range(int(counts.max()))]
+    length, targets = rho.shape[2], every_position(trace)
     # Each row weights the maps by another gradient, so all maps are kept.
     mapped = () if options.is_linear else layers
     what = f"attribution without a target keeps the maps of {len(mapped)} layers, which together"

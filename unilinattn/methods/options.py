@@ -110,20 +110,9 @@ class Composed(Options):
     start_layer: int = Field(0, ge=0, description="index of the first layer; the layers before it are the identity")
 
 
-class RawOptions(MapOptions, Layerwise):
-    """Options of `raw`."""
+class ScalarOptions(Options):
+    """Options of methods that explain a scalar of the model's output."""
 
-
-class RolloutOptions(MapOptions, Composed):
-    """Options of `rollout`."""
-
-
-class AttributionOptions(MapOptions, Composed):
-    """Options of `attribution`."""
-
-    sign: Literal["keep", "clamp", "abs"] = Field(
-        "clamp", description="negative products of gradient and map kept, set to zero, or made positive"
-    )
     logit: int | tuple[int, int] | Callable[[Any], Any] | None = Field(
         None,
         description="a token or class id, a pair of them for the difference, a scalar function of the model's output, "
@@ -139,6 +128,26 @@ class AttributionOptions(MapOptions, Composed):
     @field_serializer("logit")
     def _named(self, logit: Any) -> Any:
         return getattr(logit, "__qualname__", repr(logit)) if callable(logit) else logit
+
+
+class RawOptions(MapOptions, Layerwise):
+    """Options of `raw`."""
+
+
+class RolloutOptions(MapOptions, Composed):
+    """Options of `rollout`."""
+
+
+class AttributionOptions(MapOptions, Composed, ScalarOptions):
+    """Options of `attribution`."""
+
+    sign: Literal["keep", "clamp", "abs"] = Field(
+        "clamp", description="negative products of gradient and map kept, set to zero, or made positive"
+    )
+
+
+class LogitOptions(ScalarOptions):
+    """Options of `logit`."""
 
 
 class LatimOptions(Layerwise):

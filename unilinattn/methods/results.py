@@ -137,7 +137,7 @@ def make_result(
     *,
     options: Options,
     target: Target | None,
-    scope: str,
+    scope: str | None,
     dims: tuple[str, ...] = DIMS[1:],
     extras: dict[str, Tensor] | None = None,
     completeness_gap: float | None = None,

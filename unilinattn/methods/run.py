@@ -19,17 +19,18 @@ from unilinattn.registry import Method, list_methods
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
+from unilinattn.tracing.logits import has_logits
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
 
 Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
 """Texts of the key tokens, padding included: a list for each sequence, a list for a single sequence, or a tokenizer."""
 
-DEFAULT_METHOD = "alti"
-DEFAULT_OPTIONS: Mapping[str, Any] = MappingProxyType({"rollout": True})
-"""Default method of `explain` and its options.
+COMPOSED = "alti"
+COMPOSED_OPTIONS: Mapping[str, Any] = MappingProxyType({"rollout": True})
+"""Default method of `explain` for models without logits, and its options.
 
-Among the methods that compose all layers it finds the known answers of the trained Mamba models best, as
+Among the methods that compose all layers from maps it finds the known answers of the trained Mamba models best, as
 `unilinattn compare` shows.
 """
 
@@ -54,8 +55,8 @@ def explain(
     Args:
         model_or_trace: the model, or a trace of it.
         inputs: inputs of the model as in `trace`; None for a trace.
-        method: name of the method, by default `alti` composed over layers (method="alti", rollout=True); the result
-            names it.
+        method: name of the method, by default `logit`, or for a model without logits `alti` composed over layers
+            (method="alti", rollout=True); the result names it.
         target: a position, or one for each sequence, counted over real tokens and negative from their end; None keeps
             every query.
         tokens: labels of the keys: texts, or a tokenizer for the texts of the model's ids.
@@ -71,10 +72,11 @@ def explain(
     allocated, `UncoveredError` for a model that the method does not cover (the default method's error names those that
     do), and the errors of `trace`.
     """
-    chosen, options = _chosen(method, options)
+    _require_known(method)
     with limited_to(max_memory), bars(progress), trusting(trust):
         traced = _traced(model_or_trace, inputs)
-        with _naming_methods_that_work(traced, target, default=method is None):
+        chosen, options = _chosen(method, options, traced)
+        with _naming_methods_that_work(traced, target, None if method is not None else chosen):
             result = _run(chosen, traced, target, options)
     return _with_labels(result, traced, tokens, grid)
 
@@ -98,16 +100,18 @@ def estimate(
     Raises `UncoveredError` for a method that was registered without its cost, and the errors of `explain` for invalid
     arguments.
     """
-    chosen, options = _chosen(method, options)
-    if chosen.cost is None:
+    _require_known(method)
+    if method is not None and registered(method).cost is None:
         costed = [name for name, entry in list_methods().items() if entry.cost is not None]
         raise UncoveredError(
-            f"{chosen.name} was registered without its cost, so nothing can be estimated; give register_method a "
+            f"{method} was registered without its cost, so nothing can be estimated; give register_method a "
             f"`cost`. Methods that have one: {', '.join(costed)}."
         )
     with limited_to(max_memory), trusting(trust):
         traced = _traced(model_or_trace, inputs)
-        with _naming_methods_that_work(traced, target, default=method is None), full_precision():
+        chosen, options = _chosen(method, options, traced)
+        assert chosen.cost is not None
+        with _naming_methods_that_work(traced, target, None if method is not None else chosen), full_precision():
             estimated: Estimate = chosen.cost(traced, target=target, **options)
     return estimated
 
@@ -170,27 +174,35 @@ def _run(method: Method, trace: Trace, target: Target | None, options: Mapping[s
     return replace(result, warnings=doubts) if doubts else result
 
 
-def _chosen(method: str | None, options: dict[str, Any]) -> tuple[Method, dict[str, Any]]:
-    """Return the named method and `options`; by default the default method, with `options` over its default ones."""
+def _require_known(method: str | None) -> None:
+    """Raise `OptionError` for an unknown method, before the model runs."""
+    if method is not None:
+        registered(method)
+
+
+def _chosen(method: str | None, options: dict[str, Any], found: Trace) -> tuple[Method, dict[str, Any]]:
+    """Return the named method and `options`; without a name the model's default method and its options."""
     if method is not None:
         return registered(method), options
-    return registered(DEFAULT_METHOD), {**DEFAULT_OPTIONS, **options}
+    if has_logits(found.output) or callable(options.get("logit")):
+        return registered("logit"), options
+    return registered(COMPOSED), {**COMPOSED_OPTIONS, **options}
 
 
 @contextmanager
-def _naming_methods_that_work(found: Trace, target: Target | None, *, default: bool) -> Iterator[None]:
-    """Add the methods that cover the model to an `UncoveredError` of the default method."""
+def _naming_methods_that_work(found: Trace, target: Target | None, default: Method | None) -> Iterator[None]:
+    """Add the methods that cover the model to an `UncoveredError` of a default method; None for a named method."""
     try:
         yield
     except UncoveredError as error:
-        if not default:
+        if default is None:
             raise
-        others = [name for name in list_methods() if name != DEFAULT_METHOD and _covers(name, found, target)]
+        others = [name for name in list_methods() if name != default.name and _covers(name, found, target)]
         covering = f"method={' or '.join(map(repr, others))}" if others else "none"
+        composed = " composed over all layers" if default.name == COMPOSED else ""
         raise UncoveredError(
-            f"{error} No method was named, so this was the default, {DEFAULT_METHOD!r} composed over all layers "
-            f"({', '.join(f'{name}={value}' for name, value in DEFAULT_OPTIONS.items())}). Methods that cover the "
-            f"layers of this model: {covering}."
+            f"{error} No method was named, so this was the default, {default.name!r}{composed}. Methods that cover "
+            f"the layers of this model: {covering}."
         ) from error
 
 

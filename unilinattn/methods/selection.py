@@ -98,6 +98,14 @@ def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[
     return trace.positions(target).to(layer.output.device)[:, None]
 
 
+def every_position(trace: Trace) -> list[Int[Tensor, " batch"]]:
+    """Return targets that reach every real position; a shorter sequence repeats its last one."""
+    layer = trace.layers[-1]
+    batch, length = layer.output.shape[:2]
+    counts = torch.full((batch,), length) if layer.mask is None else layer.mask.sum(1).cpu()
+    return [torch.clamp(counts - 1, max=position) for position in range(int(counts.max()))]
+
+
 def key_mask(trace: Trace, layer: Layer) -> Bool[Tensor, "batch key"] | None:
     """Return the mask of a layer's real keys, None if all are real."""
     port, shape = _only(layer)

@@ -18,6 +18,13 @@ PASSES = 4
 """Forward passes of a mixer that a gradient costs: forward, forward again, and a backward pass worth about two."""
 
 
+KEPT = 3
+"""Elements that a frozen run keeps for each one that enters or leaves a layer or a weight matrix between layers."""
+
+VOCABULARY = 16
+"""A weight matrix this many times longer than the stream is wide embeds or unembeds tokens."""
+
+
 class GradientCost(NamedTuple):
     """Memory and operations of a gradient.
 
@@ -58,6 +65,24 @@ def gradient_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logi
         tokenwise += tokens * sum(map(prod, weights))
     peak = kept + max(held.values()) + 3 * logits
     return GradientCost(width * peak, PASSES * mixing + 3 * tokenwise)
+
+
+def frozen_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits: int) -> GradientCost:
+    """Estimate a frozen run, which keeps the factors of the code between the layers, and its forward pass.
+
+    The arguments are those of `gradient_cost`.
+    """
+    modules = dict(model.named_modules())
+    first = next(iter(operators.values()))
+    tokens, width = prod(first.output.shape[:2]), first.output.element_size()
+    layers = {name.partition("#")[0] for name in operators}
+    weights = _weights(model, [modules[path] for path in layers])
+    tokenwise = [shape for shape in weights if max(shape) < VOCABULARY * first.output.shape[2]]
+    kept = sum(op.output.numel() for op in operators.values()) + tokens * sum(map(sum, tokenwise))
+    passed = [apply_cost(op.chains, op.inputs) for op in operators.values()]
+    peak = KEPT * kept + max(cost.elements for cost in passed) + 4 * logits
+    operations = sum(cost.operations for cost in passed) + tokens * sum(map(prod, tokenwise))
+    return GradientCost(width * peak, operations + logits * first.output.shape[2])
 
 
 def _segment(modules: Mapping[str, nn.Module], path: str) -> str | None:

@@ -37,6 +37,7 @@ class Layer:
         mask: real positions of the output (batch, query), None if all are real.
         module: the host's module.
         arguments: the arguments of the call, by parameter name.
+        structure: the nesting that the module returned, with `recorder.MAIN` in place of the output.
         precision: the coarsest dtype that the host computed in.
         prefix_error: None if the host's own forward ran. Otherwise the operator computed the output, and this is its
             relative error on the prefix that the host computed too (see `trace`).
@@ -60,6 +61,7 @@ class Layer:
             )
         self._architecture: Architecture = frame.architecture
         self.module = frame.module
+        self.structure = frame.structure
         self._weights = weights
         # The host may have written into its tensor; `source` is the copy made before the call.
         self.arguments: dict[str, Any] = {k: source if v is frame.input else v for k, v in frame.arguments.items()}

@@ -6,13 +6,16 @@ from operator import index
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError
 
 KEEP = "logits_to_keep"
 """Name of the hosts' argument with the number of last positions or the positions to compute; 0 means all."""
+
+Logit = int | tuple[int, int] | Callable[[Any], Tensor] | None
+"""A token or class id, a pair (their difference), a scalar function of the output, or None for the prediction."""
 
 
 def logits_at(
@@ -34,6 +37,22 @@ def logits_at(
         return dict(given)
     wanted = (torch.cat(list(positions())) % length).unique()
     return {**given, KEEP: wanted.to(ids.device) if isinstance(ids, Tensor) else wanted}
+
+
+def has_logits(output: Any) -> bool:
+    """Tell whether a model's output has logits. Some vision models return the tensor of class logits itself."""
+    return (isinstance(output, Tensor) and output.ndim == 2) or isinstance(getattr(output, "logits", None), Tensor)
+
+
+def logits_of(output: Any, model: str) -> Float[Tensor, "batch *position token"]:
+    """Return the logits in the output of a model; raise `InputError` with the model's name if it has none."""
+    if not has_logits(output):
+        raise InputError(
+            f"{model} returns no logits; give `logit` as a function of its output, such as "
+            "lambda out: out.last_hidden_state[:, -1].sum()."
+        )
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
 
 
 def logits_wanted(logit: Any) -> list[int]:
@@ -73,3 +92,35 @@ def places_of(positions: Int[Tensor, " batch"], kept: Int[Tensor, " position"]) 
             "it there, or leave the argument out."
         )
     return matches.long().argmax(1)
+
+
+def scalar(
+    output: Any,
+    logit: Logit,
+    positions: Callable[[], Int[Tensor, " batch"]],
+    kept: Int[Tensor, " position"] | None,
+    model: str,
+) -> Float[Tensor, " batch"]:
+    """Return the logit of each sequence that `logit` names, or what the function `logit` returns.
+
+    Args:
+        output: the model's output.
+        logit: see `Logit`.
+        positions: returns the position of the logits in each sequence; not called for logits without positions.
+        kept: positions of the logits that the model computed, None for all.
+        model: name of the model, for errors.
+
+    Raises `InputError` for an output without logits and for an id that is out of range.
+    """
+    if callable(logit):
+        return logit(output)
+    logits = logits_of(output, model)
+    if logits.ndim == 3:
+        chosen = positions() if kept is None else places_of(positions(), kept)
+        logits = logits[torch.arange(logits.shape[0], device=logits.device), chosen.to(logits.device)]
+    wanted = logits_wanted(logit)
+    if any(not 0 <= w < logits.shape[-1] for w in wanted):
+        raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
+    if not wanted:
+        return logits.gather(-1, logits.detach().argmax(-1, keepdim=True)).squeeze(-1)
+    return logits[:, wanted[0]] - (logits[:, wanted[1]] if len(wanted) == 2 else 0)

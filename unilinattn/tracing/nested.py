@@ -1,18 +1,21 @@
-"""Tensors inside the tuples, lists and mappings that modules take and return."""
+"""Tensors inside the tuples, lists, mappings and dataclasses that modules take and return."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of nested tuples, lists and mappings, in order."""
+    """Yield every tensor of nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, Mapping)):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from tensors(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors(_parts(value))
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -25,4 +28,10 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         parts = [mapped(part, function) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **mapped(_parts(value), function))
     return value
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    return {entry.name: getattr(value, entry.name) for entry in fields(value)}

@@ -43,7 +43,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 
         return forward
 
-    with _frozen(model), through_operators(model):
+    with constant_parameters(model), through_operators(model):
         for module in model.modules():
             architecture = architecture_of(type(module))
             functional = architecture is not None and not architecture.needs_capture
@@ -56,7 +56,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 def captures(model: nn.Module) -> Iterator[None]:
     """Enter every architecture's `capture`, as in the forward pass, and discard its records."""
     with ExitStack() as stack:
-        stack.enter_context(_frozen(model))
+        stack.enter_context(constant_parameters(model))
         for architecture in list_architectures().values():
             if architecture.capture is not None:
                 stack.enter_context(architecture.capture(model, lambda module, record: None))
@@ -69,7 +69,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def constant_parameters(model: nn.Module) -> Iterator[None]:
     """Let no parameter of a model require a gradient, so that nothing is kept for the parameters' gradients."""
     live = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

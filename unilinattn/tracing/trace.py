@@ -1,8 +1,7 @@
 """`trace`: run a host model once and return its token-mixing layers as exact operators."""
 
 import sys
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
@@ -17,12 +16,14 @@ from unilinattn.errors import InputError, OptionError
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.progress import bars
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
-from unilinattn.tracing.gradient_cost import GradientCost, gradient_cost
+from unilinattn.tracing.frozen import FrozenRun, Rule
+from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
 from unilinattn.tracing.inputs import call_host, host_arguments, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, Step
-from unilinattn.tracing.logits import KEEP, kept_positions, logits_at, logits_wanted, places_of
+from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, scalar
 from unilinattn.tracing.module_calls import CallRecord, first_tensor
+from unilinattn.tracing.padding import padding_mask, warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
 from unilinattn.tracing.recorder import Recorder, refuse_dropout
 from unilinattn.tracing.residual import group_parallel
@@ -32,9 +33,6 @@ from unilinattn.tracing.wrappers import plain_run, require_gradients, unwrapped
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
 """A position, or one for each sequence, counted over real tokens; negative ones count from their end."""
-
-Logit = int | tuple[int, int] | Callable[[Any], Tensor] | None
-"""A token or class id, a pair (their difference), a scalar function of the output, or None for the prediction."""
 
 
 class Trace:
@@ -62,7 +60,7 @@ class Trace:
         self._weights = Weights(model, checksums)
         self.model = type(model).__name__
         self.output = output
-        mask, inner_mask = _mask(given, "attention_mask"), _mask(given, "decoder_attention_mask")
+        mask, inner_mask = padding_mask(given, "attention_mask"), padding_mask(given, "decoder_attention_mask")
         groups = group_parallel(recorder.layers)
         layers, streams = [], []
         latest: dict[str, MixerOperator] = {}
@@ -188,9 +186,37 @@ class Trace:
             for layer, g in zip(self.layers, grads, strict=True)
         )
 
+    def frozen(self, targets: Sequence[Target] | None = None, *, rule: Rule = "freeze") -> FrozenRun:
+        """Run the model once more as one affine map of its tokens, see `FrozenRun`.
+
+        Args:
+            targets: positions whose logits the run computes, if the model accepts `logits_to_keep`; None for all.
+            rule: "freeze" freezes the activated factor of a product, "half" gives both factors half of its relevance.
+
+        Raises `ModelStateError` if a weight changed since the trace, and the errors of `FrozenRun`.
+        """
+        self._weights.require_same(self._model, self.model, "its shares would not be those of the traced model")
+        given = self._given
+        if targets is not None:
+            wanted = partial(logits_at, self._model, given, lambda: [self.positions(t) for t in targets], above=0)
+            given = in_gradient_mode(False, wanted)
+        kept = kept_positions(given, self.layers[-1].output.shape[1])
+        return FrozenRun(self._model, given, self.layers, partial(self._scalar, kept=kept), self._observed, rule=rule)
+
+    def _observed(self, target: Target, logit: Logit) -> Tensor | None:
+        """Return the scalar of the traced output, None if the model did not compute its logits (see `trace`)."""
+        logits, length = getattr(self.output, "logits", None), self.layers[-1].output.shape[1]
+        kept = kept_positions(self._given, length)
+        missing = isinstance(logits, Tensor) and logits.ndim == 3 and kept is None and logits.shape[1] != length
+        return None if missing else self._scalar(self.output, target, logit, kept)
+
     def gradient_cost(self, logit: Logit = None) -> GradientCost:
-        """Return the bytes and multiply-adds of `gradient` for one target, without running the model."""
-        logits = first_tensor([getattr(self.output, "logits", self.output)], axes=2)
+        """Return the bytes and multiply-adds of `gradient` for one target, without running the model.
+
+        Raises `InputError` for a model without logits, unless `logit` is a function.
+        """
+        output = self.output if callable(logit) else logits_of(self.output, self.model)
+        logits = first_tensor([getattr(output, "logits", output)], axes=2)
         numbers = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3 and not callable(logit):
             targets = logits_at(self._model, self._given, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
@@ -198,26 +224,16 @@ class Trace:
         operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
         return gradient_cost(self._model, operators, numbers)
 
+    def frozen_cost(self, targets: int) -> GradientCost:
+        """Return the bytes and multiply-adds of `frozen` with so many targets, without running the model."""
+        logits = first_tensor([getattr(self.output, "logits", self.output)], axes=2)
+        elements = 0 if logits is None else logits.numel()
+        if logits is not None and logits.ndim == 3:
+            elements = elements // logits.shape[1] * targets
+        return frozen_cost(self._model, {layer.name: layer.operator for layer in self.layers}, elements)
+
     def _scalar(self, output: Any, target: Target, logit: Logit, kept: Int[Tensor, " position"] | None) -> Tensor:
-        if callable(logit):
-            return logit(output)
-        # Some vision models return the tensor of class logits itself.
-        logits = output if isinstance(output, Tensor) and output.ndim == 2 else getattr(output, "logits", None)
-        if logits is None:
-            raise InputError(
-                f"{self.model} returns no logits; give `logit` as a function of its output, such as "
-                "lambda out: out.last_hidden_state[:, -1].sum()."
-            )
-        if logits.ndim == 3:
-            positions = self.positions(target)
-            positions = positions if kept is None else places_of(positions, kept)
-            logits = logits[torch.arange(logits.shape[0], device=logits.device), positions.to(logits.device)]
-        wanted = logits_wanted(logit)
-        if any(not 0 <= w < logits.shape[-1] for w in wanted):
-            raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
-        if not wanted:
-            return logits.gather(-1, logits.detach().argmax(-1, keepdim=True)).squeeze(-1)
-        return logits[:, wanted[0]] - (logits[:, wanted[1]] if len(wanted) == 2 else 0)
+        return scalar(output, logit, lambda: self.positions(target), kept, self.model)
 
 
 class _GradientRecorder(Recorder):
@@ -303,7 +319,7 @@ def trace(
         if mixers:
             recorder, output = recorded([mixer.path for mixer in mixers])
     refuse(model, recorder.layers, (), strict=strict)
-    _warn_of_leaks(given, recorder)
+    warn_of_leaks(given, recorder.layers)
     return Trace(model, given, recorder, output, dtype)
 
 
@@ -312,7 +328,7 @@ def _recorded(
 ) -> tuple[Recorder, Any]:
     """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
     recorder = Recorder(model, opaque=opaque)
-    mask = _mask(given, "attention_mask")
+    mask = padding_mask(given, "attention_mask")
 
     def run() -> Any:
         refuse_dropout(model)
@@ -333,38 +349,6 @@ def _check_dtype(dtype: Any) -> None:
 def _check_length(above: Any) -> None:
     if isinstance(above, bool) or not isinstance(above, int) or above < 1:
         raise OptionError(f"substitute_above={above!r}; give a positive number of tokens, such as {SUBSTITUTE_ABOVE}.")
-
-
-def _warn_of_leaks(given: Mapping[str, Any], recorder: Recorder) -> None:
-    mask = _mask(given, "attention_mask")
-    if mask is None:
-        return
-    after = mask.flip(1).cumsum(1).flip(1) == 0
-    for side, other, padded in (("left", "right", mask | after), ("right", "left", ~after)):
-        leak = None if bool(padded.all()) else _leak(recorder, padded)
-        if leak is None:
-            continue
-        elsewhere = _leak(recorder, padded.sort(dim=1, descending=side == "left").values)
-        advice = f"pad on the {other}" if elsewhere is None else "trace texts of different lengths one by one"
-        warnings.warn(
-            f"{side} padding reaches real tokens in this model: {leak}. Its operators reproduce that; {advice}.",
-            stacklevel=3,
-        )
-
-
-def _leak(recorder: Recorder, mask: Bool[Tensor, "batch length"]) -> str | None:
-    """Return the `padding_leak` of the first layer that has one for this mask, None if none has."""
-    leaks = (
-        f.architecture.padding_leak(f.module, mask)
-        for f in recorder.layers
-        if f.architecture and f.architecture.padding_leak
-    )
-    return next((leak for leak in leaks if leak is not None), None)
-
-
-def _mask(given: Mapping[str, Any], name: str) -> Bool[Tensor, "batch length"] | None:
-    mask = given.get(name)
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
 
 
 def _last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:

@@ -1,0 +1,128 @@
+"""The method `logit`: completeness of shares by target, by row and for other scalars."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, T5Config
+from transformers import T5ForConditionalGeneration as T5
+
+import unilinattn as ula
+from tests.methods.hosts import HOSTS, inputs, traced
+from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.examples import TASKS, load
+from unilinattn.examples.tasks import HELD_OUT_SEED
+
+SIDES = ("none", "left")
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_each_row_is_the_target_at_its_position(side: str) -> None:
+    trace = traced("mamba2", side)
+    every = ula.explain(trace, method="logit")
+    assert every.dims == ("batch", "query", "key") and every.scope is None
+    for target in (0, -1):
+        one = ula.explain(trace, method="logit", target=target)
+        place = trace.positions(target)
+        rows = torch.arange(len(place))
+        assert one.dims == ("batch", "key")
+        assert torch.allclose(one.scores, every.scores[rows, place], rtol=1e-9, atol=1e-12)
+        for name in ("bias", "logit", "gap", "remainder"):
+            assert torch.allclose(one.extras[name], every.extras[name][rows, place], rtol=1e-9, atol=1e-9)
+    # Later tokens have no share in an earlier logit.
+    assert not every.scores.triu(1).any()
+    total = every.scores.double().sum(-1) + every.extras["bias"] + every.extras["remainder"]
+    assert torch.allclose(total, every.extras["logit"], rtol=1e-6, atol=1e-9)
+
+
+def test_the_logit_is_that_of_the_model() -> None:
+    trace = traced("llama")
+    logits = trace.output.logits[:, -1].double()
+    assert torch.allclose(ula.explain(trace, target=-1).extras["logit"], logits.max(-1).values)
+    assert torch.allclose(ula.explain(trace, target=-1, logit=2).extras["logit"], logits[:, 2])
+    pair = ula.explain(trace, target=-1, logit=(2, 5))
+    assert torch.allclose(pair.extras["logit"], logits[:, 2] - logits[:, 5])
+    apart = [ula.explain(trace, target=-1, logit=token).scores for token in (2, 5)]
+    assert torch.allclose(pair.scores, apart[0] - apart[1], atol=1e-9)
+
+
+def test_a_scalar_that_is_not_linear_in_the_logits_reports_its_remainder() -> None:
+    trace = traced("mamba2")
+
+    def surprisal(output: Any) -> Tensor:
+        return -output.logits[:, -1].log_softmax(-1)[:, 3]
+
+    result = ula.explain(trace, logit=surprisal)
+    assert result.dims == ("batch", "key")
+    assert torch.allclose(result.extras["logit"], surprisal(trace.output).double())
+    assert bool((result.extras["remainder"].abs() > 1e-3).all())
+    assert result.completeness_gap is not None and result.completeness_gap < 1e-6
+
+
+def _tiny(**more: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaConfig(vocab_size=11, num_key_value_heads=2, pad_token_id=0, **sizes, **more)
+
+
+def test_a_classifier_has_one_row() -> None:
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(_tiny(num_labels=3)).eval()
+    result = ula.explain(model, torch.randint(1, 11, (2, 7)), logit=2)
+    assert result.method == "logit" and result.dims == ("batch", "key")
+    assert result.completeness_gap is not None and result.completeness_gap < 1e-5
+
+
+def test_every_target_runs_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, calls = traced("mamba2"), []
+    norm = type(HOSTS["mamba2"].model().backbone.norm_f)
+    forward = norm.forward
+
+    def counted(module: nn.Module, *arguments: Any) -> Any:
+        calls.append(module)
+        return forward(module, *arguments)
+
+    monkeypatch.setattr(norm, "forward", counted)
+    ula.explain(trace, method="logit", target=-1)
+    once = len(calls)
+    calls.clear()
+    ula.explain(trace, method="logit")
+    assert len(calls) == once > 0
+
+
+def test_invalid_inputs_are_refused() -> None:
+    trace = traced("mamba2")
+    with pytest.raises(OptionError, match="logit takes no option 'scope'"):
+        ula.explain(trace, method="logit", scope="core")
+    with pytest.raises(InputError, match=r"logit 999 is out of range: the model has logits 0 to"):
+        ula.explain(trace, method="logit", target=-1, logit=999)
+    with pytest.raises(InputError, match="target 99 is out of range"):
+        ula.explain(trace, method="logit", target=99)
+    with pytest.raises(InputError, match="returns no logits; give `logit` as a function"):
+        ula.explain(HOSTS["mamba2"].model().base_model, inputs(), method="logit")
+    torch.manual_seed(0)
+    t5 = T5(T5Config(vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)).eval()
+    ids = torch.randint(11, (1, 4))
+    with pytest.raises(UncoveredError, match="has two streams of tokens"):
+        ula.explain(t5, {"input_ids": ids, "decoder_input_ids": ids}, method="logit", target=-1)
+
+
+@pytest.mark.parametrize("model", ["mamba", "mamba2", "transformer"])
+def test_the_answer_of_induction_is_ranked_first(model: str) -> None:
+    batch = TASKS["induction"].sample(4, HELD_OUT_SEED)
+    result = ula.explain(load("induction", model), batch.input_ids, method="logit")
+    earlier = torch.ones(result.scores.shape[1:], dtype=torch.bool).tril(-1)
+    asked = (batch.relevant & earlier).any(-1)
+    best = result.scores.masked_fill(~earlier, -torch.inf).argmax(-1, keepdim=True)
+    hits = batch.relevant.gather(-1, best).squeeze(-1)[asked]
+    assert float(hits.float().mean()) >= 0.9
+
+
+def test_padding_of_a_plain_model_has_no_share() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(_tiny()).eval()
+    ids = torch.randint(1, 11, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    result = ula.explain(model, {"input_ids": ids, "attention_mask": mask}, target=-1)
+    assert bool((result.scores[0, :3] == 0).all()) and bool((result.scores[0, 3:] != 0).all())
