@@ -1,1 +1,1 @@
-"""What every operation costs beside its floor, measured in one run: `python -m benchmarks`."""
+"""Cost of every operation relative to its floor, measured in one run: `python -m benchmarks`."""

@@ -1,8 +1,8 @@
-"""Time every operation beside its floor, in one process, and write the figures, the page and the plot.
+"""Time every operation and its floor in one process, and write the figures, the page and the plot.
 
-python -m benchmarks                  every figure, on two threads of the CPU
-python -m benchmarks --device cuda    the same on a GPU
-python -m benchmarks --table          the page and the plot once more, from the figures that are there
+python -m benchmarks                  measure on two threads of the CPU
+python -m benchmarks --device cuda    measure on a GPU
+python -m benchmarks --table          write the page and the plot from the recorded figures
 """
 
 import argparse
@@ -29,19 +29,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
-    """Run a case and its rivals: once each to warm up, which counts the memory, then in turns.
+    """Run a case and its rivals: once each as a warm-up that counts memory, then in turns.
 
-    A case of no rounds runs once, timed while the memory is counted.
+    A case without rounds runs once: its time is that of the run that counts memory.
     """
-    found = cases.prepared(case, place)
+    prepared = cases.prepared(case, place)
     start = time.perf_counter()
-    memory: dict[str, int | None] = {"counted": peak(found.call, place.device), "resident": None}
+    memory: dict[str, int | None] = {"counted": peak(prepared.call, place.device), "resident": None}
     once = time.perf_counter() - start
-    for rival in found.rivals.values():
+    for rival in prepared.rivals.values():
         rival.call()
-    calls = {**{name: rival.call for name, rival in found.rivals.items()}, "": found.call}
+    calls = {**{name: rival.call for name, rival in prepared.rivals.items()}, "": prepared.call}
     times = interleaved(calls, rounds=case.rounds, least=case.least, seconds=seconds, device=place.device)
-    rivals = {name: _rounded(times[name], rival.times) for name, rival in found.rivals.items()}
+    rivals = {name: _rounded(times[name], rival.times) for name, rival in prepared.rivals.items()}
     row: dict[str, Any] = {"operation": case.operation, "structure": case.structure, "length": case.length}
     row |= {"seconds": _rounded(times[""] or [once]), "rivals": rivals, "goals": case.goals.get(place.device, {})}
     if case.rounds and place.device == "cpu" and place.sizes is PUBLISHED:
@@ -50,11 +50,11 @@ def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
 
 
 def everything(device: str, *, quick: bool, seconds: float) -> dict[str, Any]:
-    """Check every operation, then measure every case, a line each."""
+    """Check every operation, then measure every case; print one line for each."""
     torch.manual_seed(0)
     listed = list(cases.all_cases(_shrunk if quick else lambda length: length))
     threads = torch.get_num_threads()
-    # On a narrow layer threads have nothing to share.
+    # Threads only cost time on a narrow layer.
     torch.set_num_threads(1)
     pairs = sorted({(case.operation, case.structure) for case in listed if not case.operation.startswith("plain")})
     checks = []
@@ -62,13 +62,13 @@ def everything(device: str, *, quick: bool, seconds: float) -> dict[str, Any]:
         checks.append(check)
         print(f"checked  {check['operation']:<14} {check['structure']:<10} error {check['error']:.1e}", flush=True)
     torch.set_num_threads(threads)
-    # What imports left is for good; else every collection would walk through it.
+    # Imported objects are never freed: exclude them from the collector, which would visit them at every collection.
     gc.collect()
     gc.freeze()
     place, rows = Place(NARROW if quick else PUBLISHED, device), []
     for case in listed:
         row = measured(case, place, seconds)
-        # A goal is for the published sizes.
+        # Goals hold for the published sizes.
         row["goals"] = {} if quick else row["goals"]
         rows.append(row)
         print(_line(row), flush=True)
@@ -77,24 +77,24 @@ def everything(device: str, *, quick: bool, seconds: float) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read the arguments and do what they say."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the CPU")
-    parser.add_argument("--seconds", type=float, default=30.0, help="after so long three rounds of five are enough")
-    parser.add_argument("--quick", action="store_true", help="narrow layers and short inputs: shows that it runs")
-    parser.add_argument("--table", action="store_true", help="measure nothing; write the page and the plot again")
-    parser.add_argument("--out", type=Path, help="write the figures and a page into this folder instead of the docs")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--seconds", type=float, default=30.0, help="time after which three rounds suffice")
+    parser.add_argument("--quick", action="store_true", help="narrow layers and short inputs, to test the program")
+    parser.add_argument("--table", action="store_true", help="write the page and the plot from recorded figures")
+    parser.add_argument("--out", type=Path, help="folder for the figures and the page, instead of the docs")
     options = parser.parse_args(arguments)
     if options.quick and options.out is None:
-        parser.error("--quick measures nothing worth keeping in the docs; name a folder with --out")
+        parser.error("--quick gives no figures for the docs; name a folder with --out")
     results, docs = (options.out, options.out) if options.out else (ROOT / "benchmarks" / "results", ROOT / "docs")
     if not options.table:
         if options.device == "cuda" and not torch.cuda.is_available():
             parser.error("--device cuda: torch sees no GPU here")
-        # transformers says once a layer that it runs its own loop, which is what is measured here.
+        # transformers logs one message per layer about its sequential path, which is the one measured.
         logging.getLogger("transformers").setLevel(logging.ERROR)
         torch.set_num_threads(options.threads)
         with torch.no_grad():
@@ -123,11 +123,11 @@ def _shrunk(length: int) -> int | None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    own = median(row["seconds"])
-    beside = "".join(f"  {own / median(times):6.2f} x {name}" for name, times in row["rivals"].items())
+    seconds = median(row["seconds"])
+    parallel = "".join(f"  {seconds / median(times):6.2f} x {name}" for name, times in row["rivals"].items())
     counted = row["memory"]["counted"] / 2**20
     start = f"{row['operation']:<14} {row['structure']:<10} L {row['length']:>5}"
-    return f"{start} {own:9.4f} s {counted:9.1f} MiB{beside}"
+    return f"{start} {seconds:9.4f} s {counted:9.1f} MiB{parallel}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is measured: each operation on each structure and length, and what it is measured beside."""
+"""The measured cases: operations on structures and lengths, and the reference calls of each."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ TILE_PAIRS = 64 * 64
 
 @dataclass(frozen=True)
 class Rival:
-    """What an operation is measured beside: a call, and how many of it make what is meant."""
+    """A reference for an operation: a call, and the number of calls that make one reference."""
 
     call: Callable[[], Any]
     times: float = 1.0
@@ -33,7 +33,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Prepared:
-    """An operation ready to run, on inputs that are there."""
+    """An operation with its inputs allocated, and its rivals by name."""
 
     call: Callable[[], Any]
     rivals: Mapping[str, Rival] = field(default_factory=dict)
@@ -41,31 +41,32 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how large: the widths of the layers and the device."""
+    """The widths of the layers, and the device."""
 
     sizes: Sizes
     device: str
 
     def traced(self, kind: str, length: int) -> Trace:
-        """Trace one layer of a kind of model."""
+        """Trace a model of one layer."""
         return models.traced(kind, length, self.sizes, self.device)
 
     def operator(self, structure: str, length: int) -> MixerOperator:
-        """Return a layer of a structure, frozen."""
+        """Return the operator of a layer."""
         if structure == "delta rule":
             return models.delta_rule(length, self.sizes, self.device)
         return self.traced(structure, length).layers[0].operator
 
     def numbers(self, *shape: int) -> Tensor:
-        """Draw numbers of a shape."""
+        """Draw a random tensor."""
         return torch.randn(*shape, device=self.device)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the benchmark; `goals` are the largest ratios to the rivals that it should take, by device.
+    """One line of the benchmark.
 
-    Of `rounds`, `least` are enough for a case that takes long; none for one that is run a single time.
+    `goals`: the largest desired ratio to each rival, by device. `rounds`: timed rounds, of which a slow case runs at
+    least `least`; 0 for a case that runs once.
     """
 
     operation: str
@@ -78,13 +79,13 @@ class Case:
 
 
 def prepared(case: Case, place: Place) -> Prepared:
-    """Make what a case runs; rivals that it does not name are left out."""
-    found = OPERATIONS[case.operation](case.structure, case.length, place)
-    return Prepared(found.call, {name: found.rivals[name] for name in case.rivals})
+    """Return the operation of a case, with only the rivals that it names."""
+    operation = OPERATIONS[case.operation](case.structure, case.length, place)
+    return Prepared(operation.call, {name: operation.rivals[name] for name in case.rivals})
 
 
 def channel_mean_map(structure: str, length: int, place: Place) -> Prepared:
-    """Fill the mean of all heads' maps, (L, L), from a layer that is there."""
+    """Fill the mean of all heads' maps, (L, L), from an existing operator."""
     operator = place.operator(structure, length)
     return Prepared(operator.matrix, {"floor": _map_floor(structure, length, place, operator)})
 
@@ -101,12 +102,12 @@ def _map_floor(structure: str, length: int, place: Place, operator: MixerOperato
         "mamba2": sizes.mamba2_state + sizes.mamba2_heads,
         "delta rule": sizes.delta_heads * sizes.delta_state,
     }[structure]
-    # Two large operands are drawn only where the floor is asked for: `_product` makes them when first called.
+    # `_product` draws its two large operands at its first call, so that cases without a floor need no memory for them.
     return Rival(_product(place, length, inner, length), 0.5)
 
 
 def rollout(structure: str, length: int, place: Place) -> Prepared:
-    """Carry the last token's row through one layer, whose factors are made from the layer's input first."""
+    """Multiply the last token's row by one layer, starting from the layer's input: factors included."""
     mixer, x = models.mixer_of(structure, place.sizes, place.device), models.hidden(length, place.sizes, place.device)
     row = functional.one_hot(torch.tensor([[length - 1]], device=place.device), length).to(x)
 
@@ -120,8 +121,8 @@ def rollout(structure: str, length: int, place: Place) -> Prepared:
     def at_half() -> Tensor:
         if not half:
             half.append(rollout(structure, length // 2, place))
-        found: Tensor = half[0].call()
-        return found
+        output_row: Tensor = half[0].call()
+        return output_row
 
     rivals = {"host": Rival(lambda: mixer(x)), "half": Rival(at_half)}
     if length <= models.LONGEST_HELD:
@@ -133,7 +134,7 @@ def rollout(structure: str, length: int, place: Place) -> Prepared:
 
 
 def adjoint_scan(structure: str, length: int, place: Place) -> Prepared:
-    """Carry the last token's row back through the core alone, from factors that are there."""
+    """Multiply the last token's row by the core, from existing factors."""
     core = plain.core_of(
         models.frozen(
             models.mixer_of(structure, place.sizes, place.device), models.hidden(length, place.sizes, place.device)
@@ -146,20 +147,20 @@ def adjoint_scan(structure: str, length: int, place: Place) -> Prepared:
 
 
 def latim(structure: str, length: int, place: Place) -> Prepared:
-    """Measure the l2 norm of T_ij x_j for all pairs, with the check that the vectors add up to the output."""
+    """Compute the l2 norms of T_ij x_j for all pairs, and check that the vectors sum to the output."""
     trace = place.traced(structure, length)
     call = _explained(trace, "latim")
     return Prepared(call, {"floor": _vectors_floor(structure, length, place)})
 
 
 def alti(structure: str, length: int, place: Place) -> Prepared:
-    """Fill ALTI's shares of all pairs."""
+    """Compute the ALTI scores of all pairs."""
     trace = place.traced(structure, length)
     return Prepared(_explained(trace, "alti"), {"floor": _vectors_floor(structure, length, place)})
 
 
 def _explained(trace: Trace, method: str) -> Callable[[], Tensor]:
-    # The layer's operator is there, as it is for the other operations.
+    # Build the operator before the timing, as in the other operations.
     _ = trace.layers[0].operator
     return lambda: ula.explain(trace, method=method, progress=False).scores
 
@@ -167,7 +168,7 @@ def _explained(trace: Trace, method: str) -> Callable[[], Tensor]:
 def _vectors_floor(structure: str, length: int, place: Place) -> Rival:
     sizes = place.sizes
     if structure == "softmax":
-        # Each key has vectors of its own, one a head: 64 keys, each with 64 queries.
+        # Every key has one vector per head: 64 keys, with 64 queries each.
         left, right = place.numbers(64, 64, sizes.softmax_heads), place.numbers(64, sizes.softmax_heads, sizes.width)
     else:
         left, right = place.numbers(sizes.width, sizes.inner), place.numbers(sizes.inner, TILE_PAIRS)
@@ -183,7 +184,7 @@ def _vectors_floor(structure: str, length: int, place: Place) -> Rival:
 
 
 def contributions(structure: str, length: int, place: Place) -> Prepared:
-    """Compute the vectors that every token adds to the last output, (L, d)."""
+    """Compute the contributions of every token to the last output, (L, d)."""
     operator = place.operator(structure, length)
     return Prepared(
         lambda: operator.contributions(-1),
@@ -192,7 +193,7 @@ def contributions(structure: str, length: int, place: Place) -> Prepared:
 
 
 def attribution(structure: str, length: int, place: Place) -> Prepared:
-    """Carry the last token's row through one layer's map, times gradients that are there, without its negative part."""
+    """Multiply the last token's row by one layer's map, weighted by existing gradients and clamped at zero."""
     trace = place.traced(structure, length)
     layer, operator = trace.layers[0], place.operator(structure, length)
     weight = last_weights(trace)
@@ -206,14 +207,14 @@ def attribution(structure: str, length: int, place: Place) -> Prepared:
 
 
 def last_weights(trace: Trace) -> Tensor:
-    """Return the gradients that attribution weighs a map's rows with, for the last token."""
+    """Return the gradients of the last token that weight the rows of a map in `attribution`."""
     return next(gradient_weights(trace, trace.layers, [-1], None))[trace.layers[0].name]
 
 
 def gradient(structure: str, length: int, place: Place) -> Prepared:
-    """Take the gradient of the last token's logit at the first of two layers' output, back through the second's mixer.
+    """Compute the gradient of the last token's logit at the output of the first of two layers.
 
-    The model runs forward inside.
+    Includes the forward pass of the model.
     """
     model, ids = models.build(structure, place.sizes, place.device, 2), models.tokens(length, place.device)
     trace = models.traced(structure, length, place.sizes, place.device, 2)
@@ -232,13 +233,13 @@ def plain_map(structure: str, length: int, place: Place) -> Prepared:
 
 
 def plain_latim(structure: str, length: int, place: Place) -> Prepared:
-    """Fill every channel's map pair by pair, hold all vectors T_ij x_j, take their norms."""
+    """Fill every channel's map pair by pair, store all vectors T_ij x_j, take their norms."""
     operator = place.operator(structure, length)
     return Prepared(lambda: plain.vectors(operator, by_pairs=True).norm(dim=-1))
 
 
 def plain_gradient(structure: str, length: int, place: Place) -> Prepared:
-    """Take the gradient by the host's own backward pass."""
+    """Compute the gradient with the host's backward pass."""
     model, ids = models.build(structure, place.sizes, place.device, 2), models.tokens(length, place.device)
     return Prepared(lambda: plain.host_gradient(model, model.backbone.layers[0].mixer, ids))
 
@@ -259,11 +260,11 @@ OPERATIONS: dict[str, Callable[[str, int, Place], Prepared]] = {
 
 MAPS = ("mamba", "mamba2", "softmax", "s4d", "delta rule")
 ON_GPU = {"map": {"floor": 2.5}, "latim": {"floor": 2.0}, "alti": {"floor": 2.0}, "adjoint": {"copy": 2.0}}
-"""On a GPU: 40 % of the matrix rate for the map, half of it for norms, half of the copy bandwidth for scans."""
+"""Goals on a GPU: 40 % of the matrix rate for the map, half of it for norms, half of the copy bandwidth for scans."""
 
 
 def all_cases(lengths: Callable[[int], int | None] = lambda length: length) -> Iterator[Case]:
-    """Yield every case, those of one model and length together; `lengths` changes a length, or leaves it out."""
+    """Yield every case, sorted by model and length; `lengths` replaces a length, or returns None to omit it."""
     for case in sorted(_cases(), key=lambda case: (case.structure, case.length)):
         length = lengths(case.length)
         if length is not None:
@@ -293,16 +294,16 @@ def _cases() -> Iterator[Case]:
     yield Case("rollout", "mamba", GROWTH[0])
     for length in GROWTH[1:]:
         yield Case("rollout", "mamba", length, {d: {"half": 2.3} for d in ("cpu", "cuda")}, ("half",))
-    for operation, own in SHAPE.items():
-        for length in own:
+    for operation, lengths in SHAPE.items():
+        for length in lengths:
             yield Case(operation, "mamba", length, rounds=3, least=1)
-    for operation, own in ONCE.items():
-        for length in own:
+    for operation, lengths in ONCE.items():
+        for length in lengths:
             yield Case(operation, "mamba", length, rounds=0)
 
 
 GROWTH = (4096, 8192, 16384, 32768, 65536)
-"""Lengths at which the time of a rollout is followed."""
+"""Lengths of the table of the rollout's growth."""
 
 SHAPE = {
     "map": (64, 128, 256, 1024, 4096),
@@ -312,7 +313,7 @@ SHAPE = {
     "latim": (64, 128, 256),
     "contributions": (64, 128, 256, 512, 1024, 4096),
 }
-"""Further lengths, for the plot."""
+"""More lengths for the plot."""
 
 ONCE = {
     "latim": (1024,),
@@ -320,16 +321,16 @@ ONCE = {
     "plain latim": (16, 32, 64, 128),
     "plain gradient": (16, 32, 64, 128, 256),
 }
-"""Lengths for the plot that take so long that they run once; plain definitions go as far as a minute reaches."""
+"""Lengths for the plot that run once because they are slow; plain definitions take up to about a minute."""
 
 
 def _product(place: Place, rows: int, inner: int, columns: int) -> Callable[[], Tensor]:
-    """Return a product of two matrices that are drawn at the first call."""
-    held: list[Tensor] = []
+    """Return a product of two matrices, which are drawn at its first call."""
+    operands: list[Tensor] = []
 
     def call() -> Tensor:
-        if not held:
-            held.extend((place.numbers(rows, inner), place.numbers(inner, columns)))
-        return held[0] @ held[1]
+        if not operands:
+            operands.extend((place.numbers(rows, inner), place.numbers(inner, columns)))
+        return operands[0] @ operands[1]
 
     return call

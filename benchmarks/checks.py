@@ -1,4 +1,4 @@
-"""Each operation, as it is timed, beside its definition on a narrow layer: a wrong result is never timed."""
+"""Check of each timed operation against its definition, on a narrow layer."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,17 +10,17 @@ from benchmarks.cases import OPERATIONS, Place, last_weights
 from unilinattn.testing import relative_error
 
 LENGTH = 160
-"""Tokens: more than a chunk and than a tile, and a multiple of neither."""
+"""Tokens: more than a chunk and a tile have, and a multiple of neither."""
 
 TOLERANCE = 1e-4
 """Largest relative error, in float32."""
 
 
 def checked(pairs: Iterator[tuple[str, str]], place: Place) -> Iterator[dict[str, object]]:
-    """Yield the relative error of each (operation, structure); raise `ArithmeticError` where one is too large."""
+    """Yield the relative error of each (operation, structure); raise `ArithmeticError` above `TOLERANCE`."""
     for operation, structure in pairs:
         with torch.no_grad():
-            got = OPERATIONS[operation](structure, LENGTH, place).call().double().squeeze()
+            actual = OPERATIONS[operation](structure, LENGTH, place).call().double().squeeze()
             expected = REFERENCES[operation](structure, place).squeeze()
         assert got.shape == expected.shape, (operation, structure, got.shape, expected.shape)
         error = relative_error(got[None], expected[None])
@@ -39,9 +39,9 @@ def _map(structure: str, place: Place) -> Tensor:
 
 def _rollout(structure: str, place: Place) -> Tensor:
     mixer = models.mixer_of(structure, place.sizes, place.device)
-    found = plain.mean_map(models.frozen(mixer, models.hidden(LENGTH, place.sizes, place.device)))[0, -1]
-    found[-1] += 1
-    return found
+    row = plain.mean_map(models.frozen(mixer, models.hidden(LENGTH, place.sizes, place.device)))[0, -1]
+    row[-1] += 1
+    return row
 
 
 def _adjoint(structure: str, place: Place) -> Tensor:
@@ -52,13 +52,13 @@ def _adjoint(structure: str, place: Place) -> Tensor:
 
 def _attribution(structure: str, place: Place) -> Tensor:
     weight = last_weights(place.traced(structure, LENGTH)).double()
-    found = (weight[0, -1] * plain.mean_map(place.operator(structure, LENGTH))[0, -1]).clamp_min(0)
-    found[-1] += 1
-    return found
+    row = (weight[0, -1] * plain.mean_map(place.operator(structure, LENGTH))[0, -1]).clamp_min(0)
+    row[-1] += 1
+    return row
 
 
 def _gradient(structure: str, place: Place) -> Tensor:
-    """The host's own backward pass, to the first of two layers."""
+    """The host's backward pass, to the first of two layers."""
     model = models.build(structure, place.sizes, place.device, 2)
     return plain.host_gradient(model, model.backbone.layers[0].mixer, models.tokens(LENGTH, place.device)).double()
 
@@ -78,7 +78,7 @@ def _alti(structure: str, place: Place) -> Tensor:
     output, shares = stream + layer.output[0].double(), plain.vectors(layer.operator)
     shares.diagonal(dim1=0, dim2=1).add_(stream.T)
     gain = (output.abs().sum(-1)[:, None] - (output[:, None] - shares).abs().sum(-1)).clamp_min(0)
-    # What comes later than a row adds nothing to it.
+    # The map is causal: keys after the query have no score.
     gain = gain.tril()
     return gain / gain.sum(-1, keepdim=True)
 

@@ -1,7 +1,7 @@
-"""How much a process of its own grows by one call of an operation.
+"""Growth of a separate process during one call of an operation.
 
-What a long process holds in pieces would count in its own growth, so each call has a process, which is this program:
-python -m benchmarks.growth OPERATION STRUCTURE LENGTH THREADS
+In a long-running process, memory that the allocator holds from earlier calls would distort the measurement, so each
+call runs this program: python -m benchmarks.growth OPERATION STRUCTURE LENGTH THREADS
 """
 
 import logging
@@ -18,7 +18,7 @@ from benchmarks.models import NARROW, PUBLISHED
 
 
 def grown(case: Case, threads: int) -> int | None:
-    """Return how many bytes a process grows by a case of the published sizes, None where no system tells."""
+    """Return the bytes by which a case of the published sizes grows a process, None where Linux's /proc is missing."""
     arguments = [case.operation, case.structure, str(case.length), str(threads)]
     command = [sys.executable, "-m", "benchmarks.growth", *arguments]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True, check=True)
@@ -26,7 +26,7 @@ def grown(case: Case, threads: int) -> int | None:
 
 
 def main() -> None:
-    """Set up the case, run it once on a narrow layer for what is set up once, then measure."""
+    """Run the case on a narrow layer, so that one-time initialisation is done, then measure it."""
     operation, structure, length, threads = sys.argv[1:]
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(int(threads))

@@ -1,4 +1,4 @@
-"""What a run ran on: enough to judge and repeat it, nothing that names a place."""
+"""Description of the machine of a run, without host names or paths."""
 
 import os
 import platform
@@ -22,15 +22,15 @@ def machine(device: str) -> dict[str, str | int]:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = properties.name
-        found["gpu memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        description["gpu"] = properties.name
+        description["gpu memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "unilinattn": unilinattn.__version__,
     }
-    return {**found, **versions}
+    return {**description, **versions}
 
 
 def _processor() -> str:

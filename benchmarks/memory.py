@@ -1,4 +1,4 @@
-"""How much memory a call takes at its peak, beside what it was given and what it returns."""
+"""Peak memory of a call, excluding its inputs and its result."""
 
 import ctypes
 import gc
@@ -15,13 +15,13 @@ from unilinattn.testing.peak import Peak
 
 
 def peak(call: Callable[[], Any], device: str) -> int:
-    """Return the bytes that a call took at its peak beside inputs and result.
+    """Return the peak memory of a call in bytes, excluding inputs and result.
 
-    Tensors that lived at the same time; on a GPU, what its allocator gave out.
+    Counts live tensors; on a GPU, the allocated bytes of torch's allocator.
     """
     gc.collect()
     if device == "cuda":
-        # What a first call sets up for good, such as workspaces, is not this call's.
+        # The first call allocates workspaces that persist; they are not counted.
         call()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -35,10 +35,10 @@ def peak(call: Callable[[], Any], device: str) -> int:
 
 
 def growth(call: Callable[[], Any]) -> int | None:
-    """Return by how much this process grows while a call runs, beside its result; None where no system tells."""
+    """Return the growth of this process during a call, excluding its result; None where Linux's /proc is missing."""
     gc.collect()
     with suppress(OSError, AttributeError):
-        # What glibc holds free from before would hide the growth.
+        # Free memory that glibc holds would hide the growth.
         ctypes.CDLL(None).malloc_trim(0)
     if not _forget_peak():
         return None
@@ -53,7 +53,7 @@ def _size(result: Any) -> int:
 
 
 def _forget_peak() -> bool:
-    """Let the system measure the peak of this process from now on; return whether it does."""
+    """Reset the kernel's record of this process's peak; return whether that is possible."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

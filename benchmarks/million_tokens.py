@@ -1,9 +1,9 @@
-"""Explain the last token of a very long input: seconds and peak memory of every stage, and how right the result is.
+"""Rollout of the last token of a very long input: time and peak memory of every stage, and the error of the result.
 
     python benchmarks/million_tokens.py --model mamba --length 1000000 --json million.json
 
-The model is transformers' own, small, with random weights. The row of the rollout is checked by a linear identity:
-its sum is what the same product of maps makes of a vector of ones, carried forward in place of backward.
+The model is a small transformers model with random weights. The row of the rollout is checked with a linear identity:
+its sum is the last entry of the same product of maps applied to a vector of ones, computed in the forward direction.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from unilinattn.tracing.layer import Layer
 
 
 def build(model: str, layers: int, width: int) -> nn.Module:
-    """Return a small host with random weights, whose residual stream all layers change about equally."""
+    """Return a small host with random weights, whose layers change the residual stream by similar amounts."""
     shape = dict(vocab_size=256, hidden_size=width, num_hidden_layers=layers, use_cache=False, state_size=16)
     if model == "mamba2":
         config = transformers.Mamba2Config(**shape, head_dim=width // 4, num_heads=8, n_groups=1)
@@ -36,30 +36,30 @@ def build(model: str, layers: int, width: int) -> nn.Module:
 
 
 class Log:
-    """Prints a line a stage as it ends, and keeps them for the JSON."""
+    """Prints one line per stage, and collects the stages for the JSON."""
 
     def __init__(self) -> None:
         self.stages: list[dict[str, Any]] = []
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, Any]]:
-        """Time what is done inside; what is put into the mapping is printed behind it."""
-        found: dict[str, Any] = {}
+        """Time the body of a `with` statement; entries of the yielded mapping are added to the stage."""
+        figures: dict[str, Any] = {}
         start = time.perf_counter()
-        yield found
-        self.add(name, time.perf_counter() - start, **found)
+        yield figures
+        self.add(name, time.perf_counter() - start, **figures)
 
-    def add(self, name: str, seconds: float, **found: Any) -> None:
-        """Print a stage and keep it."""
+    def add(self, name: str, seconds: float, **figures: Any) -> None:
+        """Print and store a stage."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        self.stages.append({"stage": name, "seconds": round(seconds, 3), "peak_gib": round(peak, 3), **found})
-        more = "".join(f"  {key} {value}" for key, value in found.items())
+        self.stages.append({"stage": name, "seconds": round(seconds, 3), "peak_gib": round(peak, 3), **figures})
+        more = "".join(f"  {key} {value}" for key, value in figures.items())
         print(f"{name:<34} {seconds:9.2f} s   peak RSS {peak:6.2f} GiB{more}", flush=True)
 
 
 @contextmanager
 def timed_mixers(model: nn.Module, log: Log) -> Iterator[None]:
-    """Log each mixer of the run inside."""
+    """Log the time of each mixer that runs in the body of a `with` statement."""
     handles, started = [], {}
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Mixer"):
@@ -79,7 +79,7 @@ def timed_mixers(model: nn.Module, log: Log) -> Iterator[None]:
 
 
 def forward_map(layer: Layer, ones: Tensor) -> Tensor:
-    """Return the channel mean of a layer's core applied to one number a token: (batch, length)."""
+    """Apply the channel-mean map of a layer's core to one number per token, (batch, length)."""
     operator = layer.operator
     chain, channels = scoped(operator.chains["x"], "core", layer.input.shape[-1])
     return run(chain, ones[..., None].expand(-1, -1, channels), bias=False).mean(-1)
@@ -87,13 +87,13 @@ def forward_map(layer: Layer, ones: Tensor) -> Tensor:
 
 @torch.no_grad()
 def main() -> None:
-    """Run every stage, print a line for each, write the JSON if asked to."""
+    """Run and print every stage, and write the JSON of `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["mamba", "mamba2"], default="mamba")
     parser.add_argument("--length", type=int, default=1_000_000, help="tokens")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64, help="channels of the residual stream")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
 
     log = Log()
@@ -102,19 +102,19 @@ def main() -> None:
     ids = torch.randint(256, (1, options.length))
     log.add("start", 0.0)
     with log.stage("trace"), timed_mixers(model, log):
-        found = ula.trace(model, ids)
-    for layer in found.layers:
+        trace = ula.trace(model, ids)
+    for layer in trace.layers:
         log.add(f"  {layer.name} checked", 0.0, prefix_error=layer.prefix_error)
     with log.stage("rollout of the last token") as rollout:
-        result = ula.explain(found, method="rollout", target=-1)
+        result = ula.explain(trace, method="rollout", target=-1)
         total = float(result.scores.double().sum())
         rollout.update(row_sum=total, finite=bool(result.scores.isfinite().all()))
 
-    carried = torch.ones(1, options.length)
-    for layer in found.layers:
+    vector = torch.ones(1, options.length)
+    for layer in trace.layers:
         with log.stage(f"  {layer.name} forward"):
-            carried = carried + forward_map(layer, carried)
-    expected = float(carried[0, -1])
+            vector = vector + forward_map(layer, vector)
+    expected = float(vector[0, -1])
     difference = abs(total - expected) / abs(expected)
     log.add("identity", 0.0, row_sum=total, expected=expected, relative_difference=difference)
 

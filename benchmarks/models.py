@@ -1,4 +1,4 @@
-"""Layers of the size of published 130m models, with random weights: what the benchmarks run on."""
+"""The layers of the benchmarks: sizes of published 130m models, random weights."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -21,7 +21,7 @@ IDS = dict(vocab_size=VOCABULARY, pad_token_id=None, bos_token_id=None, eos_toke
 
 
 LONGEST_HELD = 8192
-"""Tokens above which an operator is not kept beside the one that is built."""
+"""Largest number of tokens at which two operators are held at a time."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ NARROW = Sizes(32, 16, 4, 16, 4, 4, 16)
 
 @cache
 def build(kind: str, sizes: Sizes = PUBLISHED, device: str = "cpu", layers: int = 1) -> nn.Module:
-    """Build a language model of one layer, or of some: "mamba", "mamba2", "softmax" or "s4d"."""
+    """Build a language model: "mamba", "mamba2", "softmax" or "s4d"."""
     torch.manual_seed(0)
     common = dict(hidden_size=sizes.width, num_hidden_layers=layers)
     if kind == "mamba":
@@ -76,7 +76,7 @@ def tokens(length: int, device: str = "cpu") -> Tensor:
 
 @lru_cache(maxsize=1)
 def traced(kind: str, length: int, sizes: Sizes = PUBLISHED, device: str = "cpu", layers: int = 1) -> Trace:
-    """Trace one layer, or some."""
+    """Trace a language model on random tokens."""
     with torch.no_grad():
         return trace(build(kind, sizes, device, layers), tokens(length, device))
 
@@ -93,9 +93,9 @@ def hidden(length: int, sizes: Sizes = PUBLISHED, device: str = "cpu") -> Tensor
 
 
 def frozen(mixer: nn.Module, x: Tensor, output: Tensor | None = None) -> MixerOperator:
-    """Build the operator of a Mamba mixer on its input, as the layer of a trace does when first asked for it.
+    """Build the operator of a Mamba mixer on its input, as a layer of a trace does.
 
-    `output` is what the mixer made of the input, as a trace keeps it; without it the operator's own stands in.
+    `output`: the output of the mixer, as a trace stores it; by default the output of the operator.
     """
     architecture = architecture_of(type(mixer))
     assert architecture is not None
@@ -107,7 +107,7 @@ def frozen(mixer: nn.Module, x: Tensor, output: Tensor | None = None) -> MixerOp
 
 
 def delta_rule(length: int, sizes: Sizes = PUBLISHED, device: str = "cpu") -> MixerOperator:
-    """Build a gated delta rule of random factors and nothing around it."""
+    """Build the operator of a gated delta rule with random factors, without projections or gates."""
     generator = torch.Generator().manual_seed(length)
     heads, state = sizes.delta_heads, sizes.delta_state
     query, key = (torch.randn(1, length, heads, state, generator=generator) for _ in range(2))

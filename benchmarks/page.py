@@ -1,4 +1,4 @@
-"""The page of the docs and its plot, from the recorded figures."""
+"""The performance page of the docs and its plot, written from the recorded figures."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from benchmarks.cases import GROWTH, MAPS, OPERATIONS
 from tools.markers import replace_section
 
 Figures = Mapping[str, Any]
-"""What one run wrote: the machine, the checks, and a row a case."""
+"""The record of one run: the machine, the checks, and one row per case."""
 
 PLOTS = {"cpu": "performance.png", "cuda": "performance-gpu.png"}
-"""The file of each device's plot."""
+"""File name of the plot of each device."""
 
 NAMES = {
     "map": "channel-mean map",
@@ -27,7 +27,7 @@ NAMES = {
     "alti": "ALTI, all pairs",
     "contributions": "contributions to one row",
 }
-"""What the page calls an operation."""
+"""Names of the operations on the page."""
 
 STRUCTURES = {"mamba": "Mamba-1", "mamba2": "Mamba-2", "softmax": "softmax", "s4d": "S4D", "delta rule": "delta rule"}
 
@@ -41,7 +41,7 @@ RIVALS = {
 }
 
 MEMORY_GOALS = {("map", 4096): 1 << 30, ("latim", 512): 256 << 20}
-"""Bytes that an operation should take at most beside inputs and result."""
+"""Largest desired extra memory of an operation, in bytes."""
 
 MEMORY_LENGTHS = (512, 1024, 2048, 4096)
 
@@ -59,7 +59,7 @@ INK, FAINT = "#1c1f2b", "#737a8c"
 
 
 def stored(figures: Figures) -> str:
-    """Return figures as JSON, a line a row."""
+    """Return figures as JSON with one line per row."""
     head = json.dumps({key: value for key, value in figures.items() if key not in ("checks", "rows")}, indent=2)
     lists = [
         f'  "{key}": [\n' + ",\n".join(f"    {json.dumps(row)}" for row in figures[key]) + "\n  ]"
@@ -69,9 +69,9 @@ def stored(figures: Figures) -> str:
 
 
 def recorded(folder: Path) -> list[Figures]:
-    """Read what was recorded in a folder, the CPU's first."""
-    found = (folder / f"{device}.json" for device in ("cpu", "cuda"))
-    return [json.loads(path.read_text()) for path in found if path.exists()]
+    """Read the recorded figures of a folder, those of the CPU first."""
+    paths = (folder / f"{device}.json" for device in ("cpu", "cuda"))
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def section(runs: Sequence[Figures]) -> str:
@@ -80,7 +80,7 @@ def section(runs: Sequence[Figures]) -> str:
 
 
 def write(runs: Sequence[Figures], template: Path, folder: Path) -> None:
-    """Put the tables into the page, and draw a plot of each run beside it."""
+    """Write the tables into the page, and a plot of each run into the same folder."""
     (folder / "performance.md").write_text(replace_section(template.read_text(), "performance", section(runs)))
     for figures in runs:
         plot(figures).savefig(folder / PLOTS[figures["device"]], dpi=150, metadata={"Software": None})
@@ -88,17 +88,17 @@ def write(runs: Sequence[Figures], template: Path, folder: Path) -> None:
 
 def long_runs(folder: Path) -> str:
     """Return a table of the recorded runs of `benchmarks.million_tokens`."""
-    header = ("model", "tokens", "trace", "prefix error", "rollout", "row sum off by", "peak of the process")
+    header = ("model", "tokens", "trace", "prefix error", "rollout", "error of the row sum", "peak of the process")
     rows = []
     for path in sorted(folder.glob("million-*.json")):
-        found = json.loads(path.read_text())
-        stages = {stage["stage"]: stage for stage in found["stages"]}
-        prefix = max(stage["prefix_error"] for stage in found["stages"] if "prefix_error" in stage)
+        record = json.loads(path.read_text())
+        stages = {stage["stage"]: stage for stage in record["stages"]}
+        prefix = max(stage["prefix_error"] for stage in record["stages"] if "prefix_error" in stage)
         rollout = stages["rollout of the last token"]
         rows.append(
             (
-                f"{STRUCTURES[found['model']]}, {found['layers']} layers, d = {found['width']}",
-                f"{found['length']:,}",
+                f"{STRUCTURES[record['model']]}, {record['layers']} layers, d = {record['width']}",
+                f"{record['length']:,}",
                 f"{stages['trace']['seconds']:.0f} s",
                 f"{prefix:.0e}",
                 f"{rollout['seconds']:.0f} s",
@@ -110,7 +110,7 @@ def long_runs(folder: Path) -> str:
 
 
 def ratio(row: Figures, rival: str) -> float:
-    """Return how many times a rival's median time the operation's is."""
+    """Return the operation's median time divided by the rival's."""
     return median(row["seconds"]) / median(row["rivals"][rival])
 
 
@@ -124,18 +124,18 @@ def _run(figures: Figures) -> str:
     counts = " to ".join(str(n) for n in ([rounds[0], rounds[-1]] if len(rounds) > 1 else rounds))
     worst = max(check["error"] for check in figures["checks"])
     text = (
-        f"{where}; {versions}; float32. Medians of {counts} rounds, and in brackets the fastest and the slowest. In "
-        f"this run every operation was within {worst:.0e} of its definition."
+        f"{where}; {versions}; float32. Medians of {counts} rounds, with the fastest and the slowest in parentheses. "
+        f"The largest relative error of an operation against its definition was {worst:.0e}."
     )
-    # The page shows the CPU's at its head.
+    # The plot of the CPU is at the head of the page.
     picture = [] if figures["device"] == "cpu" else [f"![Time and extra memory against length]({PLOTS['cuda']})"]
-    return "\n\n".join([title, text, *picture, _beside(figures), _growth(figures), _memory(figures)])
+    return "\n\n".join([title, text, *picture, _comparisons(figures), _growth(figures), _memory(figures)])
 
 
-def _beside(figures: Figures) -> str:
+def _comparisons(figures: Figures) -> str:
     order = {name: at for at, name in enumerate(OPERATIONS)}
     kinds = {name: at for at, name in enumerate(MAPS)}
-    # What stands beside half its length has a table of its own.
+    # Comparisons with half the length are in the table of `_growth`.
     rows = [row for row in figures["rows"] if row["rivals"] and "half" not in row["rivals"]]
     rows.sort(key=lambda row: (order[row["operation"]], kinds[row["structure"]], row["length"]))
     lines = [
@@ -152,7 +152,7 @@ def _beside(figures: Figures) -> str:
         for row in rows
         for rival, times in row["rivals"].items()
     ]
-    return _table(("operation", "layer", "L", "time", "beside", "its time", "ratio", "goal", "met"), lines)
+    return _table(("operation", "layer", "L", "time", "reference", "reference time", "ratio", "goal", "met"), lines)
 
 
 def _growth(figures: Figures) -> str:
@@ -167,14 +167,24 @@ def _growth(figures: Figures) -> str:
             grown = (_spread(half), f"**{growth:.2f}**", *_judged(growth, row["goals"].get("half")))
         each = f"{row['memory']['counted'] / row['length'] / 1024:.1f} KiB"
         lines.append((str(row["length"]), _spread(row["seconds"]), *grown, *_bytes(row["memory"]), each))
-    header = ("L", "time", "at half of it", "ratio", "goal", "met", "extra memory", "the process grew", "a token")
-    words = "Last-token rollout through one Mamba-1 layer, by length, in turns with half of it:\n\n"
+    header = (
+        "L",
+        "time",
+        "time at L / 2",
+        "ratio",
+        "goal",
+        "met",
+        "tensors counted",
+        "growth of the process",
+        "per token",
+    )
+    words = "Last-token rollout through one Mamba-1 layer, by length, interleaved with half of the length:\n\n"
     return words + _table(header, lines)
 
 
 def _memory(figures: Figures) -> str:
     present = {row["length"] for row in figures["rows"]}
-    # Quick runs have other lengths.
+    # Quick runs use other lengths.
     lengths = [n for n in MEMORY_LENGTHS if n in present] or sorted(present)[:4]
     lines = []
     for operation, name in NAMES.items():
@@ -231,7 +241,7 @@ def _size(size: int) -> str:
 
 
 def plot(figures: Figures) -> Figure:
-    """Draw time and extra memory of one Mamba-1 layer against length, each operation beside its plain definition."""
+    """Plot time and extra memory of one Mamba-1 layer against length, for each operation and its plain definition."""
     figure = Figure(figsize=(11.5, 5.0), layout="constrained")
     panels = {
         "time, seconds": lambda row: median(row["seconds"]),
@@ -274,6 +284,6 @@ def _draw(axes: Any, rows: Sequence[Figures], value: Any, colour: str, style: An
     points = [(x, y) for x, y in points if y > 0]
     if points:
         x, y = zip(*points, strict=True)
-        # Attribution takes as much memory as the map, and is drawn over it.
+        # Attribution takes as much memory as the map: its line covers the map's.
         width = 4 if name == NAMES["map"] else 2
         axes.plot(x, y, color=colour, linestyle=style, linewidth=width, marker="o", markersize=3.5, label=name)

@@ -1,6 +1,6 @@
-"""The plain definitions of the papers: every entry of every map, every vector; what the fast forms are checked by.
+"""The plain definitions of the papers, against which the timed operations are checked.
 
-Float64, token by token or pair by pair, and everything held at once.
+Float64, token by token or pair by pair, with all maps and vectors in memory at once.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def core_of(operator: MixerOperator) -> CoreMixer:
 
 
 def head_maps(mixer: CoreMixer, *, by_pairs: bool = False) -> Tensor:
-    """Fill (head, query, key) of a mixer: what each token writes is read from the recurrence, or pair by pair."""
+    """Fill the maps (head, query, key) of a mixer, by its recurrence or pair by pair."""
     _, heads, length, _ = mixer.shape
     if isinstance(mixer, Dense):
         return mixer.tile()[0].double()
@@ -31,7 +31,7 @@ def head_maps(mixer: CoreMixer, *, by_pairs: bool = False) -> Tensor:
         for lag, tap in enumerate(mixer.taps.unbind(1)):
             maps.diagonal(-lag, 1, 2).copy_(tap.double()[:, None].expand(-1, length - lag))
         return maps
-    # Every token's value is a unit vector of its own: the outputs are the columns of the map.
+    # With unit vectors as values, the outputs are the columns of the map.
     if isinstance(mixer, DeltaRule):
         query, key, strength, decay = mixer._query, mixer._key, mixer._strength, mixer._log_decay
         return delta_rule(query, key, strength, decay, _units(query, length, heads))[0].transpose(0, 1)
@@ -50,7 +50,7 @@ def head_maps(mixer: CoreMixer, *, by_pairs: bool = False) -> Tensor:
 
 
 def mean_map(operator: MixerOperator, *, by_pairs: bool = False) -> Tensor:
-    """Fill mean_h alpha_h, (batch, query, key), every head's map first."""
+    """Fill mean_h alpha_h, (batch, query, key), from the maps of all heads."""
     return head_maps(core_of(operator), by_pairs=by_pairs).mean(0)[None]
 
 
@@ -65,7 +65,7 @@ def softmax_map(module: nn.Module, x: Tensor, heads: int) -> Tensor:
 
 
 def vectors(operator: MixerOperator, *, by_pairs: bool = False) -> Tensor:
-    """Return T_ij x_j of all pairs, (query, key, out): a map of every channel, times values, times the projection."""
+    """Return T_ij x_j of all pairs, (query, key, out): maps of all channels, times values, times the projection."""
     chain: Chain = next(iter(operator.chains.values()))
     mixing = [at for at, stage in enumerate(chain) if stage.mixes]
     last = next(at for at, stage in enumerate(chain) if at > mixing[-1] and isinstance(stage, Matrix))
@@ -75,16 +75,18 @@ def vectors(operator: MixerOperator, *, by_pairs: bool = False) -> Tensor:
     maps = _product(chain[mixing[0] : last], maps, by_pairs)
     projection = chain[last]
     assert isinstance(projection, Matrix)
-    found = torch.einsum("eij,je,oe->ijo", maps, values, projection.weight.double())
+    contributions = torch.einsum("eij,je,oe->ijo", maps, values, projection.weight.double())
     for stage in chain[last + 1 :]:
         assert isinstance(stage, Scale)
         factor = stage.scale[0].double()
-        found = found * factor.repeat_interleave(found.shape[2] // factor.shape[1], dim=1)[:, None]
-    return found
+        contributions = (
+            contributions * factor.repeat_interleave(contributions.shape[2] // factor.shape[1], dim=1)[:, None]
+        )
+    return contributions
 
 
 def host_gradient(model: nn.Module, mixer: nn.Module, ids: Tensor) -> Tensor:
-    """Take the gradient of the last token's largest logit at a mixer's output, by the host's own backward pass."""
+    """Compute the gradient of the last token's largest logit at a mixer's output, with the host's backward pass."""
     outputs: list[Tensor] = []
     handle = mixer.register_forward_hook(lambda _, __, output: outputs.append(output))
     try:
@@ -97,14 +99,14 @@ def host_gradient(model: nn.Module, mixer: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _product(chain: Sequence[Stage], maps: Tensor, by_pairs: bool) -> Tensor:
-    """Multiply every channel's map (channel, query, key) from the left by a chain's."""
+    """Multiply the maps of all channels (channel, query, key) from the left by the maps of a chain."""
     channels = maps.shape[0]
     for stage in chain:
         if isinstance(stage, Branch):
             maps = torch.stack([_product(inner, maps, by_pairs) for inner in stage.chains]).sum(0)
         elif isinstance(stage, Mix):
-            own = head_maps(stage.mixer, by_pairs=by_pairs)
-            maps = own.repeat_interleave(channels // own.shape[0], dim=0) @ maps
+            head_map = head_maps(stage.mixer, by_pairs=by_pairs)
+            maps = head_map.repeat_interleave(channels // head_map.shape[0], dim=0) @ maps
         else:
             assert isinstance(stage, Scale)
             factor = stage.scale[0].double()

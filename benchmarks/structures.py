@@ -1,4 +1,4 @@
-"""What each structure's operations multiply, counted, and which of them have a fast path: a table of the docs."""
+"""Counted multiplications of each structure's operations, and their fast paths: a table of the performance page."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -28,12 +28,12 @@ from unilinattn.mixers import (
 from unilinattn.testing.peak import peak_of
 
 HEADS, STATE, CHANNELS, ROWS = 4, 16, 8, 64
-"""Sizes of the counted mixers: each head but S6's serves so many channels, and so many rows are taken at a time."""
+"""Sizes of the counted mixers: `CHANNELS` channels per head (one for S6), blocks of `ROWS` rows."""
 
-S6 = "diagonal decay, a channel a head (S6)"
+S6 = "diagonal decay, one channel per head (S6)"
 
 SHORT, LONG = 256, 512
-"""Lengths that are counted: what a pair costs is told at the longer one, growth from one to the other."""
+"""Counted lengths: costs per pair are those of the longer one, growth compares the two."""
 
 
 def _drawn(length: int, *shape: int) -> Tensor:
@@ -69,7 +69,7 @@ STRUCTURES: Mapping[str, Callable[[int], CoreMixer]] = {
 
 @dataclass(frozen=True)
 class Counted:
-    """What an operation multiplied, whether the plain form served, and which kernels it asked for."""
+    """Multiplications of an operation, whether it ran the default implementation, and the kernels it requested."""
 
     multiplications: int
     plain: bool
@@ -77,7 +77,7 @@ class Counted:
 
 
 def counted(operation: str, structure: str, length: int) -> Counted:
-    """Run an operation of a mixer and count."""
+    """Run an operation of a mixer and count its multiplications."""
     torch.manual_seed(0)
     mixer = STRUCTURES[structure](length)
     with _watched() as (plain, kernels):
@@ -93,19 +93,19 @@ def table() -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for structure in STRUCTURES:
-        found = {name: counted(name, structure, LONG) for name in OPERATIONS}
-        grown = found["row"].multiplications / max(1, counted("row", structure, SHORT).multiplications)
-        kernels = sorted(set().union(*(each.kernels for each in found.values())))
+        counts = {name: counted(name, structure, LONG) for name in OPERATIONS}
+        growth = counts["row"].multiplications / max(1, counted("row", structure, SHORT).multiplications)
+        kernels = sorted(set().union(*(each.kernels for each in counts.values())))
         channels = HEADS * (1 if structure == S6 else CHANNELS)
-        cells = [_a_pair(found["map"], HEADS)]
-        cells += [_a_pair(found[name], channels) for name in ("weighted map", "vectors")]
-        lines.append(f"| {structure} | {' | '.join(cells)} | x {grown:.1f} | {', '.join(kernels) or 'no'} |")
+        cells = [_a_pair(counts["map"], HEADS)]
+        cells += [_a_pair(counts[name], channels) for name in ("weighted map", "vectors")]
+        lines.append(f"| {structure} | {' | '.join(cells)} | x {growth:.1f} | {', '.join(kernels) or 'no'} |")
     return "\n".join(lines)
 
 
-def _a_pair(found: Counted, channels: int) -> str:
-    each = found.multiplications / (channels * LONG**2 / 2)
-    return f"{each:.1f}" + (" **(tiles)**" if found.plain else "")
+def _a_pair(count: Counted, channels: int) -> str:
+    each = count.multiplications / (channels * LONG**2 / 2)
+    return f"{each:.1f}" + (" **(tiles)**" if count.plain else "")
 
 
 def _map(mixer: CoreMixer, _: int) -> None:
@@ -134,7 +134,7 @@ def _streamed(mixer: CoreMixer, _: int) -> None:
 
 
 def _weights(mixer: CoreMixer, channels: int) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return what a gate and a convolution of two taps make of a map."""
+    """Return random weights of a map: a gate, and a convolution with two taps."""
     return _drawn(mixer.shape[2], channels), {lag: _drawn(mixer.shape[2], channels) for lag in range(2)}
 
 
@@ -149,7 +149,7 @@ OPERATIONS: Mapping[str, Callable[[CoreMixer, int], None]] = {
 
 @contextmanager
 def _watched() -> Iterator[tuple[list[None], set[str]]]:
-    """Note whether the plain reduced map serves, and the operations whose kernels are asked for."""
+    """Record calls of the default `reduced_rows`, and the operations whose kernels are imported."""
     plain: list[None] = []
     kernels: set[str] = set()
     reduced_rows, imported = CoreMixer.reduced_rows, importlib.import_module

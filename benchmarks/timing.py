@@ -1,4 +1,4 @@
-"""Times of calls that take turns, so that whatever else the machine does meets all of them alike."""
+"""Interleaved timing of calls, so that other load on the machine affects all of them alike."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -12,9 +12,9 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Return the seconds of each call in each round; once `seconds` are spent, `least` rounds are enough.
 
-    Each has run before: this is not the place for warm-up.
+    There is no warm-up: run each call before.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     begun = time.perf_counter()
     for done in range(rounds):
         if done >= least and time.perf_counter() - begun > seconds:
@@ -24,8 +24,8 @@ def interleaved(
             start = time.perf_counter()
             call()
             _settle(device)
-            found[name].append(time.perf_counter() - start)
-    return found
+            times[name].append(time.perf_counter() - start)
+    return times
 
 
 def _settle(device: str) -> None:

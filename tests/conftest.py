@@ -1,4 +1,4 @@
-"""The test run: offline, one thread, the same seeds; thorough, or with every margin written, if asked for."""
+"""Configuration of the tests: offline, one thread, fixed seeds; options for thorough runs and for margins."""
 
 import os
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-# Before anything imports Triton, which decides at its import whether it interprets its kernels on the CPU.
+# Triton reads this variable when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -28,14 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="check shapes and types at every call of a function of the package, and draw more examples: as CI does",
+        help="check shapes and types at every call of a function of the package, and draw more examples, as CI does",
     )
-    parser.addoption("--threads", type=int, default=1, help="threads that torch may use (default: %(default)s)")
+    parser.addoption("--threads", type=int, default=1, help="number of torch's threads (default: %(default)s)")
     parser.addoption(
         "--margins",
         type=Path,
         metavar="FILE",
-        help="write how far every comparison is from its limit; `python -m tests.margins` runs machines' variants",
+        help="write the margin of every comparison; `python -m tests.margins` runs variants of the processor",
     )
 
 
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--thorough"):
         loaded = [name for name in sys.modules if name.split(".")[0] == "unilinattn"]
         if loaded:
-            raise pytest.UsageError(f"--thorough cannot check what is imported already: {loaded[:3]}.")
+            raise pytest.UsageError(f"--thorough cannot check modules that are already imported: {loaded[:3]}.")
         install_import_hook("unilinattn", f"{tests.signatures.__name__}.check")
     if config.getoption("--margins"):
         config.pluginmanager.register(Recorder(config.getoption("--margins")))
@@ -57,7 +57,7 @@ for name, examples in (("quick", 6), ("thorough", 20)):
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Start every test from the same random state, whatever ran before it."""
+    """Seed all random generators before every test."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
-"""`python -m tests.margins`: how far every comparison of numbers is from its limit, on variants of this processor.
+"""`python -m tests.margins`: the margin between every numerical comparison and its limit, on processor variants.
 
-A run of pytest with `--margins FILE` writes a line for each comparison that a test makes: those of the conformance kit,
+A run of pytest with `--margins FILE` writes a line for each comparison of a test: those of the conformance kit,
 `torch.allclose` and `torch.testing.assert_close`, and every inline assertion of the form `error <= limit`. This module
-runs the tests that compare numbers once for each variant, with a limit on what one processor may use and in which
-order sums run, and lists the tightest. A comparison within a factor of two of its limit is refused.
+runs the numerical tests once for each variant of instruction set, threads and summation order, and lists the tightest
+margins. It fails if an error is within a factor of two of its limit.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 
 FACTOR = 2.0
-"""How far at least every error is below its limit."""
+"""Smallest accepted ratio of a limit to its error."""
 
 TESTS = (
     "tests/architectures",
@@ -38,7 +38,7 @@ TESTS = (
     "tests/mixers",
     "tests/models",
 )
-"""The folders whose tests compare numbers that a processor computes; the others compare words, files and pictures."""
+"""The folders with numerical comparisons; other tests compare text, files and images."""
 
 VARIANTS: dict[str, dict[str, str]] = {
     "default, 1 thread": {"ATEN_CPU_CAPABILITY": "default"},
@@ -47,9 +47,9 @@ VARIANTS: dict[str, dict[str, str]] = {
     "avx512, 1 thread": {"ATEN_CPU_CAPABILITY": "avx512"},
     "avx512, 2 threads": {"ATEN_CPU_CAPABILITY": "avx512", "THREADS": "2"},
 }
-"""Environment of each run: every capability, both numbers of threads and every branch of MKL at least once.
+"""Environment of each run: every CPU capability, thread count and MKL branch at least once.
 
-`THREADS` is `--threads` of the run. A capability that the processor lacks falls back to the best that it has.
+`THREADS` is `--threads` of the run. Torch replaces a capability that the processor lacks by the best available one.
 """
 
 _NUMBER = r"(?:tensor\()?([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?:, dtype=torch\.\w+)?\)?"
@@ -58,11 +58,11 @@ _BETWEEN = re.compile(rf"^{_NUMBER} <=? {_NUMBER} <=? {_NUMBER}$")
 _ABOUT = re.compile(rf"^{_NUMBER} == {_NUMBER} ± {_NUMBER}$")
 
 SMALL = 0.05
-"""Limits above this stand for a choice (an accuracy, a share), not for rounding."""
+"""Largest limit on rounding; larger limits (of an accuracy, a fraction) are choices."""
 
 
 class Recorder:
-    """Pytest's side: collects the comparisons of each test and appends them to a file, a line of JSON each."""
+    """A pytest plugin that collects the comparisons of each test and appends them to a file, one JSON line each."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.rows = path, list[tuple[str, str, float, float]]()
@@ -79,29 +79,34 @@ class Recorder:
             file.writelines(json.dumps([item.nodeid, *row]) + "\n" for row in rows)
 
     def pytest_assertion_pass(self, item: pytest.Item, lineno: int, orig: str, expl: str) -> None:
-        for found in read(expl):
-            self.rows.append((f"line {lineno}", orig, *found))
+        for comparison in read(expl):
+            self.rows.append((f"line {lineno}", orig, *comparison))
 
     @contextlib.contextmanager
     def _library_comparisons(self) -> Iterator[None]:
-        """Note the worst entry of `torch.allclose` and `torch.testing.assert_close`, error over limit."""
+        """Record the worst entry of `torch.allclose` and `torch.testing.assert_close`, error over limit."""
         close, assert_close = torch.allclose, torch.testing.assert_close
 
-        def note(name: str, got: Any, expected: Any, rtol: float, atol: float) -> None:
-            if isinstance(got, Tensor) and isinstance(expected, Tensor) and got.numel() and got.shape == expected.shape:
-                got, expected = got.detach().double(), expected.detach().double()
+        def note(name: str, actual: Any, expected: Any, rtol: float, atol: float) -> None:
+            if (
+                isinstance(actual, Tensor)
+                and isinstance(expected, Tensor)
+                and actual.numel()
+                and actual.shape == expected.shape
+            ):
+                actual, expected = actual.detach().double(), expected.detach().double()
                 limit = atol + rtol * expected.abs()
-                ratio = torch.where(got == expected, torch.zeros_like(limit), (got - expected).abs() / limit)
+                ratio = torch.where(actual == expected, torch.zeros_like(limit), (actual - expected).abs() / limit)
                 self.rows.append((name, "worst entry, error over limit", float(ratio.max()), 1.0))
 
-        def allclose(got: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-8, **options: Any) -> bool:
-            note("allclose", got, expected, rtol, atol)
-            return close(got, expected, rtol=rtol, atol=atol, **options)
+        def allclose(actual: Tensor, expected: Tensor, rtol: float = 1e-5, atol: float = 1e-8, **options: Any) -> bool:
+            note("allclose", actual, expected, rtol, atol)
+            return close(actual, expected, rtol=rtol, atol=atol, **options)
 
-        def asserted(got: Any, expected: Any, *, rtol: Any = None, atol: Any = None, **options: Any) -> None:
+        def asserted(actual: Any, expected: Any, *, rtol: Any = None, atol: Any = None, **options: Any) -> None:
             if rtol is not None and atol is not None:
-                note("assert_close", got, expected, rtol, atol)
-            assert_close(got, expected, rtol=rtol, atol=atol, **options)
+                note("assert_close", actual, expected, rtol, atol)
+            assert_close(actual, expected, rtol=rtol, atol=atol, **options)
 
         torch.allclose, torch.testing.assert_close = allclose, asserted
         try:
@@ -111,26 +116,26 @@ class Recorder:
 
 
 def read(explanation: str) -> list[tuple[float, float]]:
-    """Read (error, limit) pairs from what pytest says of an assertion that held: a bound, a span, an `approx`."""
+    """Parse (error, limit) pairs of pytest's text on a passed assertion: a bound, an interval, an `approx`."""
     line = explanation.split("\n", 1)[0].strip()
-    if found := _BELOW.match(line):
-        error, limit = map(float, found.groups())
+    if match := _BELOW.match(line):
+        error, limit = map(float, match.groups())
         return [(error, limit)] if error >= 0 and 0 < limit <= SMALL else []
-    if found := _BETWEEN.match(line):
-        low, value, high = map(float, found.groups())
+    if match := _BETWEEN.match(line):
+        low, value, high = map(float, match.groups())
         return [(a, b) for a, b in ((low, value), (value, high)) if a > 0 and 0 < b <= SMALL]
-    if found := _ABOUT.match(line):
-        value, expected, limit = map(float, found.groups())
+    if match := _ABOUT.match(line):
+        value, expected, limit = map(float, match.groups())
         return [(abs(value - expected), limit)]
     return []
 
 
 def tightest(path: Path, count: int) -> list[tuple[float, str]]:
-    """Return the worst comparison of every law, line or function, the tightest first: error over limit, and what."""
+    """Return the worst comparison of every law, line or function, tightest first: error over limit, description."""
     worst: dict[tuple[str, str], tuple[float, str]] = {}
     for line in path.read_text().splitlines():
         test, law, what, error, limit = json.loads(line)
-        # A comparison that a passing test sees refused is a control, and counts from the other side.
+        # An error above its limit in a passing test is a negative control: its margin is the inverse ratio.
         ratio = error / limit if error <= limit else limit / error
         key = (test.split("[")[0], law)
         if key not in worst or ratio > worst[key][0]:
@@ -142,7 +147,7 @@ def run(name: str, tests: Sequence[str], path: Path, report: Callable[[str], Non
     """Run the tests on one variant, write their margins, and return whether all passed."""
     variant = dict(VARIANTS[name])
     threads = variant.pop("THREADS", "1")
-    # Assertions are rewritten in another way where they are reported, and must not be mixed with those of other runs.
+    # The hook changes pytest's rewritten bytecode, which must not enter the cache of other runs.
     with tempfile.TemporaryDirectory() as cache:
         options = ["--margins", str(path), "--threads", threads, "-o", "enable_assertion_pass_hook=true"]
         done = subprocess.run(
@@ -164,10 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run every chosen variant, print the tightest margins, and return 1 if a test failed or a margin is too small."""
     parser = argparse.ArgumentParser(prog="python -m tests.margins", description=__doc__)
     parser.add_argument(
-        "tests", nargs="*", default=list(TESTS), help="what to run (default: all that compares numbers)"
+        "tests", nargs="*", default=list(TESTS), help="tests to run (default: all folders with numerical comparisons)"
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
-    parser.add_argument("--count", type=int, default=10, help="how many of the tightest to list (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=10, help="number of margins to list (default: %(default)s)")
     options = parser.parse_args(arguments)
     sound = True
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The checker of signatures that the test run puts around every function of the package."""
+"""The type checker that a thorough test run applies to every function of the package."""
 
 from typing import Self
 

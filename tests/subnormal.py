@@ -1,4 +1,4 @@
-"""Counts the subnormal numbers that products read, which some processors multiply fifty times slower than others."""
+"""Counts the subnormal operands of products, which some processors multiply fifty times slower than other numbers."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,31 +13,31 @@ PRODUCTS = {
     *("mm", "bmm", "mv", "dot", "addmm", "addmm_", "baddbmm", "baddbmm_", "addbmm", "addmv", "_addmm_activation"),
     *("convolution", "convolution_overrideable", "linalg_solve_triangular", "_linalg_det", "linalg_lu_solve"),
 }
-"""Products of two tensors below einsum, matmul and linear, convolutions, and triangular solves."""
+"""Operations that implement einsum, matmul and linear, convolutions, and triangular solves."""
 
 
 class SubnormalOperands(TorchDispatchMode):
-    """Counts, while it is entered, the operands of products and the subnormal numbers among their entries.
+    """While active, counts the operands of products and their subnormal entries.
 
-    What a product adds to (the first argument of `baddbmm`) is counted with its factors. Elementwise products are
-    not counted: a number passes one of them once, and a matrix product as often as the other side has columns.
+    The summand of a product (the first argument of `baddbmm`) is counted as an operand. Elementwise products are not
+    counted: they read each entry once, a matrix product reads it once per column of the other operand.
 
     Attributes:
-        operands: how many operands were looked at.
-        found: subnormal entries by the product's name.
+        operands: number of operands.
+        found: number of subnormal entries by the name of the product.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start with zero counts."""
         super().__init__()
         self.operands = 0
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
-        """Look at the operands before the product, which may write to one of them."""
+        """Count before the product runs, because it may write to an operand."""
         name = func._overloadpacket.__name__
         if name in PRODUCTS:
-            read = {key: given for key, given in (kwargs or {}).items() if key != "out"}
+            read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
             for operand in tree_leaves((args, read)):
                 if isinstance(operand, Tensor) and (operand.is_floating_point() or operand.is_complex()):
                     self.operands += 1
@@ -54,7 +54,7 @@ def subnormals(tensor: Tensor) -> int:
 
 
 def counted(run: Callable[[], Any]) -> SubnormalOperands:
-    """Run a function and return what its products read."""
-    with SubnormalOperands() as found:
+    """Run a function and return the counts of its products."""
+    with SubnormalOperands() as counts:
         run()
-    return found
+    return counts

@@ -1,4 +1,4 @@
-"""The benchmark runs, measures only what is right, and the page shows what was recorded."""
+"""The benchmarks: checks, timing, memory, and the page of the recorded figures."""
 
 import inspect
 import json
@@ -26,24 +26,24 @@ NARROW = Place(models.NARROW, "cpu")
 
 
 @pytest.mark.slow
-def test_the_whole_run_on_narrow_layers(tmp_path: Path) -> None:
+def test_a_quick_run_on_narrow_layers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "cpu.json").read_text()
-    found = json.loads(text)
-    assert {row["operation"] for row in found["rows"]} == set(cases.OPERATIONS)
-    checked = {(check["operation"], check["structure"]) for check in found["checks"]}
+    figures = json.loads(text)
+    assert {row["operation"] for row in figures["rows"]} == set(cases.OPERATIONS)
+    checked = {(check["operation"], check["structure"]) for check in figures["checks"]}
     assert checked == {(c.operation, c.structure) for c in cases.all_cases() if c.operation in checks.REFERENCES}
-    assert all(len(row["seconds"]) == 5 for row in found["rows"] if row["rivals"])
-    assert all(row["memory"]["counted"] >= 0 for row in found["rows"])
+    assert all(len(row["seconds"]) == 5 for row in figures["rows"] if row["rivals"])
+    assert all(row["memory"]["counted"] >= 0 for row in figures["rows"])
     assert str(tmp_path) not in text and str(ROOT) not in text
-    assert platform.node() not in json.dumps(found["machine"])
-    assert read_section((tmp_path / "performance.md").read_text(), "performance") == page.section([found])
+    assert platform.node() not in json.dumps(figures["machine"])
+    assert read_section((tmp_path / "performance.md").read_text(), "performance") == page.section([figures])
     assert (tmp_path / "performance.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_page_shows_what_was_recorded() -> None:
+def test_the_page_shows_the_recorded_figures() -> None:
     recorded = page.recorded(ROOT / "benchmarks" / "results")
     text = (ROOT / "docs" / "performance.md").read_text()
     assert recorded
@@ -56,7 +56,7 @@ def test_the_page_shows_what_was_recorded() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_says_what_each_structure_has() -> None:
+def test_the_page_lists_the_implementations_of_every_structure() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
     assert read_section(text, "structures") == structures.table()
     mixers = {type(build(2)) for build in structures.STRUCTURES.values()}
@@ -64,11 +64,11 @@ def test_the_page_says_what_each_structure_has() -> None:
 
 
 def _concrete(kind: type) -> set[type]:
-    found = {kind} if not inspect.isabstract(kind) else set()
-    return found.union(*(_concrete(inner) for inner in kind.__subclasses__()))
+    classes = {kind} if not inspect.isabstract(kind) else set()
+    return classes.union(*(_concrete(inner) for inner in kind.__subclasses__()))
 
 
-def test_every_case_names_what_exists() -> None:
+def test_every_case_names_existing_operations_rivals_and_goals() -> None:
     listed = list(cases.all_cases())
     assert len({(case.operation, case.structure, case.length) for case in listed}) == len(listed)
     assert {case.operation for case in listed} == set(cases.OPERATIONS)
@@ -83,32 +83,32 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = cases.OPERATIONS["map"]
 
     def wrong(structure: str, length: int, place: Place) -> Prepared:
-        found = right(structure, length, place).call()
-        return Prepared(lambda: found * (1 + 2 * checks.TOLERANCE))
+        value = right(structure, length, place).call()
+        return Prepared(lambda: value * (1 + 2 * checks.TOLERANCE))
 
     monkeypatch.setitem(cases.OPERATIONS, "map", wrong)
     with pytest.raises(ArithmeticError, match="map of s4d is off"):
         list(checks.checked(iter([("map", "s4d")]), NARROW))
 
 
-def test_calls_take_turns_and_stop_early_after_the_least_rounds() -> None:
-    seen: list[str] = []
-    calls = {"floor": lambda: seen.append("floor"), "own": lambda: seen.append("own")}
-    found = interleaved(calls, rounds=5, least=3, seconds=60.0, device="cpu")
-    assert seen == ["floor", "own"] * 5
-    assert {name: len(times) for name, times in found.items()} == {"floor": 5, "own": 5}
+def test_calls_are_interleaved_and_stop_early_after_the_least_rounds() -> None:
+    calls_made: list[str] = []
+    calls = {"floor": lambda: calls_made.append("floor"), "own": lambda: calls_made.append("own")}
+    times = interleaved(calls, rounds=5, least=3, seconds=60.0, device="cpu")
+    assert calls_made == ["floor", "own"] * 5
+    assert {name: len(seconds) for name, seconds in times.items()} == {"floor": 5, "own": 5}
     assert len(interleaved(calls, rounds=5, least=3, seconds=0.0, device="cpu")["own"]) == 3
 
 
-def test_the_peak_counts_what_lives_at_the_same_time() -> None:
-    given = torch.ones(1000)
+def test_the_peak_counts_live_tensors() -> None:
+    x = torch.ones(1000)
 
     def in_turn() -> torch.Tensor:
         for _ in range(3):
-            made = given * 2
-            made += 1
-            made = made.view(10, 100).T
-        return made + given.view(100, 10)
+            y = x * 2
+            y += 1
+            y = y.view(10, 100).T
+        return y + x.view(100, 10)
 
     # One tensor of 4000 bytes at a time and the next before it is freed; views and writes in place are no tensors.
     with Peak() as counted:
@@ -118,7 +118,7 @@ def test_the_peak_counts_what_lives_at_the_same_time() -> None:
     assert peak(in_turn, "cpu") == 4000
 
 
-def test_the_peak_counts_what_a_backward_pass_keeps() -> None:
+def test_the_peak_counts_tensors_saved_for_the_backward_pass() -> None:
     weight = torch.ones(1000, requires_grad=True)
 
     def backward() -> torch.Tensor:
@@ -131,23 +131,23 @@ def test_the_peak_counts_what_a_backward_pass_keeps() -> None:
     assert 10 * 4000 <= counted <= 14 * 4000
 
 
-def test_the_growth_of_the_process_is_seen() -> None:
-    def held() -> torch.Tensor:
+def test_the_growth_of_the_process_is_measured() -> None:
+    def call() -> torch.Tensor:
         return torch.ones(1 << 24).sum()
 
-    assert peak(held, "cpu") == 1 << 26
-    found = growth(held)
-    if found is not None:
-        assert 0.9 * (1 << 26) <= found <= 1.5 * (1 << 26)
+    assert peak(call, "cpu") == 1 << 26
+    bytes_grown = growth(call)
+    if bytes_grown is not None:
+        assert 0.9 * (1 << 26) <= bytes_grown <= 1.5 * (1 << 26)
 
 
-def test_a_process_of_its_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[list[str]] = []
+def test_growth_is_measured_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        called.append(command)
+        commands.append(command)
         return subprocess.CompletedProcess(command, 0, stdout="12345\n")
 
     monkeypatch.setattr(subprocess, "run", run)
     assert grown(Case("map", "mamba", 64), 1) == 12345
-    assert called[0][1:] == ["-m", "benchmarks.growth", "map", "mamba", "64", "1"]
+    assert commands[0][1:] == ["-m", "benchmarks.growth", "map", "mamba", "64", "1"]

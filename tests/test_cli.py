@@ -57,13 +57,13 @@ def test_compare_writes_a_report_and_prints_the_table(tmp_path: Path, capsys: py
     assert "softmax attention" in printed.out and "S4D (fixed mixer)" in printed.out and str(out) in printed.out
     assert printed.err == ""
     assert (logging.get_verbosity(), torch.get_num_threads()) == (verbosity, threads)
-    found = json.loads((out / "compare.json").read_text())
-    assert list(found["models"]) == ["induction/transformer", "induction/s4d"]
+    report = json.loads((out / "compare.json").read_text())
+    assert list(report["models"]) == ["induction/transformer", "induction/s4d"]
     rows = ["random", "recency", "primacy", "raw", "rollout", "intervention"]
-    assert list(found["scores"]["induction/s4d"]) == rows
+    assert list(report["scores"]["induction/s4d"]) == rows
     assert all(f"  {row} " in printed.out for row in rows)
-    assert found["models"]["induction/transformer"]["accuracy"] >= 0.9
-    assert found["seeds"]["selection"] != found["seeds"]["held_out"]
+    assert report["models"]["induction/transformer"]["accuracy"] >= 0.9
+    assert report["seeds"]["selection"] != report["seeds"]["held_out"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report"]
 
 
@@ -73,16 +73,16 @@ def test_compare_needs_no_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["compare"]) == 0
-    found = json.loads(Path("unilinattn-report/compare.json").read_text())
-    assert len(found["models"]) == 8
+    report = json.loads(Path("unilinattn-report/compare.json").read_text())
+    assert len(report["models"]) == 8
     rows = ["random", "recency", "primacy", *cli.METHODS, "alti (composed)", "intervention"]
-    assert all(list(scores) == rows for scores in found["scores"].values())
-    for model in found["models"].values():
+    assert all(list(scores) == rows for scores in report["scores"].values())
+    for model in report["models"].values():
         assert model["reconstruction_error"] <= 1e-5
         if model["model"] != "s4d":
             assert model["accuracy"] >= {"copying": 0.99, "induction": 0.9}[model["task"]]
-    # HMA ACL Theorem 1: a fixed mixer cannot find an answer whose place depends on the tokens.
-    assert found["models"]["induction/s4d"]["accuracy"] < 0.9
+    # HMA ACL Theorem 1: a fixed mixer cannot retrieve an answer whose position depends on the tokens.
+    assert report["models"]["induction/s4d"]["accuracy"] < 0.9
 
 
 def test_compare_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,15 +104,15 @@ def test_explain_prints_tokens_and_layers(
     assert cli.main(["explain", str(checkpoints / model), "--text", TEXT, "--method", method]) == 0
     out, err = capsys.readouterr()
     assert out.count(mixer) == 2 and "position 5 'mat'" in out
-    own, *others = out.splitlines()[-6:]
+    target, *others = out.splitlines()[-6:]
     assert [line.split()[:2] for line in others] == [[str(i), word] for i, word in enumerate(TEXT.split()[:-1])]
     assert max(line.count("#") for line in others) == cli.BAR
     words = "the token itself and the residual stream" if method == "rollout" else "the token itself"
-    assert own.split()[:2] == ["5", "mat"] and own.endswith(f"{words}, no bar") and "#" not in own
+    assert target.split()[:2] == ["5", "mat"] and target.endswith(f"{words}, no bar") and "#" not in target
     assert err == ""
 
 
-def test_explain_refuses_a_layer_that_misses_the_model_unless_told_to_warn(
+def test_explain_refuses_an_inexact_layer_without_trust_warn(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load = cli.load_checkpoint
@@ -178,19 +178,19 @@ def test_explain_saves_pictures(checkpoints: Path, tmp_path: Path, ending: str, 
 def test_the_logit_is_a_token_an_id_or_two(checkpoints: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.safetensors"
     arguments = ["explain", str(checkpoints / "llama"), "--text", TEXT, "--method", "attribution", "--out", str(out)]
-    for given, stored in ((["mat"], 7), (["7"], 7), (["mat", "cat"], [7, 3])):
-        assert cli.main([*arguments, "--scope", "mixer", "--logit", *given]) == 0
+    for words, stored in ((["mat"], 7), (["7"], 7), (["mat", "cat"], [7, 3])):
+        assert cli.main([*arguments, "--scope", "mixer", "--logit", *words]) == 0
         result = Attribution.load(out)
         assert result.options["logit"] == stored and result.scope == "mixer"
 
 
-def test_the_dtype_is_the_stored_one_unless_named(checkpoints: Path) -> None:
+def test_the_default_dtype_is_that_of_the_checkpoint(checkpoints: Path) -> None:
     host, _ = cli.load_checkpoint(checkpoints / "llama")
     assert host.dtype is torch.bfloat16
     assert cli.load_checkpoint(checkpoints / "llama", "float64")[0].dtype is torch.float64
 
 
-def test_explain_refuses_paths_without_a_whole_checkpoint(
+def test_explain_refuses_paths_without_a_complete_checkpoint(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(path: Path) -> str:
@@ -207,7 +207,7 @@ def test_explain_refuses_paths_without_a_whole_checkpoint(
     assert "cannot be loaded" in refused(tmp_path)
 
 
-def test_explain_refuses_a_checkpoint_that_lacks_weights(
+def test_explain_refuses_a_checkpoint_with_missing_weights(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((checkpoints / "llama" / "config.json").read_text())
@@ -249,7 +249,9 @@ def test_list_names_every_architecture_and_method(capsys: pytest.CaptureFixture[
         assert text in out
 
 
-def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_command_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 

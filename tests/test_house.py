@@ -1,4 +1,4 @@
-"""What holds for the whole repository: directions of imports, docstrings, cost of import, sizes, words."""
+"""Structure of the package: directions of imports, docstrings, cost of import, public surface."""
 
 import ast
 import json
@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -34,9 +33,9 @@ LAYERS = (
     ("cli", "testing"),
     ("__main__",),
 )
-"""The rooms of the package from the ground up: a module imports from its own room and from the rows before it.
+"""The rooms of the package in rows: a module imports from its own room and from the rows above.
 
-Rooms of one row stand side by side and do not know each other; those of the ground do.
+Rooms of one row do not import each other, except those of GROUND.
 """
 
 EXTRAS = {"captum", "fla", "matplotlib", "pandas", "timm", "transformers", "triton", "xarray"}
@@ -67,7 +66,7 @@ def module_name(path: Path) -> str:
 
 
 def room(module: str) -> str:
-    """The part of a dotted name that LAYERS lists."""
+    """The room of a module, from its dotted name."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else SURFACE
 
@@ -77,7 +76,7 @@ def row(name: str) -> int | None:
 
 
 def imported(node: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
-    """Every import below a node, inside functions too: its line and the dotted name."""
+    """Line and dotted name of every import below a node, also inside functions."""
     for child in ast.iter_child_nodes(node):
         match child:
             case ast.Import(names=names):
@@ -99,23 +98,27 @@ def imported(node: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def wrong_imports(module: str, source: str, is_package: bool = False) -> list[str]:
-    """What breaks the directions in one module's text, as readable lines."""
-    here = room(module)
-    if row(here) is None:
-        return [f"{module}: '{here}' stands in no row of LAYERS"]
+    """Messages on the imports of a module that LAYERS does not allow."""
+    importing_room = room(module)
+    if row(importing_room) is None:
+        return [f"{module}: '{importing_room}' is in no row of LAYERS"]
     parts = module.split(".")
-    found = []
+    reports = []
     for line, target in imported(ast.parse(source), parts if is_package else parts[:-1]):
         if target.split(".")[0] != "unilinattn":
             continue
-        there = room(target)
-        if row(there) is None:
-            found.append(f"{module}:{line} imports {target}, which stands in no row of LAYERS")
-        elif row(there) > row(here):
-            found.append(f"{module}:{line} imports {target}, which stands above it")
-        elif row(there) == row(here) and there != here and here not in GROUND:
-            found.append(f"{module}:{line} imports {target}, which stands beside it")
-    return found
+        imported_room = room(target)
+        if row(imported_room) is None:
+            reports.append(f"{module}:{line} imports {target}, which is in no row of LAYERS")
+        elif row(imported_room) > row(importing_room):
+            reports.append(f"{module}:{line} imports {target}, which is above it")
+        elif (
+            row(imported_room) == row(importing_room)
+            and imported_room != importing_room
+            and importing_room not in GROUND
+        ):
+            reports.append(f"{module}:{line} imports {target}, which is in the same row")
+    return reports
 
 
 @pytest.mark.parametrize("path", package_files(), ids=module_name)
@@ -124,7 +127,7 @@ def test_imports_go_down_only(path: Path) -> None:
     assert not reports, "\n".join(reports)
 
 
-def test_every_row_names_modules_that_exist() -> None:
+def test_layers_lists_every_room() -> None:
     present = {path.stem for path in PACKAGE.glob("*.py")} | {
         path.parent.name for path in PACKAGE.glob("*/__init__.py")
     }
@@ -139,7 +142,7 @@ def test_every_row_names_modules_that_exist() -> None:
         ("unilinattn.mixers.dense", "from ..operator import MixerOperator", "above it"),
         ("unilinattn.mixers.dense", "from .. import operator", "above it"),
         ("unilinattn.mixers.dense", "from unilinattn import explain", "above it"),
-        ("unilinattn.tracing.trace", "def f():\n    from unilinattn.architectures import mamba", "beside it"),
+        ("unilinattn.tracing.trace", "def f():\n    from unilinattn.architectures import mamba", "in the same row"),
         ("unilinattn.kernels.map.tiled", "from ...mixers.base import CoreMixer", "above it"),
         ("unilinattn.tracing.trace", "def f():\n    from unilinattn.methods import rollout", "above it"),
         ("unilinattn.tracing.trace", "if TYPE_CHECKING:\n    from unilinattn.evaluation import report", "above it"),
@@ -172,7 +175,7 @@ def undocumented(source: str) -> list[str]:
     """Public classes, functions and methods without a docstring, and the module itself."""
 
     def exempt(node: ast.AST) -> bool:
-        # An overload or an override has its description at what it stands for; a setter at its property.
+        # Overloads and overrides are documented at the function or base method, setters at the property.
         names = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
         return bool(names & {"overload", "override", "setter", "deleter"})
 
@@ -220,7 +223,7 @@ class _Private:
 
 
 def run_python(code: str) -> str:
-    """The output of a fresh interpreter, without this run's import hook."""
+    """The output of a new interpreter, which runs without the import hook of the tests."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -228,9 +231,9 @@ def run_python(code: str) -> str:
 
 
 def cost_of_import(name: str) -> tuple[float, set[str]]:
-    """CPU seconds that an import takes after torch's, and the top-level modules that it loads beside torch's.
+    """CPU seconds of an import after torch's, and the top-level modules that it loads in addition to torch's.
 
-    Processor time, since the wall clock also counts whatever else the machine does.
+    CPU time rather than elapsed time, which depends on the load of the machine.
     """
     code = f"""
 import json, sys, time
@@ -246,14 +249,14 @@ print(json.dumps([seconds, sorted({{module.partition(".")[0] for module in set(s
 
 
 def test_the_import_is_quick_and_loads_no_extra() -> None:
-    # The fastest of three: whatever else the machine does can only add to a run.
+    # The minimum of three: load on the machine can only make a run slower.
     runs = [cost_of_import("unilinattn") for _ in range(3)]
     assert not runs[0][1] & EXTRAS
     assert "unilinattn" in runs[0][1]
     assert min(seconds for seconds, _ in runs) < 0.5
 
 
-def test_an_extra_that_is_loaded_is_seen() -> None:
+def test_a_loaded_extra_is_detected() -> None:
     assert cost_of_import("matplotlib")[1] & EXTRAS == {"matplotlib"}
 
 
@@ -266,7 +269,7 @@ def test_the_public_surface() -> None:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """The sets of modules that import each other, directly or through others."""
+    """The sets of modules that import each other, directly or indirectly."""
     reach = {module: set(targets) for module, targets in graph.items()}
     for through in graph:
         for targets in reach.values():
@@ -286,35 +289,36 @@ def test_no_modules_import_each_other() -> None:
 
 
 def imported_modules(path: Path, package: list[str], names: Mapping[str, Path]) -> set[str]:
-    """The modules of the package that a file imports, those named in `from package import module` among them."""
-    found = set()
+    """The modules of the package that a file imports, including those of `from package import module`."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
             base = base if node.level else node.module or ""
-            found |= ({f"{base}.{alias.name}" for alias in node.names} & names.keys()) or {base}
+            modules |= ({f"{base}.{alias.name}" for alias in node.names} & names.keys()) or {base}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & names.keys()
+            modules |= {alias.name for alias in node.names}
+    return modules & names.keys()
 
 
-def test_modules_that_import_each_other_are_found() -> None:
+def test_modules_that_import_each_other_are_detected() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}, "e": {"e"}}
     assert cycles(graph) == [{"b", "c"}, {"e"}]
 
 
-def test_rooms_are_modules_of_the_surface() -> None:
+def test_methods_and_architectures_are_modules() -> None:
     import unilinattn
 
     assert {type(unilinattn.methods), type(unilinattn.architectures)} == {type(sys)}
 
 
-def test_the_root_is_small() -> None:
+def test_the_surface_and_the_root_are_small() -> None:
+    assert len((PACKAGE / "__init__.py").read_text().splitlines()) < 100
     assert len([path for path in PACKAGE.iterdir() if path.is_file()]) <= 10
 
 
 def test_public_names_survive_the_import_of_every_module() -> None:
-    # The first import of a module rebinds its name on the package.
+    # The first import of a submodule binds its name on the package, where it could replace a public name.
     modules = [module_name(path) for path in package_files() if path.stem != "__main__"]
     for order in (modules, modules[::-1]):
         code = f"""
@@ -327,92 +331,13 @@ print(*[name for name in {PUBLIC!r} if not callable(getattr(unilinattn, name, No
         assert run_python(code).split() == []
 
 
-def test_the_surface_is_short_and_no_module_is_long() -> None:
-    def lines(path: Path) -> int:
-        return len(path.read_text().splitlines())
-
-    assert lines(PACKAGE / "__init__.py") < 100
-    paths = [path for path in repository_files() if path.suffix == ".py"]
-    most = {path: 400 if PACKAGE in path.parents else 500 for path in paths}
-    assert {str(path.relative_to(ROOT)): lines(path) for path in paths if lines(path) > most[path]} == {}
-
-
-OUTSIDE = {"build", "dist", "site", "unilinattn-report"}
-
-
-def repository_files() -> list[Path]:
-    """Every file of the repository but what tools generate."""
-    found = []
-    for folder, folders, names in os.walk(ROOT):
-        hidden_but_ours = {".ci", ".github"}
-        folders[:] = [
-            name
-            for name in folders
-            if name not in OUTSIDE | {"__pycache__"}
-            and not name.endswith(".egg-info")
-            and (not name.startswith(".") or name in hidden_but_ours)
-        ]
-        found += [Path(folder, name) for name in names]
-    return sorted(found)
-
-
-FORBIDDEN = [
-    r"(?<![\w.])/(?:work|root|farm|home/\w+|Users/\w+)/",
-    r"(?i)\bissues?[ -]?(?:#|no\.? ?|number )?\d+\b",
-    r"(?i)\b(?:helper|coding|sub)[ -]?agents?\b",
-    r"(?i)\b(?:extra-)?index[-]url\b|\bfind[-]links\b",
-    r"(?i)\bdesign[ /-]?0\d\b|\bshared/(?:design|papers)\b",
-]
-"""Words of the place where the code is written, not of the product."""
-
-
-def forbidden_words(text: str) -> list[str]:
-    return [match.group() for pattern in FORBIDDEN for match in re.finditer(pattern, text)]
-
-
-def test_the_text_speaks_of_the_product_alone() -> None:
-    texts = {path: path.read_bytes().decode(errors="replace") for path in repository_files()}
-    found = {str(path.relative_to(ROOT)): forbidden_words(text) for path, text in texts.items()}
-    assert {path: words for path, words in found.items() if words} == {}
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("see /", "work/notes"),
-        ("/", "root/x"),
-        ("'/ho", "me/someone/x'"),
-        ("fixes iss", "ue #12"),
-        ("as iss", "ue 2 asks"),
-        ("a helper ", "agent wrote"),
-        ("--extra-index", "-url"),
-        ("see design ", "06"),
-    ],
-)
-def test_a_word_that_does_not_belong_is_reported(words: tuple[str, str]) -> None:
-    assert len(forbidden_words("".join(words))) == 1
-
-
-def test_signatures_are_checked_in_a_thorough_run_alone(request: pytest.FixtureRequest) -> None:
+def test_signatures_are_checked_only_in_a_thorough_run(request: pytest.FixtureRequest) -> None:
     thorough = request.config.getoption("--thorough")
     with pytest.raises(jaxtyping.TypeCheckError if thorough else TypeError):
         nearest("rollout", 3)
 
 
-def test_a_built_wheel_holds_the_whole_package_and_nothing_else(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    ours = {str(path.relative_to(ROOT)) for path in repository_files() if path.is_relative_to(PACKAGE)}
-    assert names == ours
-    assert "unilinattn/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {"unilinattn"}
-
-
-def test_the_pages_at_the_root_agree_with_the_package() -> None:
+def test_contributing_citation_and_changelog_agree_with_the_package() -> None:
     import unilinattn
 
     rooms = re.findall(r"^\| (\d+) \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)

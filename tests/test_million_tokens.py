@@ -1,4 +1,4 @@
-"""The benchmark of very long inputs runs, and what it prints is right, at a length that takes seconds."""
+"""The benchmark of very long inputs, at a length that takes seconds."""
 
 import importlib.util
 import json
@@ -23,15 +23,15 @@ def test_every_stage_is_logged(
     options = ["--model", model, "--length", "8200", "--width", "16", "--json", str(written)]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
     script.main()
-    found = json.loads(written.read_text())
-    stages = {stage["stage"].strip(): stage for stage in found["stages"]}
-    assert found["length"] == 8200
+    record = json.loads(written.read_text())
+    stages = {stage["stage"].strip(): stage for stage in record["stages"]}
+    assert record["length"] == 8200
     assert {"trace", "rollout of the last token", "identity"} <= stages.keys()
     assert stages["rollout of the last token"]["finite"]
     assert stages["identity"]["relative_difference"] <= 1e-5
     for k in range(2):
         assert stages[f"backbone.layers.{k}.mixer checked"]["prefix_error"] <= 1e-5
-    assert capsys.readouterr().out.count("peak RSS") == len(found["stages"])
+    assert capsys.readouterr().out.count("peak RSS") == len(record["stages"])
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_memory_is_linear_with_a_small_constant(model: str, tmp_path: Path) -> N
     assert done.returncode == 0
     stages = json.loads(written.read_text())["stages"]
     used = max(stage["peak_gib"] for stage in stages) - stages[0]["peak_gib"]
-    # 16 bytes a channel of the model in each layer, 40 an inner channel in the layer at work; the host's own scan
-    # would take three tensors of 4 * 16 bytes an inner channel.
+    # 16 bytes per channel of the model in each layer, 40 per inner channel in the running layer; the host's scan
+    # would take three tensors of 4 * 16 bytes per inner channel.
     expected = length * (16 * width * layers + 40 * 2 * width) / 2**30
     assert used <= 1.25 * expected + 0.1

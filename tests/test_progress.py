@@ -1,4 +1,4 @@
-"""Bars: silent when piped, when quick and when turned off; shown on a slow terminal; gone afterwards."""
+"""Progress bars: shown for slow loops on a terminal, never in a pipe, and removed at the end."""
 
 import io
 import sys
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal to whom every loop is slow."""
+    """A terminal on which every loop counts as slow."""
     stream = Terminal()
     watch(monkeypatch, stream)
     monkeypatch.setattr(module, "DELAY", 0.0)
@@ -29,12 +29,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None) -> None:
-    """Put a stream where the module looks for standard error; pytest keeps its own in `sys`."""
+    """Replace the module's standard error by a stream; `sys.stderr` belongs to pytest."""
     monkeypatch.setattr(module, "sys", types.SimpleNamespace(stderr=stream, modules=sys.modules))
 
 
 def last_line(stream: io.StringIO) -> str:
-    """What the terminal's line shows in the end: what a carriage return leaves is overwritten."""
+    """The final text of the terminal's line: a carriage return overwrites the text before it."""
     return stream.getvalue().rpartition("\r")[2]
 
 
@@ -53,9 +53,7 @@ def test_a_quick_loop_shows_nothing(terminal: Terminal, monkeypatch: pytest.Monk
     assert terminal.getvalue() == ""
 
 
-def test_nothing_is_shown_where_standard_error_is_no_terminal(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_shown_if_standard_error_is_no_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
     for stream in (pipe, None):
         watch(monkeypatch, stream)
@@ -64,7 +62,7 @@ def test_nothing_is_shown_where_standard_error_is_no_terminal(
     assert pipe.getvalue() == ""
 
 
-def test_a_notebook_shows_bars_though_it_has_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_bars_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, shell = io.StringIO(), types.SimpleNamespace(kernel=None)
     watch(monkeypatch, stream)
     monkeypatch.setattr(module, "DELAY", 0.0)
@@ -74,7 +72,7 @@ def test_a_notebook_shows_bars_though_it_has_no_terminal(monkeypatch: pytest.Mon
     assert "rollout" in stream.getvalue()
 
 
-def test_no_bar_without_leave_to_show_one(terminal: Terminal) -> None:
+def test_no_bar_outside_a_scope_or_when_turned_off(terminal: Terminal) -> None:
     list(progress(range(3), "outside of any scope"))
     with bars(False):
         list(progress(range(3), "turned off"))
@@ -103,17 +101,17 @@ def test_an_exception_leaves_no_line_and_no_thread(terminal: Terminal, error: ty
         for item in progress(range(5), "rollout"):
             if item == 2:
                 raise error("stop here")
-    # The traceback still holds the loop here.
+    # The traceback still references the loop here.
     assert caught.tb is not None
     assert "rollout" in terminal.getvalue()
     assert last_line(terminal).strip() == ""
     assert threading.active_count() == threads
-    shown = terminal.getvalue()
+    output = terminal.getvalue()
     list(progress(range(3), "outside"))
-    assert terminal.getvalue() == shown
+    assert terminal.getvalue() == output
 
 
-def test_steps_that_are_no_loop(terminal: Terminal) -> None:
+def test_steps_outside_a_loop_are_counted(terminal: Terminal) -> None:
     with bars(), counter("trace", 4) as step:
         step()
         time.sleep(0.11)
@@ -122,7 +120,7 @@ def test_steps_that_are_no_loop(terminal: Terminal) -> None:
     assert last_line(terminal).strip() == ""
 
 
-def test_items_come_one_by_one() -> None:
+def test_items_are_consumed_one_by_one() -> None:
     drawn: list[int] = []
 
     def source() -> object:

@@ -1,4 +1,4 @@
-"""Architectures and methods by name, and how another package adds its own."""
+"""Registration of architectures and methods, and entry points of other packages."""
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -25,7 +25,7 @@ def own_registry() -> Iterator[None]:
 
 
 class FadingMixer(nn.Module):
-    """A mixer of somebody else: y_i = sum_j 0.5^(i - j) W x_j."""
+    """A mixer of another package: y_i = sum_j 0.5^(i - j) W x_j."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class FadingMixer(nn.Module):
 
 
 def fading(call: Call) -> Flow:
-    """Fading memory, one rate for all."""
+    """Fading memory with one decay rate."""
     kernel = 0.5 ** torch.arange(call.input.shape[1], dtype=call.input.dtype)[None]
     batch, length = call.input.shape[:2]
     mixer = Toeplitz(kernel.expand(6, -1), batch=batch, length=length)
@@ -50,16 +50,16 @@ def fading(call: Call) -> Flow:
 HOST = f"{__name__}.FadingMixer"
 
 
-def test_a_new_architecture_is_one_decorated_function_and_passes_the_kit() -> None:
+def test_a_decorated_function_registers_an_architecture_that_passes_the_kit() -> None:
     register_architecture(HOST, name="fading", kind="fading memory")(fading)
-    assert list_architectures()["fading"].summary == "Fading memory, one rate for all."
+    assert list_architectures()["fading"].summary == "Fading memory with one decay rate."
     model = Model(Block(added, FadingMixer()), Block(added))
     verdict = check_architecture(model, ids())
     assert [layer.architecture for layer in verdict.layers] == ["fading", "s4d"]
     assert verdict.masks is None
 
 
-def test_a_subclass_is_found_by_its_ancestors() -> None:
+def test_a_subclass_matches_the_architecture_of_its_base() -> None:
     class Mine(S4D):
         pass
 
@@ -67,7 +67,7 @@ def test_a_subclass_is_found_by_its_ancestors() -> None:
     assert (layer.architecture, layer.operator.reconstruction_error() <= 1e-5) == ("s4d", True)
 
 
-def test_a_name_or_a_host_is_given_once() -> None:
+def test_a_name_or_a_host_is_registered_once() -> None:
     with pytest.raises(OptionError, match="architecture 'mamba' or its hosts"):
         register_architecture(HOST, name="mamba", kind="x")(fading)
     host = "unilinattn.models.s4.S4D"
@@ -76,7 +76,7 @@ def test_a_name_or_a_host_is_given_once() -> None:
     assert "mine" not in list_architectures()
 
 
-def test_a_method_is_registered_once_and_found_by_its_nearest_name() -> None:
+def test_a_method_is_registered_once_and_a_misspelt_name_suggests_it() -> None:
     def shares(trace: object, *, target: int) -> None:
         """One line about it.
 
@@ -91,7 +91,7 @@ def test_a_method_is_registered_once_and_found_by_its_nearest_name() -> None:
         registry.method("shares-of-min")
 
 
-def test_entry_points_are_loaded_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_are_loaded_on_the_first_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("fading", f"{__name__}:register", "unilinattn.architectures")
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == point.group else [])
     monkeypatch.setattr(EntryPoint, "load", lambda self: register_architecture(HOST, name="fading", kind="x")(fading))
@@ -99,7 +99,7 @@ def test_entry_points_are_loaded_when_somebody_asks(monkeypatch: pytest.MonkeyPa
     assert "fading" in list_architectures()
 
 
-def test_every_architecture_says_in_one_line_what_it_is() -> None:
+def test_every_architecture_has_a_summary_and_a_kind() -> None:
     for name, architecture in list_architectures().items():
         assert architecture.summary.endswith("."), name
         assert architecture.kind, name

@@ -1,4 +1,4 @@
-"""Ctrl-C while the command line is being imported, sent at the moment when torch's own modules are being loaded."""
+"""Ctrl-C during the imports of the command line."""
 
 import subprocess
 import sys
@@ -14,11 +14,11 @@ class Sender:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
             os.kill(os.getpid(), signal.SIGINT)
-# A shell starts a job in the background with interrupts ignored, and its processes inherit that.
+# A shell starts background jobs with SIGINT ignored, which their processes inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Sender())
 """
-"""A `sitecustomize`, which Python imports when it starts: it interrupts the process at the import of a module."""
+"""A `sitecustomize`, imported when Python starts, that interrupts the process at the import of a module."""
 
 SCRIPT = """
 import sys
@@ -55,7 +55,7 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stdout, done.stderr) == (0, "raised\n", "")
 
 
-def test_a_command_handles_what_comes_later(tmp_path: Path) -> None:
-    # `compare` imports transformers once it runs.
+def test_a_command_handles_interrupts_of_later_imports(tmp_path: Path) -> None:
+    # `compare` imports transformers when it runs.
     done = interrupted(tmp_path, "transformers", "-m", "unilinattn", "compare")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "unilinattn compare: interrupted\n")

@@ -21,7 +21,7 @@ def table_of(output: str) -> str:
 
 
 def write(root: Path) -> None:
-    """Compare the trained models and update page and picture below `root`."""
+    """Compare the trained models and write the page and the picture of the repository `root`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report")
         output = io.StringIO()

@@ -32,17 +32,23 @@ FEW = 3
 _HEAD = """\
 # Coverage
 
-Every row was run, on real classes with small random weights: the worst reconstruction error
-||op(x) - y|| / ||y|| over the configurations and layers listed, against the host's own output. In `float64`
-every float32 that the host forces is replaced by float64. In `bfloat16` the operator computes in float32 from the
-host's rounded weights and inputs, so the error is the rounding of the host. *Scopes* are those that every configuration
-supports; *padding* is the side on which the host itself keeps padding out of real tokens, in the newest version; *way*
-names the functions that computed the layer, besides `forward`; *since* is the oldest version of the package with which
-the row was run, and that of the classes that were run only with newer versions. Packages of Triton kernels run only in
-float32; in float64 the tests compare their adapters with the recurrence of each paper.
+The worst reconstruction error ||op(x) - y|| / ||y|| of each adapter, over configurations of the real host classes with
+small random weights. Columns:
 
-This page is written by `python -m tools.coverage` from [coverage.json](coverage.json), the record of the
-runs; `--check` reports whether it is stale.
+- *float64*: every float32 computation of the host is promoted to float64.
+- *bfloat16*: the operator computes in float32 from the host's rounded weights and inputs, so the error is the rounding
+  of the host.
+- *scopes*: the scopes that every configuration supports.
+- *padding*: the sides on which the host keeps padding out of real tokens, in the newest version.
+- *way*: the functions that computed the layer, besides `forward`.
+- *since*: the oldest version of the package with which the row was measured, followed by the classes that were measured
+  only with newer versions.
+
+Packages of Triton kernels run only in float32; in float64 the tests compare their adapters with the recurrence of each
+paper.
+
+`python -m tools.coverage` writes this page from [coverage.json](coverage.json), the record of the runs; `--check`
+reports whether it is stale.
 """
 
 
@@ -50,12 +56,12 @@ def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> t
     """Return the text of each generated file, and messages on files that cannot be written."""
     newest = [(name, record[name]["runs"]) for name in sorted(record, key=_release, reverse=True)]
     texts = {COVERAGE: _coverage(record, tables), HYBRIDS: hybrids.page(newest)}
-    homeless = sorted(set(own_architectures()) - {name for family in FAMILIES for name in family.adapters})
+    homeless = sorted(set(package_architectures()) - {name for family in FAMILIES for name in family.adapters})
     problems = [f"tools/families.py has no family for the architecture {name!r}" for name in homeless]
     sections = {
         README: {"families": _families_table(record), "methods": _methods_table()},
         ARCHITECTURES: {"architectures": _architectures_table(record)},
-        **{METHODS / f"{name}.md": {"options": _options_table(options_of(name))} for name in own_methods()},
+        **{METHODS / f"{name}.md": {"options": _options_table(options_of(name))} for name in package_methods()},
     }
     for path, parts in sections.items():
         if not (root / path).is_file():
@@ -86,18 +92,18 @@ def stale(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> l
     texts, problems = pages(root, record, tables)
     for path, text in texts.items():
         now = (root / path).read_text() if (root / path).is_file() else ""
-        lines = difflib.unified_diff(now.splitlines(), text.splitlines(), str(path), f"{path} as it should be", n=0)
+        lines = difflib.unified_diff(now.splitlines(), text.splitlines(), str(path), f"{path} (generated)", n=0)
         if changed := "\n".join(line.rstrip("\n") for line in lines):
             problems.append(changed)
     return problems
 
 
-def own_architectures() -> dict[str, Architecture]:
+def package_architectures() -> dict[str, Architecture]:
     """Return the architectures that this package registers, without plugins."""
     return {name: a for name, a in list_architectures().items() if a.build.__module__.startswith("unilinattn.")}
 
 
-def own_methods() -> dict[str, Method]:
+def package_methods() -> dict[str, Method]:
     """Return the methods that this package registers, without plugins."""
     return {name: m for name, m in list_methods().items() if m.function.__module__.startswith("unilinattn.")}
 
@@ -142,7 +148,7 @@ def _options_table(model: type[Options]) -> str:
 
 
 def _methods_table() -> str:
-    rows = [(f"[`{name}`]({METHODS}/{name}.md)", method.summary) for name, method in own_methods().items()]
+    rows = [(f"[`{name}`]({METHODS}/{name}.md)", method.summary) for name, method in package_methods().items()]
     return _table(("method", "scores"), rows)
 
 
@@ -192,17 +198,17 @@ def _coverage(record: Record, tables: Mapping[str, Sequence[Host]]) -> str:
         details.append(f"- **{architecture}** ({package}): {'; '.join(row.configurations)}.")
     heads = ("architecture", "mixes tokens by", "structure", "host classes", "scopes", *DTYPES)
     parts = [_HEAD, _table((*heads, "padding", "way", "since"), rows), ""]
-    never = [name for name in own_architectures() if name not in {architecture for architecture, _ in adapter_rows}]
+    never = [name for name in package_architectures() if name not in {architecture for architecture, _ in adapter_rows}]
     ran = {name for entry in record.values() for name in entry["runs"] if "layers" in entry["runs"][name]}
     unrun = {
         table: [host.name for host in hosts if f"{table}/{host.name}" not in ran] for table, hosts in tables.items()
     }
     if never:
-        parts += [f"Registered, and no run of a host is recorded: {', '.join(never)}.", ""]
+        parts += [f"Registered adapters without a recorded run: {', '.join(never)}.", ""]
     if any(unrun.values()):
         lines = [f"- {table}: {'; '.join(names)}." for table, names in unrun.items() if names]
         parts += ["Configurations without a recorded run:", "", *lines, ""]
-    parts += ["## Configurations", "", "Each with batch x length.", "", *details, "", "## Environments", ""]
+    parts += ["## Configurations", "", "In parentheses: batch x length.", "", *details, "", "## Environments", ""]
     for environment, entry in sorted(record.items()):
         machine = entry["machine"]
         parts.append(
@@ -242,8 +248,8 @@ class _Row:
     errors: dict[str, float] = field(default_factory=dict)
     sides: list[Sequence[str] | None] = field(default_factory=list)
 
-    def add(self, version: str, name: str, run: Mapping[str, Any], layer: Mapping[str, Any], *, own: bool) -> None:
-        """Add one configuration, newest versions first; `own`: whether its padding belongs to this row."""
+    def add(self, version: str, name: str, run: Mapping[str, Any], layer: Mapping[str, Any], *, primary: bool) -> None:
+        """Add one configuration, newest versions first; `primary`: whether its padding counts for this row."""
         for column, entries in (
             (self.hosts, layer["hosts"]),
             (self.kinds, layer["kind"]),
@@ -257,7 +263,7 @@ class _Row:
         for how in DTYPES:
             if layer.get(how) is not None:
                 self.errors[how] = max(self.errors.get(how, 0.0), layer[how])
-        if own:
+        if primary:
             self.sides.append(run["padding"])
 
     @property
@@ -303,8 +309,8 @@ def _rows(record: Record) -> dict[tuple[str, str], _Row]:
         for name, run in _ran(record[environment]).items():
             for architecture, layer in run["layers"].items():
                 row = rows.setdefault((architecture, package), _Row())
-                own = run["architecture"] == architecture and newest[package] == version
-                row.add(version or "-", name, run, layer, own=own)
+                primary = run["architecture"] == architecture and newest[package] == version
+                row.add(version or "-", name, run, layer, primary=primary)
     return dict(sorted(rows.items()))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """Architectures that share an idea: the family's name, well-known models in words, and its adapters."""
+    """A row of the table: the name of the family, well-known models, and the names of its adapters."""
 
     name: str
     models: str
@@ -57,4 +57,4 @@ FAMILIES = (
         ("attention", "bert", "fla_attention", "fla_forgetting_attention", "latent_attention", "timm-attention"),
     ),
 )
-"""Every adapter of the package stands in one family."""
+"""The families; every adapter of the package belongs to exactly one."""

@@ -1,7 +1,7 @@
-"""minGRU, a linear RNN whose gate reads the current token alone, and a small language model of it.
+"""minGRU, a linear RNN whose gate reads only the current token, and a small language model with it.
 
-Feng, Tung, Ahmed, Bengio and Hajimirsadeghi, "Were RNNs All We Needed?" (2024), with the short convolution that they
-put before it in language models. Nothing here knows of unilinattn.
+Feng, Tung, Ahmed, Bengio and Hajimirsadeghi, "Were RNNs All We Needed?" (2024), with the short convolution that
+precedes it in their language models. This file does not import unilinattn.
 """
 
 from typing import NamedTuple
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Output(NamedTuple):
-    """What the model returns: (batch, length, vocabulary)."""
+    """Output of the model: logits (batch, length, vocabulary)."""
 
     logits: Tensor
 

@@ -1,4 +1,4 @@
-"""minGRU for unilinattn: its forward pass once more, with `Flow` instead of tensors."""
+"""minGRU for unilinattn: its forward pass, with `Flow` instead of tensors."""
 
 import torch
 from torch.nn import functional
@@ -11,7 +11,7 @@ from unilinattn.operator.flow import Flow
 
 @ula.register_architecture("mingru.MinGRU", name="mingru", kind="minGRU")
 def mingru(call: Call) -> Flow:
-    """A gated RNN whose gate reads only the current token: one state a channel, which decays by 1 - z.
+    """A gated RNN whose gate reads only the current token: one state per channel, with decay 1 - z.
 
     Feng, Tung, Ahmed, Bengio and Hajimirsadeghi, "Were RNNs All We Needed?" (2024).
     """
@@ -19,14 +19,14 @@ def mingru(call: Call) -> Flow:
     mask = call.padding_scale(call.arguments.get("mask"))
     flow = Flow(call.input).scale(mask, role="input").conv(*call.affine(host.conv))
 
-    # Decided by the input, computed from the observed values: the gate, hence the kept and the written share of a step.
+    # The gate is frozen at its observed values.
     logit = call.affine(host.to_gate)(flow.value)
     write = torch.sigmoid(logit)
     log_keep = functional.logsigmoid(-logit)
     if mask is not None:
         write, log_keep = write * mask, log_keep * mask
 
-    # The input passes through a chain of stages.
+    # The path of the input is a chain of stages.
     flow.matrix(*call.affine(host.to_candidate), role="input")
     one = torch.ones_like(flow.value[..., :1, None])
     flow.core(DiagonalDecay(one, one, log_keep[..., None], key_scale=write))

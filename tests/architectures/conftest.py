@@ -1,4 +1,4 @@
-"""Skips what the installed versions of the hosts' packages cannot do, naming the reason."""
+"""Skips of hosts that the installed versions of their packages cannot build or trace."""
 
 import pytest
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 
 @pytest.fixture(autouse=True)
 def hosts_that_can_be_traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip a test at the first host that cannot be traced, unless it is marked to be about that."""
+    """Skip a test at the first host that cannot be traced, except for tests of this refusal."""
     if request.node.get_closest_marker("refused") is not None:
         return
     # A conftest is imported before a thorough run can check the signatures of what it imports.
@@ -16,8 +16,8 @@ def hosts_that_can_be_traced(request: pytest.FixtureRequest, monkeypatch: pytest
     build = Host.model
 
     def model(host: Host, seed: int = 0) -> nn.Module:
-        with pytest.MonkeyPatch.context() as own:
-            own.setattr(Host, "model", build)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Host, "model", build)
             reason = unavailable(host)
         if reason is not None:
             pytest.skip(f"{host.name}: {reason}")

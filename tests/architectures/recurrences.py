@@ -1,8 +1,8 @@
-"""Each architecture as its paper writes it, one token after the other: the oracle that knows no operator.
+"""Token-by-token recurrences of Mamba, Mamba-2 and S4D from their papers, without operators.
 
-Every function runs two streams through a layer. One decides: its values make the steps, keys, queries, gates,
-slopes and norms. The other is carried by what the first decided. Given the same stream twice, the result is the
-layer's own output; given a fresh one to carry, it is the layer frozen on the first.
+Every function runs two streams through a layer. The deciding stream determines step sizes, keys, queries, gates, slopes
+and norms; the carried stream is the input of the frozen layer. With the same stream twice the result is the output of
+the layer.
 """
 
 import sys
@@ -25,19 +25,19 @@ def convolve(kernel: Tensor, bias: Tensor | None, past: list[Tensor]) -> Tensor:
 
 
 def masks_by_function(module: nn.Module) -> bool:
-    """Whether a host masks by a function of its file: some did not at first, and masked elsewhere."""
+    """Whether a host masks with a function of its module; older versions of some hosts mask elsewhere."""
     return hasattr(sys.modules[type(module).__module__], MASKING)
 
 
-def own_mask(module: nn.Module, mask: Tensor) -> Tensor:
-    """The real tokens as the host's own function takes them: older ones skip the mask of a single sequence."""
+def host_mask(module: nn.Module, mask: Tensor) -> Tensor:
+    """The mask that the host applies: older versions skip the mask of a single sequence."""
     if not masks_by_function(module):
         return mask
     return getattr(sys.modules[type(module).__module__], MASKING)(torch.ones(*mask.shape, 1), mask)[..., 0] == 1
 
 
 def act(name: str, deciding: Tensor, carried: Tensor) -> Tensor:
-    """The activation's chord through zero, at what decides, times what is carried: x sigmoid(x), x Phi(x)."""
+    """The chord of the activation at the deciding stream times the carried stream: x sigmoid(x), x Phi(x)."""
     chord = {"silu": torch.sigmoid, "gelu": torch.special.ndtr}[name]
     return chord(deciding) * carried
 
@@ -52,8 +52,8 @@ def mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) ->
     for t in range(deciding.shape[1]):
         real = mask[:, t, None].to(deciding.dtype)
         enters, leaves = (real, 1) if masks_by_function(module) else (1, real)
-        own, gate = module.in_proj(deciding[:, t] * enters).chunk(2, dim=-1)
-        decided.append(own * leaves)
+        branch, gate = module.in_proj(deciding[:, t] * enters).chunk(2, dim=-1)
+        decided.append(branch * leaves)
         carries.append(module.in_proj(carried[:, t] * enters).chunk(2, dim=-1)[0] * leaves)
         convolved = convolve(kernel, conv_bias, decided)
         u = act(module.activation, convolved, convolved) * real
@@ -69,20 +69,20 @@ def mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) ->
 
 
 def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
-    """SSD with one decay a head, keys and queries shared by groups of heads, and a gated norm (LaTIM Eq. 13-14, 24)."""
+    """SSD with one decay per head, keys and queries of groups of heads, and a gated norm (LaTIM Eq. 13-14, 24)."""
     kernel, conv_bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
     inner, heads, groups, size = module.intermediate_size, module.num_heads, module.n_groups, module.ssm_state_size
-    # Hosts that had no such function limited steps from below alone.
+    # Versions without that function limit step sizes only from below.
     low, high = module.time_step_limit if masks_by_function(module) else (module.time_step_min, float("inf"))
     rate = -torch.exp(module.A_log)
     state = torch.zeros(deciding.shape[0], heads, inner // heads, size, dtype=deciding.dtype)
-    # Consecutive heads share a group.
+    # Consecutive heads belong to one group.
     group = [head * groups // heads for head in range(heads)]
     decided, carries, outputs = [], [], []
     for t in range(deciding.shape[1]):
         real = mask[:, t, None].to(deciding.dtype)
-        gate, own, step = module.in_proj(deciding[:, t] * real).split([inner, module.conv_dim, heads], dim=-1)
-        decided.append(own)
+        gate, branch, step = module.in_proj(deciding[:, t] * real).split([inner, module.conv_dim, heads], dim=-1)
+        decided.append(branch)
         carries.append(module.in_proj(carried[:, t] * real).split([inner, module.conv_dim, heads], dim=-1)[1])
         convolved = convolve(kernel, conv_bias, decided)
         u = act(module.activation, convolved, convolved) * real
@@ -100,7 +100,7 @@ def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -
             read = (memory * query[:, :, None, :]).sum(-1) + module.D[:, None] * x
             reads.append(read.flatten(1) * functional.silu(gate))
         mixed[name] = torch.stack(reads, dim=1)
-    # The norm had no groups at first.
+    # Older versions have a norm without groups.
     groups = inner // getattr(module.norm, "group_size", inner)
     square = mixed["deciding"].unflatten(-1, (groups, -1)).pow(2).mean(-1, keepdim=True)
     scale = torch.rsqrt(square + module.norm.variance_epsilon)
@@ -121,7 +121,7 @@ def s4d(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> T
         reads = []
         for k, stream in enumerate((deciding, carried)):
             states[k] = decay * states[k] + write * stream[:, t, :, None]
-            # Poles come in conjugate pairs, of which one is kept.
+            # Only one pole of each conjugate pair is stored.
             reads.append(2 * (states[k] * read).sum(-1).real + module.D * stream[:, t])
         decides = functional.linear(act("gelu", reads[0], reads[0]), weight, bias).chunk(2, dim=-1)[1]
         carries = functional.linear(act("gelu", *reads), weight, bias).chunk(2, dim=-1)[0]
@@ -130,11 +130,11 @@ def s4d(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> T
 
 
 RECURRENCES = {"mamba": mamba, "mamba2": mamba2, "s4d": s4d}
-"""The recurrence of each adapter that has one."""
+"""The recurrence of each adapter."""
 
 
 def frozen(module: nn.Module, layer: Layer, carried: Tensor) -> Tensor:
-    """Run a layer's recurrence frozen on what it saw in a trace, in float64."""
+    """Run a layer's recurrence in float64, frozen on its input in a trace."""
     mask = torch.ones(layer.input.shape[:2], dtype=torch.bool) if layer.mask is None else layer.mask
     with torch.no_grad():
-        return RECURRENCES[layer.architecture](module, layer.input.double(), carried.double(), own_mask(module, mask))
+        return RECURRENCES[layer.architecture](module, layer.input.double(), carried.double(), host_mask(module, mask))

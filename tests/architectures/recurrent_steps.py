@@ -1,6 +1,7 @@
-"""RWKV-4, RG-LRU, mLSTM, lightning attention and LFM2 as their papers write them, one token after the other.
+"""Token-by-token recurrences of RWKV-4, RG-LRU, mLSTM, lightning attention and LFM2 from their papers.
 
-As in `recurrences`, one stream decides (keys, decays, gates, norms) and the other is carried by what it decided.
+As in `recurrences`, the deciding stream determines keys, decays, gates and norms, and the carried stream is the input
+of the frozen layer.
 """
 
 import math
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.architectures.recurrences import convolve, own_mask
+from tests.architectures.recurrences import convolve, host_mask
 from unilinattn.tracing.layer import Layer
 
 
 @dataclass
 class Streams:
-    """What enters a layer: (batch, length, channel) each, with real positions and each token's position."""
+    """The two inputs of a layer (batch, length, channel), the mask of real tokens, and the positions."""
 
     deciding: Tensor
     carried: Tensor
@@ -28,7 +29,7 @@ class Streams:
 
 
 def rwkv4(layer: nn.Module, x: Streams) -> Tensor:
-    """Token shift, sums of exp(k) v and of exp(k) that fade by exp(-exp(w)), a bonus u, receptance (Eq. 11-16)."""
+    """Token shift, decaying sums of exp(k) v and exp(k) with decay exp(-exp(w)), a bonus u, receptance (Eq. 11-16)."""
 
     def mixed(stream: Tensor, t: int, mix: Tensor) -> Tensor:
         last = stream[:, t - 1] if t else torch.zeros_like(stream[:, 0])
@@ -43,8 +44,8 @@ def rwkv4(layer: nn.Module, x: Streams) -> Tensor:
     for t in range(x.length):
         weight = torch.exp(layer.key(mixed(x.deciding, t, layer.time_mix_key)))
         value = layer.value(mixed(x.carried, t, layer.time_mix_value))
-        own = torch.exp(layer.time_first) * weight
-        read = (above + own * value) / (below + own)
+        projected_value = torch.exp(layer.time_first) * weight
+        read = (above + projected_value * value) / (below + projected_value)
         above, below = fading * above + weight * value, fading * below + weight
         receptance = torch.sigmoid(layer.receptance(mixed(x.deciding, t, layer.time_mix_receptance)))
         outputs.append((receptance * read) @ rescaled.T)
@@ -52,7 +53,7 @@ def rwkv4(layer: nn.Module, x: Streams) -> Tensor:
 
 
 def rwkv4_channel(layer: nn.Module, x: Streams) -> Tensor:
-    """W_v max(W_k k', 0)^2 gated by receptance, k' and r' means of a token and the one before (Eq. 17-19)."""
+    """W_v max(W_k k', 0)^2 gated by receptance, k' and r' mixed from a token and the previous one (Eq. 17-19)."""
 
     def mixed(stream: Tensor, t: int, mix: Tensor) -> Tensor:
         last = stream[:, t - 1] if t else torch.zeros_like(stream[:, 0])
@@ -71,14 +72,14 @@ def rwkv4_channel(layer: nn.Module, x: Streams) -> Tensor:
 
 
 def griffin(layer: nn.Module, x: Streams) -> Tensor:
-    """h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t with a_t = sigmoid(Lambda)^(8 r_t), begun anew at position 0."""
+    """h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t with a_t = sigmoid(Lambda)^(8 r_t), reset at position 0."""
     unit, kernel = layer.rg_lru, layer.conv_1d.weight.squeeze(1)
 
     def gate(weight: Tensor, bias: Tensor, u: Tensor) -> Tensor:
         parts = [part @ w + b for part, w, b in zip(u.chunk(len(weight), dim=-1), weight, bias, strict=True)]
         return torch.sigmoid(torch.cat(parts, dim=-1))
 
-    # The host's parameter is the paper's Lambda with the other sign.
+    # The host's parameter is the negative of the paper's Lambda.
     keep = torch.sigmoid(-unit.recurrent_param)
     state = torch.zeros(1, layer.lru_width, dtype=x.deciding.dtype)
     decided, carries, outputs = [], [], []
@@ -95,9 +96,9 @@ def griffin(layer: nn.Module, x: Streams) -> Tensor:
 
 
 def xlstm(layer: nn.Module, x: Streams) -> Tensor:
-    """C_t = f C + i k v^T, n_t = f n + i k, y = C^T q / max(abs(n . q), 1), then a LayerNorm a head (Eq. 19-27).
+    """C_t = f C + i k v^T, n_t = f n + i k, y = C^T q / max(abs(n . q), 1), then a LayerNorm per head (Eq. 19-27).
 
-    In the unstabilised form, which the host's eps is carried over to: exp(m) eps beside max(abs(n . q), 1).
+    In the unstabilised form, where the host's eps becomes exp(m) eps added to max(abs(n . q), 1).
     """
     config, heads, norm = layer.config, layer.config.num_heads, layer.multihead_norm
     cap = config.gate_soft_cap
@@ -114,8 +115,8 @@ def xlstm(layer: nn.Module, x: Streams) -> Tensor:
     memories = {"deciding": 0.0, "carried": 0.0}
     reads, gates = {name: [] for name in memories}, []
     for t in range(x.length):
-        query, key, own, gate, enter, forget = projected(x.deciding[:, t])
-        values = {"deciding": own, "carried": projected(x.carried[:, t])[2]}
+        query, key, projected_value, gate, enter, forget = projected(x.deciding[:, t])
+        values = {"deciding": projected_value, "carried": projected(x.carried[:, t])[2]}
         query, key = (part.unflatten(-1, (heads, -1)) for part in (query, key))
         query = query / math.sqrt(query.shape[-1])
         enter, forget = (cap * torch.tanh(part / cap) for part in (enter, forget))
@@ -148,7 +149,7 @@ def minimax(layer: nn.Module, x: Streams) -> Tensor:
         before = layer.qkv_proj(x.deciding[:, t]).unflatten(-1, (heads, 3 * size))
         carried = layer.qkv_proj(x.carried[:, t]).unflatten(-1, (heads, 3 * size))[..., 2 * size :]
         query, key, value = (layer.act_fn(before) * real).split(size, dim=-1)
-        # The chord of an activation with f(0) = 0 through what decides; it is never zero in a random draw.
+        # The chord of an activation with f(0) = 0 at the deciding stream, which is never zero in a random draw.
         chord = layer.act_fn(before[..., 2 * size :]) / before[..., 2 * size :]
         read = {}
         for name, v in (("deciding", value), ("carried", chord * carried * real)):
@@ -161,7 +162,7 @@ def minimax(layer: nn.Module, x: Streams) -> Tensor:
 
 
 def lfm2(layer: nn.Module, x: Streams) -> Tensor:
-    """C * conv(B * x), the three of them one projection of real tokens."""
+    """C * conv(B * x), where B, C and x are projections of real tokens."""
     past, outputs = [], []
     for t in range(x.length):
         real = x.mask[:, t, None].to(x.deciding.dtype)
@@ -183,10 +184,10 @@ STEPS = {
 
 
 def frozen(module: nn.Module, layer: Layer, carried: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Run a layer's recurrence frozen on what it saw in a trace, in float64, tokens at their places unless told."""
+    """Run a layer's recurrence in float64, frozen on its input in a trace; `positions` are 0, 1, ... by default."""
     batch, length = layer.input.shape[:2]
     mask = torch.ones(batch, length, dtype=torch.bool) if layer.mask is None else layer.mask
     positions = torch.arange(length)[None] if positions is None else positions
     with torch.no_grad():
-        streams = Streams(layer.input.double(), carried.double(), own_mask(module, mask), positions.expand(batch, -1))
+        streams = Streams(layer.input.double(), carried.double(), host_mask(module, mask), positions.expand(batch, -1))
         return STEPS[layer.architecture](module, streams)

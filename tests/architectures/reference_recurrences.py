@@ -1,7 +1,7 @@
-"""The reference models' layers as their papers write them, one token after the other: see `recurrences`.
+"""Token-by-token recurrences of the reference models from their papers, with a deciding and a carried stream.
 
-Of every layer the first stream decides and the second one is carried. What has no recurrence (an implicit filter) is
-summed over all past tokens, as its paper defines it.
+See `recurrences` for the streams. Layers without a recurrence (implicit filters) are sums over past tokens, as in their
+papers.
 """
 
 import math
@@ -16,7 +16,7 @@ from unilinattn.tracing.layer import Layer
 
 
 def vim(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Two S6 under one gate, the second one on the sequence read from its end (Zhu et al., 2024, Algorithm 1)."""
+    """Two S6 with one gate, the second on the reversed sequence (Zhu et al., 2024, Algorithm 1)."""
     ahead = _s6(module, "", module.A_log, deciding, carried)
     back = _s6(module, "_b", module.A_b_log, deciding.flip(1), carried.flip(1)).flip(1)
     both = (ahead + back) * functional.silu(module.in_proj(deciding).chunk(2, dim=-1)[1])
@@ -74,7 +74,7 @@ def dss(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
         step = torch.complex(dt[:, :1] * poles.real, dt[:, 1:] * poles.imag)
         start = torch.where(poles.real > 0, -(length - 1) * step, 0)
         total = sum(torch.exp(step * tap + start) for tap in range(length))
-        # The authors' bounded reciprocal of (e^{step L} - 1) Lambda, which is total (e^step - 1) Lambda.
+        # The authors' bounded reciprocal of (e^{step L} - 1) Lambda = total (e^step - 1) Lambda.
         shrinking = torch.where(poles.real > 0, -step, step)
         size = ((torch.exp(shrinking * length) - 1) * poles).abs() ** 2
         read = weights / poles / total * size / (size + kernel.epsilon)
@@ -87,7 +87,7 @@ def dss(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def s5(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """One state space from all channels to all, by zero-order hold or bilinear (Smith et al., 2023, Eq. 2 and 6)."""
+    """One state space over all channels, by zero-order hold or bilinear (Smith et al., 2023, Eq. 2 and 6)."""
     seq = module.seq
     poles, step = torch.complex(seq.Lambda_re, seq.Lambda_im), torch.exp(seq.log_step[:, 0])
     if seq.clip_eigs:
@@ -102,9 +102,9 @@ def s5(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
         states = unroll(decay, (stream + 0j) @ (gain[:, None] * pairs(seq.B)).T)
         return (2 if seq.conj_sym else 1) * (states @ pairs(seq.C).T).real + seq.D * stream
 
-    own = mixed(deciding)
-    chord = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (own + 0.044715 * own**3)))
-    return chord * mixed(carried) * torch.sigmoid(module.out2(chord * own))
+    branch = mixed(deciding)
+    chord = 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (branch + 0.044715 * branch**3)))
+    return chord * mixed(carried) * torch.sigmoid(module.out2(chord * branch))
 
 
 def gss(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ def gss(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
     dss, norm = module.dss, module.dss.norm
     poles = torch.complex(-torch.exp(dss.Lambda_real), torch.exp(dss.Lambda_imag))
     chord = torch.special.ndtr(module.to_v[0](deciding))
-    own, other = (chord * module.to_v[0](stream) for stream in (deciding, carried))
-    deviation = torch.sqrt(own.var(-1, unbiased=False, keepdim=True) + norm.eps)
+    branch, other = (chord * module.to_v[0](stream) for stream in (deciding, carried))
+    deviation = torch.sqrt(branch.var(-1, unbiased=False, keepdim=True) + norm.eps)
     u = norm.weight * (other - other.mean(-1, keepdim=True)) / deviation + norm.bias
     states = unroll(torch.exp(poles), (torch.exp(poles) - 1) / poles * u[..., None])
     read = (torch.complex(dss.C_real, dss.C_imag) * states).sum(-1).real + dss.param_D * u
@@ -147,9 +147,9 @@ def h3(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 def hyena(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
     """x_1 (h_1 * (x_2 (h_2 * ... (x_N v)))), each convolution a sum over past tokens (Poli et al., 2023, Def. 3.1)."""
-    width, own, other = module.d_model, _shortly(module, deciding), _shortly(module, carried)
+    width, branch, other = module.d_model, _shortly(module, deciding), _shortly(module, carried)
     value = other[..., -width:]
-    gates = own[..., :-width].unflatten(-1, (module.order, width)).unbind(2)
+    gates = branch[..., :-width].unflatten(-1, (module.order, width)).unbind(2)
     filters = module.filter_fn(deciding.shape[1]).unflatten(0, (width, module.order - 1))
     skips = module.filter_fn.bias.unflatten(0, (width, module.order - 1))
     for n in range(module.order - 1):
@@ -159,9 +159,9 @@ def hyena(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def multi_hyena(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """q_i sum_j h_{i-j} k_j v_j a head, a sum over past tokens (Massaroli et al., 2023, Section 4)."""
-    heads, own, other = module.num_heads, _shortly(module, deciding), _shortly(module, carried)
-    query, key, _ = (part.unflatten(-1, (heads, -1)) for part in own.chunk(3, dim=-1))
+    """q_i sum_j h_{i-j} k_j v_j per head, a sum over past tokens (Massaroli et al., 2023, Section 4)."""
+    heads, branch, other = module.num_heads, _shortly(module, deciding), _shortly(module, carried)
+    query, key, _ = (part.unflatten(-1, (heads, -1)) for part in branch.chunk(3, dim=-1))
     value = other.chunk(3, dim=-1)[2].unflatten(-1, (heads, -1))
     product = key[..., :, None] * value[..., None, :]
     size = product[0, 0, 0].numel()
@@ -172,7 +172,7 @@ def multi_hyena(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def _shortly(module: nn.Module, stream: Tensor) -> Tensor:
-    """The projections of a stream after their short convolution."""
+    """The projections of a stream after the short convolution."""
     kernel, past, outputs = module.short_filter.weight.squeeze(1), [], []
     for token in stream.unbind(1):
         past.append(module.in_proj(token))
@@ -181,7 +181,7 @@ def _shortly(module: nn.Module, stream: Tensor) -> Tensor:
 
 
 def _summed(taps: Tensor, stream: Tensor) -> Tensor:
-    """Each channel's sum over past tokens, tap t on the token t steps back."""
+    """The sum over past tokens of each channel; tap t applies to the token t steps back."""
     past: list[Tensor] = []
     outputs = []
     for token in stream.unbind(1):
@@ -204,6 +204,6 @@ RECURRENCES = {
 
 
 def frozen(module: nn.Module, layer: Layer, carried: Tensor) -> Tensor:
-    """Run a layer's recurrence frozen on what it saw in a trace, in float64."""
+    """Run a layer's recurrence in float64, frozen on its input in a trace."""
     with torch.no_grad():
         return RECURRENCES[layer.architecture](module, layer.input.double(), carried.double())

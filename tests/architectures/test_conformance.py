@@ -1,4 +1,4 @@
-"""Every adapter on every configuration of its real hosts: the three-way oracle, and every law of the kit."""
+"""Every adapter on every configuration of its real hosts: recurrence, operator and host agree; every law holds."""
 
 from contextlib import nullcontext
 
@@ -7,6 +7,7 @@ import torch
 
 from tests import hosts
 from tests.architectures import reference_recurrences as reference
+from tests.architectures.padding import padded_inputs
 from tests.architectures.recurrences import RECURRENCES, frozen
 from tools.versions import sides
 from unilinattn import trace
@@ -22,15 +23,15 @@ with_recurrence = hosts.every_host([host for host in HOSTS if host.architecture 
 @pytest.mark.parametrize("host", EVERY_HOST)
 def test_every_law_holds(host: Host) -> None:
     modules = dict(host.model().double().named_modules())
-    # Layers of hybrids have recurrences of several kinds; the tests of their families compare with those.
-    known = frozen if host in HOSTS and host.architecture in RECURRENCES else None
-    known = reference.frozen if host in reference_hosts.HOSTS else known
-    recurrence = known and (lambda layer, x: known(modules[layer.name], layer, x))
+    # The recurrences of hybrids with several kinds of layer are compared in the tests of their families.
+    paper = frozen if host in HOSTS and host.architecture in RECURRENCES else None
+    paper = reference.frozen if host in reference_hosts.HOSTS else paper
+    recurrence = paper and (lambda layer, x: paper(modules[layer.name], layer, x))
     padding = pads(host)
     verdict = check_architecture(host.model(), host.inputs(), padding=padding, recurrence=recurrence)
     assert len(verdict.layers) == host.layers
     assert host.architecture in {layer.architecture for layer in verdict.layers}
-    # The tests of these two tables compare the kinds of their layers, in order, with the configuration.
+    # The tests of these two tables compare the order of layers with the configuration.
     if host not in (*delta.HOSTS, *recurrent.HOSTS):
         assert {layer.architecture for layer in verdict.layers} <= {host.architecture, "attention"}
     assert verdict.masks == (sides(host) if padding else None)
@@ -40,7 +41,7 @@ def test_every_law_holds(host: Host) -> None:
 
 
 def pads(host: Host) -> bool:
-    """Whether padded batches are checked: not of hosts without a mask, and of the delta rule's only of short ones."""
+    """Whether padded batches are checked: only for hosts with a mask, and for short inputs of the delta rule."""
     if host in reference_hosts.HOSTS:
         return host.masks is not None
     return host not in delta.HOSTS or 1 < host.length < 20
@@ -50,18 +51,13 @@ def pads(host: Host) -> bool:
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> None:
     model, ids = host.model().double(), host.inputs()
-    inputs = {"input_ids": ids}
-    if side is not None:
-        mask = torch.ones_like(ids)
-        pads = ids.shape[1] // 3
-        mask[-1, slice(0, pads) if side == "left" else slice(ids.shape[1] - pads, None)] = 0
-        inputs["attention_mask"] = mask
+    inputs = padded_inputs(ids, side)
     modules = dict(model.named_modules())
     leaks = side is not None and not inputs["attention_mask"].all() and side not in sides(host, host.batch)
     with pytest.warns(UserWarning, match=f"{side} padding") if leaks else nullcontext(), promoted():
         layers = trace(model, inputs).layers
         for layer in layers:
-            layer.operator  # noqa: B018  built while the host is promoted
+            layer.operator  # noqa: B018  builds it while the host is promoted
     with torch.no_grad():
         for layer in layers:
             op = layer.operator

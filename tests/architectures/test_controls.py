@@ -1,4 +1,4 @@
-"""Adapters that make the mistakes that adapters make: the kit must refuse each, naming the laws that it breaks."""
+"""Negative controls: adapters with typical mistakes, which the kit must refuse with the violated laws."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -28,7 +28,7 @@ Override = Callable[[Architecture], None]
 
 @dataclass(frozen=True, eq=False)
 class Added(Stage):
-    """Adds one vector a token, whatever comes in: what a bias must not be."""
+    """Adds one vector per token to any input."""
 
     what: Tensor
 
@@ -60,21 +60,21 @@ def without_mask(stage: Stage) -> Stage | None:
 
 
 def repeated(mixer: ScalarDecay) -> ScalarDecay:
-    """Groups laid out as heads by `repeat`: head 1 gets the key of group 1 instead of group 0's."""
+    """Groups expanded to heads with `repeat`: head 1 gets the key of group 1 instead of group 0."""
     times = mixer.heads // mixer._query.shape[2]
     query, key = (t.repeat(1, 1, times, 1) for t in (mixer._query, mixer._key))
     return ScalarDecay(query, key, mixer._log_decay, key_scale=mixer._key_scale)
 
 
 def without_delta(mixer: ScalarDecay | DiagonalDecay) -> ScalarDecay | DiagonalDecay:
-    """The step is in the decay, but not in the key that is written with it."""
+    """The step size is in the decay but not in the key."""
     if isinstance(mixer, ScalarDecay):
         return ScalarDecay(mixer._query, mixer._key, mixer._log_decay)
     return DiagonalDecay(mixer._query, mixer._key, mixer._log_decay, rate=mixer._rate)
 
 
 def without_last_delta(mixer: ScalarDecay) -> ScalarDecay:
-    """Only the last token's key is written without its step."""
+    """Only the last token's key lacks its step size."""
     last = torch.ones_like(mixer._key_scale[:, -1:])
     scale = torch.cat([mixer._key_scale[:, :-1], last], dim=1)
     return ScalarDecay(mixer._query, mixer._key, mixer._log_decay, key_scale=scale)
@@ -82,27 +82,27 @@ def without_last_delta(mixer: ScalarDecay) -> ScalarDecay:
 
 def exclusive(mixer: ScalarDecay) -> Dense:
     """Reads the state before the current step's decay: exp(G_{i-1} - G_j) for j < i."""
-    own = torch.exp(-mixer._log_decay).transpose(1, 2).unsqueeze(-1)
+    growth = torch.exp(-mixer._log_decay).transpose(1, 2).unsqueeze(-1)
     whole = mixer.materialize()
-    return Dense((whole * own).tril(-1) + whole.triu())
+    return Dense((whole * growth).tril(-1) + whole.triu())
 
 
 def rest_of_the_record(call: Call, chain: Chain) -> Chain:
-    """A wrong operator and the recorded output: exact, and worthless."""
+    """A wrong operator whose bias is the difference from the recorded output."""
     wrong = edited(chain, without_skip)
     assert call.output is not None
     return (*wrong, Added("output", call.output - run(wrong, call.input)))
 
 
 def rest_of_a_run(call: Call, chain: Chain) -> Chain:
-    """The same by running the host's module once more."""
+    """The same with the output of another run of the host's module."""
     wrong = edited(chain, without_skip)
     output = call.module(call.input, attention_mask=call.arguments.get("attention_mask"))
     return (*wrong, Added("output", output - run(wrong, call.input)))
 
 
 def gate_carried(call: Call, chain: Chain) -> Chain:
-    """Carries the gate's branch, which mixes nothing, and freezes everything else, the scan included."""
+    """The path of the input is the gate's branch, which mixes no tokens; the scan is frozen."""
     where = next(k for k, stage in enumerate(chain) if stage.role == "gate")
     assert isinstance(chain[where], Scale)
     mixed = run(chain[:where], call.input)
@@ -113,11 +113,11 @@ def gate_carried(call: Call, chain: Chain) -> Chain:
 
 
 def half_carried(call: Call, chain: Chain) -> Chain:
-    """Carries what reaches the core through the convolution alone, and freezes what the core adds to it."""
+    """The path of the input is the convolution; the contribution of the core is frozen."""
     where = next(k for k, stage in enumerate(chain) if isinstance(stage, Branch))
     before, after = run(chain[:where], call.input), run(chain[: where + 1], call.input)
     short = Toeplitz(torch.ones_like(before[0, 0, :, None]), batch=before.shape[0], length=before.shape[1])
-    # Nothing passes padding, where nothing comes from.
+    # Padded tokens are zero.
     ratio = torch.where(before == 0, before, after / before)
     return (*chain[:where], Mix("core", short), Scale("norm", ratio), *chain[where + 1 :])
 
@@ -178,7 +178,7 @@ def test_a_broken_adapter_is_refused_by_name(mistake: str, break_adapter: Callab
 @pytest.mark.parametrize(
     ("edit", "outputs"), [(gate_carried, "[1, 2, 3, 4, 5]"), (half_carried, "[4, 5, 6, 7, 8]")], ids=["gate", "half"]
 )
-def test_an_adapter_that_freezes_the_mixing_is_refused_by_that_law_alone(
+def test_only_the_law_mixing_detects_a_frozen_core(
     edit: Edit, outputs: str, break_adapter: Callable[[str, Edit], None]
 ) -> None:
     break_adapter("mamba", edit)
@@ -217,7 +217,7 @@ def test_a_leak_that_no_adapter_admits_is_refused(override: Override) -> None:
 )
 def test_a_leak_that_is_admitted_on_one_side_alone_is_refused(admitted: str, what: str, override: Override) -> None:
     sound = registry.list_architectures()["vim"]
-    # Ruff would have a def: it is named for what it is.
+    # Ruff prefers a def; the lambda fits on one line.
     partial = lambda module, mask: "it leaks" if padded_left(mask) == (admitted == "left") else None  # noqa: E731
     override(replace(sound, padding_leak=partial))
     entry = next(host for host in REFERENCE_HOSTS if host.name == "vim, biases")
@@ -237,7 +237,7 @@ def test_a_leak_that_there_is_not_is_refused(side: str, batch: int, override: Ov
     assert f"padded on the {side}, batch of {batch}: the host keeps padding out, but" in failures["padding"]
 
 
-def test_an_adapter_that_touches_the_model_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
+def test_an_adapter_that_modifies_the_model_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
     def touch(call: Call, chain: Chain) -> Chain:
         call.module.in_proj.weight.requires_grad_(not call.module.in_proj.weight.requires_grad)
         return chain
@@ -272,7 +272,7 @@ def test_a_trace_that_changes_what_the_model_returns_is_refused(
     assert what in failures["output"]
 
 
-def test_a_factor_that_is_not_a_number_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
+def test_a_factor_with_nan_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
     nothing = Scale("act", torch.full((1, 1, 1), torch.nan))
     break_adapter("mamba", lambda call, chain: (nothing, *chain))
     entry = host("mamba")
@@ -280,7 +280,7 @@ def test_a_factor_that_is_not_a_number_is_refused(break_adapter: Callable[[str, 
     assert all("factor 'act' of shape (1, 1, 1) holds 1 NaN" in message for message in verdict.failures.values())
 
 
-def test_a_weight_that_is_not_a_number_is_no_pass(break_adapter: Callable[[str, Edit], None]) -> None:
+def test_a_weight_with_nan_is_refused(break_adapter: Callable[[str, Edit], None]) -> None:
     def nothing(call: Call) -> Matrix:
         width = call.input.shape[-1]
         return Matrix("input", torch.full_like(call.input[0, 0].expand(width, -1), torch.nan))

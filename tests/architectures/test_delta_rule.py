@@ -1,4 +1,4 @@
-"""The delta-rule hybrids: every law on every host, layers in order, and the recurrence one token after the other."""
+"""The delta-rule hybrids: order of layers, token-by-token recurrences, gradients, and errors."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests import hosts
-from tests.architectures.recurrences import act, convolve, own_mask
+from tests.architectures.padding import padded_inputs
+from tests.architectures.recurrences import act, convolve, host_mask
 from unilinattn import trace
 from unilinattn.architectures import Call
 from unilinattn.architectures.delta_rule import kimi_delta
@@ -29,7 +30,7 @@ KINDS = {
     "olmo_hybrid": ("gated DeltaNet", "softmax attention"),
     "kimi_delta": ("Kimi delta attention (KDA)", "multi-head latent attention (MLA)"),
 }
-"""Kinds of the linear and of the full layers of an adapter's hosts."""
+"""Kinds of the linear and the full layers of each adapter's hosts."""
 
 
 def named(name: str) -> Host:
@@ -37,7 +38,7 @@ def named(name: str) -> Host:
 
 
 @every_host
-def test_layers_stand_in_order(host: Host) -> None:
+def test_layers_have_the_order_of_the_configuration(host: Host) -> None:
     model = host.model()
     linear, full = KINDS[host.architecture]
     expected = [linear if kind == "linear_attention" else full for kind in model.config.layer_types]
@@ -48,12 +49,7 @@ def test_layers_stand_in_order(host: Host) -> None:
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> None:
     model, ids = host.model().double(), host.inputs()
-    inputs = {"input_ids": ids}
-    if side is not None:
-        mask = torch.ones_like(ids)
-        pads = ids.shape[1] // 3
-        mask[-1, slice(0, pads) if side == "left" else slice(ids.shape[1] - pads, None)] = 0
-        inputs["attention_mask"] = mask
+    inputs = padded_inputs(ids, side)
     modules = dict(model.named_modules())
     with promoted(), torch.no_grad():
         layers = [layer for layer in trace(model, inputs).layers if layer.architecture == host.architecture]
@@ -61,8 +57,8 @@ def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> Non
         for layer in layers:
             op, limit = layer.operator, tolerance("reconstruction", torch.float64)
             real = torch.ones(ids.shape, dtype=torch.bool) if layer.mask is None else layer.mask
-            # A single token takes no mask: the hosts pass none on.
-            shown = own_mask(modules[layer.name], real) if ids.shape[1] > 1 else torch.ones_like(real)
+            # The hosts ignore the mask of a single token.
+            shown = host_mask(modules[layer.name], real) if ids.shape[1] > 1 else torch.ones_like(real)
             paper = delta_rule(modules[layer.name], layer.input, layer.input, shown) * real[..., None]
             materialized = (op.contributions(range(ids.shape[1])).sum(2) + op.bias) * real[..., None]
             assert relative_error(paper, layer.output * real[..., None]) <= limit
@@ -73,7 +69,7 @@ def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> Non
 
 
 @one_of_each
-def test_the_whole_model_has_the_host_s_gradient_through_its_operators(name: str) -> None:
+def test_the_gradient_through_operators_is_that_of_the_host(name: str) -> None:
     host = named(name)
     model = host.model().double()
     embedded = model.get_input_embeddings()(host.inputs()).detach()
@@ -84,18 +80,18 @@ def test_the_whole_model_has_the_host_s_gradient_through_its_operators(name: str
         return torch.autograd.grad(out[0].pow(2).sum(), x)[0]
 
     with promoted():
-        own = gradient()
+        reference = gradient()
         with through_operators(model):
-            assert relative_error(gradient(), own) <= 1e-9
+            assert relative_error(gradient(), reference) <= 1e-9
 
 
 @one_of_each
-def test_a_trace_runs_what_the_model_runs(name: str) -> None:
+def test_the_output_of_a_trace_is_that_of_the_model(name: str) -> None:
     host = named(name)
     model = host.model().double()
     with torch.no_grad():
-        own = model(host.inputs())[0]
-    assert relative_error(trace(model, host.inputs()).output[0], own) <= tolerance("unpromoted", torch.float64)
+        reference = model(host.inputs())[0]
+    assert relative_error(trace(model, host.inputs()).output[0], reference) <= tolerance("unpromoted", torch.float64)
 
 
 def test_a_trace_runs_without_a_cache() -> None:
@@ -112,7 +108,7 @@ def test_an_unknown_output_gate_is_refused() -> None:
         trace(model, host.inputs()).layers[0].operator  # noqa: B018  the property builds it
 
 
-def test_a_renamed_attribute_is_named_with_the_version() -> None:
+def test_a_missing_attribute_is_refused_with_the_version() -> None:
     module = named("bailing hybrid").model().model.layers[0].self_attn
     del module.forget_gate.dt_bias
     with pytest.raises(UncoveredError, match="has no attribute 'dt_bias' in transformers"):
@@ -122,13 +118,13 @@ def test_a_renamed_attribute_is_named_with_the_version() -> None:
 def delta_rule(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
     """Gated delta rule (Yang, Kautz and Hatamizadeh, 2025, Eq. 10) and KDA (Kimi Linear, 2025, Eq. 1), frozen.
 
-    One stream decides queries, keys, strengths, decays, slopes, norm and gate; the other is carried.
+    The deciding stream determines queries, keys, strengths, decays, slopes, norm and gate; see `recurrences`.
     """
     project = PROJECTIONS[type(module).__name__]
-    # One host has a convolution each for queries, keys and values in its first version.
+    # The first version of one host has separate convolutions for queries, keys and values.
     first = [module.q_conv1d, module.k_conv1d, module.v_conv1d] if hasattr(module, "v_conv1d") else [module.conv1d]
     kernel = torch.cat([conv.weight for conv in first]).squeeze(1)
-    # Older hosts use SiLU whatever their configuration names.
+    # Older versions use SiLU regardless of the configuration.
     activation = "silu" if hasattr(module, "causal_conv1d_fn") else getattr(module, "activation", "silu")
     norm = module.norm if hasattr(module, "norm") else module.o_norm
     decided, carries, outputs, memories = [], [], [], None
@@ -144,7 +140,7 @@ def delta_rule(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tenso
         heads = strength.shape[-1]
         state = log_decay.shape[-1] if log_decay.ndim == 3 else module.head_k_dim
         q, k = (x.unflatten(-1, (-1, state)) for x in (q, k))
-        # Consecutive value heads share a query and a key.
+        # Consecutive value heads have the same query and key.
         serves = [head * q.shape[1] // heads for head in range(heads)]
         q, k = (x[:, serves] / (x[:, serves].pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         decay = torch.exp(log_decay if log_decay.ndim == 3 else log_decay[..., None])[..., None]
@@ -152,8 +148,8 @@ def delta_rule(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tenso
         memories = memories or [torch.zeros(*k.shape, value.shape[-1] // heads, dtype=k.dtype) for _ in "12"]
         for which, stream in enumerate((u, v)):
             memory = memories[which] * decay
-            held = (memory * k[..., None]).sum(-2)
-            correction = strength[..., None] * (stream.unflatten(-1, (heads, -1)) - held)
+            read = (memory * k[..., None]).sum(-2)
+            correction = strength[..., None] * (stream.unflatten(-1, (heads, -1)) - read)
             memories[which] = memory + k[..., None] * correction[..., None, :]
             reads.append((memories[which] * q[..., None]).sum(-2) / state**0.5)
         rms = (reads[0].pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
@@ -216,4 +212,4 @@ PROJECTIONS: dict[str, Callable[[nn.Module, Tensor], tuple[Tensor, ...]]] = {
     "Glm5NextTextLinearAttention": kimi_linear,
     "BailingHybridDeltaAttention": bailing_hybrid,
 }
-"""Of one token: query, key, value, strength, log-decay, and the output gate, as each host's projections give them."""
+"""Query, key, value, strength, log-decay and output gate of one token, from each host's projections."""

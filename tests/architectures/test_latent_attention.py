@@ -1,4 +1,4 @@
-"""Attention with values from a latent or gated outputs: every law, the stages, and hosts that are refused."""
+"""Attention with latent values or gated outputs: outputs, stages, and refused hosts."""
 
 import pytest
 import torch
@@ -20,15 +20,15 @@ def named(name: str) -> Host:
 
 
 @every_host
-def test_a_trace_runs_what_the_model_runs(host: Host) -> None:
+def test_the_output_of_a_trace_is_that_of_the_model(host: Host) -> None:
     model = host.model().double()
     with torch.no_grad():
-        own = model(host.inputs())[0]
-    # Hosts force float32 inside, and their own fused attention rounds in another order.
-    assert relative_error(trace(model, host.inputs()).output[0], own) <= tolerance("unpromoted", torch.float64)
+        reference = model(host.inputs())[0]
+    # Hosts cast to float32 internally, and their fused attention sums in another order.
+    assert relative_error(trace(model, host.inputs()).output[0], reference) <= tolerance("unpromoted", torch.float64)
 
 
-def test_values_pass_a_frozen_norm_in_the_latent() -> None:
+def test_values_pass_the_frozen_norm_of_the_latent() -> None:
     host = named("deepseek 3")
     model = host.model().double()
     with promoted(), torch.no_grad():
@@ -57,7 +57,7 @@ def test_an_output_gate_is_a_stage_before_the_projection() -> None:
     torch.testing.assert_close(op.chains["x"][3].weight, module.o_proj.weight.detach())
 
 
-def test_a_gate_a_head_and_a_latent_together() -> None:
+def test_a_gate_per_head_with_a_latent() -> None:
     host = named("bailing hybrid")
     model = host.model().double()
     with promoted(), torch.no_grad():
@@ -69,14 +69,14 @@ def test_a_gate_a_head_and_a_latent_together() -> None:
     torch.testing.assert_close(op.chains["x"][5].scale, gate)
 
 
-def test_selected_keys_are_the_only_ones_with_weight() -> None:
+def test_only_selected_keys_have_weight() -> None:
     host = named("deepseek 3.2, selected keys")
     for layer in trace(host.model(), host.inputs()).layers:
         mix = next(stage for stage in layer.operator.chains["x"] if isinstance(stage, Mix))
         assert int((mix.mixer.materialize() > 0).sum(-1).max()) == 4
 
 
-def test_a_norm_on_the_result_is_refused_where_it_is_needed() -> None:
+def test_a_norm_on_the_output_is_refused_when_the_operator_is_built() -> None:
     build = transformers_model(
         "BitNetForCausalLM",
         "BitNetConfig",
@@ -94,10 +94,10 @@ def test_a_norm_on_the_result_is_refused_where_it_is_needed() -> None:
         layer.operator.contributions(-1)
 
 
-def test_values_that_the_latent_does_not_give_are_refused_where_they_are_needed() -> None:
+def test_values_not_from_the_latent_are_refused_when_the_operator_is_built() -> None:
     host = named("deepseek 3")
     model = host.model()
-    # DeepSeek does not scale its latent; another host with this attribute would.
+    # DeepSeek does not scale its latent; hosts with this attribute do.
     model.model.layers[0].self_attn.kv_lora_scale = 2.0
     layer = trace(model, host.inputs()).layers[0]
     assert layer.operator.matrix("core").shape == (2, 11, 11)
@@ -105,7 +105,7 @@ def test_values_that_the_latent_does_not_give_are_refused_where_they_are_needed(
         layer.operator.contributions(-1)
 
 
-def test_a_latent_from_another_layer_is_refused_where_it_is_needed() -> None:
+def test_a_latent_of_another_layer_is_refused_when_the_operator_is_built() -> None:
     named("mistral large 4, selected keys").model()
     from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
     from transformers.models.mistral_large4.modeling_mistral_large4 import MistralLarge4TextModel
@@ -114,14 +114,14 @@ def test_a_latent_from_another_layer_is_refused_where_it_is_needed() -> None:
     latent = dict(num_key_value_heads=4, kv_lora_rank=6, qk_rope_head_dim=2, qk_nope_head_dim=3, v_head_dim=5)
     index = dict(index_topk=4, index_head_dim=6, index_n_heads=8, kv_source_layers=[0, 0], no_rope_layers=[1, 1])
     config = MistralLarge4TextConfig(**settings, **latent, **index, mlp_layer_types=["dense"] * 2, pad_token_id=None)
-    own, shared = trace(randomize(MistralLarge4TextModel(config).eval()), torch.arange(7)[None]).layers
-    assert own.operator.reconstruction_error() <= 1e-5
+    reference, shared = trace(randomize(MistralLarge4TextModel(config).eval()), torch.arange(7)[None]).layers
+    assert reference.operator.reconstruction_error() <= 1e-5
     assert shared.operator.matrix("core").shape == (1, 7, 7)
     with pytest.raises(UncoveredError, match="is_kv_shared_layer"):
         shared.operator.contributions(-1)
 
 
-def test_the_attention_implementation_and_its_registry_are_as_before() -> None:
+def test_the_attention_implementation_and_its_registry_are_restored() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     model = named("deepseek 3.2, selected keys").model()

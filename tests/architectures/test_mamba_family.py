@@ -1,4 +1,4 @@
-"""Relatives of Mamba-1 and Mamba-2, alone and in hybrids: every law, the three-way oracle, the layers in order."""
+"""Variants of Mamba-1 and Mamba-2 and their hybrids: recurrences, order of layers, and errors."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -86,7 +86,7 @@ ORDERS: dict[str, list[tuple[str, str]]] = {
         ("layers.2.mamba_decoder.mamba", SSD),
         ("layers.3.mamba", SSD),
     ],
-    # The second block is experts, the fourth an MLP.
+    # The second block is a mixture of experts, the fourth an MLP.
     "nemotron h": [("layers.0.mixer", SSD), ("layers.2.mixer", SOFTMAX), ("layers.4.mixer", SSD)],
     "falcon h1": [
         ("layers.0.mamba", f"{SSD}, multipliers"),
@@ -104,7 +104,7 @@ def test_a_trace_lists_every_layer_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["zamba", "zamba2"])
-def test_each_call_of_a_shared_block_maps_its_own_concatenated_input(name: str) -> None:
+def test_each_call_of_a_shared_block_has_a_separate_operator(name: str) -> None:
     model = named(name).model()
     layers = trace(model, named(name).inputs()).layers
     shared = [layer for layer in layers if layer.kind == SOFTMAX]
@@ -120,20 +120,20 @@ def test_each_call_of_a_shared_block_maps_its_own_concatenated_input(name: str) 
     assert not torch.equal(shared[0].operator.matrix(), shared[-1].operator.matrix())
 
 
-def test_parallel_attention_and_state_space_share_a_step() -> None:
+def test_parallel_attention_and_state_space_are_one_step() -> None:
     steps = trace(named("falcon h1").model(), named("falcon h1").inputs()).steps
     assert [[layer.architecture for layer in step.layers] for step in steps] == [["falcon_h1", "attention"]] * 2
 
 
 @pytest.mark.parametrize("name", ["jamba", "granite hybrid"])
-def test_a_host_that_keeps_a_cache_by_itself_is_traced_without_one(name: str) -> None:
+def test_a_host_with_a_default_cache_is_traced_without_it(name: str) -> None:
     layers = trace(named(name).model(), named(name).inputs()).layers
     assert all(layer.arguments.get("past_key_values", layer.arguments.get("cache_params")) is None for layer in layers)
 
 
 @pytest.mark.parametrize("name", ["zamba", "bamba"])
 def test_packed_sequences_are_refused_by_name(name: str) -> None:
-    # Without its kernels the host itself refuses them, so that no trace of it can be had here.
+    # Without its CUDA kernels the host refuses packed sequences, so it cannot be traced here.
     module = named(name).model().model.layers[0].mamba
     x = torch.randn(2, 5, module.hidden_size)
     call = Call(module, "layers.0.mamba", {"hidden_states": x, "seq_idx": torch.zeros(2, 5, dtype=torch.int32)}, x)
@@ -143,7 +143,7 @@ def test_packed_sequences_are_refused_by_name(name: str) -> None:
         architecture.build(call)
 
 
-def test_groups_of_heads_share_query_and_key() -> None:
+def test_heads_of_a_group_have_the_same_query_and_key() -> None:
     query, key = torch.randn(2, 2, 7, 3, 4, dtype=torch.float64)
     decay = -torch.rand(2, 7, 6, 4, dtype=torch.float64)
     grouped = DiagonalDecay(query, key, decay)
@@ -161,9 +161,9 @@ def s6(
     project: Callable[[Tensor], tuple[Tensor, Tensor]],
     select: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
 ) -> Tensor:
-    """S6 one token after the other (HMA ACL Eq. 3 and 6-9); see `recurrences` for the two streams.
+    """S6 token by token (HMA ACL Eq. 3 and 6-9); see `recurrences` for the two streams.
 
-    `project` makes value and gate of a token, `select` makes step, key and query of a convolved one, each
+    `project` returns value and gate of a token, `select` step, key and query of a convolved token, each
     (batch, channel) or (batch, channel, state).
     """
     kernel, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
@@ -174,8 +174,8 @@ def s6(
     for t in range(deciding.shape[1]):
         real = mask[:, t, None].to(deciding.dtype)
         enters, leaves = (real, 1) if masks_by_function(module) else (1, real)
-        own, gate = project(deciding[:, t] * enters)
-        decided.append(own * leaves)
+        branch, gate = project(deciding[:, t] * enters)
+        decided.append(branch * leaves)
         carries.append(project(carried[:, t] * enters)[0] * leaves)
         convolved = convolve(kernel, bias, decided)
         u = act(module.activation, convolved, convolved) * real
@@ -203,7 +203,7 @@ def falcon_mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Ten
 
 
 def jamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
-    """S6 with step, key and query normalised, each by its own weights."""
+    """S6 with step, key and query normalised with weights."""
     norms = (module.dt_layernorm, module.b_layernorm, module.c_layernorm)
 
     def select(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,14 +216,14 @@ def jamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) ->
 
 
 def zamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
-    """S6 head by head, each selecting from its own channels; values and gates alternate in the projection."""
+    """S6 per head, with step, key and query from the channels of the head; values and gates alternate."""
     rank, size, width = module.time_step_rank, module.ssm_state_size, module.mamba_head_dim
 
     def select(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         deltas, keys, queries = [], [], []
         for head in range(module.n_mamba_heads):
-            own = u[:, head * width : (head + 1) * width]
-            step, key, query = (own @ module.x_proj_weight[head].T).split([rank, size, size], dim=-1)
+            branch = u[:, head * width : (head + 1) * width]
+            step, key, query = (branch @ module.x_proj_weight[head].T).split([rank, size, size], dim=-1)
             step = step @ module.dt_proj_weight[head].T + module.dt_proj_bias[head]
             deltas.append(functional.softplus(step))
             keys += [key] * width
@@ -272,7 +272,7 @@ def falcon_h1(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor
         before = module.norm.norm_before_gate
         decides = (reads[0] if before else reads[0] * gate).unflatten(-1, (groups, -1))
         scale = (decides.pow(2).mean(-1, keepdim=True) + module.norm.variance_epsilon).rsqrt()
-        # Gate and norm are factors by now, so that their order no longer matters to what is carried.
+        # Gate and norm are frozen factors, so their order does not matter to the carried stream.
         normed = (reads[1].unflatten(-1, (groups, -1)) * scale).flatten(1) * module.norm.weight * gate
         outputs.append(module.out_proj(normed))
     return torch.stack(outputs, dim=1)
@@ -289,7 +289,7 @@ RECURRENCES = {
 
 
 def frozen(module: nn.Module, layer: Layer, carried: Tensor, real: Tensor) -> Tensor:
-    """Run a layer's recurrence frozen on what it saw in a trace; padded positions are zero."""
+    """Run a layer's recurrence, frozen on its input in a trace; padded positions are zero."""
     run = partial(RECURRENCES[layer.architecture], module, layer.input)
     with torch.no_grad():
-        return run(carried, own_mask(module, real)) * real[..., None]
+        return run(carried, host_mask(module, real)) * real[..., None]

@@ -1,4 +1,4 @@
-"""The law `output`: a trace returns what the model returns to its user, whatever mask the user gives."""
+"""The output of a trace equals that of a direct call, for any mask."""
 
 import copy
 
@@ -15,11 +15,11 @@ DECODERS = ("gpt2", "gpt neox, parallel", "llama, grouped queries", "gemma 3, sl
 
 
 def pairs(ids: Tensor, *, causal: bool) -> Tensor:
-    """A boolean mask (batch, 1, query, key) that hides the third token of the first sequence from all others."""
+    """A boolean mask (batch, 1, query, key) in which no other token of the first sequence reads the third."""
     batch, length = ids.shape
-    seen = torch.ones(batch, 1, length, length, dtype=torch.bool)
-    seen[0, :, :, 2] = False
-    return (seen.tril() if causal else seen) | torch.eye(length, dtype=torch.bool)
+    visible = torch.ones(batch, 1, length, length, dtype=torch.bool)
+    visible[0, :, :, 2] = False
+    return (visible.tril() if causal else visible) | torch.eye(length, dtype=torch.bool)
 
 
 def padded(name: str, where: slice) -> Tensor:
@@ -30,8 +30,8 @@ def padded(name: str, where: slice) -> Tensor:
 
 def check(name: str, mask: Tensor) -> None:
     model = host(name).model()
-    given = {"input_ids": host(name).inputs(), "attention_mask": mask}
-    assert own_output(model, copy.deepcopy(model).double(), given, trace(model, given)) is None
+    inputs = {"input_ids": host(name).inputs(), "attention_mask": mask}
+    assert own_output(model, copy.deepcopy(model).double(), inputs, trace(model, inputs)) is None
 
 
 FILLED = pytest.mark.xfail(
@@ -42,29 +42,29 @@ FILLED = pytest.mark.xfail(
 
 
 @pytest.mark.parametrize("name", ["mamba", *DECODERS, "bert"])
-def test_a_batch_padded_on_the_right_returns_what_the_user_gets(name: str) -> None:
+def test_a_batch_padded_on_the_right(name: str) -> None:
     check(name, padded(name, slice(-3, None)))
 
 
 @pytest.mark.parametrize(
     "name", ["mamba", *DECODERS[1:], *(pytest.param(name, marks=FILLED) for name in ("gpt2", "bert"))]
 )
-def test_a_batch_padded_on_the_left_returns_what_the_user_gets(name: str) -> None:
+def test_a_batch_padded_on_the_left(name: str) -> None:
     check(name, padded(name, slice(0, 3)))
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "bert"])
-def test_a_boolean_mask_of_pairs_returns_what_the_user_gets(name: str) -> None:
+def test_a_boolean_mask_of_pairs(name: str) -> None:
     check(name, pairs(host(name).inputs(), causal=name in DECODERS))
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "bert"])
-def test_a_mask_of_pairs_that_is_added_returns_what_the_user_gets(name: str) -> None:
-    seen = pairs(host(name).inputs(), causal=name in DECODERS)
-    check(name, torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min))
+def test_an_additive_mask_of_pairs(name: str) -> None:
+    visible = pairs(host(name).inputs(), causal=name in DECODERS)
+    check(name, torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min))
 
 
-def test_a_model_that_cannot_be_called_as_given_is_told() -> None:
+def test_a_model_that_cannot_be_called_with_the_inputs_is_refused() -> None:
     from unilinattn.testing.hosts.recurrent import HOSTS
 
     entry = next(entry for entry in HOSTS if entry.name == "xlstm")

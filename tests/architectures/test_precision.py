@@ -1,4 +1,4 @@
-"""Half-precision hosts under float32 operators, and passes that stay linear in length on real layers."""
+"""Float32 operators of half-precision hosts, and linear memory of passes on real layers."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_half_precision_hosts_are_reconstructed_in_float32(entry: Host, dtype: t
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d"])
-def test_a_layers_passes_allocate_linearly(name: str) -> None:
+def test_passes_of_a_layer_allocate_linearly(name: str) -> None:
     model = host(name).model()
 
     def passes(length: int):  # type: ignore[no-untyped-def]  # as `operator_passes` returns

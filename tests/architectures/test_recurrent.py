@@ -1,4 +1,4 @@
-"""Hosts with recurrences of their own: every law, three ways to one output, resets, states, weights, hybrids."""
+"""Hosts with special recurrences: outputs, resets, states, rescaled weights, hybrids."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import hosts
+from tests.architectures.padding import padded_inputs
 from tests.architectures.recurrent_steps import STEPS, frozen
 from tools.versions import sides
 from unilinattn import trace
@@ -24,7 +25,7 @@ every_host = hosts.every_host(HOSTS)
 EXACT, LAW = tolerance("reconstruction", torch.float64), tolerance("law", torch.float64)
 
 ATTENTION = {"full_attention", "sliding_attention"}
-"""What configurations call the layers between."""
+"""Names of attention layers in configurations."""
 
 
 def named(name: str) -> Host:
@@ -32,7 +33,7 @@ def named(name: str) -> Host:
 
 
 def kinds(model: nn.Module, host: Host) -> list[str]:
-    """What each layer is, from the configuration alone."""
+    """The adapter of each layer, from the configuration."""
     types = getattr(model.config, "layer_types", [None] * model.config.num_hidden_layers)
     if host.architecture == "rwkv4":
         return ["rwkv4", "rwkv4_channel"] * len(types)
@@ -40,7 +41,7 @@ def kinds(model: nn.Module, host: Host) -> list[str]:
 
 
 def settled(model: nn.Module, inputs: object) -> tuple[Layer, ...]:
-    """Trace a model in float64 throughout, operators built while it is."""
+    """Trace a promoted model and build its operators."""
     with promoted():
         layers = trace(model, inputs).layers
         for layer in layers:
@@ -50,7 +51,7 @@ def settled(model: nn.Module, inputs: object) -> tuple[Layer, ...]:
 
 @contextmanager
 def seen_outputs(model: nn.Module, layers: tuple[Layer, ...]) -> Iterator[list[Tensor]]:
-    """Let each layer's output require a gradient, and collect them in order."""
+    """Collect the outputs of the layers in order, with gradients."""
     modules, outputs = dict(model.named_modules()), []
 
     def hook(module: nn.Module, given: object, returned: object) -> object:
@@ -66,22 +67,17 @@ def seen_outputs(model: nn.Module, layers: tuple[Layer, ...]) -> Iterator[list[T
 
 
 @every_host
-def test_layers_stand_in_the_order_of_the_configuration(host: Host) -> None:
-    found = trace(host.model(), host.inputs())
-    assert [layer.architecture for layer in found.layers] == kinds(host.model(), host)
+def test_layers_have_the_order_of_the_configuration(host: Host) -> None:
+    host_trace = trace(host.model(), host.inputs())
+    assert [layer.architecture for layer in host_trace.layers] == kinds(host.model(), host)
 
 
 @every_host
 @pytest.mark.parametrize("side", [None, "left", "right"])
 def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> None:
     model, ids = host.model().double(), host.inputs()
-    inputs, positions = {"input_ids": ids}, None
-    if side is not None:
-        mask = torch.ones_like(ids)
-        pads = ids.shape[1] // 3
-        mask[-1, slice(0, pads) if side == "left" else slice(ids.shape[1] - pads, None)] = 0
-        inputs["attention_mask"] = mask
-        positions = (mask.cumsum(1) - 1).clamp_min(0) if side == "left" else None
+    inputs = padded_inputs(ids, side)
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0) if side == "left" else None
     leaks = (
         side == "left" and not bool(inputs["attention_mask"].all()) and "left" not in (sides(host, host.batch) or ())
     )
@@ -104,25 +100,25 @@ def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> Non
 
 
 @every_host
-def test_gradients_are_the_hosts_own(host: Host) -> None:
+def test_gradients_are_those_of_the_host(host: Host) -> None:
     model, ids = host.model().double(), host.inputs()
-    found = trace(model, ids)
-    grads = found.gradient(-1)
-    inner = [layer.before_output(grad) for layer, grad in zip(found.layers, grads, strict=True)]
-    with seen_outputs(model, found.layers) as outputs:
+    host_trace = trace(model, ids)
+    grads = host_trace.gradient(-1)
+    inner = [layer.before_output(grad) for layer, grad in zip(host_trace.layers, grads, strict=True)]
+    with seen_outputs(model, host_trace.layers) as outputs:
         logits = model(ids, use_cache=False).logits[:, -1]
-    own = torch.autograd.grad(logits.amax(-1).sum(), outputs)
-    for grad, expected in zip(grads, own, strict=True):
+    reference = torch.autograd.grad(logits.amax(-1).sum(), outputs)
+    for grad, expected in zip(grads, reference, strict=True):
         assert relative_error(grad, expected) <= tolerance("unpromoted", torch.float64)
     assert all(torch.isfinite(grad).all() for grad in inner)
 
 
 @pytest.mark.parametrize("name", ["rwkv", "recurrent gemma", "xlstm", "minimax", "lfm2", "lfm2, experts"])
-def test_a_hybrid_is_listed_whole(name: str) -> None:
+def test_a_hybrid_is_listed_with_all_layers(name: str) -> None:
     host = named(name)
     model = host.model()
-    found = trace(model, host.inputs())
-    assert [layer.architecture for layer in found.layers] == kinds(model, host)
+    host_trace = trace(model, host.inputs())
+    assert [layer.architecture for layer in host_trace.layers] == kinds(model, host)
     expected = {
         "rwkv4": "RWKV-4",
         "rwkv4_channel": "RWKV-4 channel mixing",
@@ -132,21 +128,21 @@ def test_a_hybrid_is_listed_whole(name: str) -> None:
         "lfm2": "LFM2",
     }
     a_block = 2 if name == "rwkv" else 1
-    for number, layer in enumerate(found.layers):
+    for number, layer in enumerate(host_trace.layers):
         assert f".{number // a_block}." in layer.name
         assert expected.get(layer.architecture, "softmax attention") in layer.kind
         assert layer.residual is not None
-    assert [len(step.layers) for step in found.steps] == [1] * host.layers
+    assert [len(step.layers) for step in host_trace.steps] == [1] * host.layers
 
 
-def test_minimax_adds_a_part_of_its_output() -> None:
+def test_minimax_scales_its_outputs() -> None:
     host = named("minimax")
     layers = trace(host.model().double(), host.inputs()).layers
     assert [layer.multiplier for layer in layers] == pytest.approx([0.7, 1.0, 0.7], rel=1e-6)
 
 
-def test_the_eps_beside_the_normaliser_of_xlstm_is_the_host_s() -> None:
-    # The norm of the heads hides the size of what it gets unless its own eps is large.
+def test_the_eps_of_the_normaliser_of_xlstm_is_that_of_the_host() -> None:
+    # The norm of the heads cancels the scale of its input, except for a large eps.
     settings = dict(eps=0.4, norm_eps=0.5, hidden_size=16, num_hidden_layers=1, num_heads=2, chunk_size=8)
     sizes = dict(vocab_size=VOCABULARY, ffn_round_up_to_multiple_of=4, pad_token_id=None)
     build = transformers_model("xLSTMForCausalLM", "xLSTMConfig", **settings, **sizes)
@@ -154,7 +150,7 @@ def test_the_eps_beside_the_normaliser_of_xlstm_is_the_host_s() -> None:
     check_architecture(model, ids)
     with promoted():
         (layer,) = trace(model.double(), ids).layers
-        layer.operator  # noqa: B018  built while the host is promoted
+        layer.operator  # noqa: B018  builds it while the host is promoted
     module = dict(model.named_modules())[layer.name]
     exact = frozen(module, layer, layer.input)
     assert relative_error(layer.operator.apply(layer.input), exact) <= tolerance("reconstruction", torch.float64)
@@ -171,7 +167,7 @@ def test_packed_sequences_are_segments(name: str) -> None:
     host, lengths = named(name), (4, 1, 8)
     model, ids = host.model().double(), torch.arange(26).reshape(2, 13)
     positions = packed(lengths, 2)
-    # Told to keep a cache, as it is by default, the host attends across the segments.
+    # With a cache, the default, the host attends across segments.
     check_architecture(host.model(), {"input_ids": ids, "position_ids": positions, "use_cache": False})
     layers = settled(model, {"input_ids": ids, "position_ids": positions})
     modules = dict(model.named_modules())
@@ -190,16 +186,16 @@ def test_packed_sequences_are_segments(name: str) -> None:
                 assert relative_error(block, single.matrix("core", heads=None)) <= LAW
 
 
-def test_a_reset_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_reset_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     host = named("recurrent gemma")
     inputs = {"input_ids": torch.arange(26).reshape(2, 13), "position_ids": packed((6, 7), 2)}
-    kept = DiagonalDecay.__init__
-    monkeypatch.setattr(DiagonalDecay, "__init__", lambda *args, reset, **rest: kept(*args, **rest))
+    constructor = DiagonalDecay.__init__
+    monkeypatch.setattr(DiagonalDecay, "__init__", lambda *args, reset, **rest: constructor(*args, **rest))
     with pytest.raises(AssertionError, match="law 'reconstruction' does not hold"):
         check_architecture(host.model(), inputs)
 
 
-def test_states_that_a_host_keeps_are_neither_read_nor_lost() -> None:
+def test_states_stored_in_a_host_are_neither_read_nor_changed() -> None:
     host = named("recurrent gemma")
     model, ids = host.model(), host.inputs()
     before = [layer.output for layer in trace(model, ids).layers]
@@ -219,7 +215,7 @@ def versions(model: nn.Module) -> dict[str, int]:
     return {name: p._version for name, p in model.named_parameters()}
 
 
-def test_rescaled_weights_stay_as_they_were() -> None:
+def test_rescaled_weights_are_restored() -> None:
     host = named("rwkv")
     model, ids = host.model(), host.inputs()
     before = versions(model)
@@ -242,12 +238,12 @@ def test_rescaled_weights_stay_as_they_were() -> None:
         trained = trace(model, ids)
     assert model.rwkv.layers_are_rescaled is True
     assert all(layer.operator.reconstruction_error() <= 1e-6 for layer in trained.layers)
-    # Two halvings of the stream apart, but for the eps of the norms that read it.
+    # The streams differ by two halvings, except for the eps of the norms that read them.
     for one, two in zip(trained.layers[4:], second.layers[4:], strict=True):
         assert relative_error(one.output, 4 * two.output) <= 1e-3
 
 
-def test_rescaled_weights_stay_as_they_were_after_an_exception() -> None:
+def test_rescaled_weights_are_restored_after_an_exception() -> None:
     model = named("rwkv").model()
 
     def fail(*_: object) -> None:
@@ -260,7 +256,7 @@ def test_rescaled_weights_stay_as_they_were_after_an_exception() -> None:
     assert model.rwkv.layers_are_rescaled is False
 
 
-def test_weights_before_their_rescaling_would_be_seen() -> None:
+def test_weights_before_their_rescaling_are_detected() -> None:
     host = named("rwkv")
     for layer in trace(host.model(), host.inputs()).layers[4:]:
         layer.seen = ()
@@ -268,7 +264,7 @@ def test_weights_before_their_rescaling_would_be_seen() -> None:
 
 
 @pytest.mark.parametrize("name", ["rwkv", "recurrent gemma", "xlstm"])
-def test_hosts_that_do_not_mask_are_warned_of(name: str) -> None:
+def test_hosts_without_masking_give_a_warning(name: str) -> None:
     host = named(name)
     ids = host.inputs()
     mask = torch.ones_like(ids)
@@ -277,7 +273,7 @@ def test_hosts_that_do_not_mask_are_warned_of(name: str) -> None:
         trace(host.model(), {"input_ids": ids, "attention_mask": mask})
 
 
-def test_tables_of_a_cast_lightning_layer_are_those_of_one_built_in_float64() -> None:
+def test_decay_tables_of_a_cast_lightning_layer_are_those_of_float64() -> None:
     host = named("minimax")
     with promoted():
         built = dict(host.build().named_buffers())
@@ -287,7 +283,7 @@ def test_tables_of_a_cast_lightning_layer_are_those_of_one_built_in_float64() ->
             assert torch.equal(table, built[name])
 
 
-def test_tables_in_float32_are_followed_to_their_digits() -> None:
+def test_decay_tables_in_float32_are_reproduced_exactly() -> None:
     host = named("minimax")
     model = host.model()
     for module in model.modules():
@@ -308,7 +304,7 @@ def test_a_trace_runs_without_a_cache(name: str) -> None:
         assert layer.reconstruction_error() <= tolerance("reconstruction", torch.float32)
 
 
-def test_an_activation_that_is_not_covered_is_named() -> None:
+def test_an_unsupported_activation_is_refused_by_name() -> None:
     ids = torch.arange(12).reshape(2, 6)
     model = named("minimax").model()
     for module in model.modules():
@@ -317,8 +313,8 @@ def test_an_activation_that_is_not_covered_is_named() -> None:
     unbuilt(model, ids, "activation 'mish'")
 
 
-def test_a_sequence_that_the_host_cuts_is_not_covered() -> None:
-    # The host keeps its states in widths of 64.
+def test_a_width_that_the_host_truncates_is_refused() -> None:
+    # The host stores its states in a width of 64.
     settings = dict(hidden_size=128, num_heads=2, num_hidden_layers=1, chunk_size=8, max_inference_chunksize=4)
     model = transformers_model("xLSTMForCausalLM", "xLSTMConfig", vocab_size=31, **settings)()
     unbuilt(model.eval(), torch.arange(12).reshape(2, 6), "max_inference_chunksize = 4")

@@ -1,4 +1,4 @@
-"""The adapters of the reference models: every law, the three-way oracle, and what each scope takes."""
+"""The adapters of the reference models: recurrences, padding, and scopes."""
 
 import warnings
 from functools import partial
@@ -75,16 +75,16 @@ def test_a_model_of_every_mixer_lists_its_layers_in_order() -> None:
     }
     mixers = iter(kinds.values())
     hybrid = randomize(MixerForCausalLM(VOCABULARY, 6, len(kinds), lambda: next(mixers)()).eval())
-    found = trace(hybrid, torch.randint(VOCABULARY, (2, 9)))
-    assert [layer.kind for layer in found.layers] == list(kinds)
-    assert [layer.name for layer in found.layers] == [f"layers.{at}.mixer" for at in range(len(kinds))]
-    assert all(layer.operator.reconstruction_error() <= 1e-5 for layer in found.layers)
-    assert all(layer.multiplier == 1 and layer.residual is not None for layer in found.layers)
+    host_trace = trace(hybrid, torch.randint(VOCABULARY, (2, 9)))
+    assert [layer.kind for layer in host_trace.layers] == list(kinds)
+    assert [layer.name for layer in host_trace.layers] == [f"layers.{at}.mixer" for at in range(len(kinds))]
+    assert all(layer.operator.reconstruction_error() <= 1e-5 for layer in host_trace.layers)
+    assert all(layer.multiplier == 1 and layer.residual is not None for layer in host_trace.layers)
 
 
 @pytest.mark.parametrize("name", ["vim, biases", "vim, chunk and one", "dss, softmax", "dss, softmax, long kernel"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_that_the_host_lets_through_is_reconstructed(name: str, side: str) -> None:
+def test_padding_that_reaches_real_tokens_is_reconstructed(name: str, side: str) -> None:
     host = next(host for host in HOSTS if host.name == name)
     for batch in (1, 3):
         ids = torch.randint(VOCABULARY, (batch, host.length))
@@ -98,7 +98,7 @@ def test_padding_that_the_host_lets_through_is_reconstructed(name: str, side: st
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_vim_warns_of_padding_on_either_side_where_it_has_biases(side: str) -> None:
+def test_vim_with_biases_warns_of_padding_on_either_side(side: str) -> None:
     real = [0, 1, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 1, 0]
     padded = {"input_ids": torch.randint(VOCABULARY, (1, 6)), "attention_mask": torch.tensor([real])}
     with pytest.warns(
@@ -112,7 +112,7 @@ def test_vim_warns_of_padding_on_either_side_where_it_has_biases(side: str) -> N
 @pytest.mark.parametrize(
     ("real", "warned"), [([0, 1, 1, 1], True), ([1, 0, 1, 1], True), ([1, 1, 1, 0], False), ([1, 1, 1, 1], False)]
 )
-def test_padding_that_leaks_before_real_tokens_is_put_behind_them(real: list[int], warned: bool) -> None:
+def test_a_warning_of_left_padding_recommends_right_padding(real: list[int], warned: bool) -> None:
     padded = {"input_ids": torch.randint(VOCABULARY, (1, 4)), "attention_mask": torch.tensor([real])}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -128,11 +128,11 @@ def test_softmax_dss_warns_that_padding_changes_its_kernel() -> None:
     padded = {"input_ids": ids, "attention_mask": mask}
     softmax, exponential = (_language(DSS, d_state=2, version=version) for version in ("softmax", "exp"))
     with pytest.warns(UserWarning, match="normalised over the padded length"):
-        found = trace(softmax, padded).layers[0].operator.matrix()
+        matrix = trace(softmax, padded).layers[0].operator.matrix()
     alone = trace(softmax, ids[:, 1:]).layers[0].operator.matrix()
-    assert relative_error(found[:, 1:, 1:], alone) > 1e-3
-    found, alone = (trace(exponential, given).layers[0].operator.matrix() for given in (padded, ids[:, 1:]))
-    assert relative_error(found[:, 1:, 1:], alone) <= 1e-6
+    assert relative_error(matrix[:, 1:, 1:], alone) > 1e-3
+    matrix, alone = (trace(exponential, inputs).layers[0].operator.matrix() for inputs in (padded, ids[:, 1:]))
+    assert relative_error(matrix[:, 1:, 1:], alone) <= 1e-6
 
 
 @pytest.mark.parametrize("divide_out", [True, False])
@@ -176,20 +176,20 @@ def test_hyena_core_runs_from_the_first_long_convolution_to_the_last() -> None:
         (MultiHyena, {"l_max": 9, "num_heads": 3}, ToeplitzLowRank),
     ],
 )
-def test_heads_of_one_channel_are_gates_about_a_convolution(mixer: type, settings: dict, structure: type) -> None:
+def test_heads_of_one_channel_are_gates_around_a_convolution(mixer: type, settings: dict, structure: type) -> None:
     op = trace(_language(mixer, **settings), torch.randint(VOCABULARY, (2, 9))).layers[0].operator
     assert [type(stage.mixer) for stage in _cores(op)] == [structure]
 
 
-def test_multi_head_hyena_with_a_head_a_channel_is_hyena() -> None:
+def test_multi_head_hyena_with_one_head_per_channel_is_hyena() -> None:
     torch.manual_seed(0)
     many = _language(MultiHyena, l_max=9, num_heads=6).double()
     one = _language(Hyena, l_max=9).double()
     one.load_state_dict(many.state_dict())
     ids = torch.randint(VOCABULARY, (2, 9))
     for scope in ("core", "unified"):
-        own, other = (trace(model, ids).layers[0].operator.matrix(scope, heads=None) for model in (many, one))
-        assert relative_error(own, other) <= EXACT
+        reference, other = (trace(model, ids).layers[0].operator.matrix(scope, heads=None) for model in (many, one))
+        assert relative_error(reference, other) <= EXACT
 
 
 def test_s5_heads_are_its_modes_and_its_adjoint_is_real() -> None:
@@ -215,7 +215,7 @@ def test_models_of_images_and_text_are_explained_by_every_method() -> None:
 @pytest.mark.parametrize(
     "name", ["vim, no conv bias, wide kernel", "s4", "dss, softmax", "s5", "gss", "h3, three heads"]
 )
-def test_gradients_through_the_adapter_are_the_hosts_own(name: str) -> None:
+def test_gradients_through_the_adapter_are_those_of_the_host(name: str) -> None:
     host = next(host for host in HOSTS if host.name == name)
     model, ids = host.model().double(), host.inputs()
     outputs: list[Tensor] = []
@@ -226,8 +226,8 @@ def test_gradients_through_the_adapter_are_the_hosts_own(name: str) -> None:
 
     hooks = [layer.mixer.register_forward_hook(keep) for layer in model.layers]
     with torch.enable_grad():
-        own = torch.autograd.grad(model(ids).logits[:, -1, 2].sum(), outputs)
+        reference = torch.autograd.grad(model(ids).logits[:, -1, 2].sum(), outputs)
     for hook in hooks:
         hook.remove()
-    for found, expected in zip(trace(model, ids).gradient(logit=2), own, strict=True):
-        assert relative_error(found, expected) <= EXACT
+    for gradient, expected in zip(trace(model, ids).gradient(logit=2), reference, strict=True):
+        assert relative_error(gradient, expected) <= EXACT

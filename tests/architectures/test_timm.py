@@ -1,4 +1,4 @@
-"""The adapters on timm's own models: attention of ViT and DeiT in all its options, and ViM as timm builds it."""
+"""The adapters on timm's models: attention of ViT and DeiT with all options, and ViM."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ timm = pytest.importorskip("timm", reason="needs timm", exc_type=ImportError)
 
 
 class Block(nn.Module):
-    """A residual around timm's attention, which takes a mask as the attention does."""
+    """A residual connection around timm's attention, with the same arguments."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_every_option_of_the_module_is_exact(settings: dict[str, Any], fused: bo
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("mask", ["boolean", "a sequence", "a head", "added", "causal"])
-def test_masks_are_what_the_host_makes_of_them(mask: str, fused: bool) -> None:
+def test_masks_are_applied_as_in_the_host(mask: str, fused: bool) -> None:
     x = tokens()
     window = (torch.arange(7)[:, None] - torch.arange(7)).abs() < 3
     real = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
@@ -94,7 +94,7 @@ def test_plain_attention_has_one_matrix_in_all_scopes_and_a_gate_only_in_unified
     assert not torch.allclose(gated.matrix("unified"), gated.matrix("core"))
 
 
-def test_a_norm_that_no_one_foresaw_raises_with_the_name_of_the_option() -> None:
+def test_an_unsupported_norm_is_refused_with_the_name_of_the_option() -> None:
     model = block(scale_norm=True)
     model.attn.norm = nn.Tanh()
     with pytest.raises(UncoveredError, match=r"attn \(timm's Attention, timm .*scale_norm with Tanh"):
@@ -108,9 +108,9 @@ def test_vision_models_are_explained_from_their_class_logits() -> None:
         assert scores.shape[-1] == host.length
 
 
-def test_gradients_through_the_adapter_are_the_hosts_own() -> None:
+def test_gradients_through_the_adapter_are_those_of_the_host() -> None:
     model, x = block(gated=True, qk_norm=True, scale_norm=True), tokens().requires_grad_()
-    (own,) = torch.autograd.grad(model(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
     layer = trace(model, x.detach()).layers[0]
     with torch.enable_grad():
         flow = layer.flow(x)

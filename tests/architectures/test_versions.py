@@ -1,4 +1,4 @@
-"""The oldest accepted transformers and the newest: what cannot be traced in either, and which masks they skip."""
+"""The oldest and the newest accepted transformers: hosts that cannot be traced, and masks that are skipped."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ LEFT_OUT = {
     },
     NEWEST: {},
 }
-"""What a version cannot be traced with, and why: this is skipped in these tests, and nothing else."""
+"""The hosts that cannot be traced in a version, by reason; the tests skip only these."""
 
 
 def named(table: tuple[Host, ...], name: str) -> Host:
@@ -61,17 +61,17 @@ def named(table: tuple[Host, ...], name: str) -> Host:
 
 @pytest.mark.slow
 @pytest.mark.skipif(transformers.__version__ not in LEFT_OUT, reason=f"about transformers {OLDEST} and {NEWEST}")
-def test_nothing_is_left_out_but_what_is_listed() -> None:
+def test_only_listed_hosts_are_skipped() -> None:
     hosts = [host for name, table in tables().items() if name not in ("fla", "timm") for host in table]
-    found = {host.name: reason for host in hosts if (reason := unavailable(host)) is not None}
+    reasons = {host.name: reason for host in hosts if (reason := unavailable(host)) is not None}
     expected = LEFT_OUT[transformers.__version__]
-    assert found.keys() == expected.keys()
-    assert [name for name, reason in found.items() if expected[name] not in reason] == []
-    assert all(transformers.__version__ in reason for reason in found.values())
+    assert reasons.keys() == expected.keys()
+    assert [name for name, reason in reasons.items() if expected[name] not in reason] == []
+    assert all(transformers.__version__ in reason for reason in reasons.values())
 
 
 @oldest
-def test_attention_that_passes_the_interface_by_is_refused_by_name_and_version() -> None:
+def test_attention_outside_the_interface_is_refused_with_the_version() -> None:
     for model, host in (
         ("T5Attention", named(HOSTS, "t5, encoder")),
         ("RecurrentGemmaSdpaAttention", named(RECURRENT, "recurrent gemma")),
@@ -84,7 +84,7 @@ def test_attention_that_passes_the_interface_by_is_refused_by_name_and_version()
 
 @oldest
 @pytest.mark.parametrize("name", ["zamba2", "nemotron h", "falcon h1, one token"])
-def test_what_a_version_computes_wrongly_is_refused(name: str) -> None:
+def test_hosts_that_a_version_computes_wrongly_are_refused(name: str) -> None:
     host = named(MAMBA, name)
     with pytest.raises(UncoveredError, match=r"of transformers 5\.6\.2\) .* or use a newer version"):
         [layer.operator for layer in trace(host.model(), host.inputs()).layers]
@@ -94,7 +94,7 @@ def test_what_a_version_computes_wrongly_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "host", [named(HOSTS, "mamba2"), named(MAMBA, "bamba"), named(DELTA, "qwen3 next"), named(RECURRENT, "lfm2")]
 )
-def test_a_mask_that_is_skipped_for_a_single_sequence_is_warned_of(host: Host) -> None:
+def test_a_mask_skipped_for_a_single_sequence_gives_a_warning(host: Host) -> None:
     assert (sides(host), sides(host, batch=2)) == (("right",), ("left", "right"))
     ids = host.inputs()[:1]
     mask = torch.ones_like(ids)
@@ -104,12 +104,12 @@ def test_a_mask_that_is_skipped_for_a_single_sequence_is_warned_of(host: Host) -
 
 
 @oldest
-def test_masks_that_stood_behind_the_projection_keep_padding_out_on_either_side() -> None:
+def test_masks_after_the_projection_keep_padding_out_on_both_sides() -> None:
     host = named(HOSTS, "mamba, biases")
     assert (host.masks, sides(host)) == (("right",), ("left", "right"))
 
 
-def test_attention_beside_the_interface_is_told_with_the_version() -> None:
+def test_attention_that_bypasses_the_interface_is_refused_with_the_version() -> None:
     build = transformers_model(
         "GPTJForCausalLM", "GPTJConfig", vocab_size=31, n_embd=16, n_layer=1, n_head=2, rotary_dim=4
     )
@@ -117,7 +117,7 @@ def test_attention_beside_the_interface_is_told_with_the_version() -> None:
         trace(randomize(build().eval()), torch.arange(7)[None])
 
 
-def test_a_class_that_a_version_lacks_is_named_and_a_missing_package_is_not_taken_for_it() -> None:
+def test_a_missing_class_is_reported_unlike_a_missing_package() -> None:
     def host(build: object) -> Host:
         return Host("host", "mamba", build)
 

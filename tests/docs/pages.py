@@ -1,7 +1,7 @@
-"""Pages of the documentation as programs: their Python is run, and what they show must be what it prints.
+"""Pages of the documentation as programs, whose output is compared with the output on the page.
 
-A `text` block after a `python` block is what that block prints. A block under `<!-- from: FILE -->` is a piece of that
-file, word for word. `python tests/docs/pages.py` runs everything and fills in what is printed.
+A `text` block after a `python` block is the output of that block. A block under `<!-- from: FILE -->` is a verbatim
+part of that file. `python tests/docs/pages.py` runs all programs and writes their outputs into the pages.
 """
 
 import json
@@ -26,7 +26,7 @@ _BLOCK = re.compile(r"(?:<!-- from: (?P<file>\S+) -->\n)?^```(?P<kind>\w+)\n(?P<
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
 
 ERROR_FIGURE = 1e-5
-"""Numbers below this measure rounding: they depend on the machine, and agree within a factor of ten."""
+"""Numbers below this are rounding errors, which depend on the machine: they agree within a factor of ten."""
 
 VERDICT = """
 import os
@@ -47,12 +47,12 @@ except LawViolation as violation:
 sys.stdout = stdout
 print(reason)
 """
-"""What the tutorial says was run on each wrong adapter."""
+"""The program that checks each wrong adapter of the tutorial."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: its language, its text, where the text lies in the page, the file it is cut from."""
+    """A fenced block of a page: language, text, position of the text in the page, and the file that it quotes."""
 
     kind: str
     text: str
@@ -68,30 +68,30 @@ def pages() -> list[Path]:
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
     return [
-        Block(found["kind"], found["text"], found.span("text"), found["file"])
-        for found in _BLOCK.finditer(page.read_text())
+        Block(match["kind"], match["text"], match.span("text"), match["file"])
+        for match in _BLOCK.finditer(page.read_text())
     ]
 
 
 def shown(page: Path) -> Iterator[tuple[Block, Block]]:
-    """Each `text` block that stands next to a `python` or `diff` block, with it."""
+    """Pairs of a `python` or `diff` block and the `text` block that follows it."""
     for source, output in pairwise(blocks(page)):
         if source.kind in ("python", "diff") and output.kind == "text":
             yield source, output
 
 
 def patched(source: str, diff: str) -> str:
-    """Replace the lines that a diff takes away by those that it adds, each hunk found once."""
+    """Apply a diff; the removed lines of each hunk must occur once."""
     for hunk in re.finditer(r"((?:^-.*\n)+)((?:^\+.*\n)+)", diff, re.M):
         old, new = (re.sub(r"^[-+]", "", part, flags=re.M) for part in hunk.groups())
         if source.count(old) != 1:
-            raise ValueError(f"stands {source.count(old)} times in the file that the diff is of:\n{old}")
+            raise ValueError(f"{source.count(old)} times in the file of the diff:\n{old}")
         source = source.replace(old, new)
     return source
 
 
 def run(programs: Sequence[tuple[Path, Sequence[str]]]) -> list[list[str]]:
-    """Run programs, each in a folder, and return what their blocks printed."""
+    """Run programs, each in a folder, and return the outputs of their blocks."""
     request = json.dumps([{"folder": str(folder), "blocks": list(parts)} for folder, parts in programs])
     environment = {
         **os.environ,
@@ -108,29 +108,29 @@ def run(programs: Sequence[tuple[Path, Sequence[str]]]) -> list[list[str]]:
 
 
 def printed() -> list[tuple[Path, Block, Block, str]]:
-    """Every shown output: its page, the block that prints it, the output as shown, and what is printed now."""
-    own = {page: _programs(page) for page in pages()}
-    pairs = [(page, *pair) for page in own for pair in shown(page)]
+    """Every shown output: its page, the block that prints it, the shown and the current output."""
+    programs = {page: _programs(page) for page in pages()}
+    pairs = [(page, *pair) for page in programs for pair in shown(page)]
     diffs = [source for _, source, _ in pairs if source.kind == "diff"]
     with tempfile.TemporaryDirectory() as folder:
         wrong = laid_out([block.text for block in diffs], Path(folder))
-        ran = run([*((EXAMPLES, [block.text for block in blocks]) for blocks in own.values()), *wrong])
+        ran = run([*((EXAMPLES, [block.text for block in blocks]) for blocks in programs.values()), *wrong])
     now = {
         (page, block.span): text
-        for (page, blocks), texts in zip(own.items(), ran, strict=False)
+        for (page, blocks), texts in zip(programs.items(), ran, strict=False)
         for block, text in zip(blocks, texts, strict=False)
     }
-    now |= {(TUTORIAL, block.span): texts[0] for block, texts in zip(diffs, ran[len(own) :], strict=True)}
+    now |= {(TUTORIAL, block.span): texts[0] for block, texts in zip(diffs, ran[len(programs) :], strict=True)}
     return [(*pair, now.get((pair[0], pair[1].span), "nothing: an earlier block failed\n")) for pair in pairs]
 
 
 def _programs(page: Path) -> list[Block]:
-    """The Python of a page that is run: what is cut from a file is not."""
+    """The Python blocks of a page that are run: those that do not quote a file."""
     return [block for block in blocks(page) if block.kind == "python" and block.file is None]
 
 
 def laid_out(diffs: Sequence[str], folder: Path) -> list[tuple[Path, list[str]]]:
-    """Lay out the tutorial's adapter, changed by each diff, in a folder each; return the programs that check it."""
+    """Write the tutorial's adapter with each diff applied into a folder; return the programs that check them."""
     adapter = (EXAMPLES / "mingru_adapter.py").read_text()
     programs = []
     for number, diff in enumerate(diffs):
@@ -143,7 +143,7 @@ def laid_out(diffs: Sequence[str], folder: Path) -> list[tuple[Path, list[str]]]
 
 
 def same(text: str, other: str) -> bool:
-    """Whether two texts agree: words exactly, numbers to the last digit shown, tiny errors within a factor of ten."""
+    """Whether two texts agree: words exactly, numbers to the last digit, rounding errors within a factor of ten."""
     if _NUMBER.split(text.strip()) != _NUMBER.split(other.strip()):
         return False
     pairs = zip(_NUMBER.findall(text), _NUMBER.findall(other), strict=True)
@@ -160,7 +160,7 @@ def _close(a: Decimal, b: Decimal) -> bool:
 
 
 def main() -> None:
-    """Fill every shown output of every page with what is printed now."""
+    """Write the current outputs into every page."""
     for page, _, output, now in reversed(printed()):
         if not same(output.text, now):
             text = page.read_text()

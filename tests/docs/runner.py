@@ -1,7 +1,7 @@
-"""Run programs, each in a process of its own, and print what every block of each printed, as JSON.
+"""Run programs, each in a separate process, and print the outputs of their blocks as JSON.
 
-Reads from standard input a list of programs, each {"folder": where it stands, "blocks": pieces of Python}. The
-processes are forked after what most of them import: unilinattn, and the hosts of the trained examples.
+Reads from standard input a list of programs {"folder": working directory, "blocks": Python code}. The processes are
+forked after the imports that most of them share: unilinattn, and the hosts of the trained examples.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ import traceback
 
 import torch
 
-import unilinattn.testing  # noqa: F401  first, for what it sets up
+import unilinattn.testing  # noqa: F401  configures torch when it is imported
 from unilinattn.examples import load
 
 
 def printed(folder: str, blocks: list[str]) -> list[str]:
-    """Run blocks one after the other in one namespace; what one raises ends the program and stands in its output."""
+    """Run blocks in one namespace and return their outputs; an exception ends the program and is printed."""
     os.chdir(folder)
     sys.path.insert(0, folder)
     names = {"__name__": "__main__"}
@@ -36,7 +36,7 @@ def printed(folder: str, blocks: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Fork once a program, one after the other."""
+    """Run each program in a forked process, one after the other."""
     torch.set_num_threads(1)
     for host in ("mamba", "mamba2"):
         load("induction", host)

@@ -1,4 +1,4 @@
-"""The documentation runs: what it shows is what is printed, and what it quotes is what stands in the files."""
+"""The documentation: outputs of its programs, quoted files, links, and completeness."""
 
 import pkgutil
 import re
@@ -15,15 +15,15 @@ every_page = pytest.mark.parametrize("page", pages.pages(), ids=lambda page: str
 
 
 @pytest.mark.slow
-def test_every_page_shows_what_it_prints() -> None:
-    found = pages.printed()
+def test_every_page_shows_the_output_of_its_programs() -> None:
+    outputs = pages.printed()
     wrong = [
         f"{page.name}:\n{source.text}\nprints\n{now}\nand the page shows\n{output.text}"
-        for page, source, output, now in found
+        for page, source, output, now in outputs
         if not pages.same(output.text, now)
     ]
     assert not wrong, "\n".join(wrong)
-    assert {page for page, *_ in found} >= {
+    assert {page for page, *_ in outputs} >= {
         pages.README,
         pages.TUTORIAL,
         pages.DOCS / "index.md",
@@ -32,7 +32,7 @@ def test_every_page_shows_what_it_prints() -> None:
 
 
 @every_page
-def test_a_page_quotes_files_word_for_word_and_links_to_what_is_there(page: Path) -> None:
+def test_quotations_are_verbatim_and_links_resolve(page: Path) -> None:
     for block in pages.blocks(page):
         if block.file is not None:
             assert block.text in (pages.DOCS / block.file).read_text(), block.file
@@ -48,14 +48,16 @@ def test_the_tutorial_shows_its_programs_and_its_wrong_adapters() -> None:
     assert len((pages.EXAMPLES / "mingru_adapter.py").read_text().splitlines()) < 60
 
 
-def test_every_method_and_every_error_has_its_place() -> None:
+def test_every_method_and_every_error_is_documented() -> None:
     assert {path.stem for path in (pages.DOCS / "methods").glob("*.md")} == set(list_methods())
     listed = set(re.findall(r"^\| `(\w+)` ", (pages.DOCS / "errors.md").read_text(), re.M))
-    own = [value for value in vars(errors).values() if isinstance(value, type) and value.__module__ == errors.__name__]
-    assert listed == {error.__name__ for error in own} - {"UnilinattnError"}
+    classes = [
+        value for value in vars(errors).values() if isinstance(value, type) and value.__module__ == errors.__name__
+    ]
+    assert listed == {error.__name__ for error in classes} - {"UnilinattnError"}
 
 
-def test_the_navigation_holds_every_page() -> None:
+def test_the_navigation_lists_every_page() -> None:
     written = {str(path.relative_to(pages.DOCS)) for path in pages.DOCS.rglob("*.md")}
     navigation = (pages.ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert set(re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", navigation, re.M)) == written
@@ -65,7 +67,7 @@ def exported(module: ModuleType) -> list[str]:
     return list(getattr(module, "__all__", vars(module)))
 
 
-def test_the_api_reference_holds_the_public_surface() -> None:
+def test_the_api_reference_covers_the_public_surface() -> None:
     texts = [page.read_text() for page in (pages.DOCS / "api").glob("*.md")]
     names = [name for text in texts for name in re.findall(r"^::: (\S+)$", text, re.M)]
     objects = [pkgutil.resolve_name(name) for name in names]
@@ -101,11 +103,11 @@ def test_the_readme_is_short_and_opens_with_a_program() -> None:
         ("one 1 2", "one 1", False),
     ],
 )
-def test_numbers_agree_up_to_rounding_and_words_exactly(text: str, other: str, agree: bool) -> None:
+def test_outputs_agree_up_to_rounding(text: str, other: str, agree: bool) -> None:
     assert pages.same(text, other) is agree
 
 
-def test_a_diff_must_fit_the_file_once() -> None:
+def test_a_diff_must_apply_once() -> None:
     assert pages.patched("a\nb\nc\n", "-b\n+d\n+e\n") == "a\nd\ne\nc\n"
     for source in ("a\nc\n", "b\nb\n"):
         with pytest.raises(ValueError, match="times in the file"):
@@ -113,7 +115,7 @@ def test_a_diff_must_fit_the_file_once() -> None:
 
 
 @pytest.mark.slow
-def test_the_unchanged_adapter_breaks_no_law_and_a_block_that_fails_shows_its_error(tmp_path: Path) -> None:
+def test_the_correct_adapter_passes_and_a_failing_block_shows_its_error(tmp_path: Path) -> None:
     failing = (pages.EXAMPLES, ["print(1)", "print(2)\n1 / 0", "print(3)"])
     unchanged, failed = pages.run([*pages.laid_out([""], tmp_path), failing])
     assert unchanged == ["every law holds\n"]

@@ -1,7 +1,7 @@
-"""Lets a torchvision that was built for another torch be imported: a `sitecustomize` for the tests on timm.
+"""A `sitecustomize` for the tests on timm that allows importing a torchvision built for another torch.
 
-Beside a CPU build of torch, torchvision's CUDA build finds its own operators missing and fails to import. Their
-schemas are enough for timm's models, which call none of them.
+With a CPU build of torch, a CUDA build of torchvision lacks its operators and fails to import. Their schemas suffice
+for timm's models, which call none of them.
 """
 
 import importlib.abc
@@ -14,7 +14,7 @@ class _Schemas(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
             from torch import library
 
-            # Kept alive for as long as the process runs: a library that goes takes its schemas with it.
+            # Referenced for the life of the process, because a deleted library removes its schemas.
             schemas = library.Library("torchvision", "DEF")
             schemas.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
             schemas.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -1,8 +1,7 @@
-"""The effect of replacing a token against runs of a real model, token by token, and against a known dependence."""
+"""Effects of replacing tokens, against single runs of a real model and against a known dependence."""
 
 from types import SimpleNamespace
 
-import jaxtyping
 import pytest
 import torch
 
@@ -14,32 +13,32 @@ from unilinattn.examples.tasks import HELD_OUT_SEED, NO_ANSWER, Copying
 
 
 class Lookup(torch.nn.Module):
-    """Predicts at each position the token that stands two places before it, with a fixed margin."""
+    """Predicts at each position the token two positions before it, with a fixed margin."""
 
     def __init__(self, vocabulary: int, margin: float) -> None:
         super().__init__()
         self.vocabulary, self.margin = vocabulary, margin
-        self.seen: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
 
     def forward(self, ids: torch.Tensor) -> SimpleNamespace:
-        self.seen.append(ids)
-        held = torch.nn.functional.one_hot(ids.roll(2, dims=1), self.vocabulary).float()
-        return SimpleNamespace(logits=self.margin * held)
+        self.inputs.append(ids)
+        answers = torch.nn.functional.one_hot(ids.roll(2, dims=1), self.vocabulary).float()
+        return SimpleNamespace(logits=self.margin * answers)
 
 
-def test_every_other_token_is_put_in_place_of_one_at_a_time() -> None:
+def test_each_token_is_replaced_by_every_other_one_at_a_time() -> None:
     model, vocabulary = Lookup(5, 3.0), 5
     ids = torch.tensor([[0, 1, 2, 3, 4, 0], [4, 4, 1, 2, 2, 0]])
     answers = ids.roll(2, dims=1)
     answers[:, :2] = NO_ANSWER
     effects = replacement_effects(model, ids, answers, vocabulary=vocabulary, draws=4)
-    ran = torch.cat(model.seen)
+    ran = torch.cat(model.inputs)
     for sequence in ids:
         changed = ran[((ran != sequence).sum(1) == 1)]
         for place in range(6):
             put = changed[changed[:, place] != sequence[place], place]
             assert sorted(put.tolist()) == sorted(set(range(5)) - {int(sequence[place])})
-    # The answer loses the whole margin where the token that holds it is replaced, and nothing elsewhere.
+    # Replacing the token that contains the answer removes the whole margin; other replacements change nothing.
     expected = torch.zeros(2, 6, 6, dtype=torch.float64)
     expected[:, range(2, 6), range(4)] = 3.0
     torch.testing.assert_close(effects, expected, atol=1e-6, rtol=0)
@@ -49,7 +48,7 @@ def test_the_effects_are_those_of_single_runs_of_a_trained_model() -> None:
     host = examples.load("induction", "mamba2")
     batch = examples.TASKS["induction"].sample(2, HELD_OUT_SEED)
     ids = batch.input_ids
-    found = replacement_effects(host, ids, batch.labels, vocabulary=16, draws=15)
+    effects = replacement_effects(host, ids, batch.labels, vocabulary=16, draws=15)
     query = int((batch.labels[1] != NO_ANSWER).nonzero()[-1])
     answer = batch.labels[1, query]
 
@@ -64,17 +63,17 @@ def test_the_effects_are_those_of_single_runs_of_a_trained_model() -> None:
             replaced[key] = token
             after.append(log_probability(replaced))
         expected = log_probability(ids[1]) - torch.stack(after).mean()
-        torch.testing.assert_close(found[1, query, key], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(effects[1, query, key], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_only_earlier_keys_of_queries_with_an_answer_are_measured() -> None:
     batch = examples.TASKS["copying"].sample(2, HELD_OUT_SEED)
-    found = replacement_effects(examples.load("copying", "transformer"), batch.input_ids, batch.labels, vocabulary=33)
-    assert not found.triu().any()
-    assert torch.equal(found.any(-1), batch.labels != NO_ANSWER)
+    effects = replacement_effects(examples.load("copying", "transformer"), batch.input_ids, batch.labels, vocabulary=33)
+    assert not effects.triu().any()
+    assert torch.equal(effects.any(-1), batch.labels != NO_ANSWER)
 
 
-def test_a_seed_gives_the_same_effects_and_leaves_the_global_one_alone() -> None:
+def test_a_seed_gives_the_same_effects_and_does_not_change_the_global_state() -> None:
     model, ids = examples.load("copying", "s4d"), Copying().sample(1, 0)
     state = torch.get_rng_state()
     first, again, other = (
@@ -94,21 +93,15 @@ def test_the_answer_matters_and_the_key_after_it_does_not(model: str) -> None:
     effects = replacement_effects(examples.load("copying", model), batch.input_ids, batch.labels, vocabulary=33)
     candidates = earlier_keys(33)
     assert row_scores(effects, batch.relevant, candidates).hit_at_1 > 0.95
-    # LaTIM's three diagonals count the key after the answer too, which these models do not use.
+    # LaTIM's three diagonals include the key after the answer, which these models do not use.
     answer, after = effects.diagonal(-16, 1, 2)[:, :-2], effects.diagonal(-15, 1, 2)[:, 1:-2]
     assert after.abs().mean() < 0.02 * answer.mean()
     by_diagonals = row_scores(effects, task.diagonals, candidates)
     assert by_diagonals.auc < 0.9 and by_diagonals.recall_at_k < 0.75
 
 
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user runs it: this test run's check of every signature would speak before the library's errors."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
 @pytest.mark.usefixtures("unchecked")
-def test_what_has_no_effect_to_measure_is_refused() -> None:
+def test_invalid_inputs_are_refused() -> None:
     model, ids = Lookup(5, 1.0), torch.tensor([[0, 1, 2]])
     with pytest.raises(InputError, match="do not fit input_ids"):
         replacement_effects(model, ids, ids[:, :2], vocabulary=5)
@@ -119,4 +112,4 @@ def test_what_has_no_effect_to_measure_is_refused() -> None:
     for draws in (0, 5):
         with pytest.raises(OptionError, match=f"draws={draws}"):
             replacement_effects(model, ids, ids, vocabulary=5, draws=draws)
-    assert model.seen == []
+    assert model.inputs == []

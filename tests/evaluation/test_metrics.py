@@ -1,10 +1,9 @@
-"""The ranking metrics against their definitions, written out pair by pair and order by order."""
+"""The ranking metrics against their definitions, computed pair by pair and order by order."""
 
 from itertools import pairwise, permutations
 from statistics import correlation
 
 import hypothesis.strategies as st
-import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,12 +21,6 @@ from unilinattn.evaluation.metrics import (
 )
 
 
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user runs it: this test run's check of every signature would speak before our own errors."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
 def loop_auc(scores: list[float], relevant: list[bool]) -> float:
     pairs = [
         (1.0 if good > bad else 0.5 if good == bad else 0.0)
@@ -42,15 +35,15 @@ def loop_average_precision(scores: list[float], relevant: list[bool]) -> float:
     """The sum over thresholds of precision times the step in recall."""
     total, recall_before, area = sum(relevant), 0.0, 0.0
     for threshold in sorted(set(scores), reverse=True):
-        kept = [hit for score, hit in zip(scores, relevant, strict=True) if score >= threshold]
-        recall = sum(kept) / total
-        area += (recall - recall_before) * sum(kept) / len(kept)
+        hits = [hit for score, hit in zip(scores, relevant, strict=True) if score >= threshold]
+        recall = sum(hits) / total
+        area += (recall - recall_before) * sum(hits) / len(hits)
         recall_before = recall
     return area
 
 
 def loop_recall_at_k(scores: list[float], relevant: list[bool]) -> float:
-    """The mean of the plain recall over every order in which tied keys can stand."""
+    """The mean recall over all orders of tied keys."""
     k, recalls = sum(relevant), []
     for order in permutations(range(len(scores))):
         if all(scores[a] >= scores[b] for a, b in pairwise(order)):
@@ -59,23 +52,23 @@ def loop_recall_at_k(scores: list[float], relevant: list[bool]) -> float:
 
 
 def loop_hit_at_1(scores: list[float], relevant: list[bool]) -> float:
-    """The mean over the tied best keys."""
+    """The mean of the hit over tied best keys."""
     hits = [hit for score, hit in zip(scores, relevant, strict=True) if score == max(scores)]
     return sum(hits) / len(hits)
 
 
 def loop_row_scores(scores: torch.Tensor, relevant: torch.Tensor, valid: torch.Tensor) -> RowScores:
-    found, dropped = [], 0
+    rows, dropped = [], 0
     flat = (t.reshape(-1, scores.shape[-1]).tolist() for t in (scores, relevant, valid))
     for row, hits, allowed in zip(*flat, strict=True):
-        kept = [place for place, ok in enumerate(allowed) if ok]
-        ranked, wanted = [row[place] for place in kept], [hits[place] for place in kept]
-        if not any(wanted) or all(wanted):
+        candidates = [place for place, ok in enumerate(allowed) if ok]
+        ranked, expected = [row[place] for place in candidates], [hits[place] for place in candidates]
+        if not any(expected) or all(expected):
             dropped += 1
             continue
-        found.append([f(ranked, wanted) for f in (loop_auc, loop_average_precision, loop_recall_at_k, loop_hit_at_1)])
-    means = [sum(column) / len(found) for column in zip(*found, strict=True)]
-    return RowScores(*means, rows=len(found), dropped=dropped)
+        rows.append([f(ranked, expected) for f in (loop_auc, loop_average_precision, loop_recall_at_k, loop_hit_at_1)])
+    means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    return RowScores(*means, rows=len(rows), dropped=dropped)
 
 
 @st.composite
@@ -94,10 +87,10 @@ def rankings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @settings(max_examples=150)
 @given(rankings())
 def test_metrics_equal_their_definitions(case: tuple[torch.Tensor, ...]) -> None:
-    found, known = row_scores(*case), loop_row_scores(*case)
-    assert (found.rows, found.dropped) == (known.rows, known.dropped)
+    actual, expected = row_scores(*case), loop_row_scores(*case)
+    assert (actual.rows, actual.dropped) == (expected.rows, expected.dropped)
     for name in ("auc", "ap", "recall_at_k", "hit_at_1"):
-        assert getattr(found, name) == pytest.approx(getattr(known, name), abs=1e-12), name
+        assert getattr(actual, name) == pytest.approx(getattr(expected, name), abs=1e-12), name
 
 
 @settings(max_examples=50)
@@ -118,17 +111,17 @@ def test_monotone_transforms_change_nothing(case: tuple[torch.Tensor, ...], tran
 def test_the_order_of_keys_changes_nothing(case: tuple[torch.Tensor, ...], random) -> None:
     order = list(range(case[0].shape[-1]))
     random.shuffle(order)
-    shuffled, known = row_scores(*(t[..., order] for t in case)), row_scores(*case)
+    shuffled, expected = row_scores(*(t[..., order] for t in case)), row_scores(*case)
     for name in ("auc", "ap", "recall_at_k", "hit_at_1", "rows", "dropped"):
-        assert getattr(shuffled, name) == pytest.approx(getattr(known, name), abs=1e-12)
+        assert getattr(shuffled, name) == pytest.approx(getattr(expected, name), abs=1e-12)
 
 
-def test_constant_scores_know_nothing() -> None:
+def test_constant_scores_are_at_chance() -> None:
     relevant = torch.zeros(4, 10, dtype=torch.bool)
     relevant[:, :3] = True
-    found = row_scores(torch.full((4, 10), 0.7), relevant)
-    assert (found.auc, found.rows, found.dropped) == (0.5, 4, 0)
-    assert (found.ap, found.recall_at_k, found.hit_at_1) == (pytest.approx(0.3),) * 3
+    actual = row_scores(torch.full((4, 10), 0.7), relevant)
+    assert (actual.auc, actual.rows, actual.dropped) == (0.5, 4, 0)
+    assert (actual.ap, actual.recall_at_k, actual.hit_at_1) == (pytest.approx(0.3),) * 3
 
 
 def test_perfect_and_reversed_scores() -> None:
@@ -139,14 +132,14 @@ def test_perfect_and_reversed_scores() -> None:
     assert worst.ap == pytest.approx(1 / 6)
 
 
-def test_keys_that_are_not_valid_are_no_candidates() -> None:
+def test_only_valid_keys_are_candidates() -> None:
     length = 5
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     relevant = torch.zeros(length, length, dtype=torch.bool)
     relevant[:, 0] = True
     scores = relevant.float().expand(2, -1, -1).clone()
     scores[:, ~causal] = torch.nan
-    # Row 0 has no irrelevant candidate under causality, in each of the two sequences.
+    # In both sequences, row 0 has no irrelevant candidate because of causality.
     assert row_scores(scores, relevant, causal) == RowScores(1.0, 1.0, 1.0, 1.0, 8, 2)
     above = causal.new_zeros(length, length)
     above[1, 4] = above[4, 4] = True
@@ -158,10 +151,10 @@ def test_a_row_with_no_relevant_key_is_dropped_and_counted() -> None:
     assert row_scores(torch.tensor([[1.0, 0.0], [5.0, 0.0]]), relevant) == RowScores(1.0, 1.0, 1.0, 1.0, 1, 1)
 
 
-def test_a_tied_best_key_is_a_hit_by_its_chance() -> None:
+def test_tied_best_keys_share_the_hit() -> None:
     relevant = torch.tensor([[True, False, False, True]])
     assert row_scores(torch.tensor([[2.0, 2.0, 2.0, 1.0]]), relevant).hit_at_1 == pytest.approx(1 / 3)
-    # Ranking by position would call the first of the tied keys a hit.
+    # Breaking ties by position would count the first of the tied keys as a hit.
     assert row_scores(torch.tensor([[1.0, 2.0, 2.0, 2.0]]), relevant).hit_at_1 == pytest.approx(1 / 3)
 
 
@@ -172,17 +165,18 @@ def loop_mid_ranks(values: list[float]) -> list[float]:
 
 
 def loop_rank_correlation(scores: torch.Tensor, truth: torch.Tensor, valid: torch.Tensor) -> tuple[list[float], int]:
-    """Pearson's correlation of the mid-ranks, written out row by row, and the number of dropped rows."""
-    found, dropped = [], 0
-    for row, known, allowed in zip(*(t.flatten(0, -2).tolist() for t in (scores, truth, valid)), strict=True):
+    """Pearson's correlation of the mid-ranks of each row, and the number of dropped rows."""
+    correlations, dropped = [], 0
+    for row, reference, allowed in zip(*(t.flatten(0, -2).tolist() for t in (scores, truth, valid)), strict=True):
         ranks = [
-            loop_mid_ranks([value for value, ok in zip(values, allowed, strict=True) if ok]) for values in (row, known)
+            loop_mid_ranks([value for value, ok in zip(values, allowed, strict=True) if ok])
+            for values in (row, reference)
         ]
         if len(set(ranks[1])) < 2:
             dropped += 1
         else:
-            found.append(0.0 if len(set(ranks[0])) < 2 else correlation(*ranks))
-    return found, dropped
+            correlations.append(0.0 if len(set(ranks[0])) < 2 else correlation(*ranks))
+    return correlations, dropped
 
 
 @settings(max_examples=150)
@@ -191,10 +185,10 @@ def test_the_rank_correlation_equals_its_definition(case: tuple[torch.Tensor, ..
     scores, _, valid = case
     truth = torch.tensor([float(random.randrange(4)) for _ in range(scores.numel())]).view(scores.shape)
     truth[..., :2, :2] = torch.tensor([0.0, 1.0])
-    known, dropped = loop_rank_correlation(scores, truth, valid)
-    found = rank_correlation(scores, truth, valid)
-    assert (found.rows, found.dropped) == (len(known), dropped)
-    assert found.mean == pytest.approx(sum(known) / len(known), abs=1e-12)
+    expected, dropped = loop_rank_correlation(scores, truth, valid)
+    actual = rank_correlation(scores, truth, valid)
+    assert (actual.rows, actual.dropped) == (len(expected), dropped)
+    assert actual.mean == pytest.approx(sum(expected) / len(expected), abs=1e-12)
 
 
 def test_a_worked_rank_correlation() -> None:
@@ -207,7 +201,7 @@ def test_a_worked_rank_correlation() -> None:
     assert rank_correlation(torch.tensor([[0.0, 0.0, 1.0]]), truth[:, :3]).mean == pytest.approx(0.75**0.5)
 
 
-def test_rows_without_an_order_are_dropped_and_scores_without_one_count_as_nothing() -> None:
+def test_rows_with_constant_truth_are_dropped_and_constant_scores_count_as_zero() -> None:
     scores = torch.tensor([[1.0, 2.0, 3.0], [7.0, 7.0, 7.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
     truth = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [4.0, 4.0, 4.0], [1.0, 2.0, 3.0]])
     valid = torch.tensor([[True] * 3, [True] * 3, [True] * 3, [True, False, False]])
@@ -234,8 +228,8 @@ def test_a_rank_correlation_that_is_undefined_is_refused(scores, truth, words: s
 def loop_error_rate(scores: torch.Tensor, sure: torch.Tensor, possible: torch.Tensor, valid: torch.Tensor) -> float:
     hits_sure = hits_possible = links = 0.0
     for row, s, p, ok in zip(*(t.flatten(0, -2).tolist() for t in (scores, sure, possible, valid)), strict=True):
-        kept = [place for place, allowed in enumerate(ok) if allowed]
-        best = [place for place in kept if row[place] == max(row[k] for k in kept)]
+        candidates = [place for place, allowed in enumerate(ok) if allowed]
+        best = [place for place in candidates if row[place] == max(row[k] for k in candidates)]
         for place in best:
             links += 1 / len(best)
             hits_sure += s[place] / len(best)
@@ -329,7 +323,7 @@ def test_alignment_error_rate_of_known_links() -> None:
         (torch.tensor([[1.0, torch.nan]]), torch.tensor([[True, False]]), None, "NaN"),
     ],
 )
-def test_bad_input_is_refused(scores, relevant, valid, words: str) -> None:
+def test_invalid_inputs_are_refused(scores, relevant, valid, words: str) -> None:
     with pytest.raises(InputError, match=words):
         row_scores(scores, relevant, valid)
 

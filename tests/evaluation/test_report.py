@@ -22,12 +22,12 @@ def measured() -> list[Measured]:
     return [measure(task, model, chosen, FEW) for task, model in pairs]
 
 
-def test_the_seeds_of_choice_score_and_training_differ() -> None:
+def test_the_seeds_of_selection_scores_and_training_differ() -> None:
     assert SELECTION_SEED != HELD_OUT_SEED
     assert not {SELECTION_SEED, HELD_OUT_SEED} & set(TRAINING_SEEDS)
 
 
-def test_other_held_out_sequences_change_the_scores_and_never_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_sequences_do_not_affect_the_choice_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [method("raw"), method("latim")]
     before = measure("induction", "s4d", chosen, FEW)
     monkeypatch.setattr(side_by_side, "HELD_OUT_SEED", HELD_OUT_SEED + 1)
@@ -39,14 +39,14 @@ def test_other_held_out_sequences_change_the_scores_and_never_the_choice(monkeyp
     assert not torch.equal(after.expected, before.expected)
 
 
-def test_the_layer_has_the_best_selection_precision_even_where_it_scores_worse(
+def test_the_layer_is_chosen_on_the_selection_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Held-out sequences with the opposite answer: a choice that looked at them would take the other layer.
+    # Held-out sequences with opposite relevance: a choice that used them would take the other layer.
     problem = examples.TASKS["induction"]
     sample = type(problem).sample
 
-    # The type checker sees no `self` in a function that will be a method.
+    # mypy does not know that this function becomes a method.
     def swapped(self, count: int, seed: int) -> examples.TaskBatch:  # type: ignore[no-untyped-def]
         batch = sample(self, count, seed)
         if seed == SELECTION_SEED:
@@ -61,7 +61,7 @@ def test_the_layer_has_the_best_selection_precision_even_where_it_scores_worse(
     assert score.found.auc < 0.1
 
 
-def test_other_selection_sequences_change_what_the_choice_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_layers_uses_the_selection_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     before = measure("induction", "s4d", [method("raw")], FEW).scores["raw"]
     monkeypatch.setattr(side_by_side, "SELECTION_SEED", SELECTION_SEED + 7)
     after = measure("induction", "s4d", [method("raw")], FEW).scores["raw"]
@@ -69,12 +69,12 @@ def test_other_selection_sequences_change_what_the_choice_sees(monkeypatch: pyte
     assert after.layers != before.layers or after.found == before.found
 
 
-def test_what_is_measured(measured: list[Measured]) -> None:
+def test_the_measurements_of_trained_models(measured: list[Measured]) -> None:
     copying, transformer, fixed = measured
     assert (copying.name, copying.kind) == ("copying/transformer", "softmax attention")
     assert copying.accuracy > 0.98 and transformer.accuracy > 0.9 > fixed.accuracy
     assert all(0 <= one.worst_error <= 1e-5 for one in measured)
-    # The second layer of a Transformer that solved induction attends to the answer itself.
+    # The second layer of a Transformer that solves induction attends to the answer.
     assert transformer.scores["raw"].found.ap > 0.95
     assert [transformer.layer_text(row) for row in ("raw", "rollout", "recency", "intervention")] == [
         "1",
@@ -97,7 +97,7 @@ def test_only_keys_before_the_query_are_candidates() -> None:
     assert worse.hit_at_1 < 0.2
 
 
-def test_an_answer_at_the_query_itself_is_dropped_and_counted() -> None:
+def test_an_answer_at_the_query_is_dropped_and_counted() -> None:
     ids, labels = torch.tensor([[3, 3, 5, 3, 7]]), torch.tensor([[-100, 3, -100, 5, -100]])
     relevant = torch.zeros(1, 5, 5, dtype=torch.bool)
     relevant[0, 1, 1] = relevant[0, 3, 2] = True
@@ -106,7 +106,7 @@ def test_an_answer_at_the_query_itself_is_dropped_and_counted() -> None:
     assert (found.rows, found.dropped, found.hit_at_1) == (1, 4, 1)
 
 
-def test_the_baselines_are_what_they_say() -> None:
+def test_the_baselines_rank_by_position_or_at_random() -> None:
     batch = examples.TASKS["copying"].sample(3, HELD_OUT_SEED)
     drawn, recency, primacy = side_by_side.baselines(batch).values()
     assert torch.equal(recency[0, 0].argsort(), torch.arange(33))
@@ -117,7 +117,7 @@ def test_the_baselines_are_what_they_say() -> None:
     assert found.hit_at_1 == pytest.approx(sum(1 / n for n in range(16, 32)) / 16, abs=0.01)
 
 
-def test_each_form_of_a_method_is_a_row() -> None:
+def test_each_variant_of_a_method_is_a_row() -> None:
     rows = side_by_side.forms([method("alti"), method("raw")])
     assert [(name, dict(form.options)) for name, form in rows.items()] == [
         ("alti", {}),
@@ -137,7 +137,7 @@ def test_recency_beats_rollout_and_attribution_on_linear_rnns() -> None:
             assert scores[name].found.hit_at_1 < recency.hit_at_1 < composed.hit_at_1
 
 
-def test_the_intervention_is_compared_with_itself_and_finds_the_answer(measured: list[Measured]) -> None:
+def test_the_intervention_correlates_with_itself_and_ranks_the_answer_first(measured: list[Measured]) -> None:
     for one in measured:
         truth = one.scores["intervention"]
         assert truth.correlation.mean == pytest.approx(1)
@@ -146,29 +146,29 @@ def test_the_intervention_is_compared_with_itself_and_finds_the_answer(measured:
     assert measured[0].scores["intervention"].found.hit_at_1 > 0.95
 
 
-def test_the_shown_maps_leave_each_query_s_own_key_blank(measured: list[Measured]) -> None:
-    own = torch.eye(48, dtype=torch.bool)
+def test_the_diagonal_of_the_shown_maps_is_blank(measured: list[Measured]) -> None:
+    diagonal = torch.eye(48, dtype=torch.bool)
     for result in measured[1].shown.values():
-        assert result.scores[..., own].isnan().all()
-        assert not result.scores[..., ~own].isnan().any()
+        assert result.scores[..., diagonal].isnan().all()
+        assert not result.scores[..., ~diagonal].isnan().any()
 
 
 def test_the_numbers(measured: list[Measured]) -> None:
-    found = report.numbers(measured, FEW, ["raw", "rollout"])
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["format_version"] == "2"
-    assert found["seeds"] == {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED, "random": 0, "intervention": 1}
-    assert found["options"]["sequences"] == {"accuracy": 8, "selection": 4, "scored": 4}
-    assert list(found["models"]) == list(found["scores"]) == [one.name for one in measured]
+    numbers = report.numbers(measured, FEW, ["raw", "rollout"])
+    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+    assert numbers["format_version"] == "2"
+    assert numbers["seeds"] == {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED, "random": 0, "intervention": 1}
+    assert numbers["options"]["sequences"] == {"accuracy": 8, "selection": 4, "scored": 4}
+    assert list(numbers["models"]) == list(numbers["scores"]) == [one.name for one in measured]
     for one in measured:
-        entry = found["models"][one.name]
+        entry = numbers["models"][one.name]
         assert entry["reconstruction_error"] == max(entry["reconstruction_errors"].values())
         assert {"kind", "accuracy", "task", "model"} <= set(entry)
-        for score in found["scores"][one.name].values():
+        for score in numbers["scores"][one.name].values():
             assert {"auc", "ap", "hit_at_1", "rank_correlation", "layers"} <= set(score)
-    assert len(found["scores"]["copying/transformer"]["rollout"]["layers"]) == 2
-    assert found["scores"]["copying/transformer"]["recency"]["layers"] == []
-    assert {"unilinattn", "torch", "transformers", "python"} <= set(found["versions"])
+    assert len(numbers["scores"]["copying/transformer"]["rollout"]["layers"]) == 2
+    assert numbers["scores"]["copying/transformer"]["recency"]["layers"] == []
+    assert {"unilinattn", "torch", "transformers", "python"} <= set(numbers["versions"])
 
 
 def test_the_numbers_name_neither_the_machine_nor_a_path(measured: list[Measured]) -> None:
@@ -179,7 +179,7 @@ def test_the_numbers_name_neither_the_machine_nor_a_path(measured: list[Measured
     assert platform.node() not in text
 
 
-def test_the_table_has_a_line_a_row_of_scores(measured: list[Measured]) -> None:
+def test_the_table_has_one_line_per_row_of_scores(measured: list[Measured]) -> None:
     lines = report.text_table(measured).splitlines()
     assert sum(bool(line.strip()) for line in lines) == 2 + 6 * len(measured)
     assert lines[0].split()[-5:] == ["hit@1", "AP", "AUC", "corr.", "layer"]
@@ -192,7 +192,7 @@ def test_the_page_and_the_picture(measured: list[Measured], tmp_path: Path) -> N
     report.write(tmp_path, measured, report.numbers(measured, FEW, ["raw", "rollout"]))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted((report.PAGE, report.PICTURE, report.NUMBERS))
     page = (tmp_path / report.PAGE).read_text()
-    # Two layers of raw, one composed map and the intervention for each of three models, with the answer outlined.
+    # Two layers of raw, one composed map and the intervention for each of three models; answers are outlined.
     assert page.count('<figure class="ula-map">') == page.count('<path class="expected"') == 12
     for words in ("recency", "primacy", "intervention", "hit@1", "all layers, composed"):
         assert words in page
@@ -201,7 +201,7 @@ def test_the_page_and_the_picture(measured: list[Measured], tmp_path: Path) -> N
     assert (tmp_path / report.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
-def test_counts_that_do_not_fit() -> None:
+def test_invalid_counts_are_refused() -> None:
     with pytest.raises(OptionError, match="no more scored than held out"):
         Counts(accuracy=4, selection=4, scored=5)
     with pytest.raises(OptionError, match="at least one"):
@@ -222,7 +222,7 @@ def write_report(folder: Path) -> None:
     (folder / report.PAGE).write_text("page")
 
 
-def test_a_report_appears_whole_and_replaces_an_older_one(tmp_path: Path) -> None:
+def test_a_report_is_written_atomically_and_replaces_an_older_one(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "report"
     with report.staged(out) as folder:
         write_report(folder)
@@ -236,7 +236,7 @@ def test_a_report_appears_whole_and_replaces_an_older_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failed_report_leaves_what_was_there(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failed_report_changes_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     out = tmp_path / "report"
     with report.staged(out) as folder:
         write_report(folder)
@@ -257,7 +257,7 @@ def test_a_failed_report_leaves_what_was_there(tmp_path: Path, error: type[BaseE
         ({report.NUMBERS: json.dumps({"format": report.FORMAT}), "notes.txt": "mine"}, "notes.txt"),
     ],
 )
-def test_a_folder_that_is_not_just_a_report_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_a_folder_with_other_files_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ResultFileError, match=message), report.staged(tmp_path):
@@ -265,7 +265,7 @@ def test_a_folder_that_is_not_just_a_report_is_refused(tmp_path: Path, files: di
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 
-def test_a_file_is_refused_and_an_empty_folder_taken(tmp_path: Path) -> None:
+def test_a_file_is_refused_and_an_empty_folder_accepted(tmp_path: Path) -> None:
     file, empty = tmp_path / "file", tmp_path / "empty"
     file.write_text("mine")
     empty.mkdir()

@@ -1,4 +1,4 @@
-"""The shipped weights: each loads into its real host and reaches, on held-out sequences, what its record says."""
+"""The shipped weights: loading, recorded accuracy, and metadata."""
 
 from dataclasses import asdict
 from itertools import product
@@ -14,14 +14,14 @@ from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED, TRAINING_SE
 from unilinattn.examples.train import PATIENT, RECIPES, configuration
 
 PROMISED = {"copying": 0.99, "induction": 0.9}
-"""What every model but the fixed mixer has to reach on a task."""
+"""Smallest accuracy on each task of every model except the fixed mixer."""
 
 SHIPPED = list(product(TASKS, MODELS))
 
 
 def held_out(task: str, model: str) -> TaskBatch:
-    found = record(task, model)
-    return TASKS[task].sample(found["held_out_sequences"], found["held_out_seed"])
+    entry = record(task, model)
+    return TASKS[task].sample(entry["held_out_sequences"], entry["held_out_seed"])
 
 
 def test_every_model_is_shipped_for_every_task() -> None:
@@ -29,16 +29,16 @@ def test_every_model_is_shipped_for_every_task() -> None:
 
 
 @pytest.mark.parametrize(("task", "model"), SHIPPED)
-def test_the_recorded_accuracy_is_what_the_host_reaches(task: str, model: str) -> None:
+def test_the_host_reaches_the_recorded_accuracy(task: str, model: str) -> None:
     host = load(task, model)
     assert type(host).__name__ == record(task, model)["class"] == MODELS[model][2]
     assert not any(module.training for module in host.modules())
-    # The same sequences: only a tie that another machine's rounding decides otherwise may differ.
+    # On the same sequences only ties can differ, by the rounding of another machine.
     assert accuracy(host, held_out(task, model)) == pytest.approx(record(task, model)["accuracy"], abs=5e-4)
 
 
 @pytest.mark.parametrize(("task", "model"), [pair for pair in SHIPPED if pair[1] != "s4d"])
-def test_the_promised_accuracy_is_reached(task: str, model: str) -> None:
+def test_the_required_accuracy_is_reached(task: str, model: str) -> None:
     assert record(task, model)["accuracy"] >= PROMISED[task]
 
 
@@ -48,7 +48,7 @@ def test_a_fixed_mixer_copies_over_a_fixed_distance_but_does_not_solve_induction
 
 
 @pytest.mark.parametrize(("task", "model"), [("copying", "transformer"), ("induction", "mamba2")])
-def test_shuffled_weights_do_not_reach_it(task: str, model: str) -> None:
+def test_shuffled_weights_do_not_reach_the_accuracy(task: str, model: str) -> None:
     host = load(task, model)
     with torch.no_grad():
         for parameter in host.parameters():
@@ -58,28 +58,28 @@ def test_shuffled_weights_do_not_reach_it(task: str, model: str) -> None:
 
 @pytest.mark.parametrize(("task", "model"), SHIPPED)
 def test_weights_are_small_complete_and_float32(task: str, model: str) -> None:
-    found = record(task, model)
-    path = FOLDER / found["weights"]
+    entry = record(task, model)
+    path = FOLDER / entry["weights"]
     assert path.stat().st_size < 1_000_000
     tensors = load_file(path)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert sum(tensor.numel() for tensor in tensors.values()) == found["parameters"]
+    assert sum(tensor.numel() for tensor in tensors.values()) == entry["parameters"]
 
 
 @pytest.mark.parametrize(("task", "model"), SHIPPED)
-def test_the_record_says_what_was_trained_and_that_scored_sequences_are_others(task: str, model: str) -> None:
-    found = record(task, model)
-    assert found["task"] == asdict(TASKS[task])
-    first, last = found["training_seeds"]
-    assert last - first + 1 == found["recipe"]["steps"]
+def test_the_record_has_the_task_and_disjoint_seeds(task: str, model: str) -> None:
+    entry = record(task, model)
+    assert entry["task"] == asdict(TASKS[task])
+    first, last = entry["training_seeds"]
+    assert last - first + 1 == entry["recipe"]["steps"]
     assert first in TRAINING_SEEDS
     assert last in TRAINING_SEEDS
-    assert found["held_out_seed"] == HELD_OUT_SEED
+    assert entry["held_out_seed"] == HELD_OUT_SEED
     assert not {HELD_OUT_SEED, SELECTION_SEED} & set(range(first, last + 1))
 
 
 @pytest.mark.parametrize(("task", "model"), SHIPPED)
-def test_the_record_is_of_the_recipe_that_the_script_has_now(task: str, model: str) -> None:
+def test_the_record_has_the_current_recipe_of_the_script(task: str, model: str) -> None:
     recipe = PATIENT.get((task, model), RECIPES[task])
     assert record(task, model)["recipe"] == asdict(recipe)
     assert record(task, model)["config"] == configuration(TASKS[task], model)
@@ -94,7 +94,7 @@ def test_the_record_is_of_the_recipe_that_the_script_has_now(task: str, model: s
         ("induction", "rnn", "Accepted: mamba, mamba2, s4d, transformer"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_known_ones(task: str, model: str, message: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(task: str, model: str, message: str) -> None:
     for ask in (load, record):
         with pytest.raises(OptionError, match=message):
             ask(task, model)
@@ -112,7 +112,7 @@ class Constant(nn.Module):
         return self
 
 
-def test_accuracy_counts_answered_positions_alone() -> None:
+def test_accuracy_counts_only_positions_with_an_answer() -> None:
     ids = torch.tensor([[0, 1, 0, 1]])
     relevant = torch.zeros(1, 4, 4, dtype=torch.bool)
     batch = TaskBatch(input_ids=ids, labels=torch.tensor([[-100, 2, 2, 1]]), relevant=relevant)

@@ -1,4 +1,4 @@
-"""The tasks' answers and relevant keys, against their definitions written out token by token."""
+"""Answers and relevant keys of the tasks, against their definitions token by token."""
 
 from dataclasses import replace
 
@@ -21,44 +21,44 @@ from unilinattn.examples.tasks import (
 )
 
 Answers = dict[int, tuple[int, set[int]]]
-"""Query position -> its answer and the keys that are relevant for it."""
+"""The answer and the relevant keys of each query position."""
 
 
 def copying_answers(tokens: list[int]) -> Answers:
     n = len(tokens) // 2
     assert len(tokens) == 2 * n + 1
-    found = {}
+    answers = {}
     for query, following in enumerate(tokens[1:]):
         copied = query - n
         if copied >= 0:
-            found[query] = (following, {copied})
+            answers[query] = (following, {copied})
             assert following == tokens[copied], "the second half does not repeat the first"
-    return found
+    return answers
 
 
 def induction_answers(tokens: list[int]) -> Answers:
-    found = {}
+    answers = {}
     for query, token in enumerate(tokens):
         for earlier in reversed(range(query)):
             if tokens[earlier] == token:
-                found[query] = (tokens[earlier + 1], {earlier + 1})
+                answers[query] = (tokens[earlier + 1], {earlier + 1})
                 break
-    return found
+    return answers
 
 
 def faults(task: Task, batch: TaskBatch) -> list[str]:
-    """What of a batch contradicts the definition of its task."""
+    """Messages on positions where a batch contradicts the definition of its task."""
     define = copying_answers if isinstance(task, Copying) else induction_answers
-    found = []
+    messages = []
     for b, tokens in enumerate(batch.input_ids.tolist()):
         answers = define(tokens)
         for query in range(len(tokens)):
             label, keys = answers.get(query, (NO_ANSWER, set()))
             if batch.labels[b, query] != label:
-                found.append(f"label of {b}, {query}")
+                messages.append(f"label of {b}, {query}")
             if set(batch.relevant[b, query].nonzero().flatten().tolist()) != keys:
-                found.append(f"relevant keys of {b}, {query}")
-    return found
+                messages.append(f"relevant keys of {b}, {query}")
+    return messages
 
 
 copyings = st.builds(Copying, source_length=st.integers(1, 9), source_vocabulary=st.integers(2, 9))
@@ -80,7 +80,7 @@ def test_the_shipped_sizes_follow_the_definition(task: Task) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_a_wrong_answer_is_noticed(task: Task) -> None:
+def test_a_wrong_answer_is_detected(task: Task) -> None:
     batch = task.sample(4, 0)
     shifted = replace(batch, labels=batch.labels.roll(1, dims=1))
     assert any("label" in fault for fault in faults(task, shifted))
@@ -89,13 +89,13 @@ def test_a_wrong_answer_is_noticed(task: Task) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_keys_are_known_exactly_where_there_is_an_answer_and_never_in_the_future(task: Task) -> None:
+def test_relevant_keys_exist_only_for_answers_and_precede_the_query(task: Task) -> None:
     batch = task.sample(32, 1)
     assert torch.equal(batch.relevant.any(dim=-1), batch.labels != NO_ANSWER)
     assert not batch.relevant.triu(1).any()
 
 
-def test_the_sizes_that_the_tasks_promise() -> None:
+def test_the_documented_sizes_of_the_tasks() -> None:
     copying, induction = TASKS["copying"], TASKS["induction"]
     assert isinstance(copying, Copying)
     assert (copying.source_length, copying.source_vocabulary) == (16, 32)
@@ -105,13 +105,13 @@ def test_the_sizes_that_the_tasks_promise() -> None:
 
 def test_the_diagonals_are_the_answer_and_its_neighbours_in_the_source() -> None:
     task = Copying(source_length=4, source_vocabulary=3)
-    known = {4: {0, 1}, 5: {0, 1, 2}, 6: {1, 2, 3}, 7: {2, 3}}
-    found = {query: set(row.nonzero().flatten().tolist()) for query, row in enumerate(task.diagonals)}
-    assert found == {query: known.get(query, set()) for query in range(task.length)}
+    expected = {4: {0, 1}, 5: {0, 1, 2}, 6: {1, 2, 3}, 7: {2, 3}}
+    diagonals = {query: set(row.nonzero().flatten().tolist()) for query, row in enumerate(task.diagonals)}
+    assert diagonals == {query: expected.get(query, set()) for query in range(task.length)}
     assert (task.diagonals | ~task.sample(3, 0).relevant).all()
 
 
-def test_every_source_token_is_drawn_and_the_separator_stands_once() -> None:
+def test_every_source_token_is_drawn_and_the_separator_occurs_once() -> None:
     task = Copying()
     ids = task.sample(200, 3).input_ids
     assert set(ids[:, : task.source_length].flatten().tolist()) == set(range(task.source_vocabulary))
@@ -135,7 +135,7 @@ def test_a_seed_gives_the_same_sequences_and_another_gives_others(task: Task) ->
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_training_selection_and_held_out_sequences_are_different_ones(task: Task) -> None:
+def test_training_selection_and_held_out_sequences_differ(task: Task) -> None:
     assert SELECTION_SEED != HELD_OUT_SEED
     assert SELECTION_SEED not in TRAINING_SEEDS
     assert HELD_OUT_SEED not in TRAINING_SEEDS
@@ -146,7 +146,7 @@ def test_training_selection_and_held_out_sequences_are_different_ones(task: Task
     assert len(set.union(*drawn)) == 4 * 256
 
 
-def test_sizes_that_make_no_task_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(InputError, match="count is 0"):
         Copying().sample(0, 0)
     with pytest.raises(OptionError, match="source_length is 0"):

@@ -1,4 +1,4 @@
-"""The training script: it learns, it repeats, and what it writes is what it trained."""
+"""The training script: decreasing loss, reproducibility, and its files."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_without_a_learning_rate_the_loss_does_not_fall() -> None:
     assert abs(drop(losses)) < 0.1
 
 
-def test_a_training_repeats() -> None:
+def test_a_training_is_reproducible() -> None:
     short = replace(SHORT, steps=4)
     first, losses = train(TINY, "mamba", short, shrunk("mamba"))
     torch.rand(3)
@@ -55,7 +55,7 @@ def test_a_training_repeats() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
 
 
-def test_the_schedule_warms_up_and_ends_at_nothing() -> None:
+def test_the_schedule_warms_up_and_ends_at_zero() -> None:
     factors = [SHORT.schedule(step) for step in range(SHORT.steps + 1)]
     peak = factors.index(max(factors))
     assert peak < SHORT.warmup
@@ -64,7 +64,7 @@ def test_the_schedule_warms_up_and_ends_at_nothing() -> None:
     assert factors[-1] == pytest.approx(0, abs=1e-6)
 
 
-def test_the_script_writes_weights_that_load_and_a_record_beside_earlier_ones(
+def test_the_script_writes_loadable_weights_and_adds_to_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(RECIPES, "copying", replace(SHORT, steps=3))
@@ -77,12 +77,12 @@ def test_the_script_writes_weights_that_load_and_a_record_beside_earlier_ones(
         ("copying", "transformer"),
         ("copying", "s4d"),
     ]
-    for model, found in index["copying"].items():
-        host = build(model, found["config"])
-        host.load_state_dict(load_file(tmp_path / "new" / found["weights"]), strict=True)
-        assert found["recipe"]["steps"] == 3
-        batch = TASKS["copying"].sample(found["held_out_sequences"], found["held_out_seed"])
-        assert accuracy(host.eval(), batch) == found["accuracy"]
+    for model, entry in index["copying"].items():
+        host = build(model, entry["config"])
+        host.load_state_dict(load_file(tmp_path / "new" / entry["weights"]), strict=True)
+        assert entry["recipe"]["steps"] == 3
+        batch = TASKS["copying"].sample(entry["held_out_sequences"], entry["held_out_seed"])
+        assert accuracy(host.eval(), batch) == entry["accuracy"]
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,10 @@
-"""flash-linear-attention's Triton kernels on a CPU: Triton's interpreter, and a stand-in for the driver of a GPU.
+"""flash-linear-attention's Triton kernels on a CPU, with Triton's interpreter and a substitute for the GPU driver.
 
-Its softmax attention calls another package, flash-attn, which is compiled for CUDA alone: what that function returns
-is computed here by its documented formula, and everything around it is the host's own.
+Its softmax attention calls flash-attn, which is compiled only for CUDA: that function is replaced by its documented
+formula.
 
-Needs a process of its own, `python -m pytest tests/fla`: Triton decides at its import whether it interprets. In any
-other process, and where the package is missing or hidden, these tests are skipped.
+Run in a separate process, `python -m pytest tests/fla`, because Triton selects its interpreter when it is imported. In
+other processes, and if the package is missing or hidden, these tests are skipped.
 """
 
 import importlib.util
@@ -19,20 +19,20 @@ import torch
 
 def _reason_to_skip() -> str | None:
     try:
-        found = importlib.util.find_spec("fla")
+        spec = importlib.util.find_spec("fla")
     except ModuleNotFoundError:
         return "flash-linear-attention is hidden from this process"
-    if found is None:
+    if spec is None:
         return "flash-linear-attention is not installed"
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        return "Triton was imported without its interpreter; run these tests as a process of their own"
+        return "Triton was imported without its interpreter; run these tests in a separate process"
     return None
 
 
 REASON = _reason_to_skip()
 if REASON is None:
     os.environ["TRITON_INTERPRET"] = "1"
-    # Some of the package's functions would be compiled first, for longer than all else here takes.
+    # torch.compile of some functions would take longer than all tests.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
@@ -45,13 +45,13 @@ def kernels() -> None:
 
 
 def stand_in() -> None:
-    """Import the package and give it what it misses on a CPU: a driver, a function of libdevice, flash-attn's two."""
+    """Import the package with substitutes for a driver, a function of libdevice, and two functions of flash-attn."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import fla  # noqa: F401  to be ready for the rest
+        import fla  # noqa: F401  initialises the package
     import triton
 
-    # The package looks for a GPU when it is imported and has to find none; its kernels look for a driver later.
+    # At its import the package must find no GPU; its kernels request a driver later.
     triton.runtime.driver.set_active(_driver())
     _complete_libdevice()
     if importlib.util.find_spec("flash_attn") is None:
@@ -65,7 +65,7 @@ def _driver():
     from triton.backends.driver import DriverBase
 
     class StandIn(DriverBase):
-        """Answers what kernels ask about a device before they are interpreted."""
+        """The driver queries of kernels before they are interpreted."""
 
         utils = types.SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 232448, "multiprocessor_count": 1}
@@ -88,14 +88,14 @@ def _driver():
             return torch.device("cpu")
 
         def get_benchmarker(self):
-            # Every configuration of a kernel is as good as any other: the first one runs.
+            # All configurations are equally fast here, so the autotuner takes the first.
             return lambda call, *, quantiles, **options: [0.0] * len(quantiles)
 
     return StandIn()
 
 
 def _complete_libdevice() -> None:
-    """Give the interpreter the one function of CUDA's libdevice that LightNet's gate calls and Triton cannot run."""
+    """Add the function of CUDA's libdevice that LightNet's gate calls and Triton's interpreter lacks."""
     import triton.language as tl
     from triton.language.extra import libdevice
 
@@ -103,7 +103,7 @@ def _complete_libdevice() -> None:
 
 
 def _flash_attention(query, key, value, *, causal, window_size):
-    """What flash-attn's `flash_attn_func` returns: (batch, length, head, channel), scaled by channel ** -0.5."""
+    """flash-attn's `flash_attn_func`: (batch, length, head, channel), scaled by channel ** -0.5."""
     assert causal and window_size[1] in (-1, 0)
     key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     scores = torch.einsum("bihn,bjhn->bhij", query, key) * query.shape[-1] ** -0.5
@@ -116,7 +116,7 @@ def _flash_attention(query, key, value, *, causal, window_size):
 def _flash_attention_of_sequences(
     query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size
 ):
-    """What its `flash_attn_varlen_func` returns: sequences one after the other on the first axis, each alone."""
+    """flash-attn's `flash_attn_varlen_func`: sequences concatenated on the first axis, attended separately."""
     assert torch.equal(cu_seqlens_q, cu_seqlens_k)
     sizes = cu_seqlens_q.diff().tolist()
     parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)

@@ -1,4 +1,4 @@
-"""Token-by-token recurrences of the delta-rule family of flash-linear-attention, and what all recurrences share."""
+"""Token-by-token recurrences of the delta-rule family of flash-linear-attention, and shared parts of all layers."""
 
 import math
 
@@ -18,7 +18,7 @@ def convolve(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def way(module: nn.Module, name: str, deciding: Tensor, carried: Tensor, activation: str = "silu") -> Tensor:
-    """The way into queries, keys or values: projection, convolution, then SiLU's chord at what decides."""
+    """The path into queries, keys or values: projection, convolution, and SiLU's chord at the deciding stream."""
     projection = getattr(module, f"{name}_proj")
     decides, carries = projection(deciding), projection(carried)
     if getattr(module, "use_short_conv", False):
@@ -36,7 +36,7 @@ def rms(x: Tensor, eps: float) -> Tensor:
 
 
 def share(x: Tensor, count: int) -> Tensor:
-    """Give each head (token, head, ...) to as many consecutive ones."""
+    """Repeat each head (token, head, ...) for consecutive heads."""
     return torch.repeat_interleave(x, count, dim=1)
 
 
@@ -46,8 +46,8 @@ def delta_rule(query: Tensor, key: Tensor, strength: Tensor, log_decay: Tensor, 
     outputs = []
     for q, k, b, g, v in zip(query, key, strength, log_decay, value, strict=True):
         state = torch.exp(g)[..., None] * state
-        held = torch.einsum("hn,hnp->hp", k, state)
-        state = state + torch.einsum("hn,hp->hnp", b[:, None] * k, v - held)
+        read = torch.einsum("hn,hnp->hp", k, state)
+        state = state + torch.einsum("hn,hp->hnp", b[:, None] * k, v - read)
         outputs.append(torch.einsum("hn,hnp->hp", q, state))
     return torch.stack(outputs)
 
@@ -96,7 +96,7 @@ def deltanet(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def kda(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Kimi Linear, 2025: a decay for each coordinate of the keys."""
+    """Kimi Linear, 2025: one decay per coordinate of the keys."""
     size, count = module.head_k_dim, module.num_v_heads // module.num_heads
     query, key = (share(unit(way(module, n, deciding, deciding).unflatten(-1, (-1, size))), count) for n in "qk")
     strength = torch.sigmoid(module.b_proj(deciding)) * (2 if module.allow_neg_eigval else 1)
@@ -111,23 +111,23 @@ def kda(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def gated_deltaproduct(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """DeltaProduct (Siems et al., NeurIPS 2025): a decay, then several delta steps, then one read a token."""
+    """DeltaProduct (Siems et al., NeurIPS 2025): a decay, several delta steps, and one read per token."""
     size, steps = module.head_k_dim, module.num_householder
     count = module.num_v_heads // module.num_heads
     query = share(unit(way(module, "q", deciding, deciding).unflatten(-1, (-1, size))), count) / math.sqrt(size)
     keys = unit(way(module, "k", deciding, deciding).unflatten(-1, (steps, module.num_heads, size)))
     strengths = torch.sigmoid(module.b_proj(deciding)).unflatten(-1, (steps, -1))
     strengths = strengths * (2 if module.allow_neg_eigval else 1)
-    kept = torch.ones(len(deciding), module.num_v_heads)
+    decays = torch.ones(len(deciding), module.num_v_heads)
     if module.use_forget_gate:
-        kept = torch.exp(head_decay(module, deciding))
+        decays = torch.exp(head_decay(module, deciding))
     reads = []
     for stream in (deciding, carried):
         values = way(module, "v", deciding, stream).unflatten(-1, (steps, module.num_v_heads, module.head_v_dim))
         state = torch.zeros(module.num_v_heads, size, module.head_v_dim, dtype=stream.dtype)
         outputs = []
         for t in range(len(stream)):
-            state = kept[t, :, None, None] * state
+            state = decays[t, :, None, None] * state
             for n in range(steps):
                 k = torch.repeat_interleave(keys[t, n], count, dim=0)
                 change = values[t, n] - torch.einsum("hn,hnp->hp", k, state)
@@ -138,7 +138,7 @@ def gated_deltaproduct(module: nn.Module, deciding: Tensor, carried: Tensor) -> 
 
 
 def comba(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Hu et al., 2025: the erase key reads the memory as the last token left it."""
+    """Hu et al., 2025: the erase key reads the memory before the decay of the current token."""
     size, count = module.head_k_dim, module.num_v_heads // module.num_heads
     query, key = (way(module, n, deciding, deciding).unflatten(-1, (-1, size)) for n in "qk")
     erase = torch.sigmoid(module.decay)[:, None] * key if module.use_inner_decay else key
@@ -146,7 +146,7 @@ def comba(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
         query = query - module.D[:, None] * erase
     query, key, erase = (share(unit(x), count) for x in (query, key, erase))
     strength = torch.sigmoid(module.b_proj(deciding))
-    kept = torch.exp(head_decay(module, deciding))
+    decays = torch.exp(head_decay(module, deciding))
     reads = []
     for stream in (deciding, carried):
         values = way(module, "v", deciding, stream).unflatten(-1, (-1, module.head_v_dim))
@@ -154,7 +154,13 @@ def comba(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
         outputs = []
         for t in range(len(stream)):
             change = strength[t][:, None] * (values[t] - torch.einsum("hn,hnp->hp", erase[t], state))
-            state = kept[t, :, None, None] * state + torch.einsum("hn,hp->hnp", key[t], change)
+            state = decays[t, :, None, None] * state + torch.einsum("hn,hp->hnp", key[t], change)
             outputs.append(torch.einsum("hn,hnp->hp", query[t] / math.sqrt(size), state))
         reads.append(torch.stack(outputs))
     return closed(module, module.o_norm, deciding, *reads, gated=module.use_output_gate)
+
+
+def chosen(function: object) -> object:
+    """The activation of a gate, which the host stores as a kernel: sigmoid or SiLU."""
+    kernel = getattr(getattr(function, "__self__", None), "__name__", "")
+    return torch.sigmoid if kernel == "SigmoidFunction" else functional.silu

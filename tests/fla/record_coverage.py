@@ -1,7 +1,7 @@
-"""Record what flash-linear-attention's hosts show for the table of coverage: `python tests/fla/record_coverage.py`.
+"""Record flash-linear-attention's hosts for the coverage table: `python tests/fla/record_coverage.py`.
 
-Runs where the package is installed, in Triton's interpreter, with the stand-in for a GPU that the tests use. Takes the
-arguments of `python -m tools.coverage`, such as `--check`.
+Runs in Triton's interpreter with the GPU substitute of the tests. Takes the arguments of `python -m tools.coverage`,
+such as `--check`.
 """
 
 import sys

@@ -1,9 +1,8 @@
-"""Each layer as its paper writes it, one token after the other: the oracle that knows no operator and no padding.
+"""Token-by-token recurrences of the layers of flash-linear-attention, from their papers.
 
-Every function takes one sequence without padding, in two streams (token, channel). One decides: its values make
-queries, keys, decays, strengths, gates, slopes and norms. The other is carried by what the first decided. Given the
-same stream twice, the result is the layer's own output; given another one to carry, it is the layer frozen on the
-first.
+Every function takes one sequence without padding, as two streams (token, channel). The deciding stream determines
+queries, keys, decays, strengths, gates, slopes and norms; the carried stream is the input of the frozen layer. With the
+same stream twice the result is the output of the layer.
 """
 
 import copy
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.fla.delta_recurrences import (
+    chosen,
     comba,
     convolve,
     deltanet,
@@ -22,14 +22,14 @@ from tests.fla.delta_recurrences import (
     kda,
     rms,
     share,
-    unit,
     way,
 )
+from tests.fla.rwkv_recurrences import rwkv6, rwkv6_channel, rwkv7, rwkv7_channel
 from unilinattn.tracing.layer import Layer
 
 
 def gated_memory(query: Tensor, key: Tensor, log_decay: Tensor, value: Tensor) -> Tensor:
-    """S = exp(g) S + k v^T; y = S^T q, each (token, head, ...): every linear attention."""
+    """S = exp(g) S + k v^T; y = S^T q, each (token, head, ...): gated linear attention."""
     state = torch.zeros(*key.shape[1:], value.shape[-1], dtype=value.dtype)
     outputs = []
     for q, k, g, v in zip(query, key, log_decay, value, strict=True):
@@ -39,7 +39,7 @@ def gated_memory(query: Tensor, key: Tensor, log_decay: Tensor, value: Tensor) -
 
 
 def featured(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of GLA and RetNet, rotated where the layer does that, keys repeated for all heads."""
+    """Queries and keys of GLA and RetNet, rotated if the layer rotates them; keys repeated for all heads."""
     feature = torch.relu if module.feature_map_fn is not None else lambda side: side
     activation = "silu" if module.use_short_conv else "none"
     sides = (feature(way(module, n, x, x, activation).unflatten(-1, (-1, module.head_k_dim))) for n in "qk")
@@ -48,7 +48,7 @@ def featured(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(rotary: nn.Module, x: Tensor) -> Tensor:
-    """Turn each pair (n, n + half) by its angle: the position times base^(-2n / dim), the host's float32 table."""
+    """Rotate each pair (n, n + half) by position times base^(-2n / dim), from the host's float32 table."""
     half = rotary.dim // 2
     speed = 1 / rotary.base ** (torch.arange(0, rotary.dim, 2).float() / rotary.dim)
     angle = torch.outer(torch.arange(len(x)).float(), speed)
@@ -58,7 +58,7 @@ def rotate(rotary: nn.Module, x: Tensor) -> Tensor:
 
 
 def shared_values(module: nn.Module, deciding: Tensor, carried: Tensor) -> list[Tensor]:
-    """The values of both streams, each head repeated for the queries that share it."""
+    """The values of both streams, each head repeated for its group of queries."""
     activation = "silu" if getattr(module, "use_short_conv", False) else "none"
     values = (way(module, "v", deciding, stream, activation) for stream in (deciding, carried))
     return [share(value.unflatten(-1, (-1, module.head_v_dim)), module.num_kv_groups) for value in values]
@@ -71,12 +71,6 @@ def gate_of(module: nn.Module, x: Tensor) -> Tensor | float:
     if isinstance(function, nn.Module):
         return function(module.g_proj(x))
     return chosen(function)(module.g_proj(x))
-
-
-def chosen(function: object) -> object:
-    """The function of a gate, of which the host holds a kernel: SiLU unless that is a sigmoid's."""
-    kernel = getattr(getattr(function, "__self__", None), "__name__", "")
-    return torch.sigmoid if kernel == "SigmoidFunction" else functional.silu
 
 
 def normed_by_head(module: nn.Module, x: Tensor, decides: Tensor, carries: Tensor) -> Tensor:
@@ -97,7 +91,7 @@ def gla(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def retnet(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Sun et al., 2023; the decays are the host's float32 numbers."""
+    """Sun et al., 2023, with the host's float32 decays."""
     query, key = featured(module, deciding)
     decay = torch.log(1 - 2.0 ** (-5 - torch.arange(module.num_heads).float())).double()
     decay = decay[None, :, None].expand(len(query), -1, 1)
@@ -157,13 +151,13 @@ def hgrn2(module: nn.Module, deciding: Tensor, carried: Tensor, lower_bound: Ten
 
 
 def normed_whole(module: nn.Module, decides: Tensor, carries: Tensor, *, eps: float, gate: Tensor | None = None):
-    """The norm over all heads with the epsilon of fla's kernel, which the layer's own setting does not reach."""
+    """The norm over all heads with the epsilon of fla's kernel, which ignores that of the layer."""
     normed = carries / rms(decides, eps) * (1 if module.g_norm.weight is None else module.g_norm.weight)
     return module.o_proj(normed if gate is None else normed * gate)
 
 
 def gsa(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Zhang et al., NeurIPS 2024: a memory of keys a slot, a softmax over slots, a memory of values a slot."""
+    """Zhang et al., NeurIPS 2024: one key per slot, a softmax over slots, one value per slot."""
     activation = "silu" if module.use_short_conv else "none"
     kind = type(module.feature_map).__name__
     feature = {"SwishFeatureMap": functional.silu, "ReLUFeatureMap": torch.relu}.get(kind, module.feature_map)
@@ -186,7 +180,7 @@ def gsa(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def lightnet(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Qin et al., 2024: each coordinate's weights over the tokens so far are a softmax of their keys."""
+    """Qin et al., 2024: per coordinate, a softmax of the keys over the past tokens."""
     size = module.head_f_dim
     query = functional.silu(way(module, "q", deciding, deciding, "none")).unflatten(-1, (-1, size)) / math.sqrt(size)
     logits = way(module, "k", deciding, deciding, "none").unflatten(-1, (-1, size))
@@ -234,12 +228,12 @@ def mamba(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
 
 
 def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """SSD with one decay a head (LaTIM Eq. 13-14, 24); head h takes group h modulo the groups, as fla's torch path."""
+    """SSD with one decay per head (LaTIM Eq. 13-14, 24); head h uses group h modulo the groups, as fla's torch code."""
     chord, inner, size = CHORDS[module.activation], module.intermediate_size, module.ssm_state_size
     parts = [inner, module.conv_dim, module.num_heads]
-    gate, own, step = module.in_proj(deciding).split(parts, dim=-1)
+    gate, branch, step = module.in_proj(deciding).split(parts, dim=-1)
     decides, carries = (
-        convolve(module.conv1d, side) for side in (own, module.in_proj(carried).split(parts, dim=-1)[1])
+        convolve(module.conv1d, side) for side in (branch, module.in_proj(carried).split(parts, dim=-1)[1])
     )
     sides = [(chord(decides) * stream) for stream in (decides, carries)]
     key, query = (part.unflatten(-1, (-1, size)) for part in sides[0][:, inner:].chunk(2, dim=-1))
@@ -262,91 +256,8 @@ def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
     return module.out_proj(normed * functional.silu(gate) if norm.norm_before_gate else normed)
 
 
-def group_norm(decides: Tensor, carries: Tensor, eps: float) -> Tensor:
-    """Centre each head and divide it by the deviation of the stream that decides (token, head, channel)."""
-    spread = decides - decides.mean(-1, keepdim=True)
-    return (carries - carries.mean(-1, keepdim=True)) / rms(spread, eps)
-
-
-def before(x: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
-
-
-def rwkv6(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """Eagle and Finch (Peng et al., 2024): data-dependent token shift, decays a coordinate, a bonus for itself."""
-    x, delta = deciding, before(deciding) - deciding
-    first, _, last = module.x_proj
-    low = torch.tanh(first.linear(x + delta * first.mu)).chunk(5, dim=-1)
-    spread = last.weight.chunk(5, dim=1)
-    mixes = {n: low[i] @ spread[i].T + module.x_bias[i] for i, n in enumerate("rwkvg")}
-    size = module.head_k_dim
-    query, step, key = (
-        getattr(module, f"{n}_proj").linear(x + delta * mixes[n]).unflatten(-1, (-1, size)) for n in "rwk"
-    )
-    decay = torch.exp(-torch.exp(step))
-    reads = []
-    for stream in (deciding, carried):
-        mixed = stream + (before(stream) - stream) * mixes["v"]
-        values = module.v_proj.linear(mixed).unflatten(-1, (-1, module.head_v_dim))
-        state, outputs = torch.zeros(module.num_heads, size, module.head_v_dim, dtype=stream.dtype), []
-        for t in range(len(stream)):
-            written = key[t][..., None] * values[t][:, None, :]
-            outputs.append(torch.einsum("hn,hnp->hp", query[t], state + module.bonus[..., None] * written))
-            state = decay[t][..., None] * state + written
-        reads.append(torch.stack(outputs))
-    norm = module.g_norm
-    normed = group_norm(*reads, norm.eps).flatten(1)
-    normed = normed if norm.weight is None else normed * norm.weight + norm.bias
-    return module.o_proj(normed * chosen(module.gate_fn)(module.g_proj.linear(x + delta * mixes["g"])))
-
-
-def rwkv6_channel(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """An MLP on the token moved towards the one before, its squared ReLU a frozen slope, under receptance."""
-    gate = module.receptance.linear(deciding + (before(deciding) - deciding) * module.receptance.mu)
-    key = [module.key.linear(x + (before(x) - x) * module.key.mu) for x in (deciding, carried)]
-    return torch.sigmoid(gate) * module.value(key[0].clamp_min(0) * key[1])
-
-
-def rwkv7_channel(module: nn.Module, deciding: Tensor, carried: Tensor) -> Tensor:
-    """The same MLP without receptance (Peng et al., 2025)."""
-    key = [module.key(x + (before(x) - x) * module.x_k) for x in (deciding, carried)]
-    return module.value(key[0].clamp_min(0) * key[1])
-
-
-def rwkv7(module: nn.Module, deciding: Tensor, carried: Tensor, first: Tensor, carried_first: Tensor) -> Tensor:
-    """Peng et al., 2025: S = diag(w) S - kk (kk a)^T S + k v^T transposed, the first layer's values mixed in."""
-    x, delta = deciding, before(deciding) - deciding
-    mixed = {n: x + delta * getattr(module, f"x_{n}")[0] for n in "rwkvag"}
-    size = module.head_dim
-    query, key = module.r_proj(mixed["r"]), module.k_proj(mixed["k"])
-    decay = torch.exp(-math.exp(-0.5) * torch.sigmoid(module.w_lora(mixed["w"])))
-    rate = torch.sigmoid(module.a_lora(mixed["a"]))
-    erased = (key * module.k_k).unflatten(-1, (-1, size))
-    length = erased.norm(dim=-1, keepdim=True)
-    erased = unit(erased) if module.fuse_norm else erased / length
-    key = key * (1 + (rate - 1) * module.k_a)
-    query, key, decay, rate = (side.unflatten(-1, (-1, size)) for side in (query, key, decay, rate))
-    bonus = (query * key * module.r_k).sum(-1, keepdim=True)
-    reads, own = [], None
-    for stream, other in ((deciding, first), (carried, carried_first)):
-        values = module.v_proj(stream + (before(stream) - stream) * module.x_v[0])
-        if module.layer_idx != 0:
-            mix = torch.sigmoid(module.v_lora(mixed["v"]))
-            values = (1 - mix) * values + mix * other
-        own = values.unflatten(-1, (-1, module.head_v_dim))
-        state, outputs = torch.zeros(module.num_heads, size, module.head_v_dim, dtype=stream.dtype), []
-        for t in range(len(stream)):
-            removed = torch.einsum("hn,hnp->hp", erased[t], state)
-            state = decay[t][..., None] * state - (erased[t] * rate[t])[..., None] * removed[:, None]
-            state = state + key[t][..., None] * own[t][:, None]
-            outputs.append(torch.einsum("hn,hnp->hp", query[t], state))
-        reads.append(torch.stack(outputs))
-    normed = group_norm(*reads, module.g_norm.eps).flatten(1) * module.g_norm.weight + module.g_norm.bias
-    return module.o_proj((normed + (bonus * own).flatten(1)) * module.g_lora(mixed["g"]))
-
-
 def attended(module: nn.Module, scores: Tensor, deciding: Tensor, carried: Tensor, window: int | None) -> Tensor:
-    """Each token's softmax over itself and the tokens before it, so far as the window reaches."""
+    """Causal softmax attention in a window."""
     values = share(module.v_proj(carried).unflatten(-1, (-1, module.head_dim)), module.num_kv_groups)
     outputs = []
     for t in range(len(carried)):
@@ -414,18 +325,18 @@ RECURRENCES = {
 """The recurrence of each adapter."""
 
 PARAMETERS = {"fla_hgrn": ("lower_bound",), "fla_hgrn2": ("lower_bound",)}
-"""What a layer is given beside its streams that decides."""
+"""Arguments of a layer, in addition to its streams, that determine factors."""
 
 
 def frozen(module: nn.Module, layer: Layer, carried: dict[str, Tensor]) -> Tensor:
-    """Run a layer's recurrence in float64 on every sequence's real tokens, frozen on what it saw; zeros elsewhere.
+    """Run a layer's recurrence in float64 on the real tokens of every sequence, frozen on a trace; zeros elsewhere.
 
-    `carried` holds a stream for each port of the layer.
+    `carried`: one stream for each port of the layer.
     """
     module = copy.deepcopy(module).double()
-    deciding, given = layer.operator.inputs, {}
+    deciding, inputs = layer.operator.inputs, {}
     for name in PARAMETERS.get(layer.architecture, ()):
-        given[name] = layer.arguments.get(name)
+        inputs[name] = layer.arguments.get(name)
     real = torch.ones(layer.input.shape[:2], dtype=torch.bool) if layer.mask is None else layer.mask
     result = torch.zeros(layer.output.shape, dtype=torch.float64)
     with torch.no_grad():
@@ -433,5 +344,5 @@ def frozen(module: nn.Module, layer: Layer, carried: dict[str, Tensor]) -> Tenso
             streams = [s[port][b, tokens].double() for port in carried for s in (deciding, carried)]
             if layer.architecture == "fla_rwkv7" and len(streams) == 2:
                 streams += [torch.zeros(0)] * 2
-            result[b, tokens] = RECURRENCES[layer.architecture](module, *streams, **given)
+            result[b, tokens] = RECURRENCES[layer.architecture](module, *streams, **inputs)
     return result

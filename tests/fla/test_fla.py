@@ -1,8 +1,7 @@
-"""Every layer of flash-linear-attention that an adapter covers: against the package's kernels in float32, and in
-float64 against the paper's recurrence; and the laws of any operator.
+"""Adapters of flash-linear-attention: against the package's kernels in float32, and the papers' recurrences in float64.
 
-The kernels compute in float32 inside, so float64 has no host to compare with: there each operator, built from the
-same weights in float64, is compared with a recurrence that runs token by token and sequence by sequence.
+The kernels always compute in float32, so in float64 each operator, built from the same weights, is compared with a
+token-by-token recurrence of each sequence. The laws of operators are tested in float64.
 """
 
 import copy
@@ -23,11 +22,11 @@ from unilinattn.testing.laws import padding as padding_law
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 
-# Ordered by host, so that what one of them did serves all its tests.
+# Ordered by host, so that the tests of one host share its cached trace.
 every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name, scope="module")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:fla"),
-    # Where LightNet's kernel meets two empty sums it takes their difference, and then does not use it.
+    # LightNet's kernel subtracts two empty sums and does not use the result.
     pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning:triton"),
 ]
 
@@ -35,7 +34,7 @@ HYBRIDS = {
     "samba": ["fla_mamba", "fla_attention"],
     "gated deltanet with attention between": ["fla_gated_deltanet", "fla_attention", "fla_gated_deltanet"],
 }
-"""The adapters of hosts with layers of several kinds, in order."""
+"""The adapters of hosts with several kinds of layer, in order."""
 
 
 @lru_cache(maxsize=4)
@@ -44,7 +43,7 @@ def model(host: Host) -> nn.Module:
 
 
 def padded(host: Host) -> dict[str, Tensor]:
-    """A whole sequence, one padded on the right, one on the left."""
+    """An unpadded sequence, one padded on the right, and one on the left."""
     ids = host.inputs(seed=1)[:1].repeat(3, 1)
     mask, length = torch.ones_like(ids), ids.shape[1]
     mask[1, length - length // 3 :] = 0
@@ -62,13 +61,13 @@ def traced(host: Host, form: str) -> Trace:
 
 @lru_cache(maxsize=4)
 def singles(host: Host) -> list[Trace]:
-    """Each of the padded sequences by itself, without padding."""
+    """The sequences of the padded batch one by one, without padding."""
     rows = zip(*padded(host).values(), strict=True)
     return [trace(model(host), {"input_ids": ids[mask.bool()][None]}) for ids, mask in rows]
 
 
 def doubled(layer: Layer) -> Layer:
-    """The same layer, its operator in float64."""
+    """The same layer with its operator in float64."""
     other = copy.copy(layer)
     vars(other).pop("operator", None)
     other.input, other.output = layer.input.double(), layer.output.double()
@@ -76,14 +75,14 @@ def doubled(layer: Layer) -> Layer:
 
 
 @every_host
-def test_operators_return_what_the_kernels_did(host: Host) -> None:
+def test_operators_reproduce_the_kernels(host: Host) -> None:
     with left_as_found(model(host)):
-        found = traced(host, "plain")
+        host_trace = traced(host, "plain")
     expected = HYBRIDS.get(host.name, [host.architecture] * host.layers)
     if "rwkv" in host.architecture:
         expected = [host.architecture, f"{host.architecture}_channel"] * (host.layers // 2)
-    assert [layer.architecture for layer in found.layers] == expected
-    for layer in found.layers:
+    assert [layer.architecture for layer in host_trace.layers] == expected
+    for layer in host_trace.layers:
         for law in HOST_LAWS.values():
             law(layer.operator, tolerance("reconstruction", torch.float32))
             law(doubled(layer).operator, tolerance("reconstruction", torch.float32))
@@ -105,7 +104,7 @@ def test_padding_is_kept_out_as_the_host_keeps_it_out(host: Host, form: str) -> 
 
 @every_host
 @pytest.mark.parametrize("form", ["plain", "padded"])
-def test_operators_are_the_paper_s_recurrence_in_float64(host: Host, form: str) -> None:
+def test_operators_equal_the_recurrence_of_the_paper_in_float64(host: Host, form: str) -> None:
     modules = dict(model(host).named_modules())
     for layer in map(doubled, traced(host, form).layers):
         op, module = layer.operator, modules[layer.name]
@@ -119,17 +118,17 @@ def test_operators_are_the_paper_s_recurrence_in_float64(host: Host, form: str) 
 
 
 @every_host
-def test_laws_of_any_operator_hold(host: Host) -> None:
+def test_every_law_holds(host: Host) -> None:
     for layer in map(doubled, traced(host, "plain").layers):
         for law in OPERATOR_LAWS.values():
             law(layer.operator, tolerance("law", torch.float64))
 
 
 @every_host
-def test_the_bias_is_made_of_biases(host: Host) -> None:
+def test_the_bias_depends_only_on_biases(host: Host) -> None:
     bare = copy.deepcopy(model(host))
-    found = [layer.operator.bias.abs().amax() for layer in traced(host, "plain").layers]
-    if not any(found):
+    sizes = [layer.operator.bias.abs().amax() for layer in traced(host, "plain").layers]
+    if not any(sizes):
         return
     with torch.no_grad():
         for name, parameter in bare.named_parameters():
@@ -145,7 +144,7 @@ def small(name: str, **settings: object) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "gla"])
-def test_gradients_are_the_host_s_own(name: str) -> None:
+def test_gradients_are_those_of_the_host(name: str) -> None:
     host = next(host for host in HOSTS if host.name == name)
     layers = traced(host, "plain").layers
     modules, outputs = dict(model(host).named_modules()), []
@@ -159,9 +158,9 @@ def test_gradients_are_the_host_s_own(name: str) -> None:
         logit = model(host)(host.inputs(), use_cache=False).logits[:, -1, 3].sum()
     for hook in hooks:
         hook.remove()
-    own = torch.autograd.grad(logit, outputs)
-    for got, expected in zip(traced(host, "plain").gradient(-1, 3), own, strict=True):
-        assert relative_error(got, expected) <= tolerance("reconstruction", torch.float32)
+    reference = torch.autograd.grad(logit, outputs)
+    for actual, expected in zip(traced(host, "plain").gradient(-1, 3), reference, strict=True):
+        assert relative_error(actual, expected) <= tolerance("reconstruction", torch.float32)
 
 
 def test_padding_between_tokens_is_refused() -> None:
@@ -172,7 +171,7 @@ def test_padding_between_tokens_is_refused() -> None:
         layer.operator  # noqa: B018  the property builds it
 
 
-def test_padding_between_tokens_is_reproduced_where_the_host_only_masks() -> None:
+def test_padding_between_tokens_is_reproduced_for_hosts_that_only_mask() -> None:
     ids = torch.arange(5)[None]
     mask = torch.tensor([[1, 1, 0, 1, 0]])
     for layer in trace(small("HGRN"), {"input_ids": ids, "attention_mask": mask}).layers:
@@ -186,21 +185,21 @@ def test_packed_sequences_are_refused() -> None:
         layer.operator  # noqa: B018  the property builds it
 
 
-def test_a_function_that_is_not_known_is_refused_by_name() -> None:
+def test_an_unknown_activation_is_refused_by_name() -> None:
     altered = copy.deepcopy(small("GLA", feature_map="relu"))
     altered.model.layers[0].attn.feature_map_fn = torch.tan
     with pytest.raises(UncoveredError, match=r"layers\.0\.attn.*'tan'.*Accepted"):
         trace(altered, torch.arange(3)[None]).layers[0].operator  # noqa: B018  the property builds it
 
 
-def test_rotations_of_another_kind_are_refused() -> None:
+def test_unsupported_rotations_are_refused() -> None:
     altered = copy.deepcopy(small("RetNet"))
     altered.model.layers[0].attn.rotary.interleaved = True
     with pytest.raises(UncoveredError, match="interleaved"):
         trace(altered, torch.arange(3)[None]).layers[0].operator  # noqa: B018  the property builds it
 
 
-def test_an_attribute_that_is_gone_is_named_with_the_version() -> None:
+def test_a_missing_attribute_is_refused_with_the_version() -> None:
     altered = copy.deepcopy(small("HGRN"))
     layer = trace(altered, torch.arange(3)[None]).layers[0]
     del altered.model.layers[0].attn.use_short_conv
@@ -208,8 +207,8 @@ def test_an_attribute_that_is_gone_is_named_with_the_version() -> None:
         layer.operator  # noqa: B018  the property builds it
 
 
-def test_the_unified_matrix_holds_the_bonus_beside_the_norm_of_the_memory() -> None:
-    """RWKV-7 adds its bonus after the group norm, whose centring no matrix a channel can hold."""
+def test_the_unified_matrix_contains_the_bonus_but_not_the_group_norm() -> None:
+    """RWKV-7 adds its bonus after the group norm, whose centring is not a matrix per channel."""
     host = next(host for host in HOSTS if host.name == "rwkv7")
     for layer in map(doubled, traced(host, "plain").layers):
         op = layer.operator

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for sm_90 without a GPU; run as a program of its own, outside the interpreter."""
+"""Compile every Triton kernel for sm_90 without a GPU; run in a separate process, outside the interpreter."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
     from unilinattn.kernels.scan import triton_diagonal, triton_scalar
 
     pointers = POINTERS["reduced_map"]
-    found = []
+    kernels = []
     for flag in (False, True):
         constants = {"LEFT": flag, "READ": flag, "CHUNK": 64, "INNER": 64}
-        found.append(("chunk_factors", reduced.chunk_factors, pointers, constants, {"num_warps": 8}))
+        kernels.append(("chunk_factors", reduced.chunk_factors, pointers, constants, {"num_warps": 8}))
     for kind, sign, planes, precision in (
         ("add", "keep", 1, "ieee"),
         ("add", "keep", 2, "tf32"),
@@ -61,16 +61,18 @@ def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
     ):
         constants = {"PLANES": planes, "CHUNK": 64, "KIND": kind, "PHI": sign, "PRECISION": precision}
         constants |= {"ROWS": 64, "COLS": 64, "INNER": 32}
-        found.append((f"far_tiles {kind} {precision}", reduced.far_tiles, pointers, constants, {"num_stages": 3}))
+        kernels.append((f"far_tiles {kind} {precision}", reduced.far_tiles, pointers, constants, {"num_stages": 3}))
     for flag, precision in ((False, "ieee"), (True, "bf16")):
         constants = {"LEFT": flag, "TAP": flag, "CHUNK": 64, "BAND": flag, "PRECISION": precision, "INNER": 32}
-        found.append((f"diagonal_tiles {precision}", reduced.diagonal_tiles, pointers, constants, {}))
+        kernels.append((f"diagonal_tiles {precision}", reduced.diagonal_tiles, pointers, constants, {}))
     pointers = POINTERS["scan"]
     for flag in (False, True):
         shared = {"RATE": flag, "SCALE": flag, "RESET": flag, "ONE": flag, "TOKENS": 16, "ROWS": 8, "STATES": 16}
         for leaves in (False, True):
             constants = shared | {"ENTERS": not leaves, "LEAVES": leaves, "REVERSE": flag}
-            found.append(("diagonal_segments", triton_diagonal.diagonal_segments, pointers - {"states"}, constants, {}))
+            kernels.append(
+                ("diagonal_segments", triton_diagonal.diagonal_segments, pointers - {"states"}, constants, {})
+            )
             constants = {
                 "ENTERS": not leaves,
                 "LEAVES": leaves,
@@ -79,17 +81,19 @@ def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
             }
             constants |= {"CHUNK": 32, "COLUMNS": 32, "STATES": 128}
             wide = {"num_warps": 8, "num_stages": 1}
-            found.append(("scalar_segments", triton_scalar.scalar_segments, pointers - {"states"}, constants, wide))
+            kernels.append(("scalar_segments", triton_scalar.scalar_segments, pointers - {"states"}, constants, wide))
         constants = shared | {"NARROW": flag}
-        found.append(("diagonal_gradients", triton_diagonal.diagonal_gradients, pointers - {"states"}, constants, {}))
-    found.append(("carry", triton_diagonal.carry, pointers, {"SIZE": 256}, {}))
+        kernels.append(("diagonal_gradients", triton_diagonal.diagonal_gradients, pointers - {"states"}, constants, {}))
+    kernels.append(("carry", triton_diagonal.carry, pointers, {"SIZE": 256}, {}))
     constants = {"PRECISION": "ieee", "CHUNK": 32, "COLUMNS": 32, "STATES": 128}
-    found.append(("scalar_decay_gradient", triton_scalar.scalar_decay_gradient, pointers - {"states"}, constants, wide))
+    kernels.append(
+        ("scalar_decay_gradient", triton_scalar.scalar_decay_gradient, pointers - {"states"}, constants, wide)
+    )
     for kind, precision in (("l2", "ieee"), ("alti", "tf32"), ("lp", "bf16")):
         constants = {"KIND": kind, "PRECISION": precision, "OUT": norms.OUT, "PAIRS": 128, "CHANNELS": 32}
         pointers = POINTERS["contribution_norms"]
-        found.append((f"pair_norms {kind}", norms.pair_norms, pointers, constants, {"num_warps": 8, "num_stages": 3}))
-    return found
+        kernels.append((f"pair_norms {kind}", norms.pair_norms, pointers, constants, {"num_warps": 8, "num_stages": 3}))
+    return kernels
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The reduced map against its definition, and what it costs."""
+"""The reduced map against its definition."""
 
 import pytest
 import torch
@@ -14,14 +14,16 @@ BATCH, HEADS, STATE = 2, 5, 3
 def factors(length: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(length)
     query, key = (torch.randn(BATCH, length, HEADS, STATE, dtype=torch.float64) for _ in range(2))
-    # From decays that keep everything to one that leaves nothing.
+    # Decays from 1 to 0.
     return query, key, -torch.rand(BATCH, length, HEADS, STATE, dtype=torch.float64).pow(6) * 800
 
 
 @pytest.mark.parametrize("length", [1, 3, 8, 63, 130])
 @pytest.mark.parametrize("rows", [16, pytest.param(24, marks=pytest.mark.slow), 1024])
 @pytest.mark.parametrize("inner", [pytest.param(3, marks=pytest.mark.slow), 9, 1536])
-def test_it_is_its_definition(length: int, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reduced_map_equals_its_definition(
+    length: int, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tiled, "INNER", inner)
     monkeypatch.setattr(tiled, "COLUMNS", 20)
     query, key, decay = factors(length)

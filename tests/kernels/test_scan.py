@@ -1,4 +1,4 @@
-"""The scans against their definition: the recurrence, and the map that the papers unroll it to."""
+"""The scans against their definitions: the recurrence, and its unrolled map."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_the_recurrence_is_the_map() -> None:
 
 
 def test_the_map_is_inclusive() -> None:
-    # y_2 reads what token 1 wrote after one decay, its own write after none (HMA ACL Eq. 11).
+    # y_2 reads the write of token 1 after one decay, and the write of token 2 undecayed (HMA ACL Eq. 11).
     one = torch.ones(1, 3, 1, 1, dtype=torch.float64)
     log_decay = torch.tensor([-5.0, -1.0, -2.0], dtype=torch.float64).view(1, 3, 1, 1)
     between = torch.tensor([[0.0, 0.0, 0.0], [-1.0, 0.0, 0.0], [-3.0, -2.0, 0.0]], dtype=torch.float64)
@@ -47,19 +47,19 @@ def test_the_map_is_inclusive() -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_chunked_scan_is_the_recurrence(length: int, dtype: torch.dtype) -> None:
-    given = factors(length, dtype)
-    assert relative_error(scalar_scan(**given), by_definition(**given)) < tolerance("law", dtype)
+    inputs = factors(length, dtype)
+    assert relative_error(scalar_scan(**inputs), by_definition(**inputs)) < tolerance("law", dtype)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_chunked_scan_has_the_gradients_of_the_recurrence(length: int) -> None:
-    given = {name: t.requires_grad_() for name, t in factors(length, torch.float64).items()}
+    inputs = {name: t.requires_grad_() for name, t in factors(length, torch.float64).items()}
     weights = torch.randn(2, length, 4, 5, dtype=torch.float64)
-    chunked = torch.autograd.grad((scalar_scan(**given) * weights).sum(), list(given.values()), allow_unused=True)
-    defined = torch.autograd.grad((by_definition(**given) * weights).sum(), list(given.values()), allow_unused=True)
-    for name, got, expected in zip(given, chunked, defined, strict=True):
-        nothing = torch.zeros_like(given[name])
-        error = relative_error(nothing if got is None else got, nothing if expected is None else expected)
+    chunked = torch.autograd.grad((scalar_scan(**inputs) * weights).sum(), list(inputs.values()), allow_unused=True)
+    defined = torch.autograd.grad((by_definition(**inputs) * weights).sum(), list(inputs.values()), allow_unused=True)
+    for name, actual, expected in zip(inputs, chunked, defined, strict=True):
+        nothing = torch.zeros_like(inputs[name])
+        error = relative_error(nothing if actual is None else actual, nothing if expected is None else expected)
         assert error < 1e-12, name
 
 
@@ -73,19 +73,19 @@ def test_the_adjoint_scan_is_the_transposed_map(length: int) -> None:
 
 @pytest.mark.parametrize("strong", [-20.0, -100.0, -1e3, -1e4])
 @pytest.mark.parametrize("scan", [scalar_scan, scalar_scan_adjoint])
-def test_a_strong_decay_costs_the_tokens_after_it_no_digits(scan, strong: float) -> None:
-    given = factors(130, torch.float32)
-    weak = 0.05 * given["log_decay"]
-    given["log_decay"] = torch.where(torch.rand(weak.shape) < 0.15, torch.tensor(strong), weak)
-    wide = scan(*(t.double() for t in given.values()))
-    assert relative_error(scan(*given.values()), wide) < 2e-6
+def test_tokens_after_a_strong_decay_are_accurate(scan, strong: float) -> None:
+    inputs = factors(130, torch.float32)
+    weak = 0.05 * inputs["log_decay"]
+    inputs["log_decay"] = torch.where(torch.rand(weak.shape) < 0.15, torch.tensor(strong), weak)
+    wide = scan(*(t.double() for t in inputs.values()))
+    assert relative_error(scan(*inputs.values()), wide) < 2e-6
 
 
 def test_groups_serve_consecutive_heads() -> None:
     assert repeat_groups(torch.tensor([[1.0, 2.0]]), 4, 1).tolist() == [[1, 1, 2, 2]]
 
 
-def test_states_continue_from_a_given_one() -> None:
+def test_the_scan_continues_from_an_initial_state() -> None:
     state, decay = torch.randn(2, 3, 4, 5), torch.rand(2, 6, 3, 4, 1)
     increment = torch.randn(2, 6, 3, 4, 5)
     expected, current = [], state
@@ -105,74 +105,72 @@ def test_decays_within_a_chunk_mask_before_the_exponential() -> None:
 
 @pytest.mark.parametrize("length", [17, 70])
 @pytest.mark.parametrize("passed", ["diagonal_scan", "diagonal_scan_adjoint"])
-def test_states_that_are_made_again_have_the_same_gradients(
-    length: int, passed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_states_give_the_same_gradients(length: int, passed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(3))
     decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
     value = torch.randn(2, length, 4, 2, dtype=torch.float64)
-    given = [t.double().requires_grad_() for t in (query, key, decay, scale, rate, value)]
+    inputs = [t.double().requires_grad_() for t in (query, key, decay, scale, rate, value)]
     weights = torch.randn(2, length, 4, 2, dtype=torch.float64)
 
     def gradients() -> list[Tensor]:
-        *factors, vectors = given
+        *factors, vectors = inputs
         total = (getattr(tiled, passed)(*factors, None, vectors) * weights).sum()
-        return list(torch.autograd.grad(total, given))
+        return list(torch.autograd.grad(total, inputs))
 
-    kept = gradients()
+    saved = gradients()
     monkeypatch.setattr(tiled, "KEPT", 8)
     monkeypatch.setattr(tiled, "GROUP", 20)
-    for once, again in zip(kept, gradients(), strict=True):
+    for once, again in zip(saved, gradients(), strict=True):
         assert relative_error(again, once) < 1e-13
 
 
 def token_by_token(query, key, decay, scale, rate, value, back: bool) -> Tensor:
     read, write = (key * scale.unsqueeze(-1), query) if back else (query, key * scale.unsqueeze(-1))
     steps = (decay * rate).exp()
-    state, found = torch.zeros(value.shape[0], 4, 3, value.shape[3], dtype=torch.float64), {}
+    state, outputs = torch.zeros(value.shape[0], 4, 3, value.shape[3], dtype=torch.float64), {}
     length = value.shape[1]
     for t in range(length - 1, -1, -1) if back else range(length):
         crossed = t + 1 if back else t
         state = state * (steps[:, crossed, ..., None] if crossed < length else 1)
         state = state + write[:, t].expand(-1, 4, -1).unsqueeze(-1) * value[:, t].unsqueeze(-2)
-        found[t] = (read[:, t].expand(-1, 4, -1).unsqueeze(-1) * state).sum(-2)
-    return torch.stack([found[t] for t in range(length)], dim=1)
+        outputs[t] = (read[:, t].expand(-1, 4, -1).unsqueeze(-1) * state).sum(-2)
+    return torch.stack([outputs[t] for t in range(length)], dim=1)
 
 
 @pytest.mark.parametrize("alone", [None, 0, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("back", [False, True])
-def test_the_diagonal_scan_is_the_recurrence_whatever_is_differentiated(
+def test_the_diagonal_scan_is_the_recurrence_for_any_differentiated_factor(
     back: bool, channels: int, alone: int | None
 ) -> None:
-    # Where gradients are asked for nothing may be written over that they need, whichever factor they are of.
+    # In-place writes must not overwrite tensors that the gradient of any factor needs.
     length = 35
     query, key = (torch.randn(2, length, 1, 3, dtype=torch.float64) for _ in range(2))
     decay, scale, rate = torch.rand(2, length, 4, 1), torch.rand(2, length, 4), -torch.rand(4, 3)
     value = torch.randn(2, length, 4, channels, dtype=torch.float64)
-    given = [t.double() for t in (query, key, decay, scale, rate, value)]
+    inputs = [t.double() for t in (query, key, decay, scale, rate, value)]
     if alone is not None:
-        given[alone].requires_grad_()
-    expected = token_by_token(*given, back)
-    got = (tiled.diagonal_scan_adjoint if back else tiled.diagonal_scan)(*given[:5], None, given[5])
-    assert relative_error(got.detach(), expected.detach()) < 1e-13
+        inputs[alone].requires_grad_()
+    expected = token_by_token(*inputs, back)
+    actual = (tiled.diagonal_scan_adjoint if back else tiled.diagonal_scan)(*inputs[:5], None, inputs[5])
+    assert relative_error(actual.detach(), expected.detach()) < 1e-13
     if alone is not None:
         weights = torch.randn_like(expected)
-        one, other = (torch.autograd.grad((t * weights).sum(), given[alone])[0] for t in (got, expected))
+        one, other = (torch.autograd.grad((t * weights).sum(), inputs[alone])[0] for t in (actual, expected))
         assert relative_error(one, other) < 1e-12
 
 
-def test_a_long_pass_keeps_vectors_and_no_states_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_pass_saves_vectors_but_not_all_states_for_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "KEPT", 8)
     monkeypatch.setattr(tiled, "GROUP", 32)
-    held = []
+    sizes = []
     for length in (128, 256):
         numbers: list[int] = []
         value = torch.randn(1, length, 4, 1, requires_grad=True)
         factors = torch.randn(1, length, 1, 16), torch.randn(1, length, 1, 16), -torch.rand(1, length, 4, 16)
         with torch.autograd.graph.saved_tensors_hooks(lambda t, n=numbers: n.append(t.numel()) or t, lambda t: t):
             tiled.diagonal_scan(*factors, None, None, None, value)
-        held.append(sum(numbers))
-    # What it was given, and a state a group; all states would be as much again, twice.
-    assert held[1] <= 1.1 * sum(t.numel() for t in (value, *factors))
-    assert held[1] <= 2.2 * held[0]
+        sizes.append(sum(numbers))
+    # Its inputs and one state per group; saving all states would take twice as much in addition.
+    assert sizes[1] <= 1.1 * sum(t.numel() for t in (value, *factors))
+    assert sizes[1] <= 2.2 * sizes[0]

@@ -1,4 +1,4 @@
-"""Flushing: zeros below the smallest normal number, every other number bit for bit, and the identity's gradient."""
+"""Flushing of subnormal numbers to zero: all other numbers bit for bit, and the gradient of the identity."""
 
 import pytest
 import torch
@@ -11,16 +11,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_only_numbers_up_to_the_smallest_normal_one_become_zero(dtype: torch.dtype) -> None:
+def test_only_subnormal_numbers_become_zero(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
-    kept = torch.tensor([2 * info.tiny, -2 * info.tiny, 1, -1, info.max, torch.inf, -torch.inf, 0], dtype=dtype)
+    unchanged = torch.tensor([2 * info.tiny, -2 * info.tiny, 1, -1, info.max, torch.inf, -torch.inf, 0], dtype=dtype)
     lost = torch.tensor([info.tiny, -info.tiny, info.tiny / 2, -info.tiny / 4], dtype=dtype)
-    assert torch.equal(flushed(kept), kept)
+    assert torch.equal(flushed(unchanged), unchanged)
     assert torch.equal(flushed(lost), torch.zeros_like(lost))
     assert flushed(torch.tensor(torch.nan, dtype=dtype)).isnan()
-    place = torch.cat([lost, kept])
+    place = torch.cat([lost, unchanged])
     assert flushed_(place) is place
-    assert torch.equal(place, torch.cat([torch.zeros_like(lost), kept]))
+    assert torch.equal(place, torch.cat([torch.zeros_like(lost), unchanged]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -28,11 +28,11 @@ def test_decays_are_normal_numbers_or_zero(dtype: torch.dtype) -> None:
     tiny = torch.finfo(dtype).tiny
     exponent = torch.cat([-torch.linspace(0, 800, 80001, dtype=torch.float64), torch.tensor([-torch.inf])]).to(dtype)
     exact = exponent.exp()
-    for found in (decays(exponent), decays(exponent.clone(), out=torch.empty_like(exponent))):
-        normal = found > 0
-        assert torch.equal(found[normal], exact[normal])
-        assert (found[normal] >= tiny).all()
-        # Not one factor of e of the normal numbers is lost.
+    for actual in (decays(exponent), decays(exponent.clone(), out=torch.empty_like(exponent))):
+        normal = actual > 0
+        assert torch.equal(actual[normal], exact[normal])
+        assert (actual[normal] >= tiny).all()
+        # No range of a factor e of the normal numbers is lost.
         assert (exact[~normal].double() < 3 * tiny).all()
 
 
@@ -53,7 +53,7 @@ def test_the_gradient_passes_zeros() -> None:
     assert torch.autograd.gradcheck(flushed, torch.randn(5, dtype=torch.float64, requires_grad=True))
 
 
-def test_given_weights_are_copied_only_where_they_have_to_be() -> None:
+def test_weights_are_copied_only_if_they_contain_subnormal_numbers() -> None:
     weights = torch.rand(2, 3, 4, 4)
     assert flushed_given(weights) is weights
     weights[1, 2, 0, 0] = 1e-40
@@ -62,8 +62,8 @@ def test_given_weights_are_copied_only_where_they_have_to_be() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-36])
-def test_a_row_of_small_numbers_keeps_them(size: float) -> None:
-    """Nothing is compared with the largest number: a map of small numbers is as exact as one of ordinary numbers."""
+def test_a_map_of_small_numbers_is_accurate(size: float) -> None:
+    """Flushing is absolute, not relative to the largest number, so a map of small numbers stays accurate."""
     query, key = torch.rand(1, 40, 3, 2) + 0.5, size * (torch.rand(1, 40, 3, 2) + 0.5)
     decay = -torch.rand(1, 40, 3, 2)
     one = torch.ones(1, 40, 3)
@@ -72,8 +72,8 @@ def test_a_row_of_small_numbers_keeps_them(size: float) -> None:
     def of(tokens: slice, heads: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return query[:, tokens, heads], key[:, tokens, heads], decay[:, tokens, heads]
 
-    found = torch.cat([block for _, block in tiled.reduced_rows(of, (1, 40, 3, 2), rows=24)], dim=1)
-    tiny, error = torch.finfo(torch.float32).tiny, (found.double() - expected).abs()
-    # Of each of the six products a factor may have become zero, which its query, at most 1.5, then does not multiply.
+    actual = torch.cat([block for _, block in tiled.reduced_rows(of, (1, 40, 3, 2), rows=24)], dim=1)
+    tiny, error = torch.finfo(torch.float32).tiny, (actual.double() - expected).abs()
+    # In each of the six products one factor may be flushed, whose query is at most 1.5.
     assert (error <= 1e-6 * expected + 6 * 1.5 * tiny).all()
-    assert (found.diagonal(dim1=1, dim2=2) > 0).all()
+    assert (actual.diagonal(dim1=1, dim2=2) > 0).all()

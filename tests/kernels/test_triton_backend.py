@@ -1,4 +1,4 @@
-"""Which form of a kernel runs, and what is said where the one asked for cannot."""
+"""The choice between the torch and Triton implementation of a kernel, and its errors."""
 
 import inspect
 import os
@@ -28,15 +28,15 @@ def unforced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(like: object) -> bool:
-    # The undecorated function: a stand-in for a tensor of a device that is not here would be refused by its type.
+    # The undecorated function, because the type check would refuse the stand-in for a GPU tensor.
     return inspect.unwrap(uses_triton)(like)
 
 
-def test_tensors_of_the_cpu_go_to_torch() -> None:
+def test_cpu_tensors_use_torch() -> None:
     assert implementation("reduced_map", on_cpu).__name__.endswith(".tiled")
 
 
-def test_tensors_of_a_gpu_go_to_triton_unless_their_numbers_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tensors_use_triton_up_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert chosen(on_gpu())
     assert chosen(on_gpu(torch.bfloat16))
@@ -44,7 +44,7 @@ def test_tensors_of_a_gpu_go_to_triton_unless_their_numbers_are_wider(monkeypatc
     assert not chosen(on_gpu(torch.complex64))
 
 
-def test_a_block_and_the_environment_force_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_and_the_environment_select_an_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with using("triton"):
         assert implementation("reduced_map", on_cpu).__name__.endswith(".triton")
@@ -59,7 +59,7 @@ def test_a_block_and_the_environment_force_either(monkeypatch: pytest.MonkeyPatc
         assert not uses_triton(on_cpu)
 
 
-def test_an_unknown_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "tritn")
     with pytest.raises(OptionError, match=rf"{VARIABLE} got 'tritn'.*did you mean 'triton'"):
         uses_triton(on_cpu)
@@ -75,13 +75,13 @@ def test_triton_on_the_cpu_needs_its_interpreter(monkeypatch: pytest.MonkeyPatch
         uses_triton(on_cpu)
 
 
-def test_forced_triton_refuses_what_it_does_not_compute_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selected_triton_refuses_unsupported_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with using("triton"), pytest.raises(BackendError, match="float64"):
         uses_triton(on_cpu.double())
 
 
-def test_a_missing_package_is_said_once_on_a_gpu_and_refused_where_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_warns_once_on_a_gpu_and_is_refused_if_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(backend, "_installed", lambda: False)
     backend._warn_once.cache_clear()

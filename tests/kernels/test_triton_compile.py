@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for sm_90, on a machine without a GPU too."""
+"""Every Triton kernel compiles for sm_90, also on a machine without a GPU."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 def test_every_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
     pytest.importorskip("triton.backends.nvidia", reason="this Triton has no compiler for CUDA")
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TRITON_CACHE_DIR": str(tmp_path)}
-    # In the interpreter there is nothing to compile.
+    # A separate process, because Triton's interpreter compiles nothing.
     del environment["TRITON_INTERPRET"]
     program = [sys.executable, str(HERE / "compile_triton.py")]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)

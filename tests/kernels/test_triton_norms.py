@@ -1,4 +1,4 @@
-"""The Triton contribution norms against their definition, interpreted on the CPU, and where methods call them."""
+"""The Triton contribution norms against their definition, in the interpreter, and their use in methods."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ ORDERS: list[Order] = [1.0, 2.0, 3.0, 1.5, float("inf"), "alti", "dot"]
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel does not write is NaN."""
+    """Fill new tensors with NaN, so that entries that a kernel does not write are detected."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
 
@@ -33,27 +33,27 @@ def reference(order: Order, rows: int, outs: int, sequences: int = 2) -> Tensor 
 def check(
     vectors: Tensor, weight: Tensor, order: Order, y: Tensor | None, bound: float = 1e-5, **options: Any
 ) -> float:
-    got = form.norms(vectors, weight, order=order, reference=y, **options)
-    error = relative_error(got, naive.norms(vectors, weight, order=order, reference=y))
+    actual = form.norms(vectors, weight, order=order, reference=y, **options)
+    error = relative_error(actual, naive.norms(vectors, weight, order=order, reference=y))
     assert error < bound
     return error
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_they_are_their_definition(order: Order) -> None:
-    # More than one program along pairs, outputs and groups.
+def test_norms_equal_their_definition(order: Order) -> None:
+    # Several programs along pairs, outputs and groups.
     check(torch.randn(2, 35, 9, 17), torch.randn(1, 140, 35), order, reference(order, 9, 140))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_each_key_may_have_a_weight_of_its_own(order: Order) -> None:
+def test_each_key_may_have_a_different_weight(order: Order) -> None:
     check(torch.randn(6, 3, 70, 1), torch.randn(6, 5, 3), order, reference(order, 70, 5))
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 3), (3, 1), (63, 3), (3, 130)])
-def test_sizes_are_ragged(rows: int, cols: int) -> None:
+def test_sizes_need_not_be_multiples_of_tiles(rows: int, cols: int) -> None:
     for order in (1.0, "alti"):
-        # A list of numbers and names is one of objects to the type checker.
+        # mypy infers a list of objects.
         check(torch.randn(2, 5, rows, cols), torch.randn(1, 3, 5), order, reference(order, rows, 3))  # type: ignore[arg-type]
 
 
@@ -63,33 +63,35 @@ def test_tensors_may_be_strided_and_shared() -> None:
     check(vectors, torch.randn(1, 20, 35), "dot", torch.randn(20).expand(1, 9, -1))
 
 
-def test_a_coarse_product_rounds_its_inputs_alone() -> None:
+def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, 60, 35)
     assert check(vectors, weight, 2.0, None, 8e-3, precision="bf16") > 1e-5
 
 
 @pytest.mark.parametrize("order", [1.0, float("inf")])
 @pytest.mark.parametrize("outs", [100, 300])
-def test_what_is_held_is_what_was_said(outs: int, order: Order) -> None:
+def test_allocations_agree_with_the_documented_ones(outs: int, order: Order) -> None:
     vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, outs, 35)
-    said = 4 * form.held_elements(vectors.shape, outs)
+    documented = 4 * form.held_elements(vectors.shape, outs)
     counted = peak_of(lambda: form.norms(vectors, weight, order=order)).peak
-    # The poison is one number more.
-    assert said / 2 <= counted <= said + 4
+    # The scalar NaN of `poisoned` is one more element.
+    assert documented / 2 <= counted <= documented + 4
 
 
 @pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "mamba2", "gpt2"])
 @pytest.mark.parametrize(("method", "options"), [("latim", {"p": 1.0}), ("latim", {"p": 2.0}), ("alti", {})])
-def test_methods_take_them(name: str, method: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_use_the_kernel(
+    name: str, method: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
-    found = trace(host(name).model(), host(name).inputs())
+    host_trace = trace(host(name).model(), host(name).inputs())
     called: list[object] = []
     norms = form.norms
     monkeypatch.setattr(form, "norms", lambda *a, **k: called.append(a) or norms(*a, **k))
-    expected = ula.explain(found, method=method, **options).scores
+    expected = ula.explain(host_trace, method=method, **options).scores
     assert not called
     with using("triton"):
-        got = ula.explain(found, method=method, **options).scores
-    # Norms of few channels are taken without the vectors.
+        actual = ula.explain(host_trace, method=method, **options).scores
+    # Norms of few channels are computed without the vectors.
     assert bool(called) == ((name, options) != ("gpt2", {"p": 2.0}))
-    assert relative_error(got, expected) < 1e-5
+    assert relative_error(actual, expected) < 1e-5

@@ -1,4 +1,4 @@
-"""The Triton form of the reduced map against its definition, interpreted on the CPU."""
+"""The Triton implementation of the reduced map against its definition, in the interpreter."""
 
 import pytest
 import torch
@@ -12,13 +12,7 @@ from unilinattn.testing import relative_error
 BATCH, HEADS, STATE = 2, 3, 3
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel does not write is NaN."""
-    empty, like, of = torch.empty, torch.empty_like, Tensor.new_empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: like(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: of(*a, **k).fill_(torch.nan))
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture
@@ -34,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def factors(length: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(length)
     query, key = (torch.randn(BATCH, length, HEADS, STATE) for _ in range(2))
-    # From decays that keep everything to one that leaves nothing, and segments that forget all.
+    # Decays from 1 to 0, and resets between segments.
     decay = -torch.rand(BATCH, length, HEADS, STATE).pow(6) * 800
     return query, key, decay.masked_fill(torch.rand(BATCH, length, 1, 1) < 0.02, -torch.inf)
 
@@ -69,7 +63,7 @@ def weights(length: int) -> tuple[Tensor, dict[int, Tensor]]:
     ("length", "rows"),
     [(1, 16), (3, 1024), (63, 24), *(pytest.param(130, rows, marks=pytest.mark.slow) for rows in (1024, 50))],
 )
-def test_it_is_its_definition(length: int, rows: int) -> None:
+def test_the_map_equals_its_definition(length: int, rows: int) -> None:
     left, taps = weights(length)
     assert compared(length, rows, (None, None)) < 1e-5
     assert compared(length, rows, (left, taps)) < 1e-5
@@ -79,10 +73,10 @@ def test_it_is_its_definition(length: int, rows: int) -> None:
     ("length", "rows"),
     [(63, 1024), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((130, 1024), (130, 72), (70, 17)))],
 )
-def test_it_is_its_definition_in_many_tiles(length: int, rows: int, small: None) -> None:
+def test_the_map_equals_its_definition_in_many_tiles(length: int, rows: int, small: None) -> None:
     left, taps = weights(length)
-    for given in ((None, taps), (left, None)):
-        assert compared(length, rows, given) < 1e-5
+    for inputs in ((None, taps), (left, None)):
+        assert compared(length, rows, inputs) < 1e-5
 
 
 @pytest.mark.slow
@@ -98,12 +92,12 @@ def test_factors_may_be_shared_strided_and_taps_reach_far(small: None) -> None:
     assert compared(length, 64, (left, beyond), given=(query.expand_as(decay), key, decay)) < 1e-5
 
 
-def test_a_coarse_product_rounds_its_inputs_alone() -> None:
+def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     assert 1e-5 < compared(130, 1024, (None, None), precision="bf16") < 8e-3
 
 
 @pytest.mark.slow
-def test_a_strong_decay_costs_the_tokens_after_it_no_digits() -> None:
+def test_tokens_after_a_strong_decay_are_accurate() -> None:
     query, key, decay = factors(130)
     weak = -0.05 * torch.rand_like(decay)
     for strong in (-20.0, -1e3, -1e6):

@@ -1,4 +1,4 @@
-"""The streamed reduction against its definition: in torch, and in Triton interpreted on the CPU."""
+"""The row product against its definition: in torch, and in Triton's interpreter."""
 
 import pytest
 import torch
@@ -14,12 +14,8 @@ BATCH, HEADS, STATE = 2, 3, 3
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tiles, and NaN in whatever a kernel does not write."""
-    of = Tensor.new_empty
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: of(*a, **k).fill_(torch.nan))
+def small(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """Select small tiles."""
     monkeypatch.setattr(reduced, "CHUNK", 32)
     monkeypatch.setattr(form, "NUMBERS", 32 * BATCH * HEADS * STATE * 2)
     for name, size in {"ROWS": 32, "COLS": 16, "INNER": 16}.items():
@@ -43,18 +39,20 @@ def given(length: int, dtype: torch.dtype) -> tuple:
 @pytest.mark.parametrize("sign", ["keep", "clamp", "abs"])
 @pytest.mark.parametrize("length", [1, 3, 63, 130])
 @pytest.mark.parametrize("module", [tiled, form], ids=["torch", "triton"])
-def test_it_is_its_definition(module, length: int, sign: str) -> None:
+def test_the_map_equals_its_definition(module, length: int, sign: str) -> None:
     dtype, bound = (torch.float64, 1e-13) if module is tiled else (torch.float32, 1e-5)
     of, factors, row, weight, left, taps = given(length, dtype)
     one = torch.ones(BATCH, length, HEADS, dtype=dtype)
     shape = (BATCH, length, HEADS, STATE)
-    # With weights and taps in blocks of rows of any size; without both in the default ones.
-    got = module.row_product(of, shape, row, weight, left, taps, sign=sign, rows=50)
+    # With weights and taps in blocks of 50 rows; without them in default blocks.
+    actual = module.row_product(of, shape, row, weight, left, taps, sign=sign, rows=50)
     every = {lag: tap.expand_as(one) for lag, tap in taps.items()}
-    assert relative_error(got, naive.row_product(*factors, left, every, row, weight, sign)) < bound
+    assert relative_error(actual, naive.row_product(*factors, left, every, row, weight, sign)) < bound
     if sign != "keep":
-        got = module.row_product(of, shape, row, sign=sign)
-        assert relative_error(got, naive.row_product(*factors, one, {0: one}, row, torch.ones_like(row), sign)) < bound
+        actual = module.row_product(of, shape, row, sign=sign)
+        assert (
+            relative_error(actual, naive.row_product(*factors, one, {0: one}, row, torch.ones_like(row), sign)) < bound
+        )
 
 
 def test_rows_and_weights_may_be_strided() -> None:
@@ -62,5 +60,5 @@ def test_rows_and_weights_may_be_strided() -> None:
     row = torch.randn(100, BATCH).T
     weight = torch.randn(BATCH, 1).expand(-1, 100)
     one = torch.ones(BATCH, 100, HEADS)
-    got = form.row_product(of, (BATCH, 100, HEADS, STATE), row, weight, left, sign="abs")
-    assert relative_error(got, naive.row_product(*factors, left, {0: one}, row, weight, "abs")) < 1e-5
+    actual = form.row_product(of, (BATCH, 100, HEADS, STATE), row, weight, left, sign="abs")
+    assert relative_error(actual, naive.row_product(*factors, left, {0: one}, row, weight, "abs")) < 1e-5

@@ -1,4 +1,4 @@
-"""The Triton scans against their definition in float64, in value and gradient, interpreted on the CPU."""
+"""Values and gradients of the Triton scans against their definition in float64, in the interpreter."""
 
 import pytest
 import torch
@@ -15,24 +15,18 @@ SIZES = (1, 3, 63, 130)
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel does not write is NaN."""
-    empty, like, of = torch.empty, torch.empty_like, Tensor.new_empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: like(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(Tensor, "new_empty", lambda *a, **k: of(*a, **k).fill_(torch.nan))
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several segments, several programs."""
+    """Select short segments, so that several programs run."""
     monkeypatch.setattr(triton_launch, "LEAST", 32)
     monkeypatch.setattr(triton_diagonal_pass, "HELD", 128)
 
 
 def strong(shape: tuple[int, ...]) -> Tensor:
-    """Log-decays from those that keep everything to one that leaves nothing."""
+    """Log-decays from 0 to a decay that rounds to 0."""
     return -torch.rand(shape).pow(6) * 300
 
 
@@ -59,24 +53,24 @@ def scalar(length: int, columns: int = 5, states: int = 3) -> dict[str, Tensor |
     }
 
 
-def compared(name: str, given: dict[str, Tensor | None], bound: float = 1e-5) -> None:
-    """Value and every gradient of one function, against the torch form in float64 (itself checked elsewhere)."""
-    names = [key for key, t in given.items() if t is not None and t.is_floating_point()]
-    weight = torch.randn_like(given["value"])
+def compared(name: str, inputs: dict[str, Tensor | None], bound: float = 1e-5) -> None:
+    """Compare value and gradients with the torch implementation in float64, which other tests check."""
+    names = [key for key, t in inputs.items() if t is not None and t.is_floating_point()]
+    weight = torch.randn_like(inputs["value"])
 
     def run(module: object, dtype: torch.dtype) -> list[Tensor]:
-        cast = {key: t.detach().to(dtype).requires_grad_() if key in names else t for key, t in given.items()}
+        cast = {key: t.detach().to(dtype).requires_grad_() if key in names else t for key, t in inputs.items()}
         out = getattr(module, name)(*cast.values())
         grads = torch.autograd.grad(
             (out * weight.to(dtype)).sum(), [cast[key] for key in names], allow_unused=True, materialize_grads=True
         )
         return [out, *grads]
 
-    for what, got, expected in zip(
+    for what, actual, expected in zip(
         ["output", *names], run(form, torch.float32), run(tiled, torch.float64), strict=True
     ):
-        assert torch.isfinite(got).all(), what
-        assert relative_error(got, expected) < bound, what
+        assert torch.isfinite(actual).all(), what
+        assert relative_error(actual, expected) < bound, what
 
 
 @pytest.mark.parametrize("name", ["diagonal_scan", "diagonal_scan_adjoint"])
@@ -90,30 +84,30 @@ def test_the_diagonal_scan_and_its_gradients(name: str, length: int, columns: in
 @SLOW
 @pytest.mark.parametrize("columns", [1, 3])
 def test_a_rate_resets_and_groups(columns: int) -> None:
-    given = diagonal(20, columns, heads=4, groups=2)
-    given["log_decay"] = torch.rand(2, 20, 4, 1).pow(4) * 50
-    given["rate"] = -torch.rand(4, 3)
-    given["reset"] = torch.rand(2, 20) < 0.1
-    compared("diagonal_scan", given)
-    given["key_scale"] = None
-    given["key"] = torch.randn(2, 20, 4, 3)
-    compared("diagonal_scan_adjoint", given)
+    inputs = diagonal(20, columns, heads=4, groups=2)
+    inputs["log_decay"] = torch.rand(2, 20, 4, 1).pow(4) * 50
+    inputs["rate"] = -torch.rand(4, 3)
+    inputs["reset"] = torch.rand(2, 20) < 0.1
+    compared("diagonal_scan", inputs)
+    inputs["key_scale"] = None
+    inputs["key"] = torch.randn(2, 20, 4, 3)
+    compared("diagonal_scan_adjoint", inputs)
 
 
 @SLOW
 def test_factors_may_be_strided_and_shared() -> None:
-    given = diagonal(40, 1, heads=4)
-    given["query"] = torch.randn(1, 3, 40, 1).permute(0, 2, 3, 1).expand(2, -1, -1, -1)
-    given["value"] = torch.randn(2, 40, 1, 1).expand(-1, -1, 4, 3)
-    given["log_decay"] = given["log_decay"].transpose(1, 3).contiguous().transpose(1, 3)
+    inputs = diagonal(40, 1, heads=4)
+    inputs["query"] = torch.randn(1, 3, 40, 1).permute(0, 2, 3, 1).expand(2, -1, -1, -1)
+    inputs["value"] = torch.randn(2, 40, 1, 1).expand(-1, -1, 4, 3)
+    inputs["log_decay"] = inputs["log_decay"].transpose(1, 3).contiguous().transpose(1, 3)
     with torch.no_grad():
-        wide = [t.double() if t is not None else None for t in given.values()]
-        assert relative_error(form.diagonal_scan(*given.values()), tiled.diagonal_scan(*wide)) < 1e-5
-    given = scalar(40)
-    given["value"] = torch.randn(2, 5, 40, 1).permute(0, 2, 3, 1).expand(-1, -1, 4, -1)
+        wide = [t.double() if t is not None else None for t in inputs.values()]
+        assert relative_error(form.diagonal_scan(*inputs.values()), tiled.diagonal_scan(*wide)) < 1e-5
+    inputs = scalar(40)
+    inputs["value"] = torch.randn(2, 5, 40, 1).permute(0, 2, 3, 1).expand(-1, -1, 4, -1)
     with torch.no_grad():
-        wide = [t.double() for t in given.values()]
-        assert relative_error(form.scalar_scan(*given.values()), tiled.scalar_scan(*wide)) < 1e-5
+        wide = [t.double() for t in inputs.values()]
+        assert relative_error(form.scalar_scan(*inputs.values()), tiled.scalar_scan(*wide)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["scalar_scan", "scalar_scan_adjoint"])
@@ -129,20 +123,20 @@ def test_many_states_and_columns() -> None:
 
 
 @pytest.mark.parametrize("decay", [pytest.param(-20.0, marks=SLOW), pytest.param(-1e3, marks=SLOW), -1e6])
-def test_a_strong_decay_costs_the_tokens_after_it_no_digits(decay: float) -> None:
-    for given, name in ((diagonal(40, 1, heads=2), "diagonal_scan"), (scalar(70), "scalar_scan")):
-        weak = -0.05 * torch.rand_like(given["log_decay"])
-        given["log_decay"] = torch.where(torch.rand_like(weak) < 0.15, torch.tensor(decay), weak)
-        compared(name, given, bound=3e-6)
+def test_tokens_after_a_strong_decay_are_accurate(decay: float) -> None:
+    for inputs, name in ((diagonal(40, 1, heads=2), "diagonal_scan"), (scalar(70), "scalar_scan")):
+        weak = -0.05 * torch.rand_like(inputs["log_decay"])
+        inputs["log_decay"] = torch.where(torch.rand_like(weak) < 0.15, torch.tensor(decay), weak)
+        compared(name, inputs, bound=3e-6)
 
 
-def test_a_coarse_product_rounds_its_inputs_alone() -> None:
-    given = scalar(63)
-    wide = tiled.scalar_scan(*(t.double() for t in given.values()))
-    assert 1e-5 < relative_error(form.scalar_scan(*given.values(), precision="bf16"), wide) < 2e-2
+def test_a_low_precision_product_rounds_only_its_inputs() -> None:
+    inputs = scalar(63)
+    wide = tiled.scalar_scan(*(t.double() for t in inputs.values()))
+    assert 1e-5 < relative_error(form.scalar_scan(*inputs.values(), precision="bf16"), wide) < 2e-2
 
 
-def test_the_mixers_go_through_them() -> None:
+def test_mixers_use_the_kernels() -> None:
     value = torch.randn(2, 20, 4, 3)
     factors = scalar(20)
     diagonal_mixer = DiagonalDecay(factors["query"], factors["key"], strong((2, 20, 4, 3)))
@@ -150,8 +144,8 @@ def test_the_mixers_go_through_them() -> None:
     for mixer in (diagonal_mixer, scalar_mixer):
         for pass_ in (mixer.apply, mixer.adjoint):
             with using("triton"):
-                got = pass_(value)
-            assert relative_error(got, pass_(value)) < 1e-5
+                actual = pass_(value)
+            assert relative_error(actual, pass_(value)) < 1e-5
         with using("triton"):
-            (got,) = mixer.reduced_rows(20)
-        assert relative_error(got, mixer.materialize().sum(1)) < 1e-5
+            (actual,) = mixer.reduced_rows(20)
+        assert relative_error(actual, mixer.materialize().sum(1)) < 1e-5

@@ -1,4 +1,4 @@
-"""Random operators in the layouts that layers come in, around a core of any structure."""
+"""Random operators in the layouts of real layers, around a core of any structure."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ class Parts:
         return Mix("conv", Toeplitz(taps, batch=self.draw.batch, length=self.draw.length), self._free(INNER))
 
     def scale(self, role: str, groups: int = INNER) -> Scale:
-        """Frozen factors, closed for some tokens where factors are extreme."""
+        """Frozen factors; zero for some tokens in the extreme draws."""
         return Scale(role, self.draw.normal(groups) * (self.draw.steps(1) > 0))
 
     def mix(self) -> Mix:
@@ -72,7 +72,7 @@ def two_directions(p: Parts) -> Chain:
 
 
 def bare(p: Parts) -> Chain:
-    """A fixed mixer without projections before it, as S4D has none."""
+    """A fixed mixer without an input projection, such as S4D."""
     return p.mix(), p.scale("act", HEADS), p.matrix("output", WIDTH, HEADS)
 
 
@@ -87,13 +87,13 @@ LAYOUTS: dict[str, Callable[[Parts], Chain]] = {
 
 
 def operator(layout: str, structure: Structure, draw: Draw) -> MixerOperator:
-    """Build an operator whose recorded output is its own: the host is exact by construction."""
+    """Build an operator whose recorded output is that of the operator: the host is exact by construction."""
     parts = Parts(draw, structure.mixer(draw))
     return around({"x": LAYOUTS[layout](parts)}, {"x": draw.normal(HEADS if layout == "bare" else WIDTH)})
 
 
 def around(chains: dict[str, Chain], inputs: dict[str, Tensor]) -> MixerOperator:
-    """Build an operator and record its own output as the host's."""
+    """Build an operator with its output as the recorded output of the host."""
     x = next(iter(inputs.values()))
     blank = MixerOperator(chains, inputs=inputs, output=x.new_zeros(x.shape[0], x.shape[1], 1), name="layer")
     return MixerOperator(chains, inputs=inputs, output=blank.apply(inputs), name="layer")

@@ -12,7 +12,7 @@ HEADS = 4
 STATE = 3
 
 EXTREMES = ("ordinary", "forget at once", "never forget", "zero steps", "mixed", "silent")
-"""How factors are drawn; the last five sit where logarithms, differences and products go wrong first."""
+"""Distributions of factors; the last five are extreme cases of logarithms, differences and products."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Draw:
         return (weights * (self.extreme != "silent")).to(self.dtype)
 
     def kernel(self, taps: int) -> Tensor:
-        """Taps that fade slowly, at once, or not at all."""
+        """Taps with slow, immediate, or no decay."""
         rate = {"forget at once": 500.0, "never forget": 1e-7, "mixed": 20.0}.get(self.extreme, 0.1)
         taps_ = torch.randn(HEADS, taps, generator=self.generator, dtype=torch.float64)
         fading = taps_ * torch.exp(-rate * torch.arange(taps))
@@ -76,7 +76,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Structure:
-    """How to draw the factors of a mixer, how to build it, and how to take one sequence's factors."""
+    """A mixer's constructor, its random factors, and the factors of single sequences."""
 
     name: str
     factors: Callable[[Draw], dict[str, Tensor]]
@@ -85,17 +85,17 @@ class Structure:
     linear: bool = True
 
     def mixer(self, draw: Draw) -> CoreMixer:
-        """Build the mixer that a draw gives."""
+        """Build the mixer from drawn factors."""
         return self.bind(draw)(**self.factors(draw))
 
     def bind(self, draw: Draw) -> Callable[..., CoreMixer]:
-        """Return the constructor from factors alone."""
+        """Return the constructor as a function of the factors."""
         if not self.shared:
             return self.build
         return lambda **factors: self.build(**factors, batch=draw.batch, length=draw.length)
 
     def singles(self, draw: Draw) -> list[CoreMixer]:
-        """Build one mixer a sequence, from that sequence's factors."""
+        """Build one mixer per sequence."""
         factors = self.factors(draw)
         if self.shared:
             return [self.build(**factors, batch=1, length=draw.length) for _ in range(draw.batch)]

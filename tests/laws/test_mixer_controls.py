@@ -1,4 +1,4 @@
-"""Broken mixers: each law must refuse the one that breaks it, by its own name."""
+"""Negative controls: broken mixers, which the laws must refuse by name."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ ALL = slice(None)
 
 
 class Lower(Dense):
-    """Random weights below the diagonal: a causal mixer that every broken one departs from."""
+    """A causal mixer of random weights, the base of the broken ones."""
 
     causal = True
 
@@ -54,7 +54,7 @@ class DiagonalBelow(Lower):
 
 
 class Transposed(Lower):
-    """Consistent in itself, but every row reads the future."""
+    """The transposed matrix: consistent, but every row reads the future."""
 
     def apply(self, value: Tensor) -> Tensor:
         return super().adjoint(value)
@@ -89,7 +89,7 @@ def test_every_law_of_one_mixer_has_a_control() -> None:
     assert BROKEN.keys() == MIXER_LAWS.keys()
 
 
-def test_the_sound_mixer_passes() -> None:
+def test_the_correct_mixer_passes() -> None:
     check_mixer(Lower())
 
 
@@ -113,10 +113,10 @@ def test_a_leak_into_the_past_is_refused_even_where_the_matrix_hides_it() -> Non
 
 def test_a_batch_that_mixes_is_refused() -> None:
     mixed = Lower()
-    own = [Dense(mixed._weights[b : b + 1]) for b in range(2)]
-    batch_is_a_loop(mixed, own, 1e-12)
+    singles = [Dense(mixed._weights[b : b + 1]) for b in range(2)]
+    batch_is_a_loop(mixed, singles, 1e-12)
     with pytest.raises(LawViolation, match="apply of a batch against the single sequences") as caught:
-        batch_is_a_loop(Dense(mixed._weights.flip(0)), own, 1e-12)
+        batch_is_a_loop(Dense(mixed._weights.flip(0)), singles, 1e-12)
     assert caught.value.law == "batch"
 
 

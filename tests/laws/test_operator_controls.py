@@ -1,4 +1,4 @@
-"""Broken operators: each law must refuse the one that breaks it, by its own name."""
+"""Negative controls: broken operators, which the laws must refuse by name."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,23 +20,23 @@ from unilinattn.testing.laws import padding, recurrence
 SCALAR = next(structure for structure in STRUCTURES if structure.build is ScalarDecay)
 
 
-def sound() -> MixerOperator:
+def correct() -> MixerOperator:
     return operator("mamba", SCALAR, Draw(1, 2, 9, torch.float64))
 
 
 def changed(edit: Callable[[Stage], Stage | None]) -> MixerOperator:
-    """The sound operator's host, under other stages."""
-    op = sound()
+    """An operator with other stages and the inputs and output of the correct one."""
+    op = correct()
     return variant(op, chains={"x": edited(op.chains["x"], edit)})
 
 
 def of_class(cls: type[MixerOperator]) -> MixerOperator:
-    op = sound()
+    op = correct()
     return cls(op.chains, inputs=op.inputs, output=op.output, name=op.name)
 
 
 class Wrapped(CoreMixer):
-    """A mixer that stands in for another one."""
+    """A mixer that wraps another one."""
 
     structure, causal, data_controlled = "wrapped", True, True
 
@@ -97,7 +97,7 @@ class SharesSumToTwo(MixerOperator):
 
 
 class SharesOfTheNextToken(MixerOperator):
-    """Sums to the same output, so that completeness alone would not notice: a tap index off by one."""
+    """Contributions shifted by one token: they sum to the same output, so completeness holds."""
 
     def contributions(self, index, **options):  # type: ignore[no-untyped-def, override]  # a control
         return super().contributions(index, **options).roll(1, dims=-2)
@@ -120,7 +120,7 @@ class TransposedMatrix(MixerOperator):
 
 
 class BiasIsTheRest(MixerOperator):
-    """Adds y - T x as its bias: exact on the observed input whatever T is."""
+    """The bias is y - T x, which is exact on the observed input for any T."""
 
     @property
     def bias(self) -> Tensor:
@@ -168,8 +168,8 @@ def test_every_law_of_operators_has_a_control() -> None:
     assert BROKEN.keys() == {**HOST_LAWS, **OPERATOR_LAWS}.keys()
 
 
-def test_the_sound_operator_passes() -> None:
-    check_operator(sound())
+def test_the_correct_operator_passes() -> None:
+    check_operator(correct())
 
 
 @pytest.mark.parametrize("law", BROKEN)
@@ -182,7 +182,7 @@ def test_a_broken_operator_is_refused_by_name(law: str) -> None:
         check_operator(build())
 
 
-def test_a_bias_that_is_the_rest_hides_a_wrong_operator_from_all_but_its_law() -> None:
+def test_only_the_law_of_the_bias_detects_a_residual_bias() -> None:
     op = changed(without_skip)
     cheat = BiasIsTheRest(op.chains, inputs=op.inputs, output=op.output)
     assert cheat.reconstruction_error() < 1e-15
@@ -208,12 +208,12 @@ def test_padding_that_contributes_is_refused() -> None:
     masked = changed(lambda s: replace(s, factor=s.scale * real[..., None]) if s.role == "input" and _scales(s) else s)
     padding(masked, real, 1e-12)
     with pytest.raises(LawViolation, match="contributions of padded tokens to real ones") as caught:
-        padding(sound(), real, 1e-12)
+        padding(correct(), real, 1e-12)
     assert caught.value.law == "padding"
 
 
 def test_another_recurrence_is_refused() -> None:
-    op, other = sound(), changed(without_skip)
+    op, other = correct(), changed(without_skip)
     recurrence(op, op.apply, 1e-12)
     with pytest.raises(LawViolation, match="a fresh input against the frozen recurrence") as caught:
         recurrence(op, other.apply, 1e-12)
@@ -221,7 +221,7 @@ def test_another_recurrence_is_refused() -> None:
 
 
 def test_an_error_that_is_not_finite_is_no_pass() -> None:
-    op = sound()
+    op = correct()
     op.output = torch.full_like(op.output, torch.nan)
     with pytest.raises(LawViolation, match="relative error inf"):
         HOST_LAWS["reconstruction"](op, 1e-5)

@@ -76,12 +76,12 @@ def test_core_mixer_and_unified_are_one_matrix_for_plain_attention() -> None:
     assert (op.num_heads("core"), op.num_heads("unified")) == (HEADS, INNER)
 
 
-def test_a_gate_and_a_skip_tell_the_scopes_apart() -> None:
+def test_a_gate_and_a_skip_distinguish_the_scopes() -> None:
     op = operator("mamba", BY_NAME["dense"], Draw(6, 2, 9, torch.float64))
     core, mixer, unified = (op.matrix(scope, heads=None) for scope in ("core", "mixer", "unified"))
     skip = op.chains["x"][4].chains[1][0].scale[0, 0]
-    own = skip[None, :, None].expand(2, -1, 9)
-    assert relative_error((mixer - core).diagonal(dim1=-2, dim2=-1), own) < 1e-12
+    diagonal = skip[None, :, None].expand(2, -1, 9)
+    assert relative_error((mixer - core).diagonal(dim1=-2, dim2=-1), diagonal) < 1e-12
     assert relative_error(unified, mixer.repeat_interleave(2, dim=1)) > 0.1
 
 
@@ -94,7 +94,7 @@ def test_two_long_mixers_with_a_matrix_between_have_no_contributions_yet() -> No
         op.contributions(0)
 
 
-def test_padded_rows_are_rows_too() -> None:
+def test_padded_rows_obey_the_laws() -> None:
     draw = Draw(8, 2, 9, torch.float64)
     op = operator("mamba", BY_NAME["dense"], draw)
     first = op.chains["x"][0]

@@ -1,4 +1,4 @@
-"""Hosts of a length of one's choice, one a structure that the methods' costs are tested on."""
+"""Hosts of any length, one for each structure on which the costs of the methods are tested."""
 
 from dataclasses import replace
 from functools import cache
@@ -32,25 +32,25 @@ WIDE = {
         "RwkvForCausalLM", "RwkvConfig", hidden_size=64, num_hidden_layers=2, context_length=512, **_IDS
     ),
 }
-"""Hosts whose maps of all heads take many times what the tests allow."""
+"""Hosts whose maps of all heads exceed the memory limits of the tests many times."""
 
 _GPT2 = dict(n_embd=16, n_layer=2, n_head=4, n_positions=1024, vocab_size=31, bos_token_id=None, eos_token_id=None)
 
 
 @cache
 def traced(name: str, length: int) -> Trace:
-    """Trace a host on one sequence and build its operators, with the factors that wait until they are needed."""
+    """Trace a host on one sequence and build its operators, including deferred factors."""
     host = next(entry for entry in HOSTS if entry.name == (name if name not in WIDE else "mamba"))
     build = transformers_model("GPT2LMHeadModel", "GPT2Config", **_GPT2) if name == "gpt2" else host.build
     build = WIDE.get(name, build)
     host = replace(host, build=build, length=length, batch=1)
-    found = trace(host.model(), host.inputs())
-    for layer in found.layers:
+    host_trace = trace(host.model(), host.inputs())
+    for layer in host_trace.layers:
         layer.operator.apply(layer.input)
-    return found
+    return host_trace
 
 
-def linear(found: Trace) -> int:
-    """The bytes of ten vectors for each token, as wide as the widest layer: what is allowed beside `max_memory`."""
-    layers = found.layers
+def linear(host_trace: Trace) -> int:
+    """The bytes of ten vectors per token of the largest width, which are allowed in addition to `max_memory`."""
+    layers = host_trace.layers
     return 10 * 4 * layers[0].output.shape[1] * max(layer.operator.width for layer in layers)

@@ -1,4 +1,4 @@
-"""`estimate` against what is counted: bytes and multiplications within a factor of two, for every method and host."""
+"""`estimate` against counted bytes and multiplications, within a factor of two for every method and host."""
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -18,13 +18,13 @@ from unilinattn.tracing.trace import Trace
 
 LENGTH = 192
 SHORT = 40
-"""Where each row has gradients of its own, and each runs through every layer."""
+"""Length for `attribution` without a target, which computes gradients for each row."""
 METHODS = ("alti", "attribution", "latim", "logit", "raw", "rollout")
 
 
 @pytest.fixture
 def gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that cost nothing: `max_memory` does not bound the model's own run."""
+    """Replace the gradients by ones: `max_memory` does not bound the run of the model."""
 
     def ones(trace: Trace, layers: Sequence[Layer], targets: Sequence[Any], logit: Any) -> Iterator[dict[str, Any]]:
         for _ in targets:
@@ -33,25 +33,25 @@ def gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("unilinattn.methods.attribution"), "gradient_weights", ones)
 
 
-def measured(found: Trace, **arguments: Any) -> tuple[int, Peak]:
-    """The bytes of a result, and what was counted while it was made."""
+def measured(trace: Trace, **arguments: Any) -> tuple[int, Peak]:
+    """The bytes of a result, and the counts of the computation."""
     results: list[ula.Attribution] = []
-    counted = peak_of(lambda: results.append(ula.explain(found, **arguments)))
+    counted = peak_of(lambda: results.append(ula.explain(trace, **arguments)))
     (result,) = results
     return result.scores.nbytes + sum(extra.nbytes for extra in result.extras.values()), counted
 
 
 def compared(name: str, length: int, **arguments: Any) -> None:
-    said = ula.estimate(traced(name, length), **arguments)
-    # Another trace of the same: an estimate includes the check of every layer, which a trace makes once.
+    estimate = ula.estimate(traced(name, length), **arguments)
+    # A new trace, because an estimate includes the check of every layer, which a trace caches.
     traced.cache_clear()
     result, counted = measured(traced(name, length), **arguments)
-    assert said.result == result
-    assert 0.5 <= said.beside / (counted.peak - result) <= 2, (said.beside, counted.peak - result)
-    assert 0.5 <= said.operations / counted.multiplications <= 2, (said.operations, counted.multiplications)
+    assert estimate.result == result
+    assert 0.5 <= estimate.beside / (counted.peak - result) <= 2, (estimate.beside, counted.peak - result)
+    assert 0.5 <= estimate.operations / counted.multiplications <= 2, (estimate.operations, counted.multiplications)
 
 
-# The kernel that S4D makes of its parameters, in each gradient anew, is not counted: see the next test.
+# The gradients of S4D recompute its kernel, which the estimate omits: see the next test.
 COUNTED = [
     pytest.param(name, method, target, marks=pytest.mark.slow if (method, target) == ("attribution", None) else ())
     for name in NAMES
@@ -62,18 +62,18 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("name", "method", "target"), COUNTED)
-def test_estimates_are_what_is_counted(name: str, method: str, target: int | None) -> None:
+def test_estimates_agree_with_counts(name: str, method: str, target: int | None) -> None:
     length = SHORT if (method, target) == ("attribution", None) else LENGTH
     compared(name, length, method=method, target=target)
 
 
 @pytest.mark.parametrize("target", [None, -1])
-def test_attribution_beside_its_gradients_is_what_is_counted(target: int | None, gradients: None) -> None:
-    found = traced("s4d", SHORT if target is None else LENGTH)
-    said = ula.estimate(found, method="attribution", target=target)
-    result, counted = measured(found, method="attribution", target=target)
-    beside = said.held + max(layer.bytes for layer in said.layers[1:])
-    assert 0.5 <= beside / (counted.peak - result) <= 2, (beside, counted.peak - result)
+def test_attribution_without_its_gradients_agrees_with_counts(target: int | None, gradients: None) -> None:
+    trace = traced("s4d", SHORT if target is None else LENGTH)
+    estimate = ula.estimate(trace, method="attribution", target=target)
+    result, counted = measured(trace, method="attribution", target=target)
+    parallel = estimate.held + max(layer.bytes for layer in estimate.layers[1:])
+    assert 0.5 <= parallel / (counted.peak - result) <= 2, (parallel, counted.peak - result)
 
 
 @pytest.mark.parametrize(
@@ -97,63 +97,63 @@ def test_options_are_taken_into_account(name: str, method: str, options: dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [3 << 18, 3 << 19])
 @pytest.mark.parametrize("target", [None, -1])
-# `logit` is a run of the model itself, which `max_memory` does not bound.
+# `logit` runs the model, whose memory `max_memory` does not bound.
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "logit"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_stays_within_the_limit_or_is_refused(
     name: str, method: str, target: int | None, limit: int, gradients: None
 ) -> None:
-    found = traced(name, SHORT if (method, target) == ("attribution", None) else LENGTH)
+    trace = traced(name, SHORT if (method, target) == ("attribution", None) else LENGTH)
     try:
-        result, counted = measured(found, method=method, target=target, max_memory=limit)
+        result, counted = measured(trace, method=method, target=target, max_memory=limit)
     except MemoryLimitError:
-        # What can only be had whole is refused by the smallest limits alone.
+        # Only the smallest limits refuse, for results that cannot be computed in parts.
         assert limit == 3 << 18
         return
-    assert counted.peak - result <= limit + linear(found)
+    assert counted.peak - result <= limit + linear(trace)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_allocated_to_estimate(method: str) -> None:
-    found = traced("mamba2", LENGTH)
-    # Operators are checked first, once a trace: a pass of each.
-    for layer in found.layers:
+def test_an_estimate_allocates_almost_nothing(method: str) -> None:
+    trace = traced("mamba2", LENGTH)
+    # The check of the operators, one pass each, is cached in the trace.
+    for layer in trace.layers:
         layer.reconstruction_error()
-    assert peak_of(lambda: ula.estimate(found, method=method)).peak <= linear(found)
+    assert peak_of(lambda: ula.estimate(trace, method=method)).peak <= linear(trace)
 
 
-def test_it_prints_a_table() -> None:
-    said = ula.estimate(traced("mamba", LENGTH), method="raw")
-    lines = repr(said).splitlines()
+def test_an_estimate_is_printed_as_a_table() -> None:
+    estimate = ula.estimate(traced("mamba", LENGTH), method="raw")
+    lines = repr(estimate).splitlines()
     assert lines[0].startswith("Estimate of raw: result (2, 1, 192, 192), 288.0 KiB; ")
     assert [line.split()[0] for line in lines[1:]] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
     assert all(line.endswith("Mamba-1 (S6)") for line in lines[1:])
     assert "all along" in repr(ula.estimate(traced("mamba", LENGTH), method="alti", rollout=True))
     assert "forward and backward pass" in repr(ula.estimate(traced("mamba", LENGTH)))
     with pytest.raises(AttributeError):
-        said.result = 1  # type: ignore[misc]  # refused, as tested
+        estimate.result = 1  # type: ignore[misc]  # refused, as tested
 
 
-def test_what_is_too_large_is_estimated_and_not_refused() -> None:
-    said = ula.estimate(traced("mamba", LENGTH), max_memory=1000)
-    assert said.allowed == 1000
-    assert said.result == 4 * LENGTH**2
+def test_an_estimate_above_the_limit_is_not_refused() -> None:
+    estimate = ula.estimate(traced("mamba", LENGTH), max_memory=1000)
+    assert estimate.allowed == 1000
+    assert estimate.result == 4 * LENGTH**2
 
 
-def test_a_model_is_traced() -> None:
+def test_a_model_is_traced_for_its_estimate() -> None:
     entry = host("mamba")
     assert ula.estimate(entry.model(), entry.inputs()).shape == (2, 13, 13)
 
 
-def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = traced("mamba", LENGTH)
+def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_trace = traced("mamba", LENGTH)
     with pytest.raises(OptionError, match="did you mean 'rollout'"):
-        ula.estimate(found, method="rolout")
+        ula.estimate(host_trace, method="rolout")
     with pytest.raises(OptionError, match="logit takes no option 'scop'"):
-        ula.estimate(found, scop="core")
+        ula.estimate(host_trace, scop="core")
     with pytest.raises(InputError, match="needs inputs"):
         ula.estimate(host("mamba").model())
     uncosted = Method("own", "a method", lambda trace, target: None)
     monkeypatch.setattr(import_module("unilinattn.methods.run"), "registered", lambda name: uncosted)
     with pytest.raises(UncoveredError, match="own was registered without its cost"):
-        ula.estimate(found, method="own")
+        ula.estimate(host_trace, method="own")

@@ -1,4 +1,4 @@
-"""Pages that a repeated map asks the system for: its tiles of heads take the same memory in turn."""
+"""Page faults of a repeated map: the tiles of its heads reuse the same memory."""
 
 import os
 import subprocess
@@ -33,12 +33,12 @@ with torch.no_grad():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator is told when to return memory")
-def test_a_repeated_map_asks_for_little_more_than_its_factors() -> None:
-    # Else glibc keeps large tensors after they are freed, more or fewer of them from run to run.
-    own = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+def test_a_repeated_map_allocates_little_more_than_its_factors() -> None:
+    # By default glibc keeps a varying number of freed large tensors.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", PROGRAM, *map(str, (LENGTH, HEADS, STATE))]
-    asked = int(subprocess.run(command, capture_output=True, text=True, check=True, env=own).stdout)
-    # Keys and decays of every head, which the mixer makes for each of the tiles, and one set of places for all tiles.
-    # Without the places it is five times the factors.
+    asked = int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+    # Keys and decays of every head, computed for each tile, and one set of buffers for all tiles.
+    # Without these buffers it is five times the factors.
     factors, tile = 2 * LENGTH * HEADS * STATE * 4, LENGTH * INNER * 4
     assert factors / 2 < asked < 1.2 * (factors + 6 * tile + 2 * LENGTH**2 * 4)

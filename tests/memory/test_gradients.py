@@ -1,4 +1,4 @@
-"""Gradients hold one block at a time: counted, estimated, and equal to a run that keeps everything."""
+"""Checkpointed gradients: memory of one block at a time, estimates, and equality with plain autograd."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,29 +37,29 @@ def build(name: str, layers: int = 2) -> nn.Module:
 
 
 def traced(name: str, length: int, layers: int = 2) -> Trace:
-    found = trace(build(name, layers), torch.randint(31, (1, length)), progress=False)
-    for layer in found.layers:
+    host_trace = trace(build(name, layers), torch.randint(31, (1, length)), progress=False)
+    for layer in host_trace.layers:
         assert layer.operator.chains
-    return found
+    return host_trace
 
 
-def counted(found: Trace) -> Peak:
-    return peak_of(lambda: next(found.gradients([-1])))
+def counted(host_trace: Trace) -> Peak:
+    return peak_of(lambda: next(host_trace.gradients([-1])))
 
 
 @contextmanager
-def kept_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run gradients as plain autograd does: every layer's intermediate values are kept."""
+def plain_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compute gradients by plain autograd, which stores the intermediate values of every layer."""
     with monkeypatch.context() as patch:
         patch.setattr(import_module("unilinattn.tracing.trace"), "recomputing", through_operators)
         yield
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "gpt2"])
-def test_a_deeper_model_takes_little_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_grows_little_with_depth(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = traced(name, 96, 2), traced(name, 96, 6)
     grown = counted(many).peak - counted(few).peak
-    with kept_whole(monkeypatch):
+    with plain_gradients(monkeypatch):
         whole = counted(many).peak - counted(few).peak
     vectors = 4 * 96 * 64 * 4
     assert grown <= 4 * vectors
@@ -69,41 +69,41 @@ def test_a_deeper_model_takes_little_more(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("length", [96, 192])
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "gpt2"])
 def test_the_estimate_counts_the_backward_pass(name: str, length: int) -> None:
-    found = traced(name, length)
-    said, own = ula.estimate(found, method="attribution", target=-1), counted(found)
-    (first, *_) = said.layers
+    host_trace = traced(name, length)
+    estimate, peak = ula.estimate(host_trace, method="attribution", target=-1), counted(host_trace)
+    (first, *_) = estimate.layers
     assert (first.name, first.kind) == ("gradients", "forward and backward pass")
-    assert 0.5 <= first.bytes / own.peak <= 2, (first.bytes, own.peak)
-    assert 0.5 <= first.operations / own.multiplications <= 2, (first.operations, own.multiplications)
-    assert "gradients" in repr(said)
+    assert 0.5 <= first.bytes / peak.peak <= 2, (first.bytes, peak.peak)
+    assert 0.5 <= first.operations / peak.multiplications <= 2, (first.operations, peak.multiplications)
+    assert "gradients" in repr(estimate)
 
 
 @pytest.mark.parametrize(
     "name", ["mamba", "mamba2", "gpt2", "zamba", "zamba2", "jamba", "falcon h1", "qwen3 next", "s4d"]
 )
-def test_gradients_are_those_of_a_run_that_keeps_everything(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_equal_those_of_plain_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = next(entry for entry in HOSTS if entry.name == name)
     model, x = entry.model().double(), entry.inputs()
-    found = trace(model, x)
+    host_trace = trace(model, x)
     targets: list[Any] = [-1, 1, -1]
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    several = list(found.gradients(targets))
-    with kept_whole(monkeypatch):
-        whole = list(found.gradients(targets))
-    for got, expected in zip(several, whole, strict=True):
-        assert max(relative_error(one, two) for one, two in zip(got, expected, strict=True)) <= 1e-12
+    several = list(host_trace.gradients(targets))
+    with plain_gradients(monkeypatch):
+        whole = list(host_trace.gradients(targets))
+    for actual, expected in zip(several, whole, strict=True):
+        assert max(relative_error(one, two) for one, two in zip(actual, expected, strict=True)) <= 1e-12
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())
     assert any(float(grad.norm()) > 0 for grad in several[1])
 
 
 @pytest.mark.parametrize("name", ["mamba", "gpt2"])
-def test_nothing_is_kept_from_target_to_target(name: str) -> None:
-    found = traced(name, 40)
+def test_memory_does_not_grow_with_the_number_of_targets(name: str) -> None:
+    host_trace = traced(name, 40)
 
     def peak(targets: int) -> int:
         def run() -> None:
-            for grads in found.gradients(range(targets)):
+            for grads in host_trace.gradients(range(targets)):
                 del grads
 
         return peak_of(run).peak
@@ -113,14 +113,14 @@ def test_nothing_is_kept_from_target_to_target(name: str) -> None:
 
 def test_frozen_weights_do_not_matter() -> None:
     model = build("mamba").double()
-    found = trace(model, torch.randint(31, (1, 20)))
-    live = found.gradient(-1)
+    host_trace = trace(model, torch.randint(31, (1, 20)))
+    live = host_trace.gradient(-1)
     model.requires_grad_(False)
     for one, two in zip(trace(model, found.ids).gradient(-1), live, strict=True):
         assert relative_error(one, two) <= 1e-12
 
 
-def test_a_weight_that_changes_between_targets_is_noticed() -> None:
+def test_a_weight_that_changes_between_targets_is_refused() -> None:
     model = build("mamba")
     gradients = trace(model, torch.randint(31, (1, 20))).gradients([3, 4])
     next(gradients)
@@ -130,13 +130,13 @@ def test_a_weight_that_changes_between_targets_is_noticed() -> None:
         next(gradients)
 
 
-def test_the_pull_through_a_last_projection_builds_no_graph() -> None:
-    found = traced("mamba", 64)
-    grads = found.gradient(-1)
-    layer = found.layers[0]
+def test_the_gradient_before_the_last_projection_builds_no_graph() -> None:
+    host_trace = traced("mamba", 64)
+    grads = host_trace.gradient(-1)
+    layer = host_trace.layers[0]
     pulled: list[Tensor] = []
     peak = peak_of(lambda: pulled.append(layer.before_output(grads[0]))).peak
-    # The operand of the product is a copy without subnormal numbers.
+    # The product reads a copy without subnormal numbers.
     assert peak <= pulled[0].nbytes + grads[0].nbytes
     weight = found.host.backbone.layers[0].mixer.out_proj.weight
     assert relative_error(pulled[0], grads[0] @ weight) <= 1e-6

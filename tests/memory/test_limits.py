@@ -1,4 +1,4 @@
-"""Requests that cannot fit are refused before they are allocated; what is linear in length is so at its peak."""
+"""`max_memory`: requests above it are refused before allocation; linear passes are linear at their peak."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,24 +35,24 @@ MAP = 4 * LENGTH**2
     ],
     ids=str,
 )
-def test_results_that_do_not_fit_are_refused_with_their_numbers(
+def test_results_above_the_limit_are_refused_with_their_sizes(
     method: str, options: dict[str, Any], count: int, way: str
 ) -> None:
-    found = traced("mamba", LENGTH)
-    # The errors of layers are computed once; those of the residual stream take two vectors a token.
-    require_exact(found.layers)
-    stream = found.layers[0].output.nbytes
+    trace = traced("mamba", LENGTH)
+    # Cache the errors of the layers, whose computation takes two vectors per token.
+    require_exact(trace.layers)
+    stream = trace.layers[0].output.nbytes
 
     def refused() -> None:
         axes = "2 x 1 x 192 x 192" if count == 2 else "1 x 192 x 192"
         message = rf"{method}: the result .*, {axes} numbers of 4 bytes, takes .* KiB, and max_memory allows .*{way}"
         with pytest.raises(MemoryLimitError, match=message):
-            ula.explain(found, method=method, max_memory=count * MAP - 1, **options)
+            ula.explain(trace, method=method, max_memory=count * MAP - 1, **options)
 
     assert peak_of(refused).peak < 2.1 * stream
 
 
-def test_a_matrix_that_does_not_fit_is_refused() -> None:
+def test_a_matrix_above_the_limit_is_refused() -> None:
     op = traced("mamba", LENGTH).layers[0].operator
     message = r"the core matrix of .* with heads=None, 1 x 24 x 192 x 192 numbers of 4 bytes, takes 3.4 MiB"
 
@@ -65,7 +65,7 @@ def test_a_matrix_that_does_not_fit_is_refused() -> None:
         assert op.matrix(heads=slice(0, 2)).shape == (1, 2, LENGTH, LENGTH)
 
 
-def test_what_is_held_already_counts() -> None:
+def test_allocated_bytes_count_towards_the_limit() -> None:
     with max_memory(1000), reserved(600, "one thing", "take less"):
         assert allowed() == 400
         with pytest.raises(MemoryLimitError, match=r"another takes 500 bytes in addition to 600 .* max_memory=1100"):
@@ -77,14 +77,14 @@ def test_what_is_held_already_counts() -> None:
 @pytest.mark.parametrize(("scope", "heads"), [("core", "mean"), ("unified", "mean"), ("core", "max"), ("core", None)])
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_and_tiles_stay_within_the_limit(name: str, scope: str, heads: Any, limit: int) -> None:
-    found = traced(name, LENGTH)
-    op = found.layers[0].operator
+    trace = traced(name, LENGTH)
+    op = trace.layers[0].operator
     with max_memory(limit):
         for run in (
             lambda: [None for _ in op.row_blocks(scope=scope, heads=heads)],
             lambda: [None for _ in op.pairwise().tiles(True)],
         ):
-            assert peak_of(run).peak <= limit + linear(found)
+            assert peak_of(run).peak <= limit + linear(trace)
 
 
 @pytest.mark.parametrize("structure", [s for s in STRUCTURES if s.linear], ids=lambda s: s.name)
@@ -116,15 +116,15 @@ def test_passes_of_operators_are_linear_at_their_peak(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d"])
-def test_streamed_attribution_holds_vectors_and_blocks(name: str) -> None:
-    found = traced(name, LENGTH)
-    grads = [torch.ones_like(layer.output) for layer in found.layers]
+def test_attribution_of_a_target_allocates_vectors_and_blocks(name: str) -> None:
+    trace = traced(name, LENGTH)
+    grads = [torch.ones_like(layer.output) for layer in trace.layers]
     limit = 1 << 19
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(found), "gradients", lambda *_: iter([grads]))
-        patch.setattr(type(found.layers[0]), "pullback", lambda _: lambda grad: grad)
-        peak = peak_of(lambda: ula.explain(found, method="attribution", target=-1, max_memory=limit)).peak
-    assert peak <= limit + linear(found)
+        patch.setattr(type(trace), "gradients", lambda *_: iter([grads]))
+        patch.setattr(type(trace.layers[0]), "pullback", lambda _: lambda grad: grad)
+        peak = peak_of(lambda: ula.explain(trace, method="attribution", target=-1, max_memory=limit)).peak
+    assert peak <= limit + linear(trace)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.name)
@@ -152,8 +152,8 @@ def test_expanded_factors_and_values_work() -> None:
     value = torch.randn(2, 1, 4, 1, dtype=torch.float64).expand(-1, 70, -1, 2)
     assert torch.equal(expanded.apply(value), plain.apply(value.clone()))
     assert torch.equal(expanded.adjoint(value), plain.adjoint(value.clone()))
-    for got, own in zip(expanded.reduced_rows(32), plain.reduced_rows(32), strict=True):
-        assert torch.equal(got, own)
+    for actual, reference in zip(expanded.reduced_rows(32), plain.reduced_rows(32), strict=True):
+        assert torch.equal(actual, reference)
 
 
 @pytest.mark.parametrize("heads", [24, -25, [0, 24]])
@@ -168,7 +168,7 @@ def test_heads_out_of_range_are_refused_before_anything_is_computed(heads: Any) 
     assert peak_of(refused).peak < 1000
 
 
-def test_devices_that_differ_are_named() -> None:
+def test_different_devices_are_refused() -> None:
     model, ids = host("mamba").model(), host("mamba").inputs()
     with pytest.raises(InputError, match=r"input_ids is on meta, and MambaForCausalLM is on cpu; move one of them"):
         ula.trace(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | {"input_ids": ids.to("meta")})

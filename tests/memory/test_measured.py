@@ -1,4 +1,4 @@
-"""Every method, reduction and scope is measured: within `max_memory`, or refused before anything large is allocated."""
+"""Measured memory of every method, reduction and scope: within `max_memory`, or refused before allocation."""
 
 from importlib import import_module
 from typing import Any
@@ -16,9 +16,9 @@ from unilinattn.tracing.trace import Trace
 LENGTH = 96
 LIMIT = 1 << 19
 NARROW = 1 << 17
-"""For hosts of the tables, which have a few channels."""
+"""Limit for the narrow hosts of the tables."""
 SLACK = 1.1
-"""Rounding of what a block is counted to hold."""
+"""Factor on the limit for the rounding of block sizes."""
 
 REDUCED = [{"heads": heads} for heads in ("mean", "max", "min", "abs-mean", "product", 0, [0, -1])]
 SCOPED = [{"scope": scope, "heads": heads} for scope in ("mixer", "unified") for heads in ("mean", "max", [0, 1])]
@@ -44,40 +44,40 @@ QUICK = [
 ]
 
 
-def taken(found: Trace, method: str, options: dict[str, Any], limit: int) -> tuple[int, bool]:
-    """Return the bytes beside the result at the peak, and whether the request was refused."""
+def taken(trace: Trace, method: str, options: dict[str, Any], limit: int) -> tuple[int, bool]:
+    """Return the peak bytes without the result, and whether the request was refused."""
     results: list[ula.Attribution] = []
     refused = False
 
     def run() -> None:
         nonlocal refused
         try:
-            results.append(ula.explain(found, method=method, max_memory=limit, progress=False, **options))
+            results.append(ula.explain(trace, method=method, max_memory=limit, progress=False, **options))
         except MemoryLimitError as error:
             refused = True
             assert f"max_memory allows {in_words(limit)}" in str(error)
 
     peak = peak_of(run).peak
-    # A result that was begun is counted to what a refused request took.
+    # A partially filled result counts towards the bytes of a refused request.
     size = sum(result.scores.nbytes for result in results)
     return peak - size, refused
 
 
-def mixers(found: Trace) -> int:
-    """Return how many token mixers the layer with the most has, convolutions among them."""
-    chains = [chain for layer in found.layers for chain in layer.operator.chains.values()]
+def mixers(trace: Trace) -> int:
+    """Return the largest number of token mixers in a layer, convolutions included."""
+    chains = [chain for layer in trace.layers for chain in layer.operator.chains.values()]
     return max(sum(isinstance(stage, Mix) for stage in walk(chain)) for chain in chains)
 
 
-def check(found: Trace, method: str, options: dict[str, Any], limit: int = LIMIT) -> None:
-    for layer in found.layers:
-        # Gates and norms are made when they are first needed; they belong to the operator.
+def check(trace: Trace, method: str, options: dict[str, Any], limit: int = LIMIT) -> None:
+    for layer in trace.layers:
+        # Deferred gates and norms belong to the operator: compute them before the measurement.
         layer.operator.apply(layer.operator.inputs)
-    bytes_, refused = taken(found, method, options, limit)
-    begun = 0 if not refused else ula.estimate(found, method=method, **options).result
-    # Vectors through a layer need the values of every tap of a convolution, which are linear in length as well.
+    bytes_, refused = taken(trace, method, options, limit)
+    begun = 0 if not refused else ula.estimate(trace, method=method, **options).result
+    # Vectors through a layer need the values of every tap of a convolution, which are also linear in the length.
     through = method in ("latim", "alti") or options.get("scope") == "unified"
-    vectors = (3 + mixers(found) if through else 1) * linear(found)
+    vectors = (3 + mixers(trace) if through else 1) * linear(trace)
     most = SLACK * limit + vectors + begun
     assert bytes_ <= most, f"{bytes_ / 2**20:.1f} MiB taken, {most / 2**20:.1f} MiB are allowed; refused: {refused}"
 
@@ -100,10 +100,10 @@ def test_a_wide_layer_stays_within_the_limit_or_is_refused(name: str, method: st
 
 
 SHORT = ("bert", "hyena", "multi-head hyena", "opt")
-"""Hosts that take 40 tokens or a few more."""
+"""Hosts that accept only about 40 tokens."""
 NAMES = list(dict.fromkeys(host.name for host in HOSTS))
 SHARED = [(name, *case) for at, name in enumerate(NAMES) for case in CASES[at % 5 :: 5]]
-"""Every host with a fifth of the cases, so that each case meets every kind of mixer."""
+"""Every host with a fifth of the cases, such that each case runs on every kind of mixer."""
 
 
 @pytest.mark.slow
@@ -112,26 +112,28 @@ SHARED = [(name, *case) for at, name in enumerate(NAMES) for case in CASES[at % 
 )
 def test_every_host_stays_within_the_limit_or_is_refused(name: str, method: str, options: dict[str, Any]) -> None:
     try:
-        found = traced(name, 40 if name.startswith(SHORT) else LENGTH)
-        ula.estimate(found, method=method, **options)
+        trace = traced(name, 40 if name.startswith(SHORT) else LENGTH)
+        ula.estimate(trace, method=method, **options)
     except (OptionError, UncoveredError) as error:
         pytest.skip(f"not covered: {error}")
-    check(found, method, options, LIMIT if name in WIDE else NARROW)
+    check(trace, method, options, LIMIT if name in WIDE else NARROW)
 
 
 @pytest.mark.parametrize("options", [{"heads": "max"}, {"heads": "max", "scope": "unified"}], ids=str)
-def test_blocks_of_all_channels_would_not_pass(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = traced("wide mamba", LENGTH)
+def test_blocks_of_all_channels_would_exceed_the_limit(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = traced("wide mamba", LENGTH)
     cost = import_module("unilinattn.operator.cost")
     monkeypatch.setattr(cost, "block_cut", lambda scope, *_: (64, scope.groups, 0))
     with pytest.raises(AssertionError, match="MiB taken"):
-        check(found, "raw", options)
+        check(trace, "raw", options)
 
 
-def test_a_reduction_runs_in_the_memory_of_a_few_channels() -> None:
-    found = traced("wide mamba", LENGTH)
-    check(found, "raw", {"heads": "max"})
+def test_a_reduction_needs_the_memory_of_a_few_channels() -> None:
+    trace = traced("wide mamba", LENGTH)
+    check(trace, "raw", {"heads": "max"})
     every = 128 * LENGTH**2 * 4
-    bytes_, refused = taken(found, "raw", {"heads": "max"}, LIMIT)
+    bytes_, refused = taken(trace, "raw", {"heads": "max"}, LIMIT)
     assert not refused
-    assert bytes_ <= SLACK * LIMIT + linear(found) < every / 4
+    assert bytes_ <= SLACK * LIMIT + linear(trace) < every / 4

@@ -1,4 +1,4 @@
-"""How much a process of its own grows by each operation: what no count of tensors sees is in this."""
+"""Growth of a separate process during each operation, including memory outside of tensors."""
 
 import os
 import platform
@@ -67,28 +67,28 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status, which Linux has")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/status")
 @pytest.mark.parametrize(
     ("operation", "sizes", "held_otherwise", "most"),
     [
-        # Beside its result, (L, L), of 4 MiB; the map of every head would be held otherwise.
+        # A result (L, L) of 4 MiB; the alternative is the map of every head.
         ("reduced map", (1024, 256, 8), 256 * 1024**2, 56),
-        # The same of blocks of rows and channels, beside a result of 1 MiB.
+        # Blocks of rows and channels, and a result of 1 MiB; the alternative is the map of every channel.
         ("row maxima", (512, 512, 16), 512 * 512**2, 24),
-        # The states of every token, or a map.
+        # The alternatives: the states of every token, and a map.
         pytest.param("scan", (16384, 128, 16), 16384 * 128 * 16, 48, marks=pytest.mark.slow),
         pytest.param("row product", (8192, 16, 8), 8192**2, 128, marks=pytest.mark.slow),
-        # The vectors of all pairs.
+        # The alternative: the vectors of all pairs.
         pytest.param("contribution norms", (512, 256, 8), 512**2 * 256, 32, marks=pytest.mark.slow),
     ],
 )
-def test_an_operation_makes_its_process_grow_by_far_less(
+def test_the_growth_of_the_process_is_bounded(
     operation: str, sizes: tuple[int, ...], held_otherwise: int, most: int
 ) -> None:
-    # Else glibc keeps large tensors after they are freed, more or fewer of them from run to run.
-    own = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    # By default glibc keeps a varying number of freed large tensors.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", PROGRAM, operation, *map(str, sizes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=own)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     grown = int(done.stdout)
     assert 0 < grown < most * MIB < 4 * held_otherwise
 
@@ -124,7 +124,7 @@ print(1024 * (used("VmHWM") - before))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns free pages when asked to")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
 def test_gradients_return_the_free_pages_of_earlier_layers() -> None:
     def grown(pages: str) -> int:
         command = [sys.executable, "-c", GRADIENT, pages]

@@ -1,4 +1,4 @@
-"""ALTI against its equation, written out."""
+"""ALTI against its equation, computed entry by entry."""
 
 import pytest
 import torch
@@ -43,21 +43,21 @@ def mixing(shares: Tensor, residual: Tensor, y: Tensor, padding: str) -> Tensor:
     return rows
 
 
-def maps(found: tuple[Reference, ...], padding: str) -> list[Tensor]:
-    return [mixing(r.shares, r.residual, r.residual + r.output, padding) for r in found]
+def maps(layers: tuple[Reference, ...], padding: str) -> list[Tensor]:
+    return [mixing(r.shares, r.residual, r.residual + r.output, padding) for r in layers]
 
 
 def retraced(name: str) -> Trace:
-    """Trace anew, for tests that change the trace."""
+    """Trace without the cache of `traced`, for tests that modify the trace."""
     model = HOSTS[name].model()
     with promoted():
-        found = trace(model, inputs())
-        assert all(layer.operator for layer in found.layers)
-    return found
+        host_trace = trace(model, inputs())
+        assert all(layer.operator for layer in host_trace.layers)
+    return host_trace
 
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
-def test_alti_is_its_equation(name: str, padding: str) -> None:
+def test_scores_are_those_of_the_equation(name: str, padding: str) -> None:
     result = alti(traced(name, padding))
     assert result.dims == ("layer", "batch", "query", "key")
     assert close(result.scores, torch.stack(maps(references(name, padding), padding)))
@@ -74,9 +74,9 @@ def test_real_rows_sum_to_one(name: str, padding: str) -> None:
         assert (scores * ~real_map(padding) == 0).all()
 
 
-def test_a_layer_counts_as_often_as_the_host_adds_it() -> None:
-    found = part_added()
-    for layer, rows in zip(found.layers, alti(found).scores, strict=True):
+def test_outputs_are_scaled_by_the_residual_multiplier() -> None:
+    host_trace = part_added()
+    for layer, rows in zip(host_trace.layers, alti(host_trace).scores, strict=True):
         whole, residual = layer.operator.contributions(range(LENGTH)), layer.residual
         assert residual is not None
         assert close(rows, mixing(PART * whole, residual, residual + PART * layer.output, "none"))
@@ -84,67 +84,67 @@ def test_a_layer_counts_as_often_as_the_host_adds_it() -> None:
 
 
 def test_rows_sum_to_one_in_float32() -> None:
-    found = trace(HOSTS["mamba"].model().float(), inputs())
-    scores = alti(found).scores
+    host_trace = trace(HOSTS["mamba"].model().float(), inputs())
+    scores = alti(host_trace).scores
     assert scores.dtype == torch.float32
     assert (scores.sum(-1) - 1).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
-def test_perturbed_equations_are_told_apart(name: str, padding: str) -> None:
+def test_perturbed_equations_give_other_scores(name: str, padding: str) -> None:
     scores = alti(traced(name, padding)).scores
-    found = references(name, padding)
-    without = [mixing(r.shares, r.residual * 0, r.residual + r.output, padding) for r in found]
-    layer_alone = [mixing(r.shares, r.residual * 0, r.output, padding) for r in found]
-    squared = [mixing(r.shares * 1.01, r.residual, r.residual + r.output, padding) for r in found]
-    for wrong in (without, layer_alone, squared):
+    layers = references(name, padding)
+    without = [mixing(r.shares, r.residual * 0, r.residual + r.output, padding) for r in layers]
+    output_only = [mixing(r.shares, r.residual * 0, r.output, padding) for r in layers]
+    squared = [mixing(r.shares * 1.01, r.residual, r.residual + r.output, padding) for r in layers]
+    for wrong in (without, output_only, squared):
         assert not close(scores, torch.stack(wrong))
-    if any(r.bias.abs().max() > 0 for r in found):
-        biasless = [mixing(r.shares, r.residual, r.residual + r.output - r.bias, padding) for r in found]
+    if any(r.bias.abs().max() > 0 for r in layers):
+        biasless = [mixing(r.shares, r.residual, r.residual + r.output - r.bias, padding) for r in layers]
         assert not close(scores, torch.stack(biasless))
 
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
-def test_the_rollout_multiplies_without_a_further_identity(name: str, padding: str) -> None:
-    found = traced(name, padding)
+def test_the_rollout_multiplies_maps_without_the_identity(name: str, padding: str) -> None:
+    host_trace = traced(name, padding)
     first, second = maps(references(name, padding), padding)
-    result = alti(found, rollout=True)
+    result = alti(host_trace, rollout=True)
     assert result.dims == ("batch", "query", "key")
     assert close(result.scores, second @ first)
     assert not close(result.scores, second @ first + first)
-    lone = alti(found, rollout=True, target=-1)
-    assert lone.dims == ("batch", "key")
-    assert close(lone.scores, (second @ first)[torch.arange(BATCH), found.positions(-1)])
-    only = alti(found, rollout=True, layers=[1])
-    assert close(only.scores, second)
+    row = alti(host_trace, rollout=True, target=-1)
+    assert row.dims == ("batch", "key")
+    assert close(row.scores, (second @ first)[torch.arange(BATCH), host_trace.positions(-1)])
+    last = alti(host_trace, rollout=True, layers=[1])
+    assert close(last.scores, second)
 
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
-def test_without_the_stream_it_is_the_equation_of_the_output(name: str, padding: str) -> None:
-    found = references(name, padding)
+def test_without_residual_the_equation_uses_only_the_output(name: str, padding: str) -> None:
+    layers = references(name, padding)
     result = alti(traced(name, padding), residual=False)
-    alone = [mixing(r.shares, r.residual * 0, r.output, padding) for r in found]
-    assert close(result.scores, torch.stack(alone))
-    assert not close(result.scores, torch.stack(maps(found, padding)))
+    output_only = [mixing(r.shares, r.residual * 0, r.output, padding) for r in layers]
+    assert close(result.scores, torch.stack(output_only))
+    assert not close(result.scores, torch.stack(maps(layers, padding)))
     assert not result.stream_error
 
 
-def test_a_rollout_needs_the_stream() -> None:
+def test_a_rollout_without_residual_is_refused() -> None:
     with pytest.raises(OptionError, match="rollout=True composes the layers along the residual stream"):
         alti(traced("mamba"), residual=False, rollout=True)
 
 
-def test_a_target_is_that_row() -> None:
+def test_a_target_selects_its_row() -> None:
     for padding in ("none", "left", "right"):
-        found = traced("mamba2", padding)
-        places = found.positions(-1)
-        whole = alti(found).scores
-        assert close(alti(found, target=-1).scores, whole[:, torch.arange(BATCH), places])
+        host_trace = traced("mamba2", padding)
+        positions = host_trace.positions(-1)
+        whole = alti(host_trace).scores
+        assert close(alti(host_trace, target=-1).scores, whole[:, torch.arange(BATCH), positions])
 
 
-def test_the_paper_s_split_of_silu() -> None:
-    found = [mixing(r.split_shares, r.residual, r.residual + r.output, "left") for r in references("mamba2", "left")]
-    assert close(alti(traced("mamba2", "left"), activation="silu").scores, torch.stack(found))
+def test_activation_silu_is_the_split_of_the_paper() -> None:
+    expected = [mixing(r.split_shares, r.residual, r.residual + r.output, "left") for r in references("mamba2", "left")]
+    assert close(alti(traced("mamba2", "left"), activation="silu").scores, torch.stack(expected))
 
 
 def test_a_row_with_everything_clipped_is_its_own_token() -> None:
@@ -156,18 +156,18 @@ def test_a_row_with_everything_clipped_is_its_own_token() -> None:
     assert torch.equal(scores, torch.eye(LENGTH, dtype=torch.float64).expand_as(scores))
 
 
-def test_parallel_layers_share_a_row() -> None:
-    found = retraced("mamba")
-    found.steps = (Step(found.layers),)
+def test_parallel_layers_are_one_map() -> None:
+    host_trace = retraced("mamba")
+    host_trace.steps = (Step(host_trace.layers),)
     first, second = references("mamba")
     y = first.residual + first.output + second.output
     expected = mixing(first.shares + second.shares, first.residual, y, "none")
-    assert close(alti(found, rollout=True).scores, expected)
+    assert close(alti(host_trace, rollout=True).scores, expected)
 
 
 def test_an_unknown_stream_is_refused_by_name() -> None:
     found = retraced("mamba")
     found.layers[1].stream = None
     with pytest.raises(UncoveredError, match=r"alti needs .* backbone\.layers\.1\.mixer"):
-        alti(found)
-    alti(found, layers=[0])
+        alti(host_trace)
+    alti(host_trace, layers=[0])

@@ -1,4 +1,4 @@
-"""LaTIM's norms against the vectors written out from the papers."""
+"""LaTIM against norms of the vectors that the papers define."""
 
 from typing import Any
 
@@ -29,15 +29,15 @@ ORDERS = [1, 2.0, 3.5, float("inf")]
 def norms(shares: Tensor, p: float, padding: str) -> Tensor:
     """C_ij = (sum_d |T_ijd|^p)^(1/p), the largest |T_ijd| for infinity (LaTIM Eq. 5)."""
     size = shares.abs()
-    found = size.max(-1).values if p == float("inf") else size.pow(p).sum(-1).pow(1 / p)
-    return found * real_map(padding)
+    lengths = size.max(-1).values if p == float("inf") else size.pow(p).sum(-1).pow(1 / p)
+    return lengths * real_map(padding)
 
 
 def to_result(name: str, padding: str, p: float = 2.0, part: str = "shares") -> Tensor:
     return torch.stack([norms(getattr(r, part), p, padding) for r in references(name, padding)])
 
 
-def with_own(reference: Reference, vector: Tensor, part: str = "shares") -> Tensor:
+def add_diagonal(reference: Reference, vector: Tensor, part: str = "shares") -> Tensor:
     shares = getattr(reference, part).clone()
     for i in range(LENGTH):
         shares[:, i, i] += vector[:, i]
@@ -54,7 +54,7 @@ def test_scores_are_norms_of_the_contributions(name: str, padding: str, p: float
 
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
-def test_the_exact_decomposition_leaves_nothing_out(name: str, padding: str) -> None:
+def test_the_exact_decomposition_is_complete(name: str, padding: str) -> None:
     result = latim(traced(name, padding))
     assert result.extras["decomposition_error"].shape == (2,)
     assert result.completeness_gap == result.extras["decomposition_error"].max()
@@ -66,7 +66,7 @@ def test_the_exact_decomposition_leaves_nothing_out(name: str, padding: str) -> 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
-def test_the_paper_s_split_of_silu(name: str, padding: str) -> None:
+def test_activation_silu_is_the_split_of_the_paper(name: str, padding: str) -> None:
     result = latim(traced(name, padding), activation="silu")
     assert close(result.scores, to_result(name, padding, part="split_shares"))
     assert not close(result.scores, to_result(name, padding))
@@ -82,24 +82,24 @@ def test_the_paper_s_split_of_silu(name: str, padding: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
-def test_the_bias_can_go_to_the_query_and_the_residual_be_counted(name: str, padding: str) -> None:
-    found = traced(name, padding)
-    for options, own in (
+def test_bias_and_residual_can_be_added_to_the_query_s_token(name: str, padding: str) -> None:
+    trace = traced(name, padding)
+    for options, diagonal in (
         ({"bias": "query"}, lambda r: r.bias),
         ({"residual": True}, lambda r: r.residual),
         ({"bias": "query", "residual": True}, lambda r: r.bias + r.residual),
     ):
-        result = latim(found, p=1, **options)
-        expected = [norms(with_own(r, own(r)), 1, padding) for r in references(name, padding)]
+        result = latim(trace, p=1, **options)
+        expected = [norms(add_diagonal(r, diagonal(r)), 1, padding) for r in references(name, padding)]
         assert close(result.scores, torch.stack(expected))
         assert ("bias" in result.extras) == ("bias" not in options)
         assert result.completeness_gap is not None and result.completeness_gap <= 1e-10
 
 
 @pytest.mark.parametrize("bias", ["column", "query"])
-def test_beside_the_residual_a_layer_counts_as_often_as_the_host_adds_it(bias: str) -> None:
-    found = part_added()
-    for layer, rows in zip(found.layers, latim(found, residual=True, bias=bias).scores, strict=True):
+def test_with_residual_contributions_are_scaled_by_the_residual_multiplier(bias: str) -> None:
+    trace = part_added()
+    for layer, rows in zip(trace.layers, latim(trace, residual=True, bias=bias).scores, strict=True):
         whole, residual = layer.operator.contributions(range(LENGTH)), layer.residual
         assert residual is not None
         for i in range(LENGTH):
@@ -112,14 +112,14 @@ def test_beside_the_residual_a_layer_counts_as_often_as_the_host_adds_it(bias: s
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "llama"])
-def test_perturbed_contributions_are_told_apart(name: str) -> None:
+def test_perturbed_contributions_give_other_scores(name: str) -> None:
     scores = latim(traced(name)).scores
     assert close(scores, to_result(name, "none"))
     assert not close(scores, to_result(name, "none", p=1))
     assert not close(scores, to_result(name, "none").transpose(2, 3))
     attention = torch.stack([r.alpha.abs().mean(1) for r in references(name)])
     assert not close(scores, attention)
-    with_residual = torch.stack([norms(with_own(r, r.residual), 2, "none") for r in references(name)])
+    with_residual = torch.stack([norms(add_diagonal(r, r.residual), 2, "none") for r in references(name)])
     assert not close(scores, with_residual)
 
 
@@ -127,17 +127,17 @@ def test_perturbed_contributions_are_told_apart(name: str) -> None:
     "options", [{}, {"bias": "query", "p": 1}, {"normalize": "min-max"}, {"normalize": "rows", "residual": True}]
 )
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_a_target_is_that_row(padding: str, options: dict[str, Any]) -> None:
-    found = traced("mamba2", padding)
-    whole, lone = latim(found, **options), latim(found, target=[-1, 2], **options)
-    places = found.positions([-1, 2])
-    assert lone.dims == ("layer", "batch", "key")
-    assert close(lone.scores, whole.scores[:, torch.arange(BATCH), places])
+def test_a_target_selects_its_row(padding: str, options: dict[str, Any]) -> None:
+    trace = traced("mamba2", padding)
+    whole, row = latim(trace, **options), latim(trace, target=[-1, 2], **options)
+    positions = trace.positions([-1, 2])
+    assert row.dims == ("layer", "batch", "key")
+    assert close(row.scores, whole.scores[:, torch.arange(BATCH), positions])
     if "bias" in whole.extras:
-        assert close(lone.extras["bias"], whole.extras["bias"][:, torch.arange(BATCH), places])
+        assert close(row.extras["bias"], whole.extras["bias"][:, torch.arange(BATCH), positions])
 
 
-def test_the_mean_over_layers_averages_the_extras_that_follow_it() -> None:
+def test_the_mean_over_layers_also_averages_the_bias() -> None:
     whole, mean = latim(traced("mamba")), latim(traced("mamba"), layers="mean")
     assert mean.dims == ("batch", "query", "key")
     assert close(mean.scores, whole.scores.mean(0))
@@ -147,19 +147,19 @@ def test_the_mean_over_layers_averages_the_extras_that_follow_it() -> None:
 
 @pytest.mark.parametrize("limit", [60_000, 200_000, None])
 @pytest.mark.parametrize("activation", ["exact", "silu"])
-def test_a_memory_limit_changes_the_blocks_and_not_the_scores(limit: int | None, activation: str) -> None:
-    found = traced("mamba2", "left")
-    whole = latim(found, bias="query", residual=True, activation=activation)
+def test_a_memory_limit_does_not_change_the_scores(limit: int | None, activation: str) -> None:
+    trace = traced("mamba2", "left")
+    whole = latim(trace, bias="query", residual=True, activation=activation)
     with max_memory(limit):
-        blocks = latim(found, bias="query", residual=True, activation=activation)
+        blocks = latim(trace, bias="query", residual=True, activation=activation)
     assert close(blocks.scores, whole.scores)
 
 
-def test_a_limit_below_one_row_says_what_a_row_takes() -> None:
+def test_a_limit_below_one_row_is_refused_with_the_size_of_a_row() -> None:
     with max_memory(2000), pytest.raises(MemoryLimitError, match=r"one row of vectors T_i\(x_j\) takes .* KiB"):
         latim(traced("mamba2"))
 
 
-def test_a_layer_without_an_activation_to_split_says_so() -> None:
+def test_splitting_a_layer_without_an_activation_is_refused() -> None:
     with pytest.raises(UncoveredError, match="no convolution followed by an activation"):
         latim(traced("gpt2"), activation="silu")

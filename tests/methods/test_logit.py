@@ -1,4 +1,4 @@
-"""The method `logit`: shares of tokens that add up to the logit, by target, by row and for other scalars."""
+"""The method `logit`: completeness of shares by target, by row and for other scalars."""
 
 from typing import Any
 
@@ -30,13 +30,13 @@ def test_each_row_is_the_target_at_its_position(side: str) -> None:
         assert torch.allclose(one.scores, every.scores[rows, place], rtol=1e-9, atol=1e-12)
         for name in ("bias", "logit", "gap", "remainder"):
             assert torch.allclose(one.extras[name], every.extras[name][rows, place], rtol=1e-9, atol=1e-9)
-    # No token has a share in an earlier logit.
+    # Later tokens have no share in an earlier logit.
     assert not every.scores.triu(1).any()
     total = every.scores.double().sum(-1) + every.extras["bias"] + every.extras["remainder"]
     assert torch.allclose(total, every.extras["logit"], rtol=1e-6, atol=1e-9)
 
 
-def test_the_logit_is_the_models_own() -> None:
+def test_the_logit_is_that_of_the_model() -> None:
     trace = traced("llama")
     logits = trace.output.logits[:, -1].double()
     assert torch.allclose(ula.explain(trace, target=-1).extras["logit"], logits.max(-1).values)
@@ -90,7 +90,7 @@ def test_every_target_runs_the_model_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(calls) == once > 0
 
 
-def test_bad_input_is_refused() -> None:
+def test_invalid_inputs_are_refused() -> None:
     trace = traced("mamba2")
     with pytest.raises(OptionError, match="logit takes no option 'scope'"):
         ula.explain(trace, method="logit", scope="core")
@@ -108,7 +108,7 @@ def test_bad_input_is_refused() -> None:
 
 
 @pytest.mark.parametrize("model", ["mamba", "mamba2", "transformer"])
-def test_it_finds_the_answer_of_induction(model: str) -> None:
+def test_the_answer_of_induction_is_ranked_first(model: str) -> None:
     batch = TASKS["induction"].sample(4, HELD_OUT_SEED)
     result = ula.explain(load("induction", model), batch.input_ids, method="logit")
     earlier = torch.ones(result.scores.shape[1:], dtype=torch.bool).tril(-1)

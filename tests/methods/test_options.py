@@ -1,4 +1,4 @@
-"""Options: their defaults, their errors, and that a result can be made again from what it stores."""
+"""Options of the methods: defaults, errors, and reproduction of a result from its stored options."""
 
 from typing import Any, get_args
 
@@ -35,10 +35,10 @@ METHODS = {
 }
 
 
-def test_every_method_is_registered_with_a_line() -> None:
-    found = list_methods()
-    assert set(METHODS) <= set(found)
-    assert all(found[name].function is function and found[name].summary for name, (function, _) in METHODS.items())
+def test_every_method_is_registered_with_a_summary() -> None:
+    methods = list_methods()
+    assert set(METHODS) <= set(methods)
+    assert all(methods[name].function is function and methods[name].summary for name, (function, _) in METHODS.items())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -61,15 +61,15 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "options"), CHANGED)
-def test_a_result_can_be_made_again_from_what_it_stores(name: str, options: dict[str, Any], tmp_path: Any) -> None:
-    found = traced("mamba2")
+def test_a_saved_result_can_be_reproduced_from_its_options(name: str, options: dict[str, Any], tmp_path: Any) -> None:
+    trace = traced("mamba2")
     with promoted():
-        result = explain(found, method=name, target=[-1, 1], **options)
+        result = explain(trace, method=name, target=[-1, 1], **options)
         assert {key: result.options[key] for key in options} == {
             key: list(value) if isinstance(value, tuple) else value for key, value in options.items()
         }
         stored = Attribution.load(result.save(tmp_path / "result.safetensors"))
-        again = explain(found, method=stored.method, **stored.options)
+        again = explain(trace, method=stored.method, **stored.options)
     assert torch.equal(again.scores, result.scores)
     assert again.options == stored.options == result.options
 
@@ -111,12 +111,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "message"), BAD)
-def test_bad_options_say_what_is_accepted(name: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused_with_the_accepted_values(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         METHODS[name][0](traced("mamba2"), **options)
 
 
-def test_the_accepted_names_are_those_of_the_operators() -> None:
+def test_accepted_names_agree_with_the_operators() -> None:
     scope = get_args(MapOptions.model_fields["scope"].annotation)
     assert set(scope) == set(SCOPES) - {"layer"}
     assert set(get_args(get_args(MapOptions.model_fields["heads"].annotation)[0])) == set(REDUCTIONS)

@@ -1,4 +1,4 @@
-"""Raw attention: the maps as their papers define them, layer by layer."""
+"""Raw attention maps against the definitions of the papers."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_raw_is_the_mean_over_heads_of_each_layer(name: str, padding: str) -> No
 
 @pytest.mark.parametrize("scope", ["core", "mixer", "unified"])
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d", "llama"])
-def test_the_scope_is_the_operator_s_and_recorded(name: str, scope: str) -> None:
+def test_the_scope_is_passed_to_the_operator_and_recorded(name: str, scope: str) -> None:
     result = raw(traced(name), scope=scope)
     expected = [layer.operator.matrix(scope) for layer in traced(name).layers]
     assert close(result.scores, torch.stack(expected))
@@ -46,7 +46,7 @@ def test_layers_are_chosen_by_index_or_name(layers: list) -> None:
     "options", [{}, {"normalize": "min-max"}, {"discard": 0.5}, {"sign": "clamp", "normalize": "rows"}]
 )
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_a_target_is_that_row(padding: str, options: dict) -> None:
+def test_a_target_selects_its_row(padding: str, options: dict) -> None:
     trace = traced("mamba2", padding)
     whole, last = raw(trace, **options), raw(trace, target=-1, **options)
     assert last.dims == ("layer", "batch", "key")
@@ -58,8 +58,8 @@ def test_a_target_is_that_row(padding: str, options: dict) -> None:
 
 
 @pytest.mark.parametrize("sign", ["keep", "clamp", "abs"])
-def test_signs_are_treated_after_the_reduction(sign: str) -> None:
-    found = raw(traced("mamba2"), sign=sign).scores
-    kept = raw(traced("mamba2")).scores
-    assert (kept < 0).any()
-    assert torch.equal(found, {"keep": kept, "clamp": kept.clamp_min(0), "abs": kept.abs()}[sign])
+def test_sign_applies_after_the_reduction_over_heads(sign: str) -> None:
+    scores = raw(traced("mamba2"), sign=sign).scores
+    signed = raw(traced("mamba2")).scores
+    assert (signed < 0).any()
+    assert torch.equal(scores, {"keep": signed, "clamp": signed.clamp_min(0), "abs": signed.abs()}[sign])

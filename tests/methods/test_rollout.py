@@ -1,4 +1,4 @@
-"""Rollout against the product of the maps, written out."""
+"""Rollout against the product of the maps, computed entry by entry."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ def product(alphas: list[Tensor], padding: str) -> Tensor:
     rho = torch.eye(LENGTH, dtype=torch.float64).repeat(BATCH, 1, 1)
     for alpha in alphas:
         a = alpha.mean(1) * real_map(padding)
-        later = rho.clone()
+        rows = rho.clone()
         for b in range(BATCH):
             for i in range(LENGTH):
                 for k in range(LENGTH):
-                    later[b, i] += a[b, i, k] * rho[b, k]
-        rho = later
+                    rows[b, i] += a[b, i, k] * rho[b, k]
+        rho = rows
     return rho * real_map(padding)
 
 
@@ -37,55 +37,55 @@ def test_rollout_is_the_product_of_the_maps(name: str, padding: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
-def test_perturbed_products_are_told_apart(name: str, padding: str) -> None:
-    found = rollout(traced(name, padding)).scores
+def test_perturbed_products_give_other_scores(name: str, padding: str) -> None:
+    scores = rollout(traced(name, padding)).scores
     first, second = alphas(name, padding)
     eye, real = torch.eye(LENGTH, dtype=torch.float64), real_map(padding)
     without_delta = (second.mean(1) * real) @ (first.mean(1) * real)
     added_up = (eye + first.mean(1) + second.mean(1)) * real
-    assert not close(found, without_delta)
-    assert not close(found, added_up)
+    assert not close(scores, without_delta)
+    assert not close(scores, added_up)
     # The maps of a fixed convolution commute.
-    assert name == "s4d" or not close(found, product([second, first], padding))
-    assert not close(found, product([first * 2, second], padding))
-    assert not close(found, product([first.transpose(2, 3), second.transpose(2, 3)], padding))
+    assert name == "s4d" or not close(scores, product([second, first], padding))
+    assert not close(scores, product([first * 2, second], padding))
+    assert not close(scores, product([first.transpose(2, 3), second.transpose(2, 3)], padding))
 
 
 @pytest.mark.parametrize("options", [{}, {"sign": "abs"}, {"normalize": "rows"}, {"heads": "max"}])
 @pytest.mark.parametrize(("name", "padding"), CASES)
-def test_a_target_is_that_row_of_the_product(name: str, padding: str, options: dict) -> None:
+def test_a_target_selects_its_row_of_the_product(name: str, padding: str, options: dict) -> None:
     trace = traced(name, padding)
     whole = rollout(trace, **options).scores
     for target in (0, -1, [3, -2]):
         result = rollout(trace, target=target, **options)
         assert result.dims == ("batch", "key")
         for b in range(BATCH):
-            own = real_tokens(padding)[b].nonzero().flatten()
-            place = own[target if isinstance(target, int) else target[b]]
-            assert close(result.scores[b], whole[b, place])
+            positions = real_tokens(padding)[b].nonzero().flatten()
+            position = positions[target if isinstance(target, int) else target[b]]
+            assert close(result.scores[b], whole[b, position])
 
 
 def test_the_row_of_a_target_needs_no_map(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("a map was built")
 
-    found = {name: (traced(name), rollout(traced(name), target=-1).scores) for name in ("mamba", "mamba2")}
+    cases = {name: (traced(name), rollout(traced(name), target=-1).scores) for name in ("mamba", "mamba2")}
     for cls in (CoreMixer, DiagonalDecay, ScalarDecay):
         for operation in ("rows", "tile", "materialize", "blocks", "reduced_rows", "row_product"):
             monkeypatch.setattr(cls, operation, refused)
-    for trace, expected in found.values():
+    for trace, expected in cases.values():
         assert torch.equal(rollout(trace, target=-1).scores, expected)
         with pytest.raises(AssertionError, match="a map was built"):
             rollout(trace, target=-1, sign="clamp")
 
 
-def test_a_causal_model_has_no_future() -> None:
+def test_scores_of_a_causal_model_are_lower_triangular() -> None:
     scores = rollout(traced("mamba")).scores
     assert torch.equal(scores, scores.tril())
     assert (scores.diagonal(dim1=1, dim2=2) != 0).all()
 
 
-def test_layers_before_the_start_count_as_the_identity() -> None:
+def test_layers_before_start_layer_are_the_identity() -> None:
     result = rollout(traced("mamba2"), start_layer=1)
     assert close(result.scores, product(alphas("mamba2", "none")[1:], "none"))
     assert result.layers == (traced("mamba2").layers[1].name,)
@@ -103,15 +103,15 @@ def test_layers_of_one_step_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_target_column_is_never_discarded() -> None:
     trace = traced("gpt2")
-    shown = rollout(trace, target=2, discard=0.8).scores
-    lone = rollout(trace, target=2).scores
-    assert (shown[:, 2] > 1).all()
-    assert not close(shown, lone)
-    # A row of the whole product protects its own token instead, and under a causal mask that is the same.
-    assert close(shown, rollout(trace, discard=0.8).scores[:, 2])
+    discarded = rollout(trace, target=2, discard=0.8).scores
+    row = rollout(trace, target=2).scores
+    assert (discarded[:, 2] > 1).all()
+    assert not close(discarded, row)
+    # Without a target each row keeps its diagonal, which for a causal mask gives the same row.
+    assert close(discarded, rollout(trace, discard=0.8).scores[:, 2])
 
 
-def test_a_padded_sequence_scores_as_it_does_alone() -> None:
+def test_a_padded_sequence_scores_like_the_unpadded_one() -> None:
     for padding in ("left", "right"):
         real = real_tokens(padding)[1]
         padded = rollout(traced("mamba", padding)).scores[1][real][:, real]

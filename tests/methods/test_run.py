@@ -1,4 +1,4 @@
-"""`explain` and `compare`: models, traces, labels and options in, results out."""
+"""`explain` and `compare`: models and traces, labels, options, and their errors."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from unilinattn.methods import alti, compare, estimate, explain, latim, logit, r
 from unilinattn.tracing.trace import Trace, trace
 
 
-def test_a_model_and_its_trace_are_explained_alike() -> None:
+def test_a_model_and_its_trace_give_the_same_scores() -> None:
     model = HOSTS["mamba2"].model()
     direct = explain(model, inputs("left"), method="latim", p=1, target=-1)
     through = explain(trace(model, inputs("left")), method="latim", p=1, target=-1)
@@ -22,12 +22,12 @@ def test_a_model_and_its_trace_are_explained_alike() -> None:
 
 
 def test_the_result_is_labelled() -> None:
-    found = traced("mamba2", "right")
-    result = explain(found, method="rollout")
+    host_trace = traced("mamba2", "right")
+    result = explain(host_trace, method="rollout")
     assert result.method == "rollout"
     assert result.model == "Mamba2ForCausalLM"
     assert result.layers == ("backbone.layers.0.mixer", "backbone.layers.1.mixer")
-    assert result.kinds == tuple(layer.kind for layer in found.layers)
+    assert result.kinds == tuple(layer.kind for layer in host_trace.layers)
     assert set(result.reconstruction_error) == set(result.layers)
     assert 0 < max(result.reconstruction_error.values()) < 1e-10
     assert {"unilinattn", "torch", "transformers"} <= set(result.versions)
@@ -38,29 +38,31 @@ def test_the_result_is_labelled() -> None:
 
 @pytest.mark.parametrize("target", [None, -1])
 def test_the_default_is_logit(target: int | None) -> None:
-    found = traced("mamba2", "left")
-    result, named = explain(found, target=target), logit(found, target=target)
+    host_trace = traced("mamba2", "left")
+    result, named = explain(host_trace, target=target), logit(host_trace, target=target)
     assert torch.equal(result.scores, named.scores)
     assert (result.method, result.options) == ("logit", named.options)
-    assert repr(estimate(found, target=target)) == repr(estimate(found, target=target, method="logit"))
+    assert repr(estimate(host_trace, target=target)) == repr(estimate(host_trace, target=target, method="logit"))
     with pytest.raises(OptionError, match="logit takes no option 'p'"):
-        explain(found, p=1)
+        explain(host_trace, p=1)
 
 
 @pytest.mark.parametrize("target", [None, -1])
 def test_the_default_without_logits_is_alti_composed_over_layers(target: int | None) -> None:
-    found = trace(HOSTS["mamba2"].model().base_model, inputs())
-    result, named = explain(found, target=target), alti(found, target=target, rollout=True)
+    host_trace = trace(HOSTS["mamba2"].model().base_model, inputs())
+    result, named = explain(host_trace, target=target), alti(host_trace, target=target, rollout=True)
     assert torch.equal(result.scores, named.scores)
     assert (result.method, result.options) == ("alti", named.options)
-    assert explain(found, rollout=False).dims == ("layer", "batch", "query", "key")
-    assert repr(estimate(found, target=target)) == repr(estimate(found, target=target, method="alti", rollout=True))
-    # A scalar of the output can be explained by its shares.
-    assert explain(found, logit=lambda out: out.last_hidden_state[:, -1].sum(-1)).method == "logit"
+    assert explain(host_trace, rollout=False).dims == ("layer", "batch", "query", "key")
+    assert repr(estimate(host_trace, target=target)) == repr(
+        estimate(host_trace, target=target, method="alti", rollout=True)
+    )
+    # `logit=` with a scalar of the output selects the method `logit`.
+    assert explain(host_trace, logit=lambda out: out.last_hidden_state[:, -1].sum(-1)).method == "logit"
 
 
 def post_norm() -> Trace:
-    """A model whose layers' outputs are normed before they are added, so that no residual stream is known."""
+    """A trace without residual streams: the model norms the outputs of its layers before the sum."""
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=11,
@@ -76,18 +78,18 @@ def post_norm() -> Trace:
 
 
 @pytest.mark.parametrize("ask", [explain, estimate])
-def test_a_model_that_the_default_does_not_cover_is_refused_with_the_methods_that_do(ask: Callable) -> None:
-    found = post_norm()
+def test_a_model_outside_the_default_is_refused_with_the_methods_that_cover_it(ask: Callable) -> None:
+    host_trace = post_norm()
     with pytest.raises(UncoveredError) as refused:
-        ask(found, target=-1)
+        ask(host_trace, target=-1)
     message = str(refused.value)
     assert "'alti' composed over all layers" in message
     named = re.findall(r"'(\w+)'", message.partition("cover the layers of this model")[2])
     assert set(named) >= {"raw", "rollout", "latim"} and not {"alti", "logit"} & set(named)
     for name in named:
-        assert explain(found, method=name, target=-1).method == name
+        assert explain(host_trace, method=name, target=-1).method == name
     with pytest.raises(UncoveredError) as plain:
-        ask(found, method="alti", rollout=True, target=-1)
+        ask(host_trace, method="alti", rollout=True, target=-1)
     assert "No method was named" not in str(plain.value)
 
 
@@ -122,19 +124,19 @@ def test_an_unknown_method_is_refused_before_the_model_runs(monkeypatch: pytest.
 
 def test_a_comparison_holds_every_model_and_method() -> None:
     models = {"mamba2": HOSTS["mamba2"].model(), "llama": HOSTS["llama"].model(), "traced": traced("s4d")}
-    found = compare(models, inputs(), methods=["rollout", "latim"], target=-1)
-    assert list(found) == list(models)
-    assert found.methods == ("rollout", "latim")
-    for name, result in ((name, found[name]["rollout"]) for name in models):
+    comparison = compare(models, inputs(), methods=["rollout", "latim"], target=-1)
+    assert list(comparison) == list(models)
+    assert comparison.methods == ("rollout", "latim")
+    for name, result in ((name, comparison[name]["rollout"]) for name in models):
         assert result.sizes == {"batch": BATCH, "key": LENGTH}, name
-    assert torch.equal(found["traced"]["latim"].scores, latim(traced("s4d"), target=-1).scores)
+    assert torch.equal(comparison["traced"]["latim"].scores, latim(traced("s4d"), target=-1).scores)
     alone = rollout(trace(models["mamba2"], inputs()), target=-1)
-    assert torch.equal(found["mamba2"]["rollout"].scores, alone.scores)
+    assert torch.equal(comparison["mamba2"]["rollout"].scores, alone.scores)
 
 
 def test_each_model_of_a_comparison_runs_once() -> None:
     model = HOSTS["llama"].model()
-    # The first trace of a model looks for mixers that nobody registered, once.
+    # Only the first trace of a model runs it several times, in search of unregistered mixers.
     trace(model, inputs())
     runs: list[int] = []
     model.register_forward_hook(lambda *_: runs.append(1))
@@ -142,11 +144,13 @@ def test_each_model_of_a_comparison_runs_once() -> None:
     assert len(runs) == 1
 
 
-def test_options_go_to_all_methods_or_to_one_by_its_name() -> None:
-    found = compare({"s4d": traced("s4d")}, methods=["raw", "latim"], discard=0.5, latim={"p": 1}, raw={"heads": 0})
-    assert found["s4d"]["latim"].options["p"] == 1
-    assert found["s4d"]["raw"].options["heads"] == 0
-    assert all(found["s4d"][name].options["discard"] == 0.5 for name in ("raw", "latim"))
+def test_options_apply_to_all_methods_or_to_a_named_one() -> None:
+    comparison = compare(
+        {"s4d": traced("s4d")}, methods=["raw", "latim"], discard=0.5, latim={"p": 1}, raw={"heads": 0}
+    )
+    assert comparison["s4d"]["latim"].options["p"] == 1
+    assert comparison["s4d"]["raw"].options["heads"] == 0
+    assert all(comparison["s4d"][name].options["discard"] == 0.5 for name in ("raw", "latim"))
     override = compare({"s4d": traced("s4d")}, methods=["raw", "latim"], discard=0.5, latim={"discard": 0.0})
     assert override["s4d"]["latim"].options["discard"] == 0
 
@@ -160,7 +164,7 @@ def test_options_go_to_all_methods_or_to_one_by_its_name() -> None:
         ({"alti": {"rollout": True}}, "for one of the methods that are compared: rollout, latim"),
     ],
 )
-def test_an_option_that_does_not_fit_names_the_method(options: dict, message: str) -> None:
+def test_an_invalid_option_is_refused_with_the_method_s_name(options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         compare({"s4d": traced("s4d")}, methods=["rollout", "latim"], **options)
 

@@ -1,4 +1,4 @@
-"""Layers that do not go together: encoders, decoders and cross-attention, refused by name."""
+"""Layers on different streams (encoder, decoder, cross-attention), which methods refuse to compose or stack."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ CROSS = "decoder.block.0.layer.1.EncDecAttention"
 
 @cache
 def translated(decoded: int) -> Trace:
-    """Trace an encoder-decoder on five tokens, the last of the second sequence padding, and `decoded` answered ones."""
+    """Trace an encoder-decoder on five tokens (four in the second sequence) and `decoded` decoder tokens."""
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
     )
@@ -42,34 +42,34 @@ def test_composing_methods_refuse_two_streams(method, decoded: int) -> None:
 @pytest.mark.parametrize("method", [raw, latim, alti])
 @pytest.mark.parametrize("decoded", [3, 5])
 def test_layer_wise_methods_refuse_to_stack_them(method, decoded: int) -> None:
-    # With as many tokens on both sides the shapes are equal, and yet the keys are other tokens.
+    # With equally many tokens on both sides the shapes agree, but the keys are different tokens.
     with pytest.raises(UncoveredError, match=rf"{SELF} .* and of {DECODER} .*pass layers="):
         method(translated(decoded))
 
 
 @pytest.mark.parametrize("method", [raw, latim])
-def test_layers_of_one_kind_are_explained_alone(method) -> None:
-    found = translated(3)
-    assert method(found, layers=[SELF]).sizes == {"layer": 1, "batch": 2, "query": 5, "key": 5}
-    cross = method(found, layers=[CROSS])
+def test_layers_of_one_kind_can_be_selected(method) -> None:
+    trace = translated(3)
+    assert method(trace, layers=[SELF]).sizes == {"layer": 1, "batch": 2, "query": 5, "key": 5}
+    cross = method(trace, layers=[CROSS])
     assert cross.sizes == {"layer": 1, "batch": 2, "query": 3, "key": 5}
     assert (cross.scores[:, 1, :, 4] == 0).all()
     assert (cross.scores[:, 1, :, :4] != 0).all()
     assert cross.mask.tolist() == [[True] * 5, [True] * 4 + [False]]
-    assert method(found, layers=[DECODER], target=-1).sizes == {"layer": 1, "batch": 2, "key": 3}
-    assert method(found, layers=[CROSS], target=-1).sizes == {"layer": 1, "batch": 2, "key": 5}
+    assert method(trace, layers=[DECODER], target=-1).sizes == {"layer": 1, "batch": 2, "key": 3}
+    assert method(trace, layers=[CROSS], target=-1).sizes == {"layer": 1, "batch": 2, "key": 5}
 
 
 def test_the_exact_vectors_of_cross_attention_sum_to_its_output() -> None:
     assert latim(translated(3), layers=[CROSS]).completeness_gap <= 1e-5
 
 
-def test_a_target_counts_the_last_layer_s_tokens() -> None:
+def test_a_target_is_a_position_of_the_last_layer() -> None:
     with pytest.raises(UncoveredError, match=rf"a target counts the tokens of {CROSS}, and {SELF} has"):
         raw(translated(3), layers=[SELF], target=-1)
 
 
-def test_the_residual_stream_is_no_share_of_another_stream_s_key() -> None:
+def test_cross_attention_refuses_scores_with_residual_or_bias() -> None:
     for call in (
         lambda: alti(translated(3), layers=[CROSS]),
         lambda: latim(translated(3), layers=[CROSS], residual=True),

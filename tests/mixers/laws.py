@@ -1,4 +1,4 @@
-"""What every structure must obey, checked on a case: how its factors are drawn, built and defined."""
+"""Checks of every structure, on a case of drawn factors, constructor and definition."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.mixers.base import CoreMixer
 
 LENGTHS = (1, 3, 63, 64, 65, 130)
-"""Around the length of a chunk and of a block in it."""
+"""Lengths around those of a chunk and of a block."""
 
 PRECISION = {torch.float64: 1e-13, torch.float32: 1e-6}
 """Largest relative error against the definition."""
@@ -19,25 +19,25 @@ Factors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A structure with the definition it is tested against: factors by name, all drawn in float64."""
+    """A structure with its definition and its factors by name, drawn in float64."""
 
     draw: Callable[[int], Factors]
     build: Callable[[Factors], CoreMixer]
     define: Callable[[Factors, Tensor], Tensor]
 
 
-def error(got: Tensor, expected: Tensor) -> float:
-    """Relative error, 0 where both are zero, infinite where a number is not finite."""
-    if not torch.isfinite(got).all():
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative error; 0 if both tensors are zero, infinite for NaN and infinite entries."""
+    if not torch.isfinite(actual).all():
         return float("inf")
-    difference = float((got.double() - expected.double()).norm())
+    difference = float((actual.double() - expected.double()).norm())
     return difference and difference / float(expected.double().norm())
 
 
 def same(block: Tensor, expected: Tensor, whole: Tensor, tolerance: float) -> bool:
-    """Whether a block of a matrix is right, or off by less than the rounding of the whole.
+    """Whether a block agrees with the matrix up to the rounding of the whole matrix.
 
-    What an erasing memory cancelled to below the rounding of its terms has no digits to compare.
+    Entries that cancel to less than the rounding of their terms have no correct digits.
     """
     negligible = float((block - expected).norm()) <= 1e-16 * float(whole.norm())
     return negligible or error(block, expected) <= tolerance
@@ -53,18 +53,18 @@ def cast(factors: Factors, dtype: torch.dtype) -> Factors:
 
 
 def check_definition(case: Case, factors: Factors, dtype: torch.dtype) -> None:
-    """`apply` is the token-by-token recurrence, in float64, of the very factors that the mixer was given."""
+    """`apply` is the token-by-token recurrence in float64 with the factors in the mixer's dtype."""
     factors = cast(factors, dtype)
     mixer = case.build(factors)
     value = values(mixer, dtype=dtype)
-    got = mixer.apply(value)
-    assert got.dtype == dtype
-    worst = error(got, case.define(factors, value))
+    actual = mixer.apply(value)
+    assert actual.dtype == dtype
+    worst = error(actual, case.define(factors, value))
     assert worst <= PRECISION[dtype], f"apply is not the recurrence: {worst:.1e}"
 
 
 def check_forms(mixer: CoreMixer, tolerance: float = 1e-12) -> None:
-    """Every operation is one matrix's: apply, adjoint, rows, tile, diagonal, materialize."""
+    """apply, adjoint, rows, tile, diagonal and materialize agree on one matrix."""
     batch, heads, queries, keys = mixer.shape
     matrix = mixer.materialize()
     assert matrix.shape == mixer.shape
@@ -91,7 +91,7 @@ def check_forms(mixer: CoreMixer, tolerance: float = 1e-12) -> None:
 
 
 def check_reductions(mixer: CoreMixer, channels: int = 1, tolerance: float = 1e-12) -> None:
-    """Blocks, reduced rows and weighted blocks are what the matrix says, with and without weights and taps."""
+    """Blocks, reduced rows and weighted blocks agree with the matrix, with and without weights and taps."""
     batch, heads, queries, keys = mixer.shape
     matrix, width = mixer.materialize(), heads * channels
     left = torch.randn(batch, queries, width, dtype=torch.float64)
@@ -122,7 +122,7 @@ def check_reductions(mixer: CoreMixer, channels: int = 1, tolerance: float = 1e-
 
 
 def check_gradients(case: Case, factors: Factors) -> None:
-    """Gradients by every factor and the values are the recurrence's."""
+    """Gradients of every factor and of the values are those of the recurrence."""
 
     def gradients(run: Callable[[Factors, Tensor], Tensor]) -> dict[str, Tensor]:
         leaves = {name: factor.clone().requires_grad_() for name, factor in factors.items()}
@@ -132,25 +132,25 @@ def check_gradients(case: Case, factors: Factors) -> None:
 
     value = values(case.build(factors))
     weight = torch.randn_like(case.define(factors, value))
-    got, expected = gradients(lambda f, v: case.build(f).apply(v)), gradients(case.define)
+    actual, expected = gradients(lambda f, v: case.build(f).apply(v)), gradients(case.define)
     for name, gradient in expected.items():
-        assert error(got[name], gradient) <= 1e-10, f"the gradient by {name} is not the recurrence's"
+        assert error(actual[name], gradient) <= 1e-10, f"the gradient by {name} is not the recurrence's"
 
 
 def check_finite_gradients(case: Case, factors: Factors) -> None:
-    """In float32 no operation has a gradient that is not finite."""
+    """All operations have finite gradients in float32."""
     for operation in ("apply", "adjoint", "materialize", "diagonal"):
         leaves = {name: factor.float().requires_grad_() for name, factor in factors.items()}
         mixer = case.build(leaves)
-        given = (values(mixer, dtype=torch.float32),) if operation in ("apply", "adjoint") else ()
-        getattr(mixer, operation)(*given).sum().backward()
+        inputs = (values(mixer, dtype=torch.float32),) if operation in ("apply", "adjoint") else ()
+        getattr(mixer, operation)(*inputs).sum().backward()
         for name, leaf in leaves.items():
             gradient = torch.zeros(1) if leaf.grad is None else leaf.grad
             assert torch.isfinite(gradient).all(), f"{operation} has no finite gradient by {name}"
 
 
 def check_causal(case: Case, length: int) -> None:
-    """Neither values nor factors of later tokens move an earlier output by one bit."""
+    """Values and factors of later tokens do not change earlier outputs by a single bit."""
     factors, other = case.draw(length), case.draw(length)
     cut = length // 2
     mixed = {

@@ -1,4 +1,4 @@
-"""Gradients through chunks: linear in length, and the same where a long pass makes its matrices again."""
+"""Gradients through chunks: linear memory, and equality with recomputed matrices."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ passes = pytest.mark.parametrize("passed", ["apply", "adjoint"])
 
 
 def begun(case: laws.Case, factors: laws.Factors, passed: str, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """A number that a pass ends in, and all that it has a gradient by."""
+    """A scalar result of a pass, and the tensors with gradients."""
     leaves = {name: factor.clone().requires_grad_() for name, factor in factors.items()}
     mixer = case.build(leaves)
     torch.manual_seed(seed)
@@ -38,7 +38,7 @@ def begun(case: laws.Case, factors: laws.Factors, passed: str, seed: int = 0) ->
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks so short that what is made anew for each of them is soon more than the chunks themselves."""
+    """Select short chunks, so that allocations per chunk dominate."""
     for module in (chunked, mlstm, normalized_exponential):
         monkeypatch.setattr(module, "CHUNK", 4)
 
@@ -46,7 +46,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @every
 @passes
 @pytest.mark.parametrize("kept", [0, 1000])
-def test_gradients_make_as_much_a_token_at_any_length(
+def test_gradients_allocate_linearly(
     name: str, passed: str, kept: int, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked, "KEPT", kept)
@@ -62,8 +62,8 @@ def test_gradients_make_as_much_a_token_at_any_length(
 
 @every
 @pytest.mark.parametrize("length", [37, 50])
-def test_columns_that_wait_for_several_chunks_are_the_matrix_s(name: str, length: int, short: None) -> None:
-    # Beyond twice `WAIT` chunks, what waited is itself carried by a product of several.
+def test_columns_deferred_over_several_chunks_agree_with_the_matrix(name: str, length: int, short: None) -> None:
+    # Beyond twice `WAIT` chunks, deferred columns are multiplied by products of several transitions.
     assert length > 2 * chunked.WAIT * chunked.CHUNK
     laws.check_reductions(CASES[name].build(CASES[name].draw(length)), 2)
 
@@ -71,18 +71,18 @@ def test_columns_that_wait_for_several_chunks_are_the_matrix_s(name: str, length
 @every
 @passes
 @pytest.mark.parametrize("length", [65, 130])
-def test_matrices_that_are_made_again_have_the_same_gradients(
+def test_recomputed_matrices_give_the_same_gradients(
     name: str, passed: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factors = CASES[name].draw(length)
-    kept = torch.autograd.grad(*begun(CASES[name], factors, passed))
+    saved = torch.autograd.grad(*begun(CASES[name], factors, passed))
     monkeypatch.setattr(chunked, "KEPT", 64)
-    for again, once in zip(torch.autograd.grad(*begun(CASES[name], factors, passed)), kept, strict=True):
+    for again, once in zip(torch.autograd.grad(*begun(CASES[name], factors, passed)), saved, strict=True):
         assert laws.error(again, once) <= 1e-14
 
 
 @passes
-def test_a_long_pass_keeps_states_and_no_matrices_for_its_gradient(
+def test_a_long_pass_saves_states_but_not_matrices_for_its_gradient(
     passed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked, "KEPT", 64)
@@ -90,5 +90,5 @@ def test_a_long_pass_keeps_states_and_no_matrices_for_its_gradient(
     vectors = laws.values(mixer).requires_grad_()
     with Peak() as counted:
         passed_on = getattr(mixer, passed)(vectors)
-    # What comes out, and a state a chunk: 6 numbers for 64 tokens. One matrix a chunk would be 64 for each token.
+    # The output and one state per chunk: 6 elements for 64 tokens. One matrix per chunk takes 64 per token.
     assert counted.live <= 1.25 * passed_on.nbytes

@@ -1,4 +1,4 @@
-"""Complex modes: a Toeplitz core over complex kernels and values, as S5 has it."""
+"""Complex modes: a Toeplitz core with complex kernels and values, as in S5."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The four first structures against their definition, in value and gradient, and what they refuse."""
+"""Dense, Toeplitz, scalar and diagonal decay against their definitions, in value and gradient; their errors."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from unilinattn.testing import relative_error, tolerance
 
 
 def alpha(structure: Structure, length: int, factors: dict[str, Tensor]) -> Tensor:
-    """Fill every head's matrix from the formula that the structure is named after, in float64."""
+    """Fill every head's matrix from the formula of the structure, in float64."""
     factors = {name: factor.double() if factor.is_floating_point() else factor for name, factor in factors.items()}
     if structure.build is Dense:
         return factors["weights"]
@@ -30,7 +30,7 @@ def alpha(structure: Structure, length: int, factors: dict[str, Tensor]) -> Tens
     if "rate" in factors:
         log_decay = log_decay * factors["rate"]
     if "reset" in factors:
-        # A decay of exactly zero: nothing that was written before is left.
+        # A decay of exactly zero, which resets the state.
         log_decay = log_decay.masked_fill(factors["reset"][..., None, None], -torch.inf)
     heads = log_decay.shape[2]
     query, key = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (query, key))
@@ -69,27 +69,27 @@ def test_gradients_are_those_of_the_definition(structure: Structure, operation: 
     leaves = {name: factor.requires_grad_() for name, factor in factors.items() if factor.is_floating_point()}
     mixer = structure.bind(draw)(**factors)
     whole = alpha(structure, 9, factors).expand(mixer.shape)
-    given, index = torch.randn(2, 9, mixer.heads, 3, dtype=torch.float64), torch.tensor([[0, 4], [8, 2]])
-    got = {
-        "apply": lambda: mixer.apply(given),
-        "adjoint": lambda: mixer.adjoint(given),
+    inputs, index = torch.randn(2, 9, mixer.heads, 3, dtype=torch.float64), torch.tensor([[0, 4], [8, 2]])
+    actual = {
+        "apply": lambda: mixer.apply(inputs),
+        "adjoint": lambda: mixer.adjoint(inputs),
         "materialize": lambda: mixer.materialize(),
         "rows": lambda: mixer.rows(index),
         "diagonal": lambda: mixer.diagonal(),
     }[operation]()
     expected = {
-        "apply": lambda: torch.einsum("bhij,bjhp->bihp", whole, given),
-        "adjoint": lambda: torch.einsum("bhij,bihp->bjhp", whole, given),
+        "apply": lambda: torch.einsum("bhij,bjhp->bihp", whole, inputs),
+        "adjoint": lambda: torch.einsum("bhij,bihp->bjhp", whole, inputs),
         "materialize": lambda: whole,
         "rows": lambda: whole.gather(2, index[:, None, :, None].expand(-1, mixer.heads, -1, 9)),
         "diagonal": lambda: whole.diagonal(dim1=-2, dim2=-1),
     }[operation]()
     weights = torch.randn_like(expected)
     for name, leaf in leaves.items():
-        # Where a factor plays no part, such as a decay on the diagonal, nothing flows to it either way.
+        # Unused factors, such as a decay on the diagonal, have no gradient in either.
         flows = [
             torch.autograd.grad((y * weights).sum(), leaf, allow_unused=True, retain_graph=True)[0]
-            for y in (got, expected)
+            for y in (actual, expected)
         ]
         ours, theirs = (torch.zeros_like(leaf) if flow is None else flow for flow in flows)
         assert relative_error(ours, theirs) < 1e-11, name
@@ -109,7 +109,7 @@ def test_dense_weights_may_be_rectangular() -> None:
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.name)
-def test_a_factor_that_is_not_finite_is_named(structure: Structure, number: float) -> None:
+def test_a_factor_that_is_not_finite_is_refused(structure: Structure, number: float) -> None:
     draw = Draw(5, 2, 6, torch.float32)
     for name in structure.factors(draw):
         factors = structure.factors(draw)
@@ -120,11 +120,11 @@ def test_a_factor_that_is_not_finite_is_named(structure: Structure, number: floa
             structure.bind(draw)(**factors)
 
 
-def test_what_a_structure_says_about_itself() -> None:
-    said = {
+def test_the_properties_of_each_structure() -> None:
+    properties = {
         cls: (cls.structure, cls.causal, cls.data_controlled) for cls in (Dense, DiagonalDecay, ScalarDecay, Toeplitz)
     }
-    assert said == {
+    assert properties == {
         Dense: ("dense", False, True),
         DiagonalDecay: ("diagonal decay", True, True),
         ScalarDecay: ("scalar decay", True, True),

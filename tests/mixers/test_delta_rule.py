@@ -1,4 +1,4 @@
-"""The delta rule: without a decay, with one a head, with one a coordinate."""
+"""The delta rule without decay, with one decay per head, and with one per coordinate."""
 
 import pytest
 import torch
@@ -71,12 +71,12 @@ def test_the_matrix_is_the_closed_form(kind: str) -> None:
     assert laws.error(build(factors).materialize(), expected) <= 1e-12
 
 
-def test_gradients_are_the_recurrence_s(delta: laws.Case) -> None:
+def test_gradients_are_those_of_the_recurrence(delta: laws.Case) -> None:
     laws.check_gradients(delta, delta.draw(67))
 
 
 @pytest.mark.parametrize("length", [3, 64, 130])
-def test_the_future_never_moves_the_past(delta: laws.Case, length: int) -> None:
+def test_outputs_are_causal_bit_for_bit(delta: laws.Case, length: int) -> None:
     laws.check_causal(delta, length)
 
 
@@ -86,7 +86,7 @@ def test_passes_are_linear_in_length(delta: laws.Case, monkeypatch) -> None:
 
 EXTREMES = {
     "everything forgotten": {"log_decay": -80.0},
-    "a thousand times forgotten": {"log_decay": -1000.0},
+    "log-decay of -1000": {"log_decay": -1000.0},
     "nothing forgotten": {"log_decay": 0.0},
     "nothing written": {"strength": 0.0},
     "replaced in full": {"strength": 1.0},
@@ -102,17 +102,17 @@ def test_extreme_factors(extreme: str, kind: str) -> None:
     factors = delta.draw(70)
     for name, level in EXTREMES[extreme].items():
         factors[name] = torch.full_like(factors[name], level)
-        # One odd token among the others, so that a mild decay follows a strong one.
+        # One different token, so that a mild decay follows a strong one.
         partly = {**factors, name: delta.draw(70)[name]}
         partly[name][:, ::3] = level
-        for given in (factors, partly):
+        for inputs in (factors, partly):
             for dtype in laws.PRECISION:
-                laws.check_definition(delta, given, dtype)
-            laws.check_forms(build(given))
-            laws.check_finite_gradients(delta, given)
+                laws.check_definition(delta, inputs, dtype)
+            laws.check_forms(build(inputs))
+            laws.check_finite_gradients(delta, inputs)
 
 
-def test_a_full_replacement_is_recalled() -> None:
+def test_a_value_written_with_full_strength_is_recalled() -> None:
     factors = case("none").draw(5)
     factors["strength"] = torch.ones_like(factors["strength"])
     factors["query"] = factors["key"]
@@ -136,7 +136,7 @@ def test_a_wrong_order_of_decay_and_update_is_rejected() -> None:
         laws.check_definition(laws.Case(delta.draw, lambda _: build(late), define), factors, torch.float64)
 
 
-def test_a_factor_that_is_not_finite_is_named() -> None:
+def test_a_factor_that_is_not_finite_is_refused() -> None:
     factors = case("head").draw(3)
     factors["strength"][0, 1, 0] = float("nan")
     with pytest.raises(FactorError, match="'strength'"):

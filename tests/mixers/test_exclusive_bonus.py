@@ -1,4 +1,4 @@
-"""Exclusive read with bonus: RWKV-6's memory."""
+"""Exclusive read with bonus, as in RWKV-6."""
 
 import pytest
 import torch
@@ -41,12 +41,12 @@ def test_every_operation_is_one_matrix(length: int) -> None:
     laws.check_forms(build(draw(length)))
 
 
-def test_gradients_are_the_recurrence_s() -> None:
+def test_gradients_are_those_of_the_recurrence() -> None:
     laws.check_gradients(CASE, draw(67))
 
 
 @pytest.mark.parametrize("length", [3, 64, 130])
-def test_the_future_never_moves_the_past(length: int) -> None:
+def test_outputs_are_causal_bit_for_bit(length: int) -> None:
     laws.check_causal(CASE, length)
 
 
@@ -62,11 +62,11 @@ def test_extreme_factors(name: str, level: float) -> None:
     factors = draw(70)
     partly = {**factors, name: factors[name].clone()}
     partly[name][:, ::3] = level
-    for given in (partly, {**factors, name: torch.full_like(factors[name], level)}):
+    for inputs in (partly, {**factors, name: torch.full_like(factors[name], level)}):
         for dtype in laws.PRECISION:
-            laws.check_definition(CASE, given, dtype)
-        laws.check_forms(build(given))
-        laws.check_finite_gradients(CASE, given)
+            laws.check_definition(CASE, inputs, dtype)
+        laws.check_forms(build(inputs))
+        laws.check_finite_gradients(CASE, inputs)
 
 
 def test_an_inclusive_read_is_rejected() -> None:
@@ -77,7 +77,7 @@ def test_an_inclusive_read_is_rejected() -> None:
         laws.check_definition(laws.Case(draw, inclusive, define), draw(9), torch.float64)
 
 
-def test_a_factor_that_is_not_finite_is_named() -> None:
+def test_a_factor_that_is_not_finite_is_refused() -> None:
     factors = draw(3)
     factors["bonus"][0, 0] = float("nan")
     with pytest.raises(FactorError, match="'bonus'"):

@@ -1,4 +1,4 @@
-"""Diagonal plus low rank: the rank-one part reads the state before it decays."""
+"""Diagonal plus low rank: the rank-one update reads the state before its decay."""
 
 import pytest
 import torch
@@ -70,20 +70,20 @@ def test_the_matrix_is_the_closed_form() -> None:
         return (factors[left].unsqueeze(2) * fading * factors[right].unsqueeze(1)).sum(-1).permute(0, 3, 1, 2)
 
     before = total - factors["log_decay"]
-    own = future | torch.eye(130, dtype=torch.bool)[..., None, None]
+    strict = future | torch.eye(130, dtype=torch.bool)[..., None, None]
     read = among("query", "key", total, future), among("query", "b", total, future)
-    erased = among("a", "b", before, own), among("a", "key", before, own)
+    erased = among("a", "b", before, strict), among("a", "key", before, strict)
     bonus = (factors["query"] * factors["bonus"] * factors["key"]).sum(-1).transpose(1, 2)
     expected = read[0] + read[1] @ torch.linalg.solve(torch.eye(130) - erased[0], erased[1]) + torch.diag_embed(bonus)
     assert laws.error(build(factors).materialize(), expected) <= 1e-12
 
 
-def test_gradients_are_the_recurrence_s(update: laws.Case) -> None:
+def test_gradients_are_those_of_the_recurrence(update: laws.Case) -> None:
     laws.check_gradients(update, update.draw(67))
 
 
 @pytest.mark.parametrize("length", [3, 64, 130])
-def test_the_future_never_moves_the_past(update: laws.Case, length: int) -> None:
+def test_outputs_are_causal_bit_for_bit(update: laws.Case, length: int) -> None:
     laws.check_causal(update, length)
 
 
@@ -93,7 +93,7 @@ def test_passes_are_linear_in_length(update: laws.Case, monkeypatch) -> None:
 
 EXTREMES = {
     "everything forgotten": {"log_decay": -80.0},
-    "a thousand times forgotten": {"log_decay": -1000.0},
+    "log-decay of -1000": {"log_decay": -1000.0},
     "nothing forgotten": {"log_decay": 0.0},
     "nothing erased": {"a": 0.0},
     "nothing moved": {"b": 0.0},
@@ -107,11 +107,11 @@ def test_extreme_factors(update: laws.Case, extreme: str) -> None:
     for name, level in EXTREMES[extreme].items():
         partly = {**factors, name: factors[name].clone()}
         partly[name][:, ::3] = level
-        for given in (partly, {**factors, name: torch.full_like(factors[name], level)}):
+        for inputs in (partly, {**factors, name: torch.full_like(factors[name], level)}):
             for dtype in laws.PRECISION:
-                laws.check_definition(update, given, dtype)
-            laws.check_forms(build(given))
-            laws.check_finite_gradients(update, given)
+                laws.check_definition(update, inputs, dtype)
+            laws.check_forms(build(inputs))
+            laws.check_finite_gradients(update, inputs)
 
 
 def test_without_a_bonus() -> None:
@@ -131,8 +131,8 @@ def test_the_delta_rule_is_a_special_case() -> None:
     assert laws.error(general.materialize(), DeltaRule(query, key, strength, decay).materialize()) <= 1e-12
 
 
-def test_an_erase_key_of_its_own_is_a_special_case() -> None:
-    # Comba, written out: the erase key p reads the state before it decays.
+def test_a_separate_erase_key_is_a_special_case() -> None:
+    # Comba: the erase key p reads the state before its decay.
     factors = case().draw(70)
     query, key, decay = factors["query"], normalize(factors["key"], dim=-1), factors["log_decay"]
     erase, strength = 0.7 * key, torch.rand(BATCH, 70, HEADS, dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_reading_the_decayed_state_is_rejected(update: laws.Case) -> None:
         laws.check_definition(laws.Case(update.draw, late, define), update.draw(9), torch.float64)
 
 
-def test_a_factor_that_is_not_finite_is_named() -> None:
+def test_a_factor_that_is_not_finite_is_refused() -> None:
     factors = case().draw(3)
     factors["a"][0, 1, 0] = float("inf")
     with pytest.raises(FactorError, match="'a'"):

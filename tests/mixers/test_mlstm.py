@@ -1,4 +1,4 @@
-"""mLSTM: xLSTM's matrix memory."""
+"""mLSTM, the matrix memory of xLSTM."""
 
 import pytest
 import torch
@@ -46,12 +46,12 @@ def test_every_operation_is_one_matrix(length: int) -> None:
     laws.check_forms(build(draw(length)))
 
 
-def test_gradients_are_the_recurrence_s() -> None:
+def test_gradients_are_those_of_the_recurrence() -> None:
     laws.check_gradients(CASE, draw(67))
 
 
 @pytest.mark.parametrize("length", [3, 64, 130])
-def test_the_future_never_moves_the_past(length: int) -> None:
+def test_outputs_are_causal_bit_for_bit(length: int) -> None:
     laws.check_causal(CASE, length)
 
 
@@ -72,19 +72,19 @@ def test_passes_are_linear_in_length(monkeypatch) -> None:
 )
 def test_extreme_factors(name: str, level: float) -> None:
     factors = draw(70)
-    # Where no floor holds it, a normaliser of both signs comes near zero and leaves the row few digits.
+    # Without the floor, a normaliser that changes sign is near zero, and its row has few correct digits.
     factors = {**factors, "query": factors["query"].abs(), "key": factors["key"].abs()}
     partly = {**factors, name: factors[name].clone()}
     partly[name][:, ::3] = level
-    for given in (partly, {**factors, name: torch.full_like(factors[name], level)}):
+    for inputs in (partly, {**factors, name: torch.full_like(factors[name], level)}):
         for dtype in laws.PRECISION:
-            laws.check_definition(CASE, given, dtype)
-        laws.check_forms(build(given))
-        laws.check_finite_gradients(CASE, given)
+            laws.check_definition(CASE, inputs, dtype)
+        laws.check_forms(build(inputs))
+        laws.check_finite_gradients(CASE, inputs)
 
 
-def test_everything_forgotten_and_nothing_entered() -> None:
-    # The normaliser's floor exp(-m) is then far beyond what any float holds.
+def test_zero_forget_and_input_gates() -> None:
+    # The floor exp(-m) of the normaliser then overflows every float.
     factors = draw(70)
     factors["log_forget"] = torch.full_like(factors["log_forget"], -80.0)
     factors["log_input"] = torch.full_like(factors["log_input"], -2000.0)
@@ -94,7 +94,7 @@ def test_everything_forgotten_and_nothing_entered() -> None:
 
 
 @pytest.mark.parametrize("change", [{"log_input": -1.0}, {"log_forget": -0.1}, {"query": 0.1}])
-def test_a_factor_that_is_off_is_rejected(change: dict[str, float]) -> None:
+def test_a_perturbed_factor_is_rejected(change: dict[str, float]) -> None:
     def off(factors: laws.Factors) -> MLSTM:
         return build({name: factor + change.get(name, 0.0) for name, factor in factors.items()})
 
@@ -103,7 +103,7 @@ def test_a_factor_that_is_off_is_rejected(change: dict[str, float]) -> None:
 
 
 def test_the_first_maximum_starts_at_zero() -> None:
-    # With small input gates the floor exp(-m) is exp(0) = 1 and rules, so each weight stays as small as its gate.
+    # For small input gates the floor exp(-m) = exp(0) = 1 is the normaliser, so each weight is as small as its gate.
     factors = draw(1)
     factors["log_forget"], factors["log_input"] = (
         torch.full((BATCH, 1, HEADS), x, dtype=torch.float64) for x in (0.0, -9.0)
@@ -113,7 +113,7 @@ def test_the_first_maximum_starts_at_zero() -> None:
     assert laws.error(build(factors).materialize(), expected) <= 1e-12
 
 
-def test_a_factor_that_is_not_finite_is_named() -> None:
+def test_a_factor_that_is_not_finite_is_refused() -> None:
     factors = draw(3)
     factors["log_input"][0, 0, 0] = float("nan")
     with pytest.raises(FactorError, match="'log_input'"):

@@ -1,4 +1,4 @@
-"""Normalised exponential: RWKV-4's memory."""
+"""Normalised exponential, as in RWKV-4."""
 
 import pytest
 import torch
@@ -45,19 +45,19 @@ def test_the_matrix_is_a_softmax() -> None:
     factors = draw(130)
     lag = torch.arange(130)[:, None] - torch.arange(130) - 1
     scores = factors["key"].transpose(1, 2).unsqueeze(2) + lag * factors["log_decay"][:, None, None]
-    own = factors["key"].transpose(1, 2) + factors["bonus"][:, None]
-    scores = torch.where(lag == -1, own.unsqueeze(2), scores).masked_fill(lag < -1, -torch.inf)
+    current = factors["key"].transpose(1, 2) + factors["bonus"][:, None]
+    scores = torch.where(lag == -1, current.unsqueeze(2), scores).masked_fill(lag < -1, -torch.inf)
     matrix = build(factors).materialize()
     assert laws.error(matrix, scores.softmax(-1)) <= 1e-13
     assert laws.error(matrix.sum(-1), torch.ones(BATCH, HEADS, 130)) <= 1e-13
 
 
-def test_gradients_are_the_recurrence_s() -> None:
+def test_gradients_are_those_of_the_recurrence() -> None:
     laws.check_gradients(CASE, draw(67))
 
 
 @pytest.mark.parametrize("length", [3, 64, 130])
-def test_the_future_never_moves_the_past(length: int) -> None:
+def test_outputs_are_causal_bit_for_bit(length: int) -> None:
     laws.check_causal(CASE, length)
 
 
@@ -83,21 +83,21 @@ def test_extreme_factors(name: str, level: float) -> None:
     partly = {**factors, name: factors[name].clone()}
     partly[name][..., ::3] = level
     rising = {**factors, "key": factors["key"] + level * torch.linspace(-1, 1, 70)[:, None]}
-    for given in (partly, {**factors, name: torch.full_like(factors[name], level)}, rising):
+    for inputs in (partly, {**factors, name: torch.full_like(factors[name], level)}, rising):
         for dtype in laws.PRECISION:
-            laws.check_definition(CASE, given, dtype)
-        laws.check_forms(build(given))
-        laws.check_finite_gradients(CASE, given)
+            laws.check_definition(CASE, inputs, dtype)
+        laws.check_forms(build(inputs))
+        laws.check_finite_gradients(CASE, inputs)
 
 
-def test_keys_beyond_what_any_exponential_holds() -> None:
+def test_keys_whose_exponentials_overflow() -> None:
     factors = draw(70)
     factors["key"] = factors["key"] * 1e4
     laws.check_definition(CASE, factors, torch.float32)
     laws.check_finite_gradients(CASE, factors)
 
 
-def test_a_memory_that_decays_before_it_is_read_is_rejected() -> None:
+def test_a_decay_before_the_read_is_rejected() -> None:
     def early(factors: laws.Factors) -> NormalizedExponential:
         return build({**factors, "bonus": factors["bonus"] - factors["log_decay"]})
 
@@ -105,7 +105,7 @@ def test_a_memory_that_decays_before_it_is_read_is_rejected() -> None:
         laws.check_definition(laws.Case(draw, early, define), draw(9), torch.float64)
 
 
-def test_a_factor_that_is_not_finite_is_named() -> None:
+def test_a_factor_that_is_not_finite_is_refused() -> None:
     factors = draw(3)
     factors["key"][0, 0, 0] = float("inf")
     with pytest.raises(FactorError, match="'key'"):

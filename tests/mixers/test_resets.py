@@ -1,4 +1,4 @@
-"""Resets: a decay of exactly zero where a segment begins."""
+"""Resets: a decay of exactly zero at the beginning of a segment."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def draw(length: int) -> laws.Factors:
 
 
 def resets(length: int) -> torch.Tensor:
-    """Some at random, two in a row, one on the first token and one where a chunk begins."""
+    """Random resets, two in a row, one on the first token and one at the beginning of a chunk."""
     reset = torch.rand(BATCH, length) < 0.1
     reset[:, 0] = True
     reset[0, length // 2 : length // 2 + 2] = True
@@ -28,8 +28,8 @@ def resets(length: int) -> torch.Tensor:
 
 def case(reset: torch.Tensor) -> laws.Case:
     def define(factors: laws.Factors, value: torch.Tensor) -> torch.Tensor:
-        gone = factors["log_decay"].double().masked_fill(reset[..., None, None], -torch.inf)
-        return naive.decay_scan(factors["query"], factors["key"], gone, value)
+        log_decay = factors["log_decay"].double().masked_fill(reset[..., None, None], -torch.inf)
+        return naive.decay_scan(factors["query"], factors["key"], log_decay, value)
 
     return laws.Case(draw, lambda factors: DiagonalDecay(**factors, reset=reset), define)
 
@@ -61,7 +61,7 @@ def test_nothing_crosses_a_reset() -> None:
         assert matrix[~apart & torch.ones(130, 130).tril().bool()].count_nonzero() > 0
 
 
-def test_packed_sequences_are_the_single_ones() -> None:
+def test_packed_sequences_equal_the_single_ones() -> None:
     factors = draw(130)
     reset = torch.zeros(BATCH, 130, dtype=torch.bool)
     reset[:, [0, 50, 51]] = True
@@ -71,7 +71,7 @@ def test_packed_sequences_are_the_single_ones() -> None:
         assert laws.error(packed[..., start:stop, start:stop], single.materialize()) <= 1e-13
 
 
-def test_a_reset_is_exact_where_no_finite_decay_is() -> None:
+def test_a_reset_is_exact_unlike_a_finite_decay() -> None:
     factors = {"query": torch.ones(1, 2, 1, 1), "key": torch.tensor([1e30, 1.0]).reshape(1, 2, 1, 1)}
     strong = DiagonalDecay(**factors, log_decay=torch.full((1, 2, 1, 1), -60.0))
     exact = DiagonalDecay(**factors, log_decay=torch.zeros(1, 2, 1, 1), reset=torch.tensor([[False, True]]))
@@ -79,7 +79,7 @@ def test_a_reset_is_exact_where_no_finite_decay_is() -> None:
     assert exact.materialize()[0, 0, 1].tolist() == [0.0, 1.0]
 
 
-def test_a_reset_that_is_forgotten_is_rejected() -> None:
+def test_a_missing_reset_is_rejected() -> None:
     ruled = case(resets(65))
     loose = laws.Case(ruled.draw, lambda factors: DiagonalDecay(**factors), ruled.define)
     with pytest.raises(AssertionError, match="apply is not the recurrence"):

@@ -1,4 +1,4 @@
-"""Reversed: the second direction of a bidirectional layer."""
+"""Reversed mixers: the second direction of a bidirectional layer."""
 
 import pytest
 import torch
@@ -48,19 +48,19 @@ def test_the_matrix_is_the_inner_one_flipped_on_both_axes(length: int) -> None:
     assert matrix.tril(-1).count_nonzero() == 0
 
 
-def test_the_past_never_moves_the_future() -> None:
+def test_outputs_are_anticausal_bit_for_bit() -> None:
     mixer = build(draw(70))
     value = laws.values(mixer)
     past = torch.cat([torch.randn_like(value[:, :30]), value[:, 30:]], dim=1)
     assert torch.equal(mixer.apply(value)[:, 30:], mixer.apply(past)[:, 30:])
 
 
-def test_twice_reversed_is_the_mixer_itself() -> None:
+def test_twice_reversed_is_the_inner_mixer() -> None:
     inner = DiagonalDecay(**draw(65))
     assert torch.equal(Reversed(Reversed(inner)).materialize(), inner.materialize())
 
 
-def test_gradients_are_the_recurrence_s() -> None:
+def test_gradients_are_those_of_the_recurrence() -> None:
     laws.check_gradients(CASE, draw(67))
 
 
@@ -77,7 +77,7 @@ def test_extreme_factors(level: float) -> None:
     laws.check_finite_gradients(CASE, factors)
 
 
-def test_its_flags_are_the_inner_mixer_s() -> None:
+def test_properties_are_those_of_the_inner_mixer() -> None:
     fixed = Reversed(Toeplitz(torch.randn(HEADS, 4, dtype=torch.float64), batch=BATCH, length=9))
     assert (fixed.data_controlled, fixed.causal, fixed.structure) == (False, False, "reversed Toeplitz")
     assert (build(draw(2)).data_controlled, build(draw(2)).structure) == (True, "reversed diagonal decay")

@@ -1,4 +1,4 @@
-"""No product of any structure reads a subnormal number, however strong the decays: the same count on every machine."""
+"""No product of any structure reads a subnormal number, for any decays."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,7 +31,7 @@ from unilinattn.operator.stages import Matrix, Mix, Scale
 HEADS, STATE, CHANNELS = 4, 5, 2
 
 MAIN = ("diagonal decay, S6", "diagonal decay", "scalar decay", "delta rule, a decay a head")
-"""Structures that are drawn with every decay, `LONG` tokens of them; others have `SHORT` tokens, five chunks."""
+"""Structures tested with every decay and `LONG` tokens; the others have `SHORT` tokens, five chunks."""
 
 LONG, SHORT = 520, 270
 
@@ -39,22 +39,22 @@ DECAYS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "weak": lambda u: -1e-3 * u,
     "-5 a step": lambda u: -5 * u,
     "-100 a step": lambda u: -100 * u,
-    # From decays that forget nothing to decays that forget everything.
+    # Decays from 1 to 0.
     "mixed": lambda u: -(10 ** (8 * u - 5)),
 }
-"""Log-decays a step from uniform numbers."""
+"""Log-decays per step, from uniform random numbers."""
 
 DRAWN = (
     (torch.float32, "mixed"),
     pytest.param(torch.float32, "-5 a step", marks=pytest.mark.slow),
-    # float64 reaches its subnormal numbers by strong decays only.
+    # In float64 only strong decays reach subnormal numbers.
     pytest.param(torch.float64, "-100 a step", marks=pytest.mark.slow),
 )
 """Dtypes and decays."""
 
 
 class Draw:
-    """Draws factors of one sequence in a dtype; all but the decays are ordinary numbers."""
+    """Draws factors of one sequence; all except the decays have ordinary magnitudes."""
 
     def __init__(self, decay: str, dtype: torch.dtype, length: int) -> None:
         self.decay, self.dtype, self.length = decay, dtype, length
@@ -157,7 +157,7 @@ def weighted(mixer: CoreMixer) -> None:
 
 
 def layers(mixer: CoreMixer) -> None:
-    """A layer of the structure between two matrices, with a gate: rows carried back, maps, norms of all pairs."""
+    """Row products, maps and norms of a layer: the structure between two matrices, with a gate."""
     length, width = mixer.shape[2], mixer.heads * CHANNELS
     x = mixer._like((1, length, width)).normal_()
     weight = mixer._like((width, width)).normal_()
@@ -200,19 +200,19 @@ def test_no_product_of_any_structure_reads_a_subnormal_number(structure: str, dt
 
 @pytest.mark.parametrize("decay", [pytest.param("weak", marks=pytest.mark.slow), "-100 a step"])
 @pytest.mark.parametrize("structure", MAIN)
-def test_no_product_reads_a_subnormal_number_whatever_decays(structure: str, decay: str) -> None:
+def test_no_product_reads_a_subnormal_number_for_random_decays(structure: str, decay: str) -> None:
     require_no_subnormal_operand(structure, torch.float32, decay)
 
 
 def require_no_subnormal_operand(structure: str, dtype: torch.dtype, decay: str) -> None:
     mixer = STRUCTURES[structure](Draw(decay, dtype, LONG if structure in MAIN else SHORT))
     with torch.no_grad():
-        found = {name: counted(partial(operation, mixer)) for name, operation in OPERATIONS.items()}
-    assert {name: count.found for name, count in found.items() if count.found} == {}
-    assert sum(count.operands for count in found.values()) > 0
+        counts = {name: counted(partial(operation, mixer)) for name, operation in OPERATIONS.items()}
+    assert {name: count.found for name, count in counts.items() if count.found} == {}
+    assert sum(count.operands for count in counts.values()) > 0
 
 
-def test_without_the_flush_the_count_is_in_the_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flushing_the_count_is_in_the_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "flushed_", lambda tensor: tensor)
     monkeypatch.setattr(diagonal_decay, "flushed_", lambda tensor: tensor)
     mixer = STRUCTURES["diagonal decay, S6"](Draw("-5 a step", torch.float32, 520))
@@ -220,7 +220,7 @@ def test_without_the_flush_the_count_is_in_the_thousands(monkeypatch: pytest.Mon
         assert sum(counted(lambda: maps(mixer)).found.values()) > 1000
 
 
-def test_the_counter_sees_one_planted_number() -> None:
+def test_the_counter_counts_one_planted_number() -> None:
     planted = torch.ones(3, 3)
     planted[1, 2] = 1e-40
     assert counted(lambda: planted @ torch.ones(3, 3)).found == {"mm": 1}

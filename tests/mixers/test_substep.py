@@ -1,4 +1,4 @@
-"""Substeps: gated delta product, several delta updates a token, each with a value of its own."""
+"""Substeps of the gated delta product: several delta updates per token, each with a separate value."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def draw(length: int) -> laws.Factors:
 
 
 def expanded(factors: laws.Factors) -> DeltaRule:
-    """A token's decay stands on its first sub-step, its query on its last."""
+    """The decay of a token applies at its first sub-step, the query at its last."""
     query, decay = (torch.zeros_like(factors[name]) for name in ("key", "strength"))
     query[:, :, -1], decay[:, :, 0] = factors["query"], factors["log_decay"]
     steps = (query, factors["key"], factors["strength"], decay)
@@ -62,12 +62,12 @@ def test_the_layer_is_the_sum_of_its_substeps() -> None:
     assert laws.error(summed, recurrences.delta_product(**factors, value=value)) <= 1e-13
 
 
-def test_gradients_are_the_recurrence_s() -> None:
+def test_gradients_are_those_of_the_recurrence() -> None:
     laws.check_gradients(case(1), draw(25))
 
 
 @pytest.mark.parametrize("length", [3, 64, 130])
-def test_the_future_never_moves_the_past(length: int) -> None:
+def test_outputs_are_causal_bit_for_bit(length: int) -> None:
     laws.check_causal(case(1), length)
 
 
@@ -78,11 +78,11 @@ def test_passes_are_linear_in_length(monkeypatch) -> None:
 @pytest.mark.parametrize(("name", "level"), [("log_decay", -80.0), ("strength", 0.0), ("strength", 2.0), ("key", 0.0)])
 def test_extreme_factors(name: str, level: float) -> None:
     factors = draw(30)
-    given = {**factors, name: torch.full_like(factors[name], level)}
+    inputs = {**factors, name: torch.full_like(factors[name], level)}
     for dtype in laws.PRECISION:
-        laws.check_definition(case(0), given, dtype)
-    laws.check_forms(Substep(expanded(given), COUNT, 0))
-    laws.check_finite_gradients(case(0), given)
+        laws.check_definition(case(0), inputs, dtype)
+    laws.check_forms(Substep(expanded(inputs), COUNT, 0))
+    laws.check_finite_gradients(case(0), inputs)
 
 
 def test_the_wrong_substep_is_rejected() -> None:
@@ -92,11 +92,11 @@ def test_the_wrong_substep_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(("count", "index"), [(0, 0), (2, 0), (3, 3), (3, -1)])
-def test_a_count_that_does_not_fit_is_refused(count: int, index: int) -> None:
+def test_an_invalid_number_of_substeps_is_refused(count: int, index: int) -> None:
     with pytest.raises(InputError, match=f"sub-step {index} of {count}"):
         Substep(expanded(draw(5)), count, index)
 
 
-def test_the_flags_are_the_inner_mixer_s() -> None:
+def test_properties_are_those_of_the_inner_mixer() -> None:
     assert Substep(expanded(draw(2)), COUNT, 0).causal
     assert not Substep(Reversed(expanded(draw(2))), COUNT, 0).causal

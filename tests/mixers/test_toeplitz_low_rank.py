@@ -1,4 +1,4 @@
-"""Toeplitz times low rank: multi-head H3 and Hyena."""
+"""Toeplitz times low rank, as in multi-head H3 and Hyena."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def case(taps: int) -> laws.Case:
 
 
 def define(factors: laws.Factors, value: torch.Tensor) -> torch.Tensor:
-    """Hold each past outer product apart and weigh it by its distance, token by token."""
+    """Weight each past outer product by its distance, token by token."""
     kernel, query, key, value = (t.double() for t in (*factors.values(), value))
     query, key = (t.repeat_interleave(HEADS // GROUPS, dim=2) for t in (query, key))
     outputs = []
@@ -48,15 +48,15 @@ def test_every_operation_is_one_matrix(product: laws.Case, length: int) -> None:
     laws.check_forms(product.build(product.draw(length)))
 
 
-def test_gradients_are_the_definition_s(product: laws.Case) -> None:
+def test_gradients_are_those_of_the_definition(product: laws.Case) -> None:
     laws.check_gradients(product, product.draw(40))
 
 
-def test_the_future_never_moves_the_past() -> None:
+def test_outputs_are_causal_bit_for_bit() -> None:
     laws.check_causal(case(DIRECT_TAPS), 70)
 
 
-def test_through_the_fft_the_future_moves_the_past_by_rounding_only() -> None:
+def test_the_fft_is_causal_up_to_rounding() -> None:
     mixer = case(200).build(case(200).draw(70))
     value = laws.values(mixer)
     future = torch.cat([value[:, :30], torch.randn_like(value[:, 30:])], dim=1)
@@ -76,7 +76,7 @@ def test_extreme_factors(product: laws.Case, name: str, level: float) -> None:
     laws.check_finite_gradients(product, factors)
 
 
-def test_queries_in_the_place_of_keys_are_rejected(product: laws.Case) -> None:
+def test_swapped_queries_and_keys_are_rejected(product: laws.Case) -> None:
     def swapped(factors: laws.Factors) -> ToeplitzLowRank:
         return ToeplitzLowRank(factors["kernel"], factors["key"], factors["query"])
 
@@ -84,7 +84,7 @@ def test_queries_in_the_place_of_keys_are_rejected(product: laws.Case) -> None:
         laws.check_definition(laws.Case(product.draw, swapped, define), product.draw(9), torch.float64)
 
 
-def test_a_factor_that_is_not_finite_is_named() -> None:
+def test_a_factor_that_is_not_finite_is_refused() -> None:
     factors = case(4).draw(3)
     factors["key"][0, 0, 0] = float("nan")
     with pytest.raises(FactorError, match="'key'"):

@@ -1,4 +1,4 @@
-"""What the tests of the reference models ask of every one of them."""
+"""Checks that apply to every reference model."""
 
 from collections.abc import Callable
 
@@ -10,12 +10,12 @@ from unilinattn.testing import relative_error
 
 
 def pairs(parameter: Tensor) -> Tensor:
-    """The complex numbers whose two parts stand on the last axis."""
+    """Complex numbers from real and imaginary parts on the last axis."""
     return torch.complex(parameter[..., 0].double(), parameter[..., 1].double())
 
 
 def unroll(step: Tensor, drive: Tensor) -> Tensor:
-    """x_t = step x_{t-1} + drive_t, a token at a time; time is axis 1 of the drive and of the result."""
+    """x_t = step x_{t-1} + drive_t, token by token; time is axis 1 of the drive and of the result."""
     state = torch.zeros_like(drive[:, 0])
     states = []
     for token in drive.unbind(1):
@@ -42,7 +42,7 @@ def check_gradients_reach_every_parameter(layer: nn.Module, d_model: int) -> Non
 
 
 def check_half_precision(layer: nn.Module, d_model: int) -> None:
-    """A bfloat16 layer answers in bfloat16, close to the same weights in float64."""
+    """The output of a bfloat16 layer is bfloat16 and close to that of the same weights in float64."""
     layer = layer.bfloat16()
     u = torch.randn(2, 20, d_model, dtype=torch.bfloat16)
     found = layer(u)
@@ -51,7 +51,7 @@ def check_half_precision(layer: nn.Module, d_model: int) -> None:
 
 
 def check_training_drops_the_loss(mixer: Callable[[], nn.Module], d_model: int) -> None:
-    """Eighty steps teach a two-layer model to repeat the token before the current one, which takes memory."""
+    """Eighty steps teach a two-layer model to repeat the previous token, which requires memory."""
     torch.manual_seed(0)
     model = MixerForCausalLM(vocab_size=6, d_model=d_model, n_layers=2, mixer=mixer)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -69,7 +69,7 @@ def check_training_drops_the_loss(mixer: Callable[[], nn.Module], d_model: int) 
 
 
 def check_state_dict_loads(layer: nn.Module, layout: dict[str, tuple[int, ...]]) -> None:
-    """Random tensors of a published layout load strictly, and nothing else does."""
+    """Random tensors of a published layout load strictly; other names or shapes do not."""
     published = {name: torch.randn(shape) for name, shape in layout.items()}
     layer.load_state_dict(published, strict=True)
     assert {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()} == layout

@@ -1,4 +1,4 @@
-"""DSS against the definition in its paper, its recurrence, its state dicts and its precision."""
+"""DSS: the recurrence of its paper, state dicts, and precision."""
 
 from functools import partial
 
@@ -53,13 +53,13 @@ def test_the_layer_is_the_recurrence(version: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("version", ["softmax", "exp"])
-def test_the_bound_on_reciprocals_hardly_shows(version: str) -> None:
+def test_the_bound_on_reciprocals_has_a_small_effect(version: str) -> None:
     layer = DSS(d_model=6, d_state=8, version=version).double()
     u = torch.randn(2, 37, 6, dtype=torch.float64)
     assert relative_error(layer(u), recurrence(layer, u)) < 1e-3
 
 
-def test_a_pole_that_grows_is_a_softmax_too() -> None:
+def test_growing_poles_are_normalised_by_the_softmax() -> None:
     layer = DSS(d_model=5, d_state=6, epsilon=0.0).double()
     with torch.no_grad():
         layer.kernel.Lambda[::2, 0] = 3.0
@@ -72,7 +72,7 @@ def test_a_pole_that_grows_is_a_softmax_too() -> None:
     assert layer.float().kernel(20_000).isfinite().all()
 
 
-def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     layer = DSS(d_model=4, d_state=6, epsilon=0.0).double()
     u = torch.randn(2, 20, 4, dtype=torch.float64)
     truth = recurrence(layer, u)
@@ -103,7 +103,7 @@ def test_state_dicts_of_the_authors_layout_load() -> None:
     checks.check_state_dict_loads(DSS(6, 8, version="exp"), {**COMMON, **KERNEL, **exponential})
 
 
-def test_it_starts_with_hippos_skew_part() -> None:
+def test_the_initial_poles_are_those_of_hippos_skew_part() -> None:
     for version in ("softmax", "exp"):
         poles = DSS(4, 8, version=version).kernel.poles()
         torch.testing.assert_close(poles.real, torch.full((8,), -0.5))
@@ -112,7 +112,7 @@ def test_it_starts_with_hippos_skew_part() -> None:
 
 
 @pytest.mark.parametrize("version", ["softmax", "exp"])
-def test_what_every_mixer_is_asked(version: str) -> None:
+def test_common_checks(version: str) -> None:
     checks.check_no_token_sees_a_later_one(DSS(6, 8, version).double(), 6)
     checks.check_gradients_reach_every_parameter(DSS(6, 8, version), 6)
     checks.check_half_precision(DSS(6, 8, version), 6)

@@ -1,4 +1,4 @@
-"""GSS against the recurrence of its paper, its state dicts and its precision."""
+"""GSS: the recurrence of its paper, state dicts, and precision."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from unilinattn.testing import relative_error
 
 
 def recurrence(layer: GSS, x: Tensor) -> Tensor:
-    """The layer, token by token in float64: poles held at unit step by zero-order hold."""
+    """The layer, token by token in float64: poles discretised by zero-order hold with unit step."""
     state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
     x = x.double()
     wide = functional.gelu(x @ state["to_u.0.weight"].T)
@@ -34,7 +34,7 @@ def test_the_layer_is_the_recurrence(length: int) -> None:
     assert relative_error(layer(x), recurrence(layer, x)) < 1e-11
 
 
-def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     layer = GSS(d_model=8, d_state=6, d_ssm=5).double()
     x = torch.randn(2, 20, 8, dtype=torch.float64)
     truth = recurrence(layer, x)
@@ -77,7 +77,7 @@ def test_a_state_dict_of_the_public_layout_loads() -> None:
     checks.check_state_dict_loads(GSS(8, 6, d_ssm=5), layout)
 
 
-def test_what_every_mixer_is_asked() -> None:
+def test_common_checks() -> None:
     checks.check_no_token_sees_a_later_one(GSS(8, 6, d_ssm=4).double(), 8)
     checks.check_gradients_reach_every_parameter(GSS(8, 6, d_ssm=4), 8)
     checks.check_half_precision(GSS(8, 6, d_ssm=4), 8)

@@ -1,4 +1,4 @@
-"""H3 against the recurrences of its paper, single-head and multi-head, its state dicts and its precision."""
+"""H3, single-head and multi-head: the recurrences of its paper, state dicts, and precision."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from unilinattn.testing import relative_error
 
 
 def recurrence(layer: H3, x: Tensor) -> Tensor:
-    """Algorithm 1, token by token in float64: the shift's state holds past keys, the other one a head's products."""
+    """Algorithm 1, token by token in float64, with the states of the shift and of the diagonal model."""
     state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
     q, k, v = (x.double() @ state[f"{name}_proj.weight"].T + state[f"{name}_proj.bias"] for name in ("q", "k", "v"))
     shift_b, shift_c = state["ssm_k_kernel.kernel.B"], state["ssm_k_kernel.kernel.C"][0]
@@ -40,7 +40,7 @@ def recurrence(layer: H3, x: Tensor) -> Tensor:
 
 
 def scrambled(layer: H3) -> H3:
-    """The layer with no parameter at a special value (B starts as e_1 and as ones)."""
+    """The layer with random parameters instead of special initial values (B = e_1 and ones)."""
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -55,7 +55,7 @@ def test_the_layer_is_the_recurrence(length: int, head_dim: int) -> None:
     assert relative_error(layer(x), recurrence(layer, x)) < 1e-11
 
 
-def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     layer = scrambled(H3(d_model=4, d_state=6, head_dim=2).double())
     x = torch.randn(2, 20, 4, dtype=torch.float64)
     truth = recurrence(layer, x)
@@ -100,7 +100,7 @@ def test_a_state_dict_of_the_published_layout_loads() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [1, 4])
-def test_what_every_mixer_is_asked(head_dim: int) -> None:
+def test_common_checks(head_dim: int) -> None:
     checks.check_no_token_sees_a_later_one(H3(8, 6, head_dim).double(), 8)
     checks.check_gradients_reach_every_parameter(H3(8, 6, head_dim), 8)
     checks.check_half_precision(H3(8, 6, head_dim), 8)
@@ -108,6 +108,6 @@ def test_what_every_mixer_is_asked(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "message"), [({"head_dim": 4}, "head_dim is 4"), ({"d_state": 5}, "d_state is 5")])
-def test_sizes_that_cannot_be_built_are_refused(wrong: dict[str, int], message: str) -> None:
+def test_invalid_sizes_are_refused(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         H3(**{"d_model": 6, "d_state": 8, **wrong})

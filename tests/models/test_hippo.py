@@ -12,7 +12,7 @@ def test_the_matrix_of_three_states() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 8, 64])
-def test_the_decomposition_gives_the_matrix_back(size: int) -> None:
+def test_the_decomposition_reproduces_the_matrix(size: int) -> None:
     poles, low_rank, inputs, vectors = hippo_legs(size)
     rebuilt = vectors @ (torch.diag(poles) - low_rank[:, None] * low_rank.conj()) @ vectors.mH
     torch.testing.assert_close(rebuilt.real, hippo_matrix(size), rtol=1e-10, atol=1e-10)

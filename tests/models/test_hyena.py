@@ -1,4 +1,4 @@
-"""Hyena of several orders against the sums of its paper, its state dicts, HyenaDNA's layout and its precision."""
+"""Hyena of several orders: the sums of its paper, state dicts, the layout of HyenaDNA, and precision."""
 
 import math
 from functools import partial
@@ -15,7 +15,7 @@ from unilinattn.testing import relative_error
 
 
 def filter_values(state: dict[str, Tensor], length: int, shift: float) -> Tensor:
-    """FFN(features) times the window, (length, channels), a linear map and a sine at a time."""
+    """FFN(features) times the window, (length, channels), layer by layer."""
     values = state["filter_fn.pos_emb.z"][0, :length]
     position = 0
     while f"filter_fn.implicit_filter.{position}.bias" in state:
@@ -29,7 +29,7 @@ def filter_values(state: dict[str, Tensor], length: int, shift: float) -> Tensor
 
 
 def short_convolution(state: dict[str, Tensor], u: Tensor) -> Tensor:
-    """A tap at a time: out_i = bias + sum_k w_k in_{i - (width - 1) + k}."""
+    """out_i = bias + sum_k w_k in_{i - (width - 1) + k}, tap by tap."""
     weight = state["short_filter.weight"][:, 0]
     width = weight.shape[-1]
     padded = torch.cat([u.new_zeros(len(u), width - 1, u.shape[-1]), u], dim=1)
@@ -43,7 +43,7 @@ def long_convolution(u: Tensor, taps: Tensor) -> Tensor:
 
 
 def definition(layer: Hyena, x: Tensor) -> Tensor:
-    """Definition 3.1 in float64, with the skip that the authors' code adds to every convolution."""
+    """Definition 3.1 in float64, with the skip of every convolution in the authors' code."""
     state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
     order, width = layer.order, layer.d_model
     projected = short_convolution(state, x.double() @ state["in_proj.weight"].T + state["in_proj.bias"])
@@ -74,7 +74,7 @@ def test_the_layer_is_its_definition(length: int, options: dict[str, float]) -> 
     assert relative_error(layer(x), definition(layer, x)) < 1e-11
 
 
-def test_a_layer_that_is_not_its_definition_is_noticed() -> None:
+def test_a_perturbed_layer_differs_from_its_definition() -> None:
     layer = Hyena(d_model=4, l_max=20, order=3, filter_order=8).double()
     x = torch.randn(2, 20, 4, dtype=torch.float64)
     truth = definition(layer, x)
@@ -87,7 +87,7 @@ def test_a_layer_that_is_not_its_definition_is_noticed() -> None:
         tensor.copy_(original)
 
 
-def test_positions_are_time_and_waves() -> None:
+def test_positional_features_are_time_and_sinusoids() -> None:
     features = Hyena(4, l_max=10, emb_dim=5).double().filter_fn.pos_emb
     time = torch.arange(10).double()
     torch.testing.assert_close(features.t[0, :, 0], time / 9, rtol=1e-6, atol=1e-6)
@@ -193,7 +193,7 @@ def test_hyenadna_trains() -> None:
 
 
 def outer_products(layer: MultiHyena, x: Tensor) -> Tensor:
-    """Multi-head Hyena as the attention that it is: alpha_ij = h_{i-j} q_i . k_j, with the skip on the diagonal."""
+    """Multi-head Hyena as attention: alpha_ij = h_{i-j} q_i . k_j, with the skip on the diagonal."""
     state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
     projected = short_convolution(state, x.double() @ state["in_proj.weight"].T + state["in_proj.bias"])
     q, k, v = (part.unflatten(-1, (layer.num_heads, -1)) for part in projected.chunk(3, dim=-1))
@@ -226,7 +226,7 @@ def test_as_many_heads_as_channels_are_hyena_of_order_two() -> None:
     [partial(Hyena, 8, 40), partial(Hyena, 8, 40, order=3), partial(MultiHyena, 8, 40, 2)],
     ids=["order 2", "order 3", "heads"],
 )
-def test_what_every_mixer_is_asked(mixer: partial[nn.Module]) -> None:
+def test_common_checks(mixer: partial[nn.Module]) -> None:
     checks.check_no_token_sees_a_later_one(mixer().double(), 8)
     checks.check_gradients_reach_every_parameter(mixer(), 8)
     checks.check_half_precision(mixer(), 8)
@@ -238,7 +238,7 @@ def test_a_sequence_longer_than_the_filter_is_refused() -> None:
         Hyena(4, l_max=20)(torch.randn(1, 21, 4))
 
 
-def test_sizes_that_cannot_be_built_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(OptionError, match="order is 1"):
         Hyena(4, 20, order=1)
     with pytest.raises(OptionError, match="emb_dim is 4"):

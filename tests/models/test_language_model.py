@@ -1,4 +1,4 @@
-"""The language model that the reference mixers share."""
+"""The language model around the reference mixers."""
 
 from functools import partial
 
@@ -19,24 +19,26 @@ def model() -> MixerForCausalLM:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool])
-def test_padding_changes_no_real_token(model: MixerForCausalLM, side: str, batch: int, dtype: torch.dtype) -> None:
+def test_padding_does_not_change_real_tokens(
+    model: MixerForCausalLM, side: str, batch: int, dtype: torch.dtype
+) -> None:
     ids = torch.randint(11, (batch, 9))
     padding = torch.zeros(batch, 4, dtype=torch.long)
     parts, real = [padding, ids], [torch.zeros_like(padding), torch.ones_like(ids)]
     if side == "right":
         parts, real = parts[::-1], real[::-1]
     padded = model(torch.cat(parts, dim=1), attention_mask=torch.cat(real, dim=1).to(dtype)).logits
-    kept = padded[:, 4:] if side == "left" else padded[:, :9]
-    torch.testing.assert_close(kept, model(ids).logits, rtol=1e-10, atol=1e-12)
+    logits = padded[:, 4:] if side == "left" else padded[:, :9]
+    torch.testing.assert_close(logits, model(ids).logits, rtol=1e-10, atol=1e-12)
 
 
-def test_left_padding_without_a_mask_is_seen(model: MixerForCausalLM) -> None:
+def test_left_padding_without_a_mask_changes_real_tokens(model: MixerForCausalLM) -> None:
     ids = torch.randint(11, (1, 9))
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
     assert (model(padded).logits[:, 4:] - model(ids).logits).abs().max() > 1e-3
 
 
-def test_biases_before_the_mixing_let_left_padding_through() -> None:
+def test_left_padding_reaches_real_tokens_through_biases() -> None:
     model = MixerForCausalLM(11, 8, 2, partial(H3, 8, 4)).double().eval()
     ids = torch.randint(11, (1, 9))
     padding = torch.zeros(1, 4, dtype=torch.long)
@@ -48,7 +50,7 @@ def test_biases_before_the_mixing_let_left_padding_through() -> None:
     assert (left - alone).abs().max() > 1e-4
 
 
-def test_every_layer_has_a_mixer_of_its_own_that_it_adds(model: MixerForCausalLM) -> None:
+def test_every_layer_adds_the_output_of_its_mixer(model: MixerForCausalLM) -> None:
     first, second = model.layers
     assert first.mixer is not second.mixer
     stream = torch.randn(2, 7, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The convolution and the dtypes that the reference models compute with."""
+"""The convolution and the dtypes of the reference models."""
 
 import pytest
 import torch
@@ -19,10 +19,10 @@ def test_the_convolution_is_its_definition(dtype: torch.dtype, length: int) -> N
 
 def test_powers_start_at_one_even_for_zero() -> None:
     base = torch.tensor([0.0, 0.5j, -2.0], dtype=torch.complex128, requires_grad=True)
-    found = powers(base, 4)
+    actual = powers(base, 4)
     expected = torch.stack([base**n for n in range(4)], dim=-1)
-    torch.testing.assert_close(found, expected)
-    found.abs().sum().backward()
+    torch.testing.assert_close(actual, expected)
+    actual.abs().sum().backward()
     assert base.grad is not None
     assert base.grad.isfinite().all()
 

@@ -1,4 +1,4 @@
-"""S4D against the recurrence of its paper, its state dicts, its padding and its precision."""
+"""S4D: the recurrence of its paper, state dicts, padding, and precision."""
 
 from dataclasses import asdict
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.models.checks import distance
 from unilinattn.errors import OptionError
 from unilinattn.models import S4D, S4DConfig, S4DForCausalLM
 from unilinattn.testing import relative_error
@@ -18,7 +19,7 @@ def recurrence(layer: S4D, u: Tensor) -> Tensor:
     dt = state["kernel.log_dt"].exp()
     a = torch.complex(-state["kernel.log_A_real"].exp(), state["kernel.A_imag"])
     c = torch.view_as_complex(state["kernel.C"])
-    # Holding u constant over a step makes (x, u) one linear system, whose exponential is the exact step.
+    # With u constant over a step, (x, u) is a linear system, whose matrix exponential is the exact step.
     system = torch.zeros(*a.shape, 2, 2, dtype=a.dtype)
     system[..., 0, 0] = a
     system[..., 0, 1] = 1
@@ -41,7 +42,7 @@ def test_the_layer_is_the_recurrence(length: int) -> None:
     assert relative_error(layer(u), recurrence(layer, u)) < 1e-12
 
 
-def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     layer = S4D(d_model=6, d_state=8).double()
     u = torch.randn(3, 37, 6, dtype=torch.float64)
     truth = recurrence(layer, u)
@@ -75,7 +76,7 @@ def test_float32_agrees_with_float64() -> None:
     assert relative_error(layer(u).double(), recurrence(layer, u)) < 2e-6
 
 
-def test_half_precision_keeps_a_float32_kernel_and_its_own_dtype_outside() -> None:
+def test_half_precision_computes_the_kernel_in_float32() -> None:
     layer = S4D(d_model=8).bfloat16()
     u = torch.randn(2, 20, 8, dtype=torch.bfloat16)
     assert layer.kernel(20).dtype == torch.float32
@@ -108,7 +109,7 @@ def test_a_state_dict_of_the_authors_layout_loads() -> None:
     assert torch.equal(layer.kernel.C, published["kernel.C"])
 
 
-def test_it_starts_as_s4d_lin() -> None:
+def test_the_initialisation_is_s4d_lin() -> None:
     kernel = S4D(d_model=5, d_state=8, dt_min=0.01, dt_max=0.02).kernel
     assert torch.allclose(-kernel.log_A_real.exp(), torch.tensor(-0.5))
     assert torch.allclose(kernel.A_imag, torch.pi * torch.arange(4.0).expand(5, 4))
@@ -133,7 +134,7 @@ def model() -> S4DForCausalLM:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool])
-def test_padding_changes_no_real_token(model: S4DForCausalLM, side: str, batch: int, dtype: torch.dtype) -> None:
+def test_padding_does_not_change_real_tokens(model: S4DForCausalLM, side: str, batch: int, dtype: torch.dtype) -> None:
     ids = torch.randint(11, (batch, 9))
     alone = model(ids).logits
     padding = torch.zeros(batch, 4, dtype=torch.long)
@@ -141,11 +142,11 @@ def test_padding_changes_no_real_token(model: S4DForCausalLM, side: str, batch: 
     real = [torch.zeros_like(padding), torch.ones_like(ids)]
     mask = torch.cat(real if side == "left" else real[::-1], dim=1)
     padded = model(torch.cat(order, dim=1), attention_mask=mask.to(dtype)).logits
-    kept = padded[:, 4:] if side == "left" else padded[:, :9]
-    torch.testing.assert_close(kept, alone, rtol=1e-10, atol=1e-12)
+    logits = padded[:, 4:] if side == "left" else padded[:, :9]
+    torch.testing.assert_close(logits, alone, rtol=1e-10, atol=1e-12)
 
 
-def test_left_padding_without_a_mask_is_seen(model: S4DForCausalLM) -> None:
+def test_left_padding_without_a_mask_changes_real_tokens(model: S4DForCausalLM) -> None:
     ids = torch.randint(11, (1, 9))
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
     assert (model(padded).logits[:, 4:] - model(ids).logits).abs().max() > 1e-3
@@ -162,13 +163,13 @@ def test_the_loss_is_that_of_the_next_token(model: S4DForCausalLM) -> None:
     labels = ids.clone()
     labels[:, :4] = -100
     output = model(ids, labels=labels)
-    asked = output.logits[:, 3:-1].flatten(0, 1)
+    logits = output.logits[:, 3:-1].flatten(0, 1)
     assert output.loss is not None
-    torch.testing.assert_close(output.loss, nn.CrossEntropyLoss()(asked, ids[:, 4:].flatten()))
+    torch.testing.assert_close(output.loss, nn.CrossEntropyLoss()(logits, ids[:, 4:].flatten()))
     assert model(ids).loss is None
 
 
-def test_the_head_is_tied_when_asked_for() -> None:
+def test_the_head_can_be_tied() -> None:
     config = S4DConfig(vocab_size=11, d_model=8, n_layers=1)
     tied = S4DForCausalLM(S4DConfig(**{**asdict(config), "tie_word_embeddings": True}))
     assert tied.lm_head.weight is tied.embeddings.weight
@@ -176,7 +177,7 @@ def test_the_head_is_tied_when_asked_for() -> None:
     assert untied.lm_head.weight is not untied.embeddings.weight
 
 
-def test_a_configuration_survives_a_dict() -> None:
+def test_a_configuration_is_restored_from_a_dict() -> None:
     config = S4DConfig(vocab_size=11, d_model=8, n_layers=2, d_state=4, dt_max=0.2)
     assert S4DConfig(**asdict(config)) == config
 
@@ -190,6 +191,6 @@ def test_a_configuration_survives_a_dict() -> None:
         ({"dt_min": 1.0}, "dt_min is 1.0"),
     ],
 )
-def test_sizes_that_cannot_be_built_are_refused(wrong: dict[str, float], message: str) -> None:
+def test_invalid_sizes_are_refused(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         S4DConfig(**{"vocab_size": 11, "d_model": 8, "n_layers": 1, **wrong})

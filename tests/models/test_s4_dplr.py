@@ -1,4 +1,4 @@
-"""S4 against the recurrence of its paper, its HiPPO start, its state dicts and its precision."""
+"""S4: the recurrence of its paper, HiPPO initialisation, state dicts, and precision."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def both(half: Tensor) -> Tensor:
 
 
 def discrete(layer: S4, channel: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Abar, Bbar and C of one channel, dense, by the bilinear transform as the paper writes it (Eq. 3)."""
+    """Dense Abar, Bbar and C of one channel, by the bilinear transform (Eq. 3)."""
     state = {name.removeprefix("layer.kernel."): tensor.double() for name, tensor in layer.state_dict().items()}
     system = channel % state["A_real"].shape[0]
     poles = both(torch.complex(-state["A_real"].exp(), -state["A_imag"])[system])
@@ -57,7 +57,7 @@ def test_the_layer_is_the_recurrence(length: int, n_ssm: int) -> None:
     assert relative_error(layer(u), recurrence(layer, u)) < 1e-11
 
 
-def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     layer = S4(d_model=4, d_state=8).double()
     u = torch.randn(2, 37, 4, dtype=torch.float64)
     truth = recurrence(layer, u)
@@ -71,17 +71,17 @@ def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
     assert relative_error(layer(u), truth) < 1e-11
 
 
-def test_it_starts_as_hippo_legs() -> None:
+def test_the_initialisation_is_hippo_legs() -> None:
     layer = S4(d_model=3, d_state=16)
     a, _, _ = discrete(layer, 0)
     dt = layer.layer.kernel.inv_dt[0].double().exp()
     identity = torch.eye(16, dtype=torch.float64)
     backward = torch.linalg.inv(identity - dt / 2 * hippo_matrix(16))
-    # HiPPO-LegS is triangular, so both matrices' eigenvalues follow from its diagonal; the stored poles are float32.
-    found = torch.linalg.eigvals(a.to(torch.complex128))
+    # HiPPO-LegS is triangular, so its diagonal gives the eigenvalues of both matrices; stored poles are float32.
+    eigenvalues = torch.linalg.eigvals(a.to(torch.complex128))
     expected = torch.linalg.eigvals(backward @ (identity + dt / 2 * hippo_matrix(16)))
     for power in range(1, 5):
-        torch.testing.assert_close((found**power).sum(), (expected**power).sum(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close((eigenvalues**power).sum(), (expected**power).sum(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_shorter_kernel_is_the_start_of_a_longer_one() -> None:
@@ -117,13 +117,13 @@ def test_a_state_dict_of_the_authors_layout_loads() -> None:
     assert torch.equal(layer.layer.kernel.C, fresh["layer.kernel.C"])
 
 
-def test_outputs_that_were_tuned_to_a_length_are_set_back() -> None:
+def test_outputs_tuned_to_a_length_are_reset() -> None:
     plain = S4(d_model=3, d_state=8, dt_min=0.05).double()
     tuned = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     for channel in range(3):
         a, _, c = discrete(plain, channel)
-        kept = c - c @ torch.linalg.matrix_power(a, 20)
-        tuned["layer.kernel.C"][0, channel] = torch.view_as_real(kept[:4])
+        coefficients = c - c @ torch.linalg.matrix_power(a, 20)
+        tuned["layer.kernel.C"][0, channel] = torch.view_as_real(coefficients[:4])
     tuned["layer.kernel.l_kernel"] = torch.tensor(20)
     loaded = S4(d_model=3, d_state=8).double()
     loaded.load_state_dict(tuned, strict=True)
@@ -132,7 +132,7 @@ def test_outputs_that_were_tuned_to_a_length_are_set_back() -> None:
     assert loaded.state_dict()["layer.kernel.l_kernel"] == 0
 
 
-def test_what_every_mixer_is_asked() -> None:
+def test_common_checks() -> None:
     checks.check_no_token_sees_a_later_one(S4(6, 8).double(), 6)
     checks.check_gradients_reach_every_parameter(S4(6, 8), 6)
     checks.check_half_precision(S4(6, 8), 6)
@@ -145,6 +145,6 @@ def test_training_drops_the_loss() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"), [({"d_state": 3}, "d_state is 3"), ({"d_state": 0}, "is 0"), ({"n_ssm": 4}, "n_ssm is 4")]
 )
-def test_sizes_that_cannot_be_built_are_refused(wrong: dict[str, int], message: str) -> None:
+def test_invalid_sizes_are_refused(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         S4(**{"d_model": 6, "d_state": 8, **wrong})

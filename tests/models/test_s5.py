@@ -1,4 +1,4 @@
-"""S5 against the recurrence of its paper, its HiPPO start, its state dicts and its precision."""
+"""S5: the recurrence of its paper, HiPPO initialisation, state dicts, and precision."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def test_the_layer_is_the_recurrence(length: int, conj_sym: bool, discretization
     assert relative_error(layer(u), recurrence(layer, u)) < 1e-11
 
 
-def test_poles_are_clipped_only_when_asked() -> None:
+def test_poles_are_clipped_only_by_option() -> None:
     u = torch.randn(1, 20, 4, dtype=torch.float64)
     for clip in (True, False):
         layer = S5(4, 4, clip_eigs=clip).double()
@@ -53,7 +53,7 @@ def test_poles_are_clipped_only_when_asked() -> None:
         assert (layer.seq.modes().decay.abs() < 1).all() == clip
 
 
-def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
+def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     layer = S5(4, 8).double()
     u = torch.randn(2, 20, 4, dtype=torch.float64)
     truth = recurrence(layer, u)
@@ -67,29 +67,29 @@ def test_a_layer_that_is_not_the_recurrence_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
-def test_it_starts_with_hippos_normal_part_in_blocks(blocks: int) -> None:
+def test_the_initialisation_is_blocks_of_hippos_normal_part(blocks: int) -> None:
     layer = S5(d_model=3, d_state=16, blocks=blocks, conj_sym=False)
     size = 16 // blocks
     root = torch.sqrt(torch.arange(size, dtype=torch.float64) + 0.5)
     normal = hippo_matrix(size) + torch.outer(root, root)
     expected = torch.linalg.eigvals(normal).imag.sort().values
-    found = layer.seq.Lambda_im.detach().double().unflatten(0, (blocks, size))
-    torch.testing.assert_close(found, expected.expand(blocks, -1), rtol=1e-5, atol=1e-5)
+    actual = layer.seq.Lambda_im.detach().double().unflatten(0, (blocks, size))
+    torch.testing.assert_close(actual, expected.expand(blocks, -1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer.seq.Lambda_re.detach(), torch.full((16,), -0.5))
 
 
-def test_half_of_each_pair_gives_what_all_modes_give() -> None:
+def test_half_of_each_conjugate_pair_is_equivalent_to_all_modes() -> None:
     half, full = S5(5, 8).double(), S5(5, 8, conj_sym=False).double()
     state = half.state_dict()
     mirrored = dict(state)
     for name, axis in (("Lambda_re", 0), ("Lambda_im", 0), ("log_step", 0), ("B", 0), ("C", 1)):
-        own = state[f"seq.{name}"]
-        other = own.clone()
+        first_half = state[f"seq.{name}"]
+        other = first_half.clone()
         if name in ("B", "C"):
             other[..., 1] *= -1
         if name == "Lambda_im":
             other *= -1
-        mirrored[f"seq.{name}"] = torch.cat([own, other], dim=axis)
+        mirrored[f"seq.{name}"] = torch.cat([first_half, other], dim=axis)
     full.load_state_dict(mirrored)
     u = torch.randn(2, 15, 5, dtype=torch.float64)
     assert relative_error(full(u), half(u)) < 1e-12
@@ -115,7 +115,7 @@ def test_a_state_dict_of_the_authors_layout_loads() -> None:
     checks.check_state_dict_loads(S5(6, 8), layout)
 
 
-def test_what_every_mixer_is_asked() -> None:
+def test_common_checks() -> None:
     checks.check_no_token_sees_a_later_one(S5(6, 8).double(), 6)
     checks.check_gradients_reach_every_parameter(S5(6, 8), 6)
     checks.check_half_precision(S5(6, 8), 6)
@@ -126,6 +126,6 @@ def test_what_every_mixer_is_asked() -> None:
     ("wrong", "message"),
     [({"d_state": 6, "blocks": 2}, "d_state is 6"), ({"blocks": 0}, "blocks is 0"), ({"discretization": "zho"}, "zoh")],
 )
-def test_options_that_cannot_be_built_are_refused(wrong: dict[str, int], message: str) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         S5(**{"d_model": 6, "d_state": 8, **wrong})

@@ -1,4 +1,4 @@
-"""ViM against the recurrence of its paper, the published names and shapes, CLS positions, timm and precision."""
+"""ViM: the recurrence of its paper, published names and shapes, CLS positions, timm, and precision."""
 
 import math
 
@@ -49,7 +49,7 @@ def recurrence(mixer: BiMamba, hidden: Tensor) -> Tensor:
 
 
 def scrambled(mixer: BiMamba) -> BiMamba:
-    """The mixer with no two parameters alike (both directions start with the same decays and skips)."""
+    """The mixer with random parameters, since both directions are initialised with the same decays and skips."""
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -78,7 +78,7 @@ def test_the_mixer_is_the_recurrence(length: int, options: dict[str, int]) -> No
     assert relative_error(mixer(hidden), recurrence(mixer, hidden)) < 1e-12
 
 
-def test_a_mixer_that_is_not_the_recurrence_is_noticed() -> None:
+def test_a_perturbed_mixer_differs_from_the_recurrence() -> None:
     mixer = scrambled(BiMamba(d_model=6, d_state=5).double())
     hidden = torch.randn(2, 9, 6, dtype=torch.float64)
     truth = recurrence(mixer, hidden)
@@ -149,7 +149,7 @@ def published_layout(width: int, depth: int, patches: int, state: int = 16) -> d
 def test_the_published_tiny_checkpoint_loads() -> None:
     layout = published_layout(width=192, depth=24, patches=196)
     assert len(layout) == 7 + 24 * 17
-    # Seven million parameters, as the authors' table of models says.
+    # Seven million parameters, as in the authors' table of models.
     assert 7.0e6 < sum(math.prod(shape) for shape in layout.values()) < 7.2e6
     checks.check_state_dict_loads(VisionMamba(), layout)
 
@@ -224,7 +224,7 @@ def test_the_classifier_is_its_definition(cls_position: str, shape: dict[str, ob
 @pytest.mark.parametrize(
     ("cls_position", "positions"), [("middle", (4,)), ("first", (0,)), ("last", (9,)), ("double", (0, 10))]
 )
-def test_cls_tokens_stand_where_they_are_said_to(cls_position: str, positions: tuple[int, ...]) -> None:
+def test_cls_tokens_are_at_their_configured_positions(cls_position: str, positions: tuple[int, ...]) -> None:
     model = tiny(cls_position=cls_position)
     assert model.cls_positions == positions
     assert model.grid_size == (3, 3)
@@ -237,12 +237,12 @@ def test_cls_tokens_stand_where_they_are_said_to(cls_position: str, positions: t
     assert torch.equal((tokens == 7).all(-1).all(0).nonzero()[:, 0], torch.tensor(positions))
 
 
-def test_both_cls_tokens_have_their_own_names() -> None:
+def test_the_two_cls_tokens_have_separate_names() -> None:
     names = {name for name, _ in tiny(cls_position="double").named_parameters() if name.startswith("cls")}
     assert names == {"cls_token_head", "cls_token_tail"}
 
 
-def test_the_stream_stays_in_float32_in_a_half_precision_model() -> None:
+def test_the_stream_of_a_half_precision_model_is_float32() -> None:
     model = tiny().bfloat16()
     pixels = torch.randn(2, 3, 12, 12, dtype=torch.bfloat16)
     stream = model.tokens(pixels).float()
@@ -260,7 +260,7 @@ def test_training_drops_the_loss() -> None:
     for _ in range(30):
         labels = torch.randint(5, (16,))
         pixels = 0.1 * torch.randn(16, 3, 12, 12)
-        # The class is the patch that is bright.
+        # The class is the index of the bright patch.
         for image, label in zip(pixels, labels.tolist(), strict=True):
             image[:, 4 * (label // 3) : 4 * (label // 3) + 4, 4 * (label % 3) : 4 * (label % 3) + 4] += 1
         loss = functional.cross_entropy(model(pixels), labels)
@@ -272,7 +272,7 @@ def test_training_drops_the_loss() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_head_can_be_replaced_and_left_out() -> None:
+def test_the_head_can_be_replaced_or_omitted() -> None:
     model = tiny()
     pixels = torch.randn(2, 3, 12, 12)
     model.reset_classifier(3)
@@ -285,13 +285,13 @@ def test_the_head_can_be_replaced_and_left_out() -> None:
         model.reset_classifier(3, "avg")
 
 
-def test_what_decays_by_itself_is_trained_without_decay() -> None:
-    kept = tiny(depth=1).no_weight_decay()
+def test_decay_parameters_have_no_weight_decay() -> None:
+    parameters = tiny(depth=1).no_weight_decay()
     mixer = {f"layers.0.mixer.{name}" for name in ("A_log", "A_b_log", "D", "D_b")}
-    assert kept == {"pos_embed", "cls_token", *mixer}
+    assert parameters == {"pos_embed", "cls_token", *mixer}
 
 
-def test_bad_input_is_refused() -> None:
+def test_invalid_inputs_are_refused() -> None:
     with pytest.raises(InputError, match="8x12 pixels; this model takes 12x12"):
         tiny()(torch.randn(1, 3, 8, 12))
     with pytest.raises(OptionError, match="did you mean 'middle'"):

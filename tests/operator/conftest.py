@@ -1,4 +1,4 @@
-"""The hosts of these tests are those of the adapters: what cannot be traced is skipped alike."""
+"""Skips of hosts that the installed packages cannot build, as in the tests of the adapters."""
 
 from tests.architectures.conftest import hosts_that_can_be_traced
 

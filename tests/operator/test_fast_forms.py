@@ -1,4 +1,4 @@
-"""Maps by products and vectors by tiles against the plain rows, on every host of the tables."""
+"""Maps by matrix products and vectors by tiles against single rows, on every host of the tables."""
 
 from importlib import import_module
 
@@ -23,7 +23,7 @@ TABLES = ("basic", "delta", "latent", "mamba", "recurrent", "reference")
 HOSTS = [host for table in TABLES for host in import_module(f"unilinattn.testing.hosts.{table}").HOSTS]
 
 CLOSE = 1e-11
-"""In float64, against rows that are taken one by one."""
+"""Tolerance in float64, against rows that are computed one by one."""
 
 
 def check_maps(op: MixerOperator, scope: str) -> None:
@@ -46,39 +46,39 @@ def check_vectors(op: MixerOperator) -> None:
     expected = op.contributions(range(op.output.shape[1]))
     for columns in (1, 4, 64):
         for causal in {False, form.causal}:
-            got = torch.zeros_like(expected)
+            actual = torch.zeros_like(expected)
             total = torch.zeros_like(op.output)
             for tile in form.tiles(causal, columns):
-                got[:, tile.rows, tile.cols] = tile.vectors().permute(0, 2, 3, 1)
+                actual[:, tile.rows, tile.cols] = tile.vectors().permute(0, 2, 3, 1)
                 total[:, tile.rows] += tile.total()
-            assert relative_error(got, expected) <= CLOSE
+            assert relative_error(actual, expected) <= CLOSE
             assert relative_error(total, expected.sum(2)) <= CLOSE
     check_norms(form.times(-1.5), -1.5 * expected, CLOSE)
 
 
 def check_norms(form: PairwiseContributions, expected: Tensor, close: float) -> None:
-    """Compare norms of narrow tiles with those of whole vectors, something added to each row's own."""
+    """Compare norms of narrow tiles with those of whole vectors, with a vector added to each diagonal entry."""
     extra = torch.randn_like(expected[:, :, 0])
     whole, y = expected.clone(), expected.sum(2) + extra
     whole.diagonal(dim1=1, dim2=2).add_(extra.transpose(1, 2))
     orders: list[tuple[Order, Tensor | None]] = [(2.0, None), (1.0, None), ("alti", y)]
     for order, reference in orders:
-        got = torch.zeros_like(expected[..., 0])
+        actual = torch.zeros_like(expected[..., 0])
         for tile in form.tiles(form.causal, 4, rows=8):
             at = None if reference is None else reference[:, tile.rows]
-            got[:, tile.rows, tile.cols] = tile.norms(order, extra=extra[:, tile.rows], reference=at)
+            actual[:, tile.rows, tile.cols] = tile.norms(order, extra=extra[:, tile.rows], reference=at)
         each = whole.permute(0, 3, 1, 2)
-        assert relative_error(got, naive.norms(each, None, order=order, reference=reference)) <= close
+        assert relative_error(actual, naive.norms(each, None, order=order, reference=reference)) <= close
 
 
 @every_host(HOSTS)
-def test_fast_forms_are_the_plain_rows(host: Host) -> None:
-    model, given = host.model(), host.inputs()
+def test_fast_maps_and_vectors_equal_the_rows(host: Host) -> None:
+    model, inputs = host.model(), host.inputs()
     if host.masks and "left" in host.masks and host.length > 3:
-        mask = torch.ones_like(given)
+        mask = torch.ones_like(inputs)
         mask[-1, :3] = 0
-        given = {"input_ids": given, "attention_mask": mask}
-    for layer in trace(model, given, dtype=torch.float64).layers:
+        inputs = {"input_ids": inputs, "attention_mask": mask}
+    for layer in trace(model, inputs, dtype=torch.float64).layers:
         if len(layer.operator.ports) == 1:
             for scope in ("core", "mixer", "unified"):
                 check_maps(layer.operator, scope)
@@ -87,7 +87,7 @@ def test_fast_forms_are_the_plain_rows(host: Host) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt neox, parallel", "llama, grouped queries", "mamba2", "vit"])
 def test_norms_in_float32_are_those_of_float64(name: str) -> None:
-    # Softmax layers have Gram matrices for l2 there.
+    # The l2 norms of softmax layers use Gram matrices in float32.
     host = next(host for host in HOSTS if host.name == name)
     for layer in trace(host.model(), host.inputs()).layers:
         op = layer.operator
@@ -96,7 +96,7 @@ def test_norms_in_float32_are_those_of_float64(name: str) -> None:
         check_norms(form.times(-1.5), -1.5 * op.contributions(range(op.output.shape[1])), 2e-6)
 
 
-def test_what_follows_the_projection_is_in_the_norms() -> None:
+def test_norms_include_stages_after_the_projection() -> None:
     x = torch.randn(2, 9, 8)
     core, weight = Dense(torch.randn(2, 2, 9, 9).tril()), torch.randn(12, 8)
     chain = Mix("core", core), Matrix("output", weight), Scale("output", torch.randn(2, 9, 12))
@@ -106,20 +106,20 @@ def test_what_follows_the_projection_is_in_the_norms() -> None:
     check_norms(form, op.contributions(range(9)), 2e-6)
 
 
-def test_the_sum_of_two_layers_has_the_norms_of_the_sum() -> None:
+def test_norms_of_two_layers_are_those_of_their_sum() -> None:
     host = next(host for host in HOSTS if host.name == "gpt2")
     layers = trace(host.model(), host.inputs()).layers[:2]
     queries = layers[0].output.shape[1]
     rows = torch.arange(queries).expand(layers[0].output.shape[0], -1)
     first, second = (layer.operator.contributions(range(queries)) for layer in layers)
     every = 0.5 * first + 2 * second
-    got = torch.zeros_like(every[..., 0])
+    actual = torch.zeros_like(every[..., 0])
     for tile in contribution_tiles(layers, (0.5, 2.0), rows, "exact"):
-        got[:, tile.rows, tile.cols] = tile.norms(2.0)
-    assert relative_error(got, every.norm(dim=-1)) <= 2e-6
+        actual[:, tile.rows, tile.cols] = tile.norms(2.0)
+    assert relative_error(actual, every.norm(dim=-1)) <= 2e-6
 
 
-def test_squares_of_some_heads_at_a_time_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squares_by_groups_of_heads_equal_those_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     host = next(host for host in HOSTS if host.name == "mamba")
     monkeypatch.setattr(diagonal_decay, "SQUARES", 5)
     for layer in trace(host.model(), host.inputs(), dtype=torch.float64).layers:

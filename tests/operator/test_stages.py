@@ -1,4 +1,4 @@
-"""Stages one by one against what they stand for, and `Flow` against the forward pass that it freezes."""
+"""Each stage against its definition, and `Flow` against the forward pass that it freezes."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_a_stage_is_affine_with_its_adjoint(name: str) -> None:
 
 
 @every_stage
-def test_columns_ride_along(name: str) -> None:
+def test_stages_apply_to_each_column(name: str) -> None:
     stage, x = stages()[name], normal(BATCH, LENGTH, CHANNELS, 3, 2)
     each = [[stage.apply(x[..., a, b]) for b in range(2)] for a in range(3)]
     expected = torch.stack([torch.stack(row, dim=-1) for row in each], dim=-2)
@@ -89,9 +89,9 @@ def test_a_token_wise_stage_restricts_to_tokens(name: str) -> None:
     assert relative_error(stage.at(index).apply(x[rows, index]), stage.apply(x)[rows, index]) < 1e-15
 
 
-def test_groups_tell_channels_apart() -> None:
-    found = {name: stage.groups for name, stage in stages().items()}
-    assert found == {
+def test_groups_are_the_channels_that_a_stage_treats_separately() -> None:
+    actual = {name: stage.groups for name, stage in stages().items()}
+    assert actual == {
         "matrix": None,
         "matrix without bias": None,
         "scale a channel": 6,
@@ -119,7 +119,7 @@ def test_a_chain_runs_in_order_and_back() -> None:
     assert [stage.role for stage in walk(nested)] == ["output", "input", "gate", "output"]
 
 
-def test_an_unmapped_part_raises_its_reason_only_when_it_is_used() -> None:
+def test_an_uncovered_stage_raises_its_reason_when_it_is_used() -> None:
     x = normal(BATCH, LENGTH, CHANNELS)
     flow = Flow(x).matrix(normal(4, CHANNELS), role="input").core(Dense(normal(BATCH, 2, LENGTH, LENGTH)))
     flow.unmapped("output", "an output gate that nobody knows", 3)
@@ -140,19 +140,19 @@ def test_a_frozen_slope_is_the_activation_and_smooth_at_zero(name: str) -> None:
     assert torch.equal(flow.chain[0].apply(2 * x), 2 * flow.value)
 
 
-def test_an_unknown_activation_names_those_that_are_known() -> None:
+def test_an_unknown_activation_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UncoveredError, match=r"activation 'sillu'; did you mean 'silu'\? Accepted: gelu, "):
         Flow(normal(1, 2, 3)).activation("sillu")
 
 
-def test_a_convolution_is_torchs() -> None:
+def test_a_convolution_equals_that_of_torch() -> None:
     x, conv = normal(BATCH, LENGTH, CHANNELS), nn.Conv1d(CHANNELS, CHANNELS, 4, groups=CHANNELS, padding=3).double()
     expected = conv(x.transpose(1, 2))[..., :LENGTH].transpose(1, 2)
     assert relative_error(Flow(x).conv(conv.weight, conv.bias).value, expected) < 1e-14
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_norms_are_torchs(groups: int) -> None:
+def test_norms_equal_those_of_torch(groups: int) -> None:
     x, weight, bias = normal(BATCH, LENGTH, CHANNELS), normal(CHANNELS), normal(CHANNELS)
     flat = x.flatten(0, 1)
     layer = functional.group_norm(flat, groups, weight, bias, eps=1e-3).view_as(x)
@@ -163,7 +163,7 @@ def test_norms_are_torchs(groups: int) -> None:
     assert relative_error(Flow(x).rms_norm(None, 1e-3, groups=groups).value, rms.flatten(2)) < 1e-14
 
 
-def test_a_flow_is_differentiable_as_the_pass_that_it_writes_down() -> None:
+def test_a_flow_has_the_gradients_of_the_forward_pass() -> None:
     x, weight, norm = normal(BATCH, LENGTH, CHANNELS), normal(4, CHANNELS), normal(4)
 
     def by_hand(x: Tensor) -> Tensor:
@@ -178,26 +178,28 @@ def test_a_flow_is_differentiable_as_the_pass_that_it_writes_down() -> None:
     assert relative_error(ours, theirs) < 1e-13
 
 
-def test_what_is_frozen_on_the_core_s_output_waits_until_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, seen = torch.randn(2, 5, 8, dtype=torch.float64), []
+def test_factors_frozen_on_the_core_s_output_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, calls = torch.randn(2, 5, 8, dtype=torch.float64), []
     plain = Dense.apply
-    monkeypatch.setattr(Dense, "apply", lambda self, value: seen.append(value) or plain(self, value))
+    monkeypatch.setattr(Dense, "apply", lambda self, value: calls.append(value) or plain(self, value))
     core = Dense(torch.randn(2, 4, 5, 5, dtype=torch.float64).softmax(-1))
     flow = Flow(x).core(core).activation("silu").rms_norm(None, 1e-6).layer_norm(None, None, eps=1e-6)
     op = MixerOperator(flow.chains, inputs=flow.inputs, output=x)
     op.matrix("core")
     op.left_multiply(torch.randn(2, 1, 5, dtype=torch.float64))
-    assert not seen
-    found = op.apply(x)
+    assert not calls
+    actual = op.apply(x)
     # Once for all that is frozen on it, and once for the operator itself.
-    assert len(seen) == 2
+    assert len(calls) == 2
     op.apply(x)
-    assert len(seen) == 3
+    assert len(calls) == 3
     y = functional.silu(plain(core, x.unflatten(2, (4, 2))).flatten(2))
-    assert relative_error(found, functional.layer_norm(functional.rms_norm(y, (8,), eps=1e-6), (8,), eps=1e-6)) <= 1e-14
+    assert (
+        relative_error(actual, functional.layer_norm(functional.rms_norm(y, (8,), eps=1e-6), (8,), eps=1e-6)) <= 1e-14
+    )
 
 
-def test_no_mask_changes_nothing() -> None:
+def test_an_absent_mask_adds_no_stage() -> None:
     flow = Flow(normal(BATCH, LENGTH, CHANNELS))
     assert flow.scale(None, role="input").chain == ()
 

@@ -1,4 +1,4 @@
-"""Pages and fragments: whole, self-contained, escaped, with every label a reader needs."""
+"""HTML pages and fragments: well-formed, self-contained, escaped and labelled."""
 
 import re
 from html.parser import HTMLParser
@@ -18,7 +18,7 @@ SPITE = '<script>alert("x")</script>&\'"'
 
 
 class Outline(HTMLParser):
-    """Checks that tags are balanced and gathers what a page refers to."""
+    """Checks that tags are balanced; collects references, words and tags of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_a_result_as_a_page(tmp_path: Path) -> None:
     assert page.count('class="expected"') == 2
 
 
-def test_chosen_sequences_only() -> None:
+def test_a_page_of_selected_sequences() -> None:
     assert pages.attribution(make(), batch=[0, 1]).count('class="ula-map"') == 4
     assert "Sequence 1" in pages.attribution(make(), batch=-1)
     with pytest.raises(InputError, match="out of range"):
@@ -108,7 +108,7 @@ def test_a_notebook_gets_a_fragment() -> None:
     assert_self_contained(fragment)
 
 
-def test_a_target_is_running_text_and_without_tokens_a_row() -> None:
+def test_a_target_is_running_text_or_a_row_without_tokens() -> None:
     page = of_target().to_html(expected=torch.tensor([[True, False, False, False]] * 2))
     outline = assert_self_contained(page)
     assert page.count('class="ula-strip"') == 1
@@ -122,7 +122,7 @@ def test_an_image_is_a_map_of_patches() -> None:
     assert "patch row</text>" in page
 
 
-def test_many_layers_fold_their_table() -> None:
+def test_the_table_of_many_layers_is_folded() -> None:
     names = tuple(f"h.{index}" for index in range(8))
     scores = torch.rand(8, 4, 4)
     eight = make(scores=scores, dims=("layer", "query", "key"), tokens=None, layers=names, kinds=("dense",) * 8)
@@ -130,14 +130,14 @@ def test_many_layers_fold_their_table() -> None:
     assert_self_contained(pages.attribution_page(eight))
 
 
-def test_signed_scores_anywhere_make_every_map_diverge() -> None:
+def test_one_negative_score_selects_the_diverging_colours_of_every_map() -> None:
     scores = torch.rand(2, 2, 4, 4)
     assert "var(--sequential)" in pages.attribution(make(scores=scores)).split("ula-legend")[1]
     scores[1, 0, 2, 2] = -0.1
     assert "var(--diverging)" in pages.attribution(make(scores=scores)).split("ula-legend")[1]
 
 
-def test_a_comparison_goes_model_by_model_and_layer_by_layer(tmp_path: Path) -> None:
+def test_a_comparison_lists_models_and_layers_in_order(tmp_path: Path) -> None:
     compared = Comparison(
         {"mamba": {"raw": make(), "rollout": make(scores=torch.rand(2, 4, 4), dims=("batch", "query", "key"))},
          SPITE: {"raw": make(), "strip": of_target()}}
@@ -169,15 +169,15 @@ def test_a_page_of_blocks() -> None:
 
 def test_a_table_aligns_numbers_and_stresses_cells() -> None:
     rows = [("mamba", 0.98765, 3, 1.25e-7, True), (SPITE, 0.5, "-", 0.0, False)]
-    made = blocks.table(("model", "AUC", "rows", "error", "exact"), rows, caption=SPITE, strong={(0, 1)})
-    assert '<th class="num">AUC</th>' in made
-    assert '<td class="num strong">0.988</td>' in made
-    assert '<td class="num">-</td>' in made
-    assert '<td class="num">1.2e-07</td>' in made
-    assert '<td class="num">0.000</td>' in made
-    assert "<td>True</td>" in made
-    assert SPITE not in made
-    Outline(made)
+    table = blocks.table(("model", "AUC", "rows", "error", "exact"), rows, caption=SPITE, strong={(0, 1)})
+    assert '<th class="num">AUC</th>' in table
+    assert '<td class="num strong">0.988</td>' in table
+    assert '<td class="num">-</td>' in table
+    assert '<td class="num">1.2e-07</td>' in table
+    assert '<td class="num">0.000</td>' in table
+    assert "<td>True</td>" in table
+    assert SPITE not in table
+    Outline(table)
 
 
 def test_both_themes_define_the_same_colours() -> None:
@@ -187,7 +187,7 @@ def test_both_themes_define_the_same_colours() -> None:
         assert len(re.findall(rf"--{name}:", style[1])) == 2, name
 
 
-def test_the_own_share_of_a_target_stands_apart_on_the_page_and_in_the_figure() -> None:
+def test_the_target_s_own_token_is_shown_apart() -> None:
     labels = {"method": "alti", "options": {"target": -1}, "tokens": [["a", "b", "c", "d"]] * 2}
     result = of_target(scores=torch.tensor([[0.1, 0.2, 0.0, 0.7]] * 2), **labels)
     text = result.to_html()

@@ -1,4 +1,4 @@
-"""What a picture shows: the right scores, without padding, with outlines around exactly the pattern."""
+"""Panels: scores without padding, titles, notes, scales and outlines."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def result(shape: tuple[int, ...], *dims: str, **labels: object) -> Attribution:
     return Attribution(scores=torch.randn(shape), dims=dims, method="latim", **labels)
 
 
-def test_one_panel_a_layer_with_its_name_mixer_and_error() -> None:
+def test_each_layer_has_a_panel_with_name_mixer_and_error() -> None:
     two = result(
         (2, 3, 3),
         *("layer", "query", "key"),
@@ -40,7 +40,7 @@ def test_composed_layers_are_one_panel_with_their_worst_error() -> None:
     assert (chosen.title, chosen.error) == ("a", 1e-7)
 
 
-def test_padding_is_left_out_on_both_axes() -> None:
+def test_padding_is_omitted_on_both_axes() -> None:
     mask = torch.tensor([[False, True, True, True], [True, True, False, False]])
     padded = result((2, 4, 4), "batch", "query", "key", mask=mask, tokens=[list("_abc"), list("de__")])
     expected = torch.eye(4, dtype=torch.bool)
@@ -52,7 +52,7 @@ def test_padding_is_left_out_on_both_axes() -> None:
     assert left.expected.tolist() == np.eye(3, dtype=bool).tolist()
 
 
-def test_a_target_is_a_strip_and_an_image_its_patches() -> None:
+def test_a_target_is_a_strip_or_a_grid_of_patches() -> None:
     strip = result((2, 4), "batch", "key", tokens=[list("abcd"), list("efgh")])
     (panel,) = panels(strip, batch=1, expected=torch.tensor([[False] * 4, [True, False, False, True]]))
     assert (panel.kind, panel.values.shape, panel.column_tokens) == ("strip", (1, 4), tuple("efgh"))
@@ -67,7 +67,7 @@ def test_a_target_is_a_strip_and_an_image_its_patches() -> None:
     np.testing.assert_array_equal(panels(middle)[0].values.ravel(), middle.scores[[0, 1, 2, 4, 5, 6]].double().numpy())
 
 
-def test_the_own_key_of_a_target_stands_apart_where_it_holds_the_residual_stream() -> None:
+def test_the_target_s_own_key_is_apart_if_its_score_contains_the_residual_stream() -> None:
     mask = torch.tensor([[False, True, True, True], [True, True, True, True]])
     scores = torch.tensor([[0.0, 0.1, 0.2, 9.0], [0.3, 8.0, 0.1, 0.0]])
     labels = {"dims": ("batch", "key"), "mask": mask, "options": {"target": [-1, 1]}}
@@ -91,18 +91,18 @@ def test_the_own_key_of_a_target_stands_apart_where_it_holds_the_residual_stream
         Attribution(scores=scores, method="latim", **(labels | {"options": {"target": -1, "residual": True}}))
     )
     assert latim.own == (2, 9.0)
-    # Which of the targets a sequence had is not recorded once it is selected.
+    # A selected sequence does not record which of the targets was its own.
     assert panels(composed.select(batch=1))[0].own is None
 
 
-def test_queries_may_be_others_than_keys() -> None:
+def test_queries_and_keys_may_be_different_tokens() -> None:
     crossed = result((2, 4), "query", "key", tokens=[list("abcd")], mask=torch.tensor([[True, True, True, False]]))
     (panel,) = panels(crossed)
     assert panel.values.shape == (2, 3)
     assert (panel.row_tokens, panel.column_tokens) == (None, tuple("abc"))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_batches_and_shapes_are_refused() -> None:
     batched = result((2, 3, 3), "batch", "query", "key")
     with pytest.raises(InputError, match="out of range"):
         panels(batched, batch=2)
@@ -113,16 +113,16 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @given(arrays(np.bool_, st.tuples(st.integers(1, 6), st.integers(1, 6))))
-def test_the_outline_is_every_edge_of_the_pattern_once(pattern: np.ndarray) -> None:
-    found: dict[tuple[int, int, int, int], int] = {}
+def test_the_outline_has_every_edge_of_the_pattern_once(pattern: np.ndarray) -> None:
+    counts: dict[tuple[int, int, int, int], int] = {}
     for x0, y0, x1, y1 in outline(pattern):
         assert (x0 == x1) != (y0 == y1)
         pieces = (
             [(x, y0, x + 1, y0) for x in range(x0, x1)] if y0 == y1 else [(x0, y, x0, y + 1) for y in range(y0, y1)]
         )
         for piece in pieces:
-            found[piece] = found.get(piece, 0) + 1
-    known = set()
+            counts[piece] = counts.get(piece, 0) + 1
+    edges = set()
     padded = np.pad(pattern, 1)
     for row in range(pattern.shape[0] + 1):
         for column in range(pattern.shape[1] + 1):
@@ -132,10 +132,10 @@ def test_the_outline_is_every_edge_of_the_pattern_once(pattern: np.ndarray) -> N
                 padded[row, column + 1],
             )
             if here != above:
-                known.add((column, row, column + 1, row))
+                edges.add((column, row, column + 1, row))
             if here != left:
-                known.add((column, row, column, row + 1))
-    assert found == dict.fromkeys(known, 1)
+                edges.add((column, row, column, row + 1))
+    assert counts == dict.fromkeys(edges, 1)
 
 
 def test_the_scale_keeps_sign_and_order() -> None:
@@ -158,6 +158,6 @@ def test_colours_start_at_the_background_and_diverge_around_it() -> None:
     assert lightness == sorted(lightness)
 
 
-def test_what_does_not_print_is_written_as_an_escape() -> None:
+def test_unprintable_characters_are_escaped() -> None:
     assert shown("a\n\tb\x00") == r"a\n\tb\x00"
     assert shown("Ġthe 漢") == "Ġthe 漢"

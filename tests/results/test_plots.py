@@ -1,4 +1,4 @@
-"""Matplotlib figures: the right arrays, colours, labels and outlines, and no global state."""
+"""Matplotlib figures: arrays, colours, labels, outlines, and global state."""
 
 import os
 import pickle
@@ -47,7 +47,7 @@ def lines(figure: Figure) -> list[LineCollection]:
     return [c for axes in drawn for c in axes.collections if isinstance(c, LineCollection)]
 
 
-def test_a_heat_map_a_layer() -> None:
+def test_each_layer_is_a_heat_map() -> None:
     result = make()
     figure = result.plot(batch=1)
     figure.canvas.draw()
@@ -63,14 +63,14 @@ def test_a_heat_map_a_layer() -> None:
     assert any("dense, error 1.0e-07, largest" in text.get_text() for text in first.texts)
 
 
-def test_tokens_are_drawn_as_they_are() -> None:
+def test_tokens_are_drawn_verbatim() -> None:
     figure = make().plot()
     figure.canvas.draw()
     labels = [text.get_text() for text in figure.axes[0].get_xticklabels()]
     assert labels == ["a", r"\$x_", "c", "a long to…"]
 
 
-def test_colours_diverge_around_zero_only_where_scores_are_negative() -> None:
+def test_colours_diverge_around_zero_only_for_negative_scores() -> None:
     plain, scores = make().plot().axes[0].images[0], torch.randn(2, 2, 4, 4)
     assert plain.get_clim() == (0, 1)
     signed = make(scores=scores).plot().axes[0].images[0]
@@ -90,7 +90,7 @@ def test_the_expected_pattern_is_outlined() -> None:
         make().plot(expected=torch.eye(3, dtype=torch.bool))
 
 
-def test_a_target_is_a_strip_a_layer_with_tokens_below_the_last() -> None:
+def test_a_target_is_one_strip_per_layer_with_tokens_below_the_last() -> None:
     figure = of_target().plot(expected=torch.eye(4, dtype=torch.bool)[:2])
     figure.canvas.draw()
     assert [image.shape for image in images(figure)] == [(1, 4), (1, 4)]
@@ -114,7 +114,7 @@ def test_many_layers_fill_a_grid_and_leave_the_rest_empty() -> None:
     assert [text.get_text() for text in panels[0].get_xticklabels()] == [str(k) for k in range(0, 50, 8)]
 
 
-def test_nan_and_nothing_are_blank() -> None:
+def test_nan_and_zero_are_blank() -> None:
     scores = torch.zeros(3, 3)
     Attribution(scores=scores, dims=("query", "key"), method="raw").plot().canvas.draw()
     scores[0, 0] = torch.nan
@@ -123,7 +123,7 @@ def test_nan_and_nothing_are_blank() -> None:
     assert np.ma.getmaskarray(figure.axes[0].images[0].get_array())[0, 0]
 
 
-def test_a_comparison_has_a_column_a_model_and_a_row_a_method_and_layer() -> None:
+def test_a_comparison_has_models_as_columns_and_methods_and_layers_as_rows() -> None:
     composed = make(scores=torch.rand(2, 4, 4), dims=("batch", "query", "key"), method="rollout")
     compared = Comparison(
         {"mamba": {"raw": make(method="raw"), "rollout": composed}, "gpt": {"raw": make(method="raw")}}
@@ -145,13 +145,13 @@ def test_a_comparison_of_targets_ignores_a_pattern_of_queries() -> None:
     assert figure.legends == []
 
 
-def test_a_notebook_shows_the_figure_itself() -> None:
+def test_a_notebook_shows_the_figure() -> None:
     figure = make().plot()
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert isinstance(pickle.loads(pickle.dumps(figure)), Figure)
 
 
-def test_nothing_global_is_touched(tmp_path: Path) -> None:
+def test_global_state_is_unchanged(tmp_path: Path) -> None:
     code = f"""
 import sys, torch, matplotlib
 before = matplotlib.rcParams.copy()
@@ -172,7 +172,7 @@ assert matplotlib.rcParams.copy() == before
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_the_scale_names_shares_at_their_roots() -> None:
+def test_the_scale_is_labelled_at_square_roots() -> None:
     bar = make().plot().axes[-1]
     assert [text.get_text() for text in bar.get_yticklabels()] == ["0%", "1%", "10%", "25%", "50%", "100%"]
     np.testing.assert_allclose(bar.get_yticks(), np.sqrt([0, 0.01, 0.1, 0.25, 0.5, 1]))

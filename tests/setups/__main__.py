@@ -1,4 +1,4 @@
-"""Run the set-ups that are named, or all: print their outcomes as JSON, or write docs/hosts.md with `--write`."""
+"""Run the named set-ups, or all; print their outcomes as JSON, or write docs/hosts.md with `--write`."""
 
 import json
 import os
@@ -10,12 +10,12 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import torch
 
-from tests.setups import arguments, calls, page, states, weights, wrappers  # noqa: F401  each adds its set-ups
+from tests.setups import arguments, calls, page, states, weights, wrappers  # noqa: F401  each module registers its set-ups
 from tests.setups.harness import SETUPS, outcome
 
 
 def main(options: list[str]) -> None:
-    """Run; without names everything."""
+    """Run the named set-ups, or all without names."""
     torch.set_num_threads(1)
     names = [option for option in options if option != "--write"]
     missing = {package for entry in SETUPS for package in entry.needs if find_spec(package) is None}
@@ -29,7 +29,7 @@ def main(options: list[str]) -> None:
     if "--write" in options:
         page.PAGE.write_text(page.text(ran))
     else:
-        print(json.dumps({name: (found.kind, found.words) for name, found in ran.items()}))
+        print(json.dumps({name: (each_outcome.kind, each_outcome.words) for name, each_outcome in ran.items()}))
 
 
 main(sys.argv[1:])

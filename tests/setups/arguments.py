@@ -11,7 +11,11 @@ from unilinattn.testing.hosts import Host
 TRANSFORMERS = ("Mamba", "Mamba-2", "Llama")
 
 
-@setup("past_key_values with tokens", "the cache of the first 5 tokens, and the ids of the others", refused=InputError)
+@setup(
+    "past_key_values with tokens",
+    "the cache of the first 5 tokens, and the ids of the remaining ones",
+    refused=InputError,
+)
 def cache_with_tokens() -> float:
     host = HOSTS["Llama"]
     ids, model = host.inputs(), host.model()
@@ -21,7 +25,11 @@ def cache_with_tokens() -> float:
     return 0.0
 
 
-@setup("cache_params with tokens", "Mamba's cache of the first 5 tokens, and the ids of the others", refused=InputError)
+@setup(
+    "cache_params with tokens",
+    "Mamba's cache of the first 5 tokens, and the ids of the remaining ones",
+    refused=InputError,
+)
 def state_with_tokens() -> float:
     host = HOSTS["Mamba"]
     ids, model = host.inputs(), host.model()
@@ -31,7 +39,7 @@ def state_with_tokens() -> float:
     return 0.0
 
 
-@setup("an empty cache", "`past_key_values=DynamicCache()`: left out, and not filled")
+@setup("an empty cache", "`past_key_values=DynamicCache()`: dropped, and not filled")
 def empty_cache() -> float:
     from transformers import DynamicCache
 
@@ -42,7 +50,7 @@ def empty_cache() -> float:
     return error
 
 
-@setup("use_cache=True", "`use_cache=True` among the arguments: the trace runs without a cache")
+@setup("use_cache=True", "`use_cache=True`: the trace runs without a cache")
 def use_cache() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
@@ -55,32 +63,32 @@ def use_cache() -> float:
 def embeddings() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
-        given = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
-        return works(model, given, lambda: model(**given), like=(host.model(), ids))
+        inputs = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+        return works(model, inputs, lambda: model(**inputs), like=(host.model(), ids))
 
     return each(one)
 
 
-@setup("inputs_embeds with a graph", "the same, with the embeddings' own gradient graph")
+@setup("inputs_embeds with a graph", "the same with embeddings that have a gradient graph")
 def embeddings_with_graph() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
-        given = {"inputs_embeds": model.get_input_embeddings()(ids)}
-        for got, wanted in zip(trace(model, given).gradient(), trace(model, ids).gradient(), strict=True):
-            require_same("gradient", got, wanted)
-        return works(model, given, lambda: model(**given), like=(host.model(), ids))
+        inputs = {"inputs_embeds": model.get_input_embeddings()(ids)}
+        for actual, expected in zip(trace(model, inputs).gradient(), trace(model, ids).gradient(), strict=True):
+            require_same("gradient", actual, expected)
+        return works(model, inputs, lambda: model(**inputs), like=(host.model(), ids))
 
     return each(one)
 
 
-@setup("labels", "`labels=` among the arguments: the output holds the model's loss")
+@setup("labels", "`labels=`: the output contains the model's loss")
 def labels() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
-        given = {"input_ids": ids, "labels": ids}
-        loss = trace(model, given).output.loss
-        require_same("loss", loss, model(**given).loss.detach())
-        return works(model, given, lambda: model(**given), like=(host.model(), ids))
+        inputs = {"input_ids": ids, "labels": ids}
+        loss = trace(model, inputs).output.loss
+        require_same("loss", loss, model(**inputs).loss.detach())
+        return works(model, inputs, lambda: model(**inputs), like=(host.model(), ids))
 
     return each(one)
 
@@ -94,8 +102,8 @@ def padding(side: str) -> Tensor:
 @setup("padding on the right", "a mask of zeros and ones")
 def padded_right() -> float:
     def one(host: Host) -> float:
-        model, given = host.model(), {"input_ids": host.inputs(), "attention_mask": padding("right")}
-        return works(model, given, lambda: model(**given), real=given["attention_mask"].bool())
+        model, inputs = host.model(), {"input_ids": host.inputs(), "attention_mask": padding("right")}
+        return works(model, inputs, lambda: model(**inputs), real=inputs["attention_mask"].bool())
 
     return each(one)
 
@@ -107,11 +115,11 @@ def padded_right() -> float:
 def padded_left() -> float:
     def one(host: Host) -> float:
         model, mask = host.model(), padding("left")
-        given = {"input_ids": host.inputs(), "attention_mask": mask}
-        own = dict(given)
+        inputs = {"input_ids": host.inputs(), "attention_mask": mask}
+        call_arguments = dict(inputs)
         if host is HOSTS["Llama"]:
-            own["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-        return works(model, given, lambda: model(**own), real=mask.bool())
+            call_arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+        return works(model, inputs, lambda: model(**call_arguments), real=mask.bool())
 
     return each(one)
 
@@ -120,31 +128,31 @@ def padded_left() -> float:
 def boolean_mask() -> float:
     def one(host: Host) -> float:
         ids, mask = host.inputs(), padding("right")
-        model, given = host.model(), {"input_ids": ids, "attention_mask": mask.bool()}
+        model, inputs = host.model(), {"input_ids": ids, "attention_mask": mask.bool()}
         like = (host.model(), {"input_ids": ids, "attention_mask": mask})
-        return works(model, given, lambda: model(**given), like=like, real=mask.bool())
+        return works(model, inputs, lambda: model(**inputs), like=like, real=mask.bool())
 
     return each(one)
 
 
 def pairs() -> Tensor:
-    """Return which pairs of tokens are kept: causal, four tokens back, and one that no one may read."""
-    kept = torch.ones(13, 13, dtype=torch.bool).tril().triu(-4)
-    kept[:, 2] = torch.arange(13) == 2
-    return kept.expand(2, 1, 13, 13).clone()
+    """Return the mask of pairs: causal, a window of five tokens, and one key that no query reads."""
+    mask = torch.ones(13, 13, dtype=torch.bool).tril().triu(-4)
+    mask[:, 2] = torch.arange(13) == 2
+    return mask.expand(2, 1, 13, 13).clone()
 
 
 @setup(
-    "a boolean 4-D mask", "a window of 5 tokens as booleans, True to keep: sdpa's meaning, against the same in floats"
+    "a boolean 4-D mask", "a window of 5 tokens as booleans, True to keep as in sdpa, against the same mask in floats"
 )
 def boolean_pairs() -> float:
     host = HOSTS["Llama"]
     ids, model = host.inputs(), host.model()
     assert model.config._attn_implementation == "sdpa"
-    given = {"input_ids": ids, "attention_mask": pairs()}
-    for layer in trace(model, given).layers:
+    inputs = {"input_ids": ids, "attention_mask": pairs()}
+    for layer in trace(model, inputs).layers:
         assert not layer.operator.matrix()[~pairs()[:, 0]].any(), "a pair that the mask drops has weight"
-    return works(model, given, lambda: model(**given), like=(host.model(), floats(ids)))
+    return works(model, inputs, lambda: model(**inputs), like=(host.model(), floats(ids)))
 
 
 def floats(ids: Tensor) -> dict[str, Tensor]:
@@ -152,16 +160,14 @@ def floats(ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": dropped}
 
 
-@setup(
-    "a boolean 4-D mask that drops whole queries", "one token keeps no key: its attention returns zeros, as sdpa's does"
-)
+@setup("a boolean 4-D mask that drops whole queries", "one token has no key: its attention returns zeros, as in sdpa")
 def dropped_queries() -> float:
     host = HOSTS["Llama"]
     model, mask = host.model(), pairs()
     mask[1, :, 6] = False
-    given = {"input_ids": host.inputs(), "attention_mask": mask}
-    assert not trace(model, given).layers[0].operator.matrix()[1, 6].any()
-    return works(model, given, lambda: model(**given))
+    inputs = {"input_ids": host.inputs(), "attention_mask": mask}
+    assert not trace(model, inputs).layers[0].operator.matrix()[1, 6].any()
+    return works(model, inputs, lambda: model(**inputs))
 
 
 @setup(
@@ -172,15 +178,15 @@ def boolean_pairs_eager() -> float:
     host = HOSTS["Llama"]
     model = host.model()
     model.set_attn_implementation("eager")
-    given = {"input_ids": host.inputs(), "attention_mask": pairs()}
-    return works(model, given, lambda: model(**given))
+    inputs = {"input_ids": host.inputs(), "attention_mask": pairs()}
+    return works(model, inputs, lambda: model(**inputs))
 
 
-@setup("a float 4-D mask", "the same window as numbers that are added to scores")
+@setup("a float 4-D mask", "the same window as numbers that are added to the scores")
 def float_pairs() -> float:
     host = HOSTS["Llama"]
-    model, given = host.model(), floats(host.inputs())
-    return works(model, given, lambda: model(**given))
+    model, inputs = host.model(), floats(host.inputs())
+    return works(model, inputs, lambda: model(**inputs))
 
 
 @setup("a mask of the wrong length", "9 entries for 13 tokens", refused=InputError)
@@ -235,9 +241,9 @@ def encoding() -> float:
     from tests.setups.calls import tokenizer
 
     def one(host: Host) -> float:
-        model, given = host.model(), tokenizer()(["a b c d", "d c"], return_tensors="pt", padding=True)
-        real = given["attention_mask"].bool()
-        return works(model, given, lambda: model(**given), real=real)
+        model, inputs = host.model(), tokenizer()(["a b c d", "d c"], return_tensors="pt", padding=True)
+        real = inputs["attention_mask"].bool()
+        return works(model, inputs, lambda: model(**inputs), real=real)
 
     return each(one)
 

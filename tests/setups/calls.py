@@ -1,4 +1,4 @@
-"""Arguments of the library's own functions, as notebooks and scripts give them."""
+"""Arguments of the library's functions, as in notebooks and scripts."""
 
 import contextlib
 import tempfile
@@ -16,7 +16,7 @@ from unilinattn.tracing.trace import Trace
 
 
 def tokenizer():
-    """Return a real tokenizer of one letter a token, padding on the right."""
+    """Return a tokenizer with one letter per token, padding on the right."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -35,17 +35,17 @@ def traced() -> Trace:
     return trace(HOSTS["Mamba-2"].model(), HOSTS["Mamba-2"].inputs())
 
 
-def error_of(found: Trace) -> float:
-    return max(layer.operator.reconstruction_error() for layer in found.layers)
+def error_of(host_trace: Trace) -> float:
+    return max(layer.operator.reconstruction_error() for layer in host_trace.layers)
 
 
-@setup("tokens= a tokenizer", "`explain(trace, tokens=tokenizer)`: its tokens of the ids label the result")
+@setup("tokens= a tokenizer", "`explain(trace, tokens=tokenizer)`: the decoded tokens label the result")
 def tokens_of_tokenizer() -> float:
-    found = traced()
-    result = explain(found, tokens=tokenizer())
+    host_trace = traced()
+    result = explain(host_trace, tokens=tokenizer())
     expected = [[tokenizer().decode([token]) for token in row] for row in HOSTS["Mamba-2"].inputs().tolist()]
     assert [list(row) for row in result.tokens] == expected
-    return error_of(found)
+    return error_of(host_trace)
 
 
 @setup("tokens= a tokenizer, no ids", "the same for a trace of `inputs_embeds`", refused=InputError)
@@ -82,26 +82,26 @@ def target_of_bool() -> float:
 
 @setup("target=np.int64(3)", "numbers of NumPy and torch as targets, against `target=3`")
 def target_of_numpy() -> float:
-    found = traced()
-    expected = explain(found, target=3).scores
+    host_trace = traced()
+    expected = explain(host_trace, target=3).scores
     for target in (np.int64(3), np.array([3, 3]), torch.tensor(3), [np.int64(3), 3]):
-        assert torch.equal(explain(found, target=target).scores, expected)
-    return error_of(found)
+        assert torch.equal(explain(host_trace, target=target).scores, expected)
+    return error_of(host_trace)
 
 
 @setup("heads=np.int64(1)", "numbers of NumPy and torch as heads, of an operator and of a method, against `heads=1`")
 def heads_of_numpy() -> float:
-    found = traced()
-    operator = found.layers[0].operator
+    host_trace = traced()
+    operator = host_trace.layers[0].operator
     for head in (np.int64(1), torch.tensor(1), np.uint8(1)):
         assert torch.equal(operator.matrix(heads=head), operator.matrix(heads=1))
         assert torch.equal(operator.rows(-1, heads=head), operator.rows(-1, heads=1))
         assert torch.equal(
-            explain(found, method="raw", heads=head).scores, explain(found, method="raw", heads=1).scores
+            explain(host_trace, method="raw", heads=head).scores, explain(host_trace, method="raw", heads=1).scores
         )
     for several in ([np.int64(0), 2], np.array([0, 2]), torch.tensor([0, 2])):
         assert torch.equal(operator.matrix(heads=several), operator.matrix(heads=[0, 2]))
-    return error_of(found)
+    return error_of(host_trace)
 
 
 @setup("heads=True", "`operator.matrix(heads=True)`", refused=OptionError)
@@ -131,10 +131,10 @@ def applied_to_array() -> float:
 
 @setup("logit=np.int64(3)", "`trace.gradient(logit=np.int64(3))`, against `logit=3`")
 def logit_of_numpy() -> float:
-    found = traced()
-    for got, expected in zip(found.gradient(logit=np.int64(3)), found.gradient(logit=3), strict=True):
-        require_same("gradient", got, expected)
-    return error_of(found)
+    host_trace = traced()
+    for actual, expected in zip(host_trace.gradient(logit=np.int64(3)), host_trace.gradient(logit=3), strict=True):
+        require_same("gradient", actual, expected)
+    return error_of(host_trace)
 
 
 @setup('logit="a"', '`trace.gradient(logit="a")`', refused=InputError)
@@ -151,11 +151,11 @@ def dtype_of_text() -> float:
 
 @setup("np.asarray(result)", "`np.asarray(result)` and `np.asarray(result, dtype=np.float64)`: the scores")
 def as_array() -> float:
-    found = traced()
-    result = explain(found)
+    host_trace = traced()
+    result = explain(host_trace)
     assert np.array_equal(np.asarray(result), result.scores.numpy())
     assert np.asarray(result, dtype=np.float64).dtype == np.float64
-    return error_of(found)
+    return error_of(host_trace)
 
 
 @setup("save to a folder", "`result.save(folder)`", refused=ResultFileError)
@@ -185,13 +185,13 @@ def saved_nowhere() -> float:
 class Nameless(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.own = torch.nn.Linear(6, 6)
+        self.projection = torch.nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(x).cumsum(1)
+        return self.projection(x).cumsum(1)
 
 
-@setup("an adapter without return", "an adapter whose function ends without `return flow`", refused=UncoveredError)
+@setup("an adapter without return", "an adapter function that ends without `return flow`", refused=UncoveredError)
 def adapter_without_return() -> float:
     with overridden():
 

@@ -1,7 +1,7 @@
-"""Set-ups as users have them: each must work or be refused, and has an outcome.
+"""Set-ups of users: each must work or be refused.
 
-A set-up is a function that does what a user would do with real hosts. It returns the worst reconstruction error, after
-`works` compared the trace with the model as the user calls it, or it lets an error of the library through.
+A set-up is a function that uses real hosts like a user. It returns the worst reconstruction error from `works`, which
+compares the trace with a direct call of the model, or raises an error of the library.
 """
 
 import re
@@ -31,12 +31,12 @@ HOSTS: Mapping[str, Host] = {
 EVERY = tuple(HOSTS)
 
 SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Largest relative difference of two outputs, or two maps, that were computed in another order."""
+"""Largest relative difference of two outputs or maps whose sums have different orders."""
 
 
 @dataclass(frozen=True)
 class SetUp:
-    """One row: its name, what is done, the packages it needs, the error that it must raise (None: it must work)."""
+    """One row: name, procedure, required packages, and the expected error (None: it must work)."""
 
     name: str
     group: str
@@ -48,7 +48,7 @@ class SetUp:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a set-up: "works", "refused", "not run" or "broken", with the error or the words."""
+    """The outcome of a set-up: "works", "refused", "not run" or "broken", with the error or a message."""
 
     kind: str
     words: str
@@ -63,7 +63,7 @@ SETUPS: list[SetUp] = []
 def setup(
     name: str, done: str, *, needs: tuple[str, ...] = (), refused: type[UnilinattnError] | None = None
 ) -> Callable[[Callable[[], float]], Callable[[], float]]:
-    """Add a function to the table; the module that it stands in is its group."""
+    """Add a function to the table; its module is its group."""
 
     def add(run: Callable[[], float]) -> Callable[[], float]:
         SETUPS.append(SetUp(name, run.__module__.rpartition(".")[2], done, needs, refused, run))
@@ -73,7 +73,7 @@ def setup(
 
 
 def outcome(entry: SetUp) -> Outcome:
-    """Run a set-up from the same random state and return its outcome."""
+    """Seed the random state, run a set-up and return its outcome."""
     missing = [package for package in entry.needs if find_spec(package) is None]
     if missing:
         return Outcome("not run", f"{', '.join(missing)} is not installed")
@@ -108,32 +108,32 @@ def works(
 ) -> float:
     """Trace and explain a model; return the worst reconstruction error.
 
-    The trace's output must be what `call` returns, the user's own call of the model, at real tokens; the maps must be
-    those of `like`, another model and its inputs.
+    The output of the trace must equal that of `call`, a direct call of the model, at real tokens; the maps must equal
+    those of `like`, another model with its inputs.
 
     Raises:
-        AssertionError: where they differ, or where the trace changed the model.
+        AssertionError: if they differ, or if the trace changed the model.
     """
     with torch.no_grad():
         expected = outputs(call())
     plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in model.parameters())
-    # The packed formats of other packages cannot be compared bit by bit.
+    # Packed formats of other packages cannot be compared bit by bit.
     with left_as_found(model) if plain else nullcontext():
-        found = trace(model, inputs)
-    require_same("output", at(outputs(found.output), real), at(expected, real))
+        host_trace = trace(model, inputs)
+    require_same("output", at(outputs(host_trace.output), real), at(expected, real))
     with torch.no_grad():
         require_same("output after the trace", at(outputs(call()), real), at(expected, real))
     if like is not None:
         reference = trace(*like)
-        assert len(found.layers) == len(reference.layers), "other layers than those of the plain model"
-        for layer, other in zip(found.layers, reference.layers, strict=True):
+        assert len(host_trace.layers) == len(reference.layers), "layers differ from those of the plain model"
+        for layer, other in zip(host_trace.layers, reference.layers, strict=True):
             require_same(f"map of {layer.name}", layer.operator.matrix(), other.operator.matrix())
-    explain(found, method="raw")
-    return max(layer.operator.reconstruction_error() for layer in found.layers)
+    explain(host_trace, method="raw")
+    return max(layer.operator.reconstruction_error() for layer in host_trace.layers)
 
 
 def outputs(output: Any) -> Tensor:
-    """Return the logits of a model's output, or the tensor that it is."""
+    """Return the logits of a model's output, or the output if it is a tensor."""
     if isinstance(output, tuple):
         return output[0]
     return output if isinstance(output, Tensor) else output.logits
@@ -143,7 +143,7 @@ def at(values: Tensor, real: Tensor | None) -> Tensor:
     return values if real is None else values[real]
 
 
-def require_same(what: str, got: Tensor, expected: Tensor) -> None:
+def require_same(what: str, actual: Tensor, expected: Tensor) -> None:
     """Raise `AssertionError` unless two tensors agree up to rounding."""
     assert got.shape == expected.shape, f"{what}: {tuple(got.shape)}, not {tuple(expected.shape)}"
     coarse = min((got.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)

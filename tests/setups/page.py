@@ -1,4 +1,4 @@
-"""The page of set-ups and their outcomes."""
+"""The page of the set-ups and their outcomes."""
 
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -20,24 +20,28 @@ GROUPS = {
 HEAD = """\
 # Set-ups
 
-Each row was run on real classes of transformers with small random weights: Mamba, Mamba-2, Llama and Jamba where the
-set-up exists for them. *works* tells the worst reconstruction error of a layer; the output of the trace was compared
-with the model as its user calls it, and the maps with those of the model without the set-up, where it has one.
-*refused* gives the error and the first sentence of its message. A set-up that is neither is a bug.
+Each row was measured on real transformers classes with small random weights: Mamba, Mamba-2, Llama and Jamba if the
+set-up applies to them.
 
-The trace runs a model module by module, without compiled code, gradient checkpoints and caches; these change no number.
-`torch.compile`, `DataParallel` and `DistributedDataParallel` are taken off, so layers have their names in the model
-inside.
+- *works*: the worst reconstruction error of a layer. The output of the trace was also compared with a call of the
+  model, and the attention maps with those of the same model without the set-up, if there is one.
+- *refused*: the error and the first sentence of its message.
+
+Any other outcome is a bug.
+
+A trace runs a model module by module, without compiled code, gradient checkpointing and caches, none of which changes
+the values. `torch.compile`, `DataParallel` and `DistributedDataParallel` are unwrapped, so layers have the names of the
+inner model.
 
 """
 
 
 def text(ran: Mapping[str, Outcome]) -> str:
-    """Return the page."""
-    versions = ", ".join(f"{package} {found}" for package in PACKAGES if (found := _version(package)))
-    parts = [HEAD, f"Run with {versions}. This page is written by `python -m tests.setups --write`.\n"]
+    """Return the text of the page."""
+    versions = ", ".join(f"{package} {number}" for package in PACKAGES if (number := _version(package)))
+    parts = [HEAD, f"Measured with {versions}. `python -m tests.setups --write` writes this page.\n"]
     for group, title in GROUPS.items():
-        parts.append(f"\n## {title}\n\n| set-up | what is done | outcome |\n| --- | --- | --- |\n")
+        parts.append(f"\n## {title}\n\n| set-up | procedure | outcome |\n| --- | --- | --- |\n")
         parts += [
             f"| {_cell(entry.name)} | {_cell(entry.done)} | {_cell(str(ran[entry.name]))} |\n"
             for entry in SETUPS
@@ -47,7 +51,7 @@ def text(ran: Mapping[str, Outcome]) -> str:
 
 
 def outcomes(page: str) -> dict[str, str]:
-    """Return the outcomes that a page shows, by set-up."""
+    """Return the outcomes on a page, by set-up."""
     rows = (line.strip("| \n").split(" | ") for line in page.splitlines() if line.startswith("| "))
     return {
         _plain(cells[0]): _plain(cells[2]) for cells in rows if len(cells) == 3 and cells[0] not in ("set-up", "---")

@@ -20,18 +20,20 @@ def inference_mode() -> float:
     return each(one)
 
 
-@setup("inference_mode, used outside", "a trace made inside it, its operators and gradients taken outside")
+@setup("inference_mode, used outside", "a trace made inside it, operators and gradients outside")
 def inference_mode_left() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
         with torch.inference_mode():
-            found = trace(model, ids)
+            host_trace = trace(model, ids)
         expected = trace(model, ids)
-        for got, wanted in zip(found.gradient(), expected.gradient(), strict=True):
-            require_same("gradient", got, wanted)
-        for got, wanted in zip(found.layers, expected.layers, strict=True):
-            require_same("before_output", got.before_output(got.output), wanted.before_output(wanted.output))
-        return max(layer.operator.reconstruction_error() for layer in found.layers)
+        for actual, reference in zip(host_trace.gradient(), expected.gradient(), strict=True):
+            require_same("gradient", actual, reference)
+        for actual, reference in zip(host_trace.layers, expected.layers, strict=True):
+            require_same(
+                "before_output", actual.before_output(actual.output), reference.before_output(reference.output)
+            )
+        return max(layer.operator.reconstruction_error() for layer in host_trace.layers)
 
     return each(one)
 
@@ -108,14 +110,14 @@ def autocast() -> float:
 def frozen() -> float:
     def one(host: Host) -> float:
         ids, plain, model = host.inputs(), host.model(), host.model().requires_grad_(False)
-        for got, wanted in zip(trace(model, ids).gradient(), trace(plain, ids).gradient(), strict=True):
-            require_same("gradient", got, wanted)
+        for actual, expected in zip(trace(model, ids).gradient(), trace(plain, ids).gradient(), strict=True):
+            require_same("gradient", actual, expected)
         return works(model, ids, lambda: model(ids), like=(plain, ids))
 
     return each(one)
 
 
-@setup("the user's own hooks", "forward hooks of the user on every module: they run, and are kept")
+@setup("the user's own hooks", "forward hooks on every module: they run, and are not removed")
 def own_hooks() -> float:
     def one(host: Host) -> float:
         ids, model, calls = host.inputs(), host.model(), []
@@ -156,7 +158,7 @@ class Reversing(Twice):
 
 @setup(
     "a model run in both directions",
-    "a wrapper that adds the logits of the reversed text, reversed: it mixes tokens outside of every layer",
+    "a wrapper that adds the reversed logits of the reversed text: it mixes tokens outside of all layers",
     refused=UnknownArchitectureError,
 )
 def model_run_in_both_directions() -> float:
@@ -165,7 +167,7 @@ def model_run_in_both_directions() -> float:
     return works(model, ids, lambda: model(ids))
 
 
-@setup("a model called twice", "a wrapper that runs the whole model twice: each layer is met twice")
+@setup("a model called twice", "a wrapper that runs the model twice: each layer runs twice")
 def model_called_twice() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), Twice(host.model())

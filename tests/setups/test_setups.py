@@ -1,4 +1,4 @@
-"""Every set-up works as its user expects or is refused with an error of the library, and the page says which."""
+"""Every set-up works or is refused with an error of the library, as the page states."""
 
 import json
 import os
@@ -23,7 +23,7 @@ GROUPS = (wrappers, weights, states, arguments, calls)
 
 
 def ran() -> dict[str, Outcome]:
-    """Run every set-up in a process of its own, where nothing checks signatures before the library does."""
+    """Run every set-up in a separate process, where no type check precedes the errors of the library."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.setups"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -31,33 +31,33 @@ def ran() -> dict[str, Outcome]:
     return {name: Outcome(*values) for name, values in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def wrong(entry: SetUp, found: Outcome) -> str | None:
-    """Return what is wrong with an outcome, None where it is as wished."""
+def wrong(entry: SetUp, actual: Outcome) -> str | None:
+    """Return a message on an unexpected outcome, or None."""
     if entry.refused is None:
-        return None if found.kind == "works" else f"must work, and is {found}"
-    if found.kind != "refused":
-        return f"must be refused, and {found}"
-    raised = getattr(errors, found.words.split("`")[1], None)
+        return None if actual.kind == "works" else f"must work, and is {actual}"
+    if actual.kind != "refused":
+        return f"must be refused, and {actual}"
+    raised = getattr(errors, actual.words.split("`")[1], None)
     fits = isinstance(raised, type) and issubclass(raised, entry.refused)
-    return None if fits else f"must raise {entry.refused.__name__}, and is {found}"
+    return None if fits else f"must raise {entry.refused.__name__}, and is {actual}"
 
 
-def agree(shown: str, found: str) -> bool:
-    """Tell whether two outcomes agree; every error that is only rounding does, 0 included: small hosts can be exact."""
-    rounding = [float(error[1]) <= ERROR_FIGURE for text in (shown, found) if (error := ERROR.fullmatch(text))]
-    return rounding == [True, True] or same(shown, found)
+def agree(shown: str, actual: str) -> bool:
+    """Whether two outcomes agree; all errors that are rounding agree, including 0, since small hosts can be exact."""
+    rounding = [float(error[1]) <= ERROR_FIGURE for text in (shown, actual) if (error := ERROR.fullmatch(text))]
+    return rounding == [True, True] or same(shown, actual)
 
 
 @pytest.mark.slow
-def test_every_set_up_works_or_is_refused_as_the_page_says(subtests: pytest.Subtests) -> None:
+def test_every_set_up_works_or_is_refused_as_on_the_page(subtests: pytest.Subtests) -> None:
     outcomes, shown = ran(), page.outcomes(page.PAGE.read_text())
     for entry in SETUPS:
         with subtests.test(entry.name):
-            found = outcomes[entry.name]
-            if found.kind == "not run":
-                pytest.skip(found.words)
-            assert (complaint := wrong(entry, found)) is None, f"{entry.name} {complaint}"
-            assert agree(shown[entry.name], str(found)), f"the page says {shown[entry.name]!r}, and it is {found}"
+            actual = outcomes[entry.name]
+            if actual.kind == "not run":
+                pytest.skip(actual.words)
+            assert (complaint := wrong(entry, actual)) is None, f"{entry.name} {complaint}"
+            assert agree(shown[entry.name], str(actual)), f"the page says {shown[entry.name]!r}, and it is {actual}"
 
 
 def test_outcomes_agree_up_to_rounding() -> None:
@@ -77,13 +77,13 @@ def test_the_page_has_every_set_up_once() -> None:
     assert {group.__name__.rpartition(".")[2] for group in GROUPS} == set(page.GROUPS)
 
 
-def test_a_page_is_read_as_it_was_written() -> None:
+def test_a_written_page_can_be_read() -> None:
     outcomes = {entry.name: Outcome("works", f"error 3e-07 | of *{entry.group}*") for entry in SETUPS}
-    assert page.outcomes(page.text(outcomes)) == {name: str(found) for name, found in outcomes.items()}
+    assert page.outcomes(page.text(outcomes)) == {name: str(outcome) for name, outcome in outcomes.items()}
 
 
 @pytest.mark.parametrize(
-    ("refused", "found", "complaint"),
+    ("refused", "actual", "complaint"),
     [
         (None, Outcome("works", "error 3e-07"), None),
         (None, Outcome("refused", "`InputError`: no"), "must work"),
@@ -95,14 +95,14 @@ def test_a_page_is_read_as_it_was_written() -> None:
         (UnilinattnError, Outcome("refused", "`OptionError`: no"), None),
     ],
 )
-def test_an_outcome_that_is_not_wished_is_reported(
-    refused: type[UnilinattnError] | None, found: Outcome, complaint: str | None
+def test_an_unexpected_outcome_is_reported(
+    refused: type[UnilinattnError] | None, actual: Outcome, complaint: str | None
 ) -> None:
-    said = wrong(SetUp("a", "calls", "", (), refused, lambda: 0.0), found)
-    assert said is None if complaint is None else complaint in str(said)
+    message = wrong(SetUp("a", "calls", "", (), refused, lambda: 0.0), actual)
+    assert message is None if complaint is None else complaint in str(message)
 
 
-def test_what_a_set_up_does_decides_its_outcome() -> None:
+def test_outcomes_of_results_and_errors() -> None:
     def raises(error: Exception):
         def run() -> float:
             raise error
@@ -124,7 +124,7 @@ def test_what_a_set_up_does_decides_its_outcome() -> None:
 
 
 class Shifted(nn.Module):
-    """A wrapper that returns something else than the model that it wraps."""
+    """A wrapper with an output other than that of the wrapped model."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Shifted(nn.Module):
         return self.inner(input_ids).logits + 1e-2
 
 
-def test_a_trace_that_is_not_the_users_call_is_reported() -> None:
+def test_a_trace_that_differs_from_a_direct_call_is_reported() -> None:
     host = HOSTS["Mamba"]
     ids, model = host.inputs(), host.model()
     assert works(model, ids, lambda: model(ids), like=(host.model(), ids)) <= 1e-5
@@ -142,5 +142,5 @@ def test_a_trace_that_is_not_the_users_call_is_reported() -> None:
         works(model, ids, lambda: Shifted(model)(ids))
     with pytest.raises(AssertionError, match=r"map of backbone.layers.0.mixer differs by"):
         works(model, ids, lambda: model(ids), like=(host.model(seed=1), ids))
-    with pytest.raises(AssertionError, match="other layers"):
+    with pytest.raises(AssertionError, match="layers differ"):
         works(model, ids, lambda: model(ids), like=(HOSTS["Jamba"].model(), ids))

@@ -1,4 +1,4 @@
-"""Weights that another package replaced, merged or quantised, or that were computed anew in each call."""
+"""Weights that another package replaces, merges or quantises, or computes in each call."""
 
 import copy
 
@@ -19,7 +19,7 @@ TARGETS = {
 
 
 def adapted(host: Host) -> nn.Module:
-    """Return a host with LoRA on its projections, at weights that change its output."""
+    """Return a host with LoRA on its projections, with weights that change its output."""
     from peft import LoraConfig, get_peft_model
 
     name = next(name for name, entry in HOSTS.items() if entry is host)
@@ -73,7 +73,7 @@ def lora_disabled() -> float:
 
 @setup(
     "PEFT prompt tuning",
-    "`PromptTuningConfig(num_virtual_tokens=3)`: the layers see three tokens more",
+    "`PromptTuningConfig(num_virtual_tokens=3)`: three more tokens in the layers",
     needs=("peft",),
 )
 def prompt_tuning() -> float:
@@ -102,7 +102,7 @@ def prefix_tuning() -> float:
     return works(model, {"input_ids": ids}, lambda: model(input_ids=ids))
 
 
-@setup("weight_norm", "`weight_norm` on every linear layer but the head, against the plain model")
+@setup("weight_norm", "`weight_norm` on every linear layer except the head, against the plain model")
 def parametrized() -> float:
     def one(host: Host) -> float:
         ids, model = host.inputs(), host.model()
@@ -115,7 +115,7 @@ def parametrized() -> float:
 
 
 def projection(module: nn.Module, name: str) -> bool:
-    """Tell whether a module is a linear layer that a host calls; Mamba reads the weights of `dt_proj` and `lm_head`."""
+    """Whether a module is a linear layer that a host calls; Mamba reads the weights of `dt_proj` and `lm_head`."""
     return type(module) is nn.Linear and not name.endswith(("dt_proj", "lm_head"))
 
 
@@ -198,7 +198,7 @@ def eight_bit() -> float:
 
 
 def replace_linear(model: nn.Module, make) -> None:
-    """Put another linear layer in the place of each inside the blocks, with its weights."""
+    """Replace each linear layer of the blocks by another class with the same weights."""
     for module in list((model.backbone if hasattr(model, "backbone") else model.model).layers.modules()):
         for name, child in list(module.named_children()):
             if projection(child, name):
@@ -215,9 +215,9 @@ def replace_linear(model: nn.Module, make) -> None:
 def written_through_data() -> float:
     host = HOSTS["Mamba"]
     model = host.model()
-    found = trace(model, host.inputs())
+    host_trace = trace(model, host.inputs())
     model.backbone.layers[0].mixer.out_proj.weight.data.mul_(2)
-    explain(found)
+    explain(host_trace)
     return 0.0
 
 
@@ -232,7 +232,7 @@ def bfloat16() -> float:
 
 @setup(
     "a module called twice",
-    "one block in two places, without a cache, which both calls would share: the second is `#2`",
+    "one block in two places, without a cache (both calls would share it): the second call is `#2`",
 )
 def called_twice() -> float:
     def one(host: Host) -> float:

@@ -1,4 +1,4 @@
-"""Models inside wrappers, compiled, copied over devices, or in parts elsewhere."""
+"""Models in wrappers, compiled, replicated, sharded or offloaded."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def wrapped(wrap, names: tuple[str, ...] = EVERY) -> float:
 
 @setup("torch.compile", "`torch.compile(model)`, called before the trace")
 def compiled() -> float:
-    # Mamba's loop over tokens takes a minute to compile.
+    # Compiling Mamba's loop over tokens takes a minute.
     return wrapped(lambda model: torch.compile(model, backend="eager"), ("Mamba-2", "Llama"))
 
 
@@ -138,8 +138,8 @@ def passes_on_names() -> float:
     def one(host: Host) -> float:
         ids, mask = host.inputs(), torch.ones_like(host.inputs())
         mask[1, 9:] = 0
-        given, model = {"input_ids": ids, "attention_mask": mask}, PassesOn(host.model())
-        return works(model, given, lambda: model(**given), like=(host.model(), given), real=mask.bool())
+        inputs, model = {"input_ids": ids, "attention_mask": mask}, PassesOn(host.model())
+        return works(model, inputs, lambda: model(**inputs), like=(host.model(), inputs), real=mask.bool())
 
     return each(one)
 
@@ -188,7 +188,7 @@ def pipeline() -> float:
 
 @setup(
     "accelerate device_map",
-    "`dispatch_model(model, device_map, force_hooks=True)`, a block a device",
+    "`dispatch_model(model, device_map, force_hooks=True)`, one block per device",
     needs=("accelerate",),
 )
 def device_map() -> float:

@@ -1,4 +1,4 @@
-"""The parts of the conformance kit that have no law of their own: tolerances, promotion, hosts."""
+"""Parts of the conformance kit other than laws: tolerances, promotion, rounding, margins, hosts."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ from unilinattn.testing.hosts import host
 from unilinattn.tracing.layer import Layer
 
 
-def test_the_table_holds_what_was_promised() -> None:
+def test_the_table_of_tolerances() -> None:
     assert tolerance("reconstruction", torch.float32) == 1e-5
     assert tolerance("reconstruction", torch.float64) == 1e-10
     assert tolerance("unpromoted", torch.float64) == 2e-6
@@ -50,7 +50,7 @@ def test_nothing_that_judges_reads_the_environment(module: str) -> None:
     assert re.findall(r"os\.environ|getenv|import os", source) == []
 
 
-def test_the_error_is_the_worst_sequence_and_never_not_a_number() -> None:
+def test_the_error_is_that_of_the_worst_sequence_and_infinite_for_nan() -> None:
     expected = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
     assert relative_error(expected + torch.tensor([[0.0], [0.1]]), expected) == pytest.approx(0.1 * 2**0.5 / 0.5)
     assert relative_error(expected, expected) == 0
@@ -92,7 +92,7 @@ def test_a_promoted_host_cannot_force_float32(how: str) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_promotion_leaves_other_types_alone() -> None:
+def test_promotion_does_not_change_other_dtypes() -> None:
     x = torch.arange(3)
     with promoted():
         assert x.to(torch.bfloat16).dtype == torch.bfloat16
@@ -101,7 +101,7 @@ def test_promotion_leaves_other_types_alone() -> None:
         assert torch.tensor([1, 2]).dtype == torch.int64
 
 
-def test_a_promoted_host_is_no_longer_off_by_float32() -> None:
+def test_a_promoted_host_has_no_float32_error() -> None:
     model, x = host("mamba2").model().double(), host("mamba2").inputs()
     forced = model(x, use_cache=False).logits
     with promoted():
@@ -117,41 +117,41 @@ def test_the_rounding_of_a_host_is_a_few_units_of_its_dtype(name: str) -> None:
         measured = host_rounding(model, x)
     assert len(measured) == host(name).layers
     assert all(0.2 * unit < rounding < 40 * unit for rounding in measured)
-    # Cast by `.double()`, a host that forces float32 inside still rounds there; one that does not is exact.
+    # After `.double()`, only hosts that cast to float32 internally still round to float32.
     forced = max(host_rounding(model.double(), x))
     assert forced < 1e-14 if name in ("s4d", "bert") else 0.01 * unit < forced < 10 * unit
 
 
-def test_an_operator_that_misses_by_more_than_the_host_rounds_is_refused() -> None:
+def test_an_error_above_the_rounding_of_the_host_is_refused() -> None:
     entry = host("mamba2")
     layer, _ = trace(entry.model(), entry.inputs()).layers
     rounding, _ = host_rounding(entry.model(), entry.inputs())
     limit = rounding_limit(rounding, torch.float32)
     assert 5e-7 < limit < 5e-6
     HOST_LAWS["reconstruction"](layer.operator, limit)
-    # By far less than 1e-5, once the limit of every host.
+    # Far below a fixed limit such as 1e-5.
     layer.operator.output.mul_(1 + 3 * limit)
     with pytest.raises(LawViolation, match="relative error"):
         HOST_LAWS["reconstruction"](layer.operator, limit)
 
 
-def test_no_operator_takes_part_in_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rounding_is_measured_without_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = host("mamba").model(), host("mamba").inputs()
     measured = host_rounding(model, x)
     monkeypatch.setattr(Layer, "flow", None)
     assert host_rounding(model, x) == measured
 
 
-def test_a_limit_is_never_below_a_unit_and_never_above_half_of_the_digits() -> None:
+def test_limits_are_at_least_one_unit_and_at_most_half_of_the_digits() -> None:
     assert rounding_limit(0.0, torch.float64) == pytest.approx(1e-10, rel=1e-3)
     assert rounding_limit(0.0, torch.float32) == pytest.approx(8 * torch.finfo(torch.float32).eps, rel=1e-3)
     assert rounding_limit(1e-6, torch.float32) == pytest.approx(8e-6, rel=1e-3)
-    # A host that is off by more than half of its digits is another function.
+    # An error of more than half of the digits is not rounding.
     for dtype in (torch.float32, torch.float64):
         assert rounding_limit(0.1, dtype) == torch.finfo(torch.float32).eps ** 0.5
 
 
-def test_every_comparison_of_the_kit_is_recorded_passed_or_failed() -> None:
+def test_every_comparison_of_the_kit_is_recorded() -> None:
     x = torch.ones(1, 3)
     with recorded_margins() as outer, recorded_margins() as inner:
         require_close("apply", x, x, 1e-3, "first")
@@ -172,16 +172,16 @@ def test_every_comparison_of_the_kit_is_recorded_passed_or_failed() -> None:
         ("'a' == 'a'", []),
     ],
 )
-def test_margins_of_assertions_are_read(explanation: str, pairs: list[tuple[float, float]]) -> None:
+def test_margins_of_assertions_are_parsed(explanation: str, pairs: list[tuple[float, float]]) -> None:
     assert margins.read(explanation) == pairs
 
 
-def test_hosts_have_names_of_their_own() -> None:
+def test_hosts_have_unique_names() -> None:
     assert len({entry.name for entry in HOSTS}) == len(HOSTS)
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d", "gpt2", "bert"])
-def test_weights_depend_on_the_seed_alone_and_hide_nothing(name: str) -> None:
+def test_random_weights_depend_only_on_the_seed_and_none_is_zero(name: str) -> None:
     entry = host(name)
     state = torch.random.get_rng_state()
     first, again, other = entry.model(3), entry.model(3), entry.model(4)

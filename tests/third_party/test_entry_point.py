@@ -1,4 +1,4 @@
-"""A package of somebody else's: the tutorial's adapter, built into a wheel and found through its entry point."""
+"""A third-party package: the tutorial's adapter in a wheel, loaded through its entry point."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as an installer leaves it there: modules and metadata."""
+    """A folder with the installed package: modules and metadata."""
     source, site = tmp_path_factory.mktemp("package"), tmp_path_factory.mktemp("site")
     shutil.copy(Path(__file__).with_name("pyproject.toml"), source)
     for name in ("mingru.py", "mingru_adapter.py"):
@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(code: str, *, site: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter, with a folder of installed packages beside this environment's own."""
+    """Run code in a new interpreter with an additional folder of installed packages."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*([site] if site else []), ROOT]))}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, cwd=os.path.sep
@@ -52,7 +52,7 @@ main(["list"])
 """
 
 
-def test_an_installed_package_is_found_traced_and_listed(installed: Path) -> None:
+def test_an_installed_package_is_loaded_traced_and_listed(installed: Path) -> None:
     done = python(FOUND_AND_TRACED, site=installed)
     assert done.returncode == 0, done.stderr
     summary, layers, listed = done.stdout.split("\n", 2)
@@ -63,7 +63,7 @@ def test_an_installed_package_is_found_traced_and_listed(installed: Path) -> Non
     assert "Warning" not in done.stderr
 
 
-def test_without_the_package_nothing_of_it_is_there() -> None:
+def test_without_the_package_its_architecture_is_not_registered() -> None:
     done = python("import unilinattn as ula\nprint([n in ula.list_architectures() for n in ('mingru', 'mamba')])")
     assert done.stdout == "[False, True]\n"
 
@@ -74,9 +74,9 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import unilinattn as ula
     print(len(caught))
-    found = ula.list_architectures()
+    architectures = ula.list_architectures()
     again = ula.list_methods()
-print("mamba" in found, "mingru" in found, "rollout" in again)
+print("mamba" in architectures, "mingru" in architectures, "rollout" in again)
 print(*[f"{warning.category.__name__}: {warning.message}" for warning in caught], sep="\\n")
 """
 
@@ -92,7 +92,7 @@ print(*[f"{warning.category.__name__}: {warning.message}" for warning in caught]
         ),
     ],
 )
-def test_a_package_that_fails_is_named_and_left_out(installed: Path, tmp_path: Path, text: str, reason: str) -> None:
+def test_a_failing_package_is_skipped_with_a_warning(installed: Path, tmp_path: Path, text: str, reason: str) -> None:
     site = tmp_path / "site"
     shutil.copytree(installed, site)
     (site / "broken_adapter.py").write_text(text)

@@ -1,4 +1,4 @@
-"""The tables of the documentation are what the hosts show now, and a stale one is noticed."""
+"""`tools.coverage`: records, generated tables, and the detection of stale ones."""
 
 import copy
 import json
@@ -39,21 +39,21 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_what_is_written_is_what_the_hosts_show() -> None:
+def test_tables_in_the_repository_are_current() -> None:
     done = command("--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def runs() -> coverage.Runs:
-    found, problems = coverage.run(TABLES)
+def runs() -> coverage_runs.Runs:
+    measurements, problems = coverage_runs.run(TABLES)
     assert problems == []
-    return found
+    return measurements
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of what is generated, for a package with two hosts."""
+    """A copy of the documentation, generated for two hosts."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.md", tmp_path)
     (tmp_path / "docs" / "coverage.json").unlink()
@@ -68,14 +68,14 @@ def check(repository: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, st
     return code, capsys.readouterr().out
 
 
-def test_a_run_says_what_was_run_and_how_exact_it_is(runs: coverage.Runs) -> None:
+def test_a_run_records_configuration_structure_and_errors(runs: coverage_runs.Runs) -> None:
     import transformers
 
-    found = runs["hosts/mamba"]
-    layer = found["layers"]["mamba"]
-    assert found["environment"] == f"transformers {transformers.__version__}"
-    assert (found["table"], found["batch"], found["length"]) == ("hosts", 2, 13)
-    assert found["padding"] == ["left", "right"]
+    entry = runs["hosts/mamba"]
+    layer = entry["layers"]["mamba"]
+    assert entry["environment"] == f"transformers {transformers.__version__}"
+    assert (entry["table"], entry["batch"], entry["length"]) == ("hosts", 2, 13)
+    assert entry["padding"] == ["left", "right"]
     assert layer["hosts"] == ["MambaMixer"]
     assert layer["structure"] == ["diagonal decay"]
     assert layer["scopes"] == ["core", "mixer", "unified", "layer"]
@@ -86,7 +86,7 @@ def test_a_run_says_what_was_run_and_how_exact_it_is(runs: coverage.Runs) -> Non
     assert runs["hosts/s4d"]["environment"] == "unilinattn"
 
 
-def test_every_table_of_hosts_is_found_and_no_name_stands_twice_in_one() -> None:
+def test_every_table_of_hosts_is_listed_and_its_names_are_unique() -> None:
     tables = coverage.tables()
     folder = ROOT / "unilinattn" / "testing" / "hosts"
     modules = {path.stem for path in folder.glob("*.py") if re.search(r"^HOSTS\b", path.read_text(), re.M)} - {
@@ -98,56 +98,56 @@ def test_every_table_of_hosts_is_found_and_no_name_stands_twice_in_one() -> None
         assert sorted(set(names)) == sorted(names)
 
 
-def test_padding_that_leaks_is_seen() -> None:
+def test_a_side_on_which_padding_leaks_is_not_recorded() -> None:
     leaky = next(host for host in HOSTS if host.name == "mamba2, biases")
-    found, _ = coverage.run({"hosts": (leaky,)})
-    assert found["hosts/mamba2, biases"]["padding"] == ["right"]
+    measurements, _ = coverage_runs.run({"hosts": (leaky,)})
+    assert measurements["hosts/mamba2, biases"]["padding"] == ["right"]
 
 
 def test_a_hybrid_is_listed_in_order_with_its_steps() -> None:
     parallel = next(host for host in MAMBA_HOSTS if host.name == "falcon h1")
-    found, problems = coverage.run({"mamba": (parallel, MAMBA)})
+    measurements, problems = coverage_runs.run({"mamba": (parallel, MAMBA)})
     assert problems == []
-    layers = found["mamba/falcon h1"]["hybrid"]
+    layers = measurements["mamba/falcon h1"]["hybrid"]
     assert [(layer["step"], layer["class"]) for layer in layers.values()] == [
         (step, name) for step in (1, 2) for name in ("FalconH1Mixer", "FalconH1Attention")
     ]
     assert all(layer["float32"] <= 1e-5 and layer["float64"] <= 1e-10 for layer in layers.values())
-    assert "hybrid" not in found["mamba/mamba"]
-    page = hybrids.page([("transformers 6.0", found), ("transformers 5.0", found)])
+    assert "hybrid" not in measurements["mamba/mamba"]
+    page = hybrids.page([("transformers 6.0", measurements), ("transformers 5.0", measurements)])
     assert page.count("## ") == page.count("## FalconH1ForCausalLM\n\nWith transformers 6.0;") == 1
     assert "| 2 | `model.layers.1.self_attn` | FalconH1Attention | softmax attention |" in page
 
 
 def test_a_configuration_that_cannot_be_traced_is_recorded_with_the_reason() -> None:
     lacking = replace(MAMBA, build=transformers_model("NoSuchForCausalLM", "MambaConfig"))
-    found, problems = coverage.run({"hosts": (lacking, S4D)})
-    version = found["hosts/mamba"]["environment"]
-    assert found["hosts/mamba"] == {
+    measurements, problems = coverage_runs.run({"hosts": (lacking, S4D)})
+    version = measurements["hosts/mamba"]["environment"]
+    assert measurements["hosts/mamba"] == {
         "table": "hosts",
         "environment": version,
         "left_out": f"{version} has no NoSuchForCausalLM",
     }
     assert problems == []
-    assert coverage.differences({}, found, run_tables=["hosts"], known=found) == [
+    assert coverage.differences({}, measurements, run_tables=["hosts"], configurations=measurements) == [
         "hosts/mamba: was never recorded",
         "hosts/s4d: was never recorded",
     ]
 
 
-def test_a_row_says_since_which_version_it_works_and_what_is_left_out(runs: coverage.Runs) -> None:
+def test_a_row_lists_the_oldest_version_and_the_page_lists_left_out_configurations(runs: coverage_runs.Runs) -> None:
     machine = {"machine": "m", "python": "3", "torch": "2"}
-    own = {key: value for key, value in runs["hosts/mamba"].items() if key != "environment"}
-    later = copy.deepcopy(own)
+    entry = {key: value for key, value in runs["hosts/mamba"].items() if key != "environment"}
+    later = copy.deepcopy(entry)
     later["layers"]["mamba"]["hosts"] = ["LaterMixer"]
-    left_out = {"table": "hosts", "left_out": "it is not there"}
+    left_out = {"table": "hosts", "left_out": "the class is missing"}
     record = {
-        "transformers 5.6.2": {"machine": machine, "runs": {"hosts/mamba": own, "hosts/later": left_out}},
-        "transformers 5.23.0": {"machine": machine, "runs": {"hosts/mamba": own, "hosts/later": later}},
+        "transformers 5.6.2": {"machine": machine, "runs": {"hosts/mamba": entry, "hosts/later": left_out}},
+        "transformers 5.23.0": {"machine": machine, "runs": {"hosts/mamba": entry, "hosts/later": later}},
     }
     text = coverage_pages.pages(ROOT, record, {})[0][Path("docs/coverage.md")]
     assert " | 5.6.2; 5.23.0: LaterMixer |\n" in text
-    assert "### Left out with transformers 5.6.2\n\n- later: it is not there.\n" in text
+    assert "### Left out with transformers 5.6.2\n\n- later: the class is missing.\n" in text
     assert "### Left out with transformers 5.23.0" not in text
 
 
@@ -174,38 +174,42 @@ def test_nothing_is_left_out_with_the_newest_version() -> None:
         (("padding",), ["right"], "hosts/mamba: padding was ['right'], is ['left', 'right']"),
     ],
 )
-def test_a_record_that_differs_is_told(runs: coverage.Runs, path: tuple[str, ...], value: object, message: str) -> None:
+def test_a_changed_entry_is_reported(
+    runs: coverage_runs.Runs, path: tuple[str, ...], value: object, message: str
+) -> None:
     stored = copy.deepcopy(runs)
     *inner, last = path
-    place = stored["hosts/mamba"]
+    entry = stored["hosts/mamba"]
     for key in inner:
-        place = place[key]
-    place[last] = value
-    (line,) = coverage.differences(stored, runs, run_tables=["hosts"], known=runs)
+        entry = entry[key]
+    entry[last] = value
+    (line,) = coverage.differences(stored, runs, run_tables=["hosts"], configurations=runs)
     assert line.startswith(message)
 
 
 @pytest.mark.parametrize("how", ["float32", "float64", "bfloat16"])
-def test_errors_may_differ_by_rounding_alone(runs: coverage.Runs, how: str) -> None:
+def test_errors_may_differ_only_by_rounding(runs: coverage_runs.Runs, how: str) -> None:
     unit = torch.finfo(getattr(torch, how)).eps
     for was, now, count in ((100, 100, 0), (100, 900, 0), (900, 100, 0), (100, 1100, 1), (1100, 100, 1), (0, 9, 0)):
         stored, fresh = copy.deepcopy(runs), copy.deepcopy(runs)
         stored["hosts/mamba"]["layers"]["mamba"][how] = was * unit
         fresh["hosts/mamba"]["layers"]["mamba"][how] = now * unit
-        lines = coverage.differences(stored, fresh, run_tables=["hosts"], known=runs)
+        lines = coverage.differences(stored, fresh, run_tables=["hosts"], configurations=runs)
         assert len(lines) == count
         assert all(f"layers mamba {how} was" in line for line in lines)
 
 
-def test_configurations_that_come_and_go_are_told(runs: coverage.Runs) -> None:
+def test_added_and_removed_configurations_are_reported(runs: coverage_runs.Runs) -> None:
     less = {name: entry for name, entry in runs.items() if name != "hosts/mamba"}
-    assert coverage.differences(less, runs, run_tables=["hosts"], known=runs) == ["hosts/mamba: was never recorded"]
-    gone = coverage.differences(runs, less, run_tables=["hosts"], known=less)
-    assert gone == ["hosts/mamba: is recorded, and no table of hosts has it any more"]
-    assert coverage.differences(runs, less, run_tables=["hosts_other"], known=less) == []
+    assert coverage.differences(less, runs, run_tables=["hosts"], configurations=runs) == [
+        "hosts/mamba: was never recorded"
+    ]
+    messages = coverage.differences(runs, less, run_tables=["hosts"], configurations=less)
+    assert messages == ["hosts/mamba: is recorded, but in no table of hosts"]
+    assert coverage.differences(runs, less, run_tables=["hosts_other"], configurations=less) == []
 
 
-def test_what_was_just_written_is_not_stale(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_freshly_written_pages_are_not_stale(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(repository, capsys) == (0, "2 configurations ran, 0 problems.\n")
     assert "| mamba | Mamba-1 (S6) | diagonal decay |" in (repository / "docs" / "coverage.md").read_text()
     assert "| mamba | Mamba-1 (S6) | diagonal decay |" in (repository / "docs" / "architectures.md").read_text()
@@ -217,7 +221,7 @@ def test_what_was_just_written_is_not_stale(repository: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_a_stale_record_page_or_readme_is_told(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_record_page_or_readme_is_reported(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = repository / "docs" / "coverage.json"
     text = record.read_text()
     record.write_text(text.replace('"diagonal decay"', '"dense"'))
@@ -240,14 +244,14 @@ def test_a_stale_record_page_or_readme_is_told(repository: Path, capsys: pytest.
         page.write_text(before.replace(old, new))
         code, shown = check(repository, capsys)
         assert code == 1
-        assert f"--- {name}\n+++ {name} as it should be" in shown
+        assert f"--- {name}\n+++ {name} (generated)" in shown
         assert any(line.startswith("-") and new in line for line in shown.splitlines())
         assert any(line.startswith("+") and old in line for line in shown.splitlines())
         page.write_text(before)
     assert check(repository, capsys)[0] == 0
 
 
-def test_a_page_without_its_marks_is_told(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_without_markers_is_reported(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = repository / "README.md"
     readme.write_text(readme.read_text().replace("<!-- methods:end -->", ""))
     (repository / "docs" / "methods" / "raw.md").unlink()
@@ -257,16 +261,16 @@ def test_a_page_without_its_marks_is_told(repository: Path, capsys: pytest.Captu
     assert "docs/methods/raw.md is missing: write it" in shown
 
 
-def test_every_architecture_stands_in_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_architecture_belongs_to_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
     members = sorted(name for family in FAMILIES for name in family.adapters)
-    assert members == sorted(coverage_pages.own_architectures())
+    assert members == sorted(coverage_pages.package_architectures())
     record = json.loads((ROOT / coverage.RECORD).read_text())
     monkeypatch.setattr(coverage_pages, "FAMILIES", FAMILIES[1:])
     _, problems = coverage_pages.pages(ROOT, record, {})
     assert [problem.rpartition(" ")[2] for problem in problems] == [f"{n!r}" for n in sorted(FAMILIES[0].adapters)]
 
 
-def test_another_version_without_a_record_is_told(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_version_without_a_record_is_reported(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = repository / "docs" / "coverage.json"
     content = json.loads(record.read_text())
     (version,) = [name for name in content if name.startswith("transformers")]
@@ -274,11 +278,11 @@ def test_another_version_without_a_record_is_told(repository: Path, capsys: pyte
     record.write_text(json.dumps(content))
     code, shown = check(repository, capsys)
     assert code == 1
-    assert f"{version}: no run with it is recorded" in shown
+    assert f"{version}: has no recorded run" in shown
 
 
 def missing() -> nn.Module:
-    import a_package_that_nobody_has  # noqa: F401  it fails
+    import a_package_that_nobody_has  # noqa: F401  raises ModuleNotFoundError
 
     raise AssertionError
 
@@ -304,16 +308,16 @@ def test_a_host_whose_package_is_missing_keeps_its_record(
     assert "Configurations without a recorded run:\n\n- hosts: never run.\n" in page
 
 
-def test_a_host_that_fails_and_one_that_is_inexact_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_and_an_inexact_host_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> nn.Module:
         raise RuntimeError("no such option")
 
-    runs, problems = coverage.run({"hosts": (replace(MAMBA, build=broken), S4D)})
+    runs, problems = coverage_runs.run({"hosts": (replace(MAMBA, build=broken), S4D)})
     assert list(runs) == ["hosts/s4d"]
     assert problems == ["mamba (hosts) failed with RuntimeError: no such option"]
 
-    monkeypatch.setattr(coverage, "tolerance", lambda comparison, dtype: 1e-17)
-    _, problems = coverage.run({"hosts": (S4D,)})
+    monkeypatch.setattr(coverage_runs, "tolerance", lambda comparison, dtype: 1e-17)
+    _, problems = coverage_runs.run({"hosts": (S4D,)})
     assert [problem.split(" of ")[0] for problem in problems] == [
         "s4d: s4d has a float32 error",
         "s4d: s4d has a float64 error",

@@ -1,7 +1,7 @@
-"""Devices that are not there: tensors that say where they live, and refuse to meet one that lives elsewhere.
+"""Simulated devices: tensors that report a device and raise in operations with tensors of another one.
 
-The numbers lie in ordinary memory, so everything runs and everything can be read; an operation on tensors of two
-devices raises as a real one would. Copies between devices, and numbers without axes, pass as they do in torch.
+The data is in CPU memory. As in torch, copies between devices and operations with zero-dimensional CPU tensors are
+allowed.
 """
 
 from collections.abc import Iterator
@@ -20,29 +20,29 @@ MOVES = {"aten::_to_copy", "aten::copy_"}
 
 
 class Resident(Tensor):
-    """A tensor that lives on a device that is not there."""
+    """A tensor on a simulated device."""
 
-    own: Tensor
+    tensor: Tensor
 
     @staticmethod
-    def __new__(cls, own: Tensor, device: torch.device) -> "Resident":
+    def __new__(cls, tensor: Tensor, device: torch.device) -> "Resident":
         self = Tensor._make_wrapper_subclass(
             cls,
-            own.shape,
-            strides=own.stride(),
-            storage_offset=own.storage_offset(),
-            dtype=own.dtype,
+            tensor.shape,
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
             device=device,
-            requires_grad=own.requires_grad,
+            requires_grad=tensor.requires_grad,
         )
-        self.own = own.detach()
+        self.data_in_memory = tensor.detach()
         return self
 
     def __repr__(self) -> str:
-        return f"Resident({self.own}, device={self.device})"
+        return f"Resident({self.data_in_memory}, device={self.device})"
 
     def tolist(self) -> Any:
-        return self.own.tolist()
+        return self.data_in_memory.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's signature
@@ -55,7 +55,7 @@ class _Factories(TorchDispatchMode):
 
 
 class _Literals(TorchFunctionMode):
-    """torch leaves out the numbers of a list that goes to a device which it takes for one without memory."""
+    """Fill in lists of numbers, which torch does not copy to the meta device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
         options = dict(kwargs or {})
@@ -67,7 +67,7 @@ class _Literals(TorchFunctionMode):
 
 @contextmanager
 def devices() -> Iterator[None]:
-    """Let new tensors be put on the devices that are not there."""
+    """Allow factory functions to create tensors on simulated devices."""
     with _Factories(), _Literals():
         yield
 
@@ -92,14 +92,14 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*plain, **options)
     if target is None or torch.device(target).type != HERE.type:
         return result
-    for given, own in zip(args, plain, strict=True):
-        if isinstance(given, Resident) and result is own:
-            return given
+    for argument, data in zip(args, plain, strict=True):
+        if isinstance(argument, Resident) and result is data:
+            return argument
     return tree_map(lambda t: Resident(t, torch.device(target)) if isinstance(t, Tensor) else t, result)
 
 
 def settle(module: nn.Module, device: torch.device) -> nn.Module:
-    """Put a module's parameters and buffers on a device that is not there."""
+    """Move the parameters and buffers of a module to a simulated device."""
     for inner in module.modules():
         for name, parameter in list(inner._parameters.items()):
             if parameter is not None:
@@ -111,4 +111,4 @@ def settle(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.own if isinstance(tensor, Resident) else tensor.detach()
+    return tensor.data_in_memory if isinstance(tensor, Resident) else tensor.detach()

@@ -1,4 +1,4 @@
-"""Interrupts at chosen lines: raise `KeyboardInterrupt` when the n-th line of some files runs, for any n."""
+"""Injected interrupts: `KeyboardInterrupt` when the n-th line of some files runs, for any n."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass
 class Interrupts:
-    """Counts the lines that run in files whose names end in one of `files`, and raises at those numbered in `at`.
+    """Counts the lines that run in files whose names end with one of `files`, and raises at the numbers `at`.
 
-    Python stops tracing when a trace function raises; a profile function starts it again at the next call or return, so
-    that a second interrupt can come while the first one is handled.
+    Python stops tracing when a trace function raises. A profile function restarts it at the next call or return, so
+    that a second interrupt can occur while the first one is handled.
     """
 
     files: tuple[str, ...]
@@ -21,7 +21,7 @@ class Interrupts:
     raised: int = 0
 
     def run(self, function: Callable[[], Any]) -> bool:
-        """Run a function; return whether an interrupt came out of it."""
+        """Run a function; return whether it raised an interrupt."""
         before = sys.gettrace(), sys.getprofile()
         try:
             if len(self.at) > 1:
@@ -57,7 +57,7 @@ class Interrupts:
 
 
 def first_and_last(lines: Iterable[tuple[str, int]]) -> list[int]:
-    """Return the numbers under which each distinct line ran for the first and for the last time."""
+    """Return the counts at which each distinct line ran for the first and for the last time."""
     numbered = list(enumerate(lines))
     first = {line: number for number, line in reversed(numbered)}
     last = {line: number for number, line in numbered}

@@ -1,4 +1,4 @@
-"""Small models of one's own around registered mixers, for what no package's model does."""
+"""Small models with registered mixers, for structures that no package has."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ WIDTH = 6
 
 
 class Model(nn.Module):
-    """Embeds ids, passes them through blocks, and reads logits off."""
+    """Embedding, blocks, and a head."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Output:
 
 
 class Block(nn.Module):
-    """One mixer and whatever a forward function does around it."""
+    """One mixer, called by a forward function."""
 
     def __init__(self, around: Callable[[nn.Module, Tensor], Tensor], mixer: nn.Module | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors follow their module's device: shown on devices that refuse to mix, with the numbers of ordinary memory."""
+"""Tensors are created on the device of their module, tested on simulated devices."""
 
 import pytest
 import torch
@@ -31,54 +31,54 @@ def used(op: MixerOperator) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", NAMES)
-def test_everything_an_operator_makes_stays_on_its_device(name: str, padded: bool) -> None:
+def test_tensors_of_an_operator_stay_on_its_device(name: str, padded: bool) -> None:
     model, x = host(name).model(), host(name).inputs()
     mask = torch.ones_like(x)
     mask[-1, 9:] = 0
-    given = {"input_ids": x, "attention_mask": mask} if padded else {"input_ids": x}
-    expected = [used(layer.operator) for layer in trace(model, given).layers]
+    inputs = {"input_ids": x, "attention_mask": mask} if padded else {"input_ids": x}
+    expected = [used(layer.operator) for layer in trace(model, inputs).layers]
     settle(model, HERE)
     with devices():
-        found = trace(model, {key: Resident(value, HERE) for key, value in given.items()})
-        for layer, own in zip(found.layers, expected, strict=True):
+        host_trace = trace(model, {key: Resident(value, HERE) for key, value in inputs.items()})
+        for layer, reference in zip(host_trace.layers, expected, strict=True):
             assert layer.operator.reconstruction_error() <= 1e-5
             for use, result in used(layer.operator).items():
                 assert result.device == HERE, use
                 assert isinstance(result, Resident)
-                assert relative_error(result.own, own[use]) <= 1e-6, use
+                assert relative_error(result.data_in_memory, reference[use]) <= 1e-6, use
 
 
 @pytest.mark.parametrize("name", ["mamba", "gpt2"])
-def test_gradients_stay_on_the_models_device(name: str) -> None:
+def test_gradients_stay_on_the_device_of_the_model(name: str) -> None:
     model, x = host(name).model(), host(name).inputs()
     expected = trace(model, x).gradient()
     settle(model, HERE)
     with devices():
-        found = trace(model, Resident(x, HERE)).gradient()
-        for grad, own in zip(found, expected, strict=True):
+        gradients = trace(model, Resident(x, HERE)).gradient()
+        for grad, reference in zip(gradients, expected, strict=True):
             assert grad.device == HERE
-            assert torch.allclose(grad.own, own, rtol=1e-4, atol=1e-6)
+            assert torch.allclose(grad.data_in_memory, reference, rtol=1e-4, atol=1e-6)
 
 
-def test_a_model_spread_over_devices_has_its_operators_there() -> None:
+def test_operators_of_a_model_on_several_devices_are_on_the_device_of_their_layer() -> None:
     def moved(block: nn.Module, x: Tensor) -> Tensor:
-        own = block.mixer.D.device
-        return x + block.mixer(x.to(own)).to(x.device)
+        reference = block.mixer.D.device
+        return x + block.mixer(x.to(reference)).to(x.device)
 
     model = Model(Block(moved), Block(moved)).eval()
     whole = [layer.operator for layer in trace(model, ids()).layers]
     settle(model, HERE)
     settle(model.blocks[1], THERE)
     with devices():
-        found = trace(model, Resident(ids(), HERE))
-        assert [layer.output.device for layer in found.layers] == [HERE, THERE]
-        for layer, own in zip(found.layers, whole, strict=True):
+        host_trace = trace(model, Resident(ids(), HERE))
+        assert [layer.output.device for layer in host_trace.layers] == [HERE, THERE]
+        for layer, reference in zip(host_trace.layers, whole, strict=True):
             assert layer.operator.apply(layer.input).device == layer.output.device
-            assert relative_error(layer.operator.rows(2).own, own.rows(2)) <= 1e-6
+            assert relative_error(layer.operator.rows(2).data_in_memory, reference.rows(2)) <= 1e-6
             assert layer.operator.reconstruction_error() <= 1e-5
 
 
-def test_these_devices_refuse_to_mix() -> None:
+def test_operations_across_simulated_devices_raise() -> None:
     x = torch.randn(3)
     with devices(), pytest.raises(RuntimeError, match=r"same device, but found \['cpu', 'meta:0'\]"):
         Resident(x, HERE) + x

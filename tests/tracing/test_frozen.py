@@ -1,4 +1,4 @@
-"""The frozen run: shares and biases add up on every host, and each frozen factor is the right one."""
+"""The frozen run: completeness of shares and biases on every host, and the choice of frozen factors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
@@ -42,7 +41,7 @@ def test_shares_and_biases_add_up(host: Host) -> None:
         shares = run.shares(-1, _scalar(trace))
     assert float((shares.gap / shares.size).max()) <= 1e-12
     assert float(shares.remainder.abs().max() / shares.size.max()) <= 1e-12
-    # Shares of nothing would add up too, if the bias took it all.
+    # Zero shares would be complete too, with the whole logit in the bias.
     assert bool((shares.tokens != 0).any())
     assert not run.shared, "two factors of equal rank shared a product"
 
@@ -86,7 +85,7 @@ def _rms(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _frozen_mamba(model: MambaForCausalLM, x: Tensor) -> Tensor:
-    """Return the logits of the last token with detaches by hand: steps, B, C, slopes, gates and scales."""
+    """Return the logits of the last token with step sizes, B, C, slopes, gates and scales detached by hand."""
     for block in model.backbone.layers:
         mixer = block.mixer
         inner, gate = mixer.in_proj(_rms(block.norm, x)).chunk(2, -1)
@@ -112,7 +111,7 @@ def _frozen_mamba(model: MambaForCausalLM, x: Tensor) -> Tensor:
 
 
 def _frozen_llama(model: LlamaForCausalLM, x: Tensor) -> Tensor:
-    """Return the logits of the last token with detaches by hand: attention weights, the activated half, scales."""
+    """Return the logits of the last token with attention weights, activated halves and scales detached by hand."""
     with torch.no_grad():
         weights = model(_ids(), output_attentions=True).attentions
     for block, attention in zip(model.model.layers, weights, strict=True):
@@ -131,7 +130,7 @@ BY_HAND: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = 
 
 
 def _misses(name: str) -> float:
-    """Return the largest difference of shares and biases from those of detaches by hand, relative to the largest."""
+    """Return the largest difference of shares and biases from those of the detached model, relative to the largest."""
     build, by_hand = BY_HAND[name]
     model = build()
     model.config._attn_implementation = "eager"
@@ -149,11 +148,11 @@ def _misses(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_shares_are_those_of_detaches_by_hand(name: str) -> None:
+def test_shares_equal_those_of_detached_models(name: str) -> None:
     assert _misses(name) <= 1e-12
 
 
-def test_the_wrong_frozen_factor_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_frozen_factor_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     product = Freezing._product
 
     def swapped(mode: Freezing, name: str, func: Any, x: Any, other: Any) -> Tensor:
@@ -165,7 +164,7 @@ def test_the_wrong_frozen_factor_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
     assert _misses("llama") > 1e-3
 
 
-def test_a_mixer_that_the_rules_run_in_place_of_its_operator_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixer_run_by_the_rules_instead_of_its_operator_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def live(run: FrozenRun, layer: Any, arguments: Any) -> Any:
         return type(layer.module).forward(layer.module, **arguments)
 
@@ -173,7 +172,7 @@ def test_a_mixer_that_the_rules_run_in_place_of_its_operator_is_caught(monkeypat
     assert _misses("mamba") > 1e-3
 
 
-def test_a_lost_bias_is_caught_and_its_module_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_bias_is_detected_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = ula.trace(_llama(), _ids(), progress=False)
     # Biases of linear layers are added without a tangent.
     monkeypatch.setattr(freezing, "as_source", lambda x, like: x if isinstance(x, Tensor) else as_source(x, like))
@@ -183,149 +182,15 @@ def test_a_lost_bias_is_caught_and_its_module_named(monkeypatch: pytest.MonkeyPa
         trace.frozen().complete_shares(-1, 3)
 
 
-ROWS = torch.linspace(-2, 2, 12, dtype=torch.float64).reshape(1, 3, 4)
-
-RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    # The function, and its frozen form by hand: linear in its argument but for constants.
-    "silu": (functional.silu, lambda x: x * torch.sigmoid(x.detach())),
-    "gelu": (functional.gelu, lambda x: x * (1 + torch.erf(x.detach() / 2**0.5)) / 2),
-    "tanh": (torch.tanh, lambda x: x * torch.tanh(x.detach()) / x.detach()),
-    "sigmoid": (torch.sigmoid, lambda x: x * (torch.sigmoid(x.detach()) - 0.5) / x.detach() + 0.5),
-    "relu": (torch.relu, lambda x: x * (x.detach() > 0)),
-    "square": (torch.square, lambda x: x * x.detach()),
-    "cube": (lambda x: x**3, lambda x: x * x.detach() ** 2),
-    "root": (lambda x: x * (x * x + 1).sqrt(), lambda x: x * (x.detach() ** 2 + 1).sqrt()),
-    "gated unit": (
-        lambda x: functional.silu(x[..., :2]) * x[..., 2:],
-        lambda x: functional.silu(x[..., :2].detach()) * x[..., 2:],
-    ),
-    "limited gated unit": (
-        lambda x: functional.silu(x[..., :2].clamp(max=1)) * x[..., 2:].clamp(-1, 1),
-        lambda x: (
-            functional.silu(x[..., :2].detach().clamp(max=1))
-            * (x[..., 2:] * x[..., 2:].detach().clamp(-1, 1) / x[..., 2:].detach())
-        ),
-    ),
-    "quick gelu": (lambda x: x * torch.sigmoid(1.702 * x), lambda x: x * torch.sigmoid(1.702 * x.detach())),
-    "gelu written out": (
-        lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3)))),
-        lambda x: x * functional.gelu(x.detach(), approximate="tanh") / x.detach(),
-    ),
-    "glu": (functional.glu, lambda x: x[..., :2] * torch.sigmoid(x[..., 2:].detach())),
-    "router": (
-        lambda x: (x.softmax(-1)[..., :1] * x) / x.norm(),
-        lambda x: x.detach().softmax(-1)[..., :1] * x / x.detach().norm(),
-    ),
-    "layer norm": (
-        lambda x: functional.layer_norm(x, (4,), ROWS[0, 0] + 3, ROWS[0, 1]),
-        lambda x: (
-            (x - x.mean(-1, keepdim=True))
-            / (x.detach().var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-            * (ROWS[0, 0] + 3)
-            + ROWS[0, 1]
-        ),
-    ),
-    "rms norm": (
-        lambda x: functional.rms_norm(x, (4,), ROWS[0, 0], 1e-6),
-        lambda x: x * torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + 1e-6) * ROWS[0, 0],
-    ),
-    "group norm": (
-        lambda x: functional.group_norm(x.mT, 2, ROWS[0, 0], ROWS[0, 1]).mT,
-        lambda x: (
-            torch.cat(
-                [
-                    (g - g.mean((1, 2), keepdim=True))
-                    / (g.detach().var((1, 2), correction=0, keepdim=True) + 1e-5).sqrt()
-                    for g in x.split(2, -1)
-                ],
-                -1,
-            )
-            * ROWS[0, 0]
-            + ROWS[0, 1]
-        ),
-    ),
-    "attention": (
-        lambda x: functional.scaled_dot_product_attention(x, x, x),
-        lambda x: (x.detach() @ x.detach().mT / 2).softmax(-1) @ x,
-    ),
-    "linear": (
-        lambda x: functional.linear(x, ROWS[0], ROWS[0, :, 0]),
-        lambda x: x @ ROWS[0].mT + ROWS[0, :, 0],
-    ),
-    "convolution": (
-        lambda x: functional.conv1d(x, ROWS[0, :, None, :2], ROWS[0, :, 0], groups=3),
-        lambda x: x[..., :-1] * ROWS[0, :, :1] + x[..., 1:] * ROWS[0, :, 1:2] + ROWS[0, :, :1],
-    ),
-    "constants": (lambda x: 1 - torch.cat([x + 2, ROWS], 1) * 3, lambda x: 1 - torch.cat([x + 2, ROWS], 1) * 3),
-    "filled": (lambda x: x.masked_fill(ROWS > 0, 5.0), lambda x: torch.where(ROWS > 0, torch.full_like(ROWS, 5), x)),
-    "mix": (
-        lambda x: torch.lerp(x, x * 2, torch.sigmoid(x[..., :1])),
-        lambda x: x + x * torch.sigmoid(x[..., :1].detach()),
-    ),
-}
-
-
-def _through(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a function's value, the part from its argument as gradient x argument, and the part from constants."""
-    x = (ROWS + 0.1).requires_grad_()
-    weight = torch.linspace(1, 2, 100, dtype=torch.float64)
-    with forward_ad.dual_level(), torch.enable_grad():
-        with Freezing(lambda: "here", lambda func, args, result: result):
-            y = function(x.clone())
-        tangent = forward_ad.unpack_dual(y).tangent
-        (grad,) = torch.autograd.grad((y.flatten() * weight[: y.numel()]).sum(), x)
-    return y.detach(), grad, torch.zeros_like(y) if tangent is None else tangent.detach()
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_each_rule_is_its_frozen_form(name: str) -> None:
-    function, by_hand = RULES[name]
-    value, grad, constants = _through(function)
-    x = (ROWS + 0.1).requires_grad_()
-    expected = by_hand(x)
-    weight = torch.linspace(1, 2, 100, dtype=torch.float64)
-    (wanted,) = torch.autograd.grad((expected.flatten() * weight[: expected.numel()]).sum(), x)
-    assert torch.allclose(value, function(x).detach(), rtol=1e-12)
-    assert torch.allclose(grad, wanted, rtol=1e-11, atol=1e-12)
-    linear = torch.autograd.functional.jvp(by_hand, ROWS + 0.1, ROWS + 0.1)[1]
-    assert torch.allclose(value - constants, linear, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("written", ["add_", "mul_", "setitem", "buffer", "relu", "copy_"])
-def test_code_that_writes_in_place_adds_up(written: str) -> None:
-    def function(x: Tensor) -> Tensor:
-        if written == "add_":
-            return x.add_(2.0).mul(3)
-        if written == "mul_":
-            x *= ROWS
-            return x
-        if written == "setitem":
-            x[:, 1] = 4.0
-            return x
-        if written == "relu":
-            return functional.relu(x - 1, inplace=True)
-        out = torch.ones_like(ROWS)
-        if written == "copy_":
-            return out.copy_(x)
-        out[:, :2] = x[:, 1:]
-        return out
-
-    value, grad, constants = _through(function)
-    assert torch.allclose(value, function(ROWS + 0.1))
-    weight = torch.linspace(1, 2, 100, dtype=torch.float64)[: value.numel()]
-    assert torch.allclose((grad * (ROWS + 0.1)).sum(), ((value - constants).flatten() * weight).sum(), rtol=1e-12)
-    assert bool((grad != 0).any())
-
-
 class _Odd(nn.Module):
-    """A block's part that calls a function that no rule knows."""
+    """A submodule that calls a function without a rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.special.bessel_j0(x)
 
 
 class _Hidden(nn.Module):
-    """A block's part that computes outside of torch's functions, in an autograd function of its own."""
+    """A submodule that computes in a custom autograd function."""
 
     class Square(torch.autograd.Function):
         @staticmethod
@@ -346,7 +211,7 @@ class _Hidden(nn.Module):
         return self.Square.apply(x)
 
 
-def test_a_function_without_a_rule_is_an_error_that_names_it() -> None:
+def test_a_function_without_a_rule_is_refused_by_name() -> None:
     model = _llama()
     model.model.layers[1].post_attention_layernorm = _Odd()
     trace = ula.trace(model, _ids(), progress=False)
@@ -357,7 +222,7 @@ def test_a_function_without_a_rule_is_an_error_that_names_it() -> None:
     assert not torch.overrides._get_current_function_mode_stack()
 
 
-def test_a_function_that_hides_what_it_computes_is_caught_and_named() -> None:
+def test_a_custom_autograd_function_is_detected_and_named() -> None:
     model = _llama()
     model.model.layers[1].post_attention_layernorm = _Hidden()
     trace = ula.trace(model, _ids(), progress=False)
@@ -365,7 +230,7 @@ def test_a_function_that_hides_what_it_computes_is_caught_and_named() -> None:
         trace.frozen().complete_shares(-1, 3)
 
 
-def test_padding_has_no_share_and_changes_none() -> None:
+def test_padding_has_no_share_and_does_not_change_shares() -> None:
     model, ids = _llama(), _ids()
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -377,17 +242,17 @@ def test_padding_has_no_share_and_changes_none() -> None:
     assert torch.allclose(padded.bias[1], single.bias[0], rtol=1e-10)
 
 
-def test_shares_of_every_depth_add_up_with_the_bias_that_follows() -> None:
+def test_shares_of_every_depth_are_complete_with_later_biases() -> None:
     shares = ula.trace(_mamba(), _ids(), progress=False).frozen().shares(-1, 3, depth=True)
     assert shares.depth is not None
     assert shares.depth.shape == (2, 2, LENGTH)
-    # No bias stands before the first block.
+    # No bias precedes the first block.
     assert torch.allclose(shares.depth[0], shares.tokens)
     assert not torch.allclose(shares.depth[1], shares.tokens)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_callers_gradient_mode_does_not_matter(mode: Any) -> None:
+def test_shares_do_not_depend_on_the_gradient_mode(mode: Any) -> None:
     model = _mamba()
     expected = ula.trace(model, _ids(), progress=False).frozen().shares(-1, 3)
     with mode():

@@ -1,4 +1,4 @@
-"""A run that is interrupted anywhere leaves the model and the process as found, and so does one that is not."""
+"""An interrupted or completed trace leaves the model and the process unchanged."""
 
 import contextlib
 from collections.abc import Callable
@@ -41,13 +41,13 @@ SWEPT = ("llama, grouped queries", "mamba", "rwkv", "jamba")
 
 @cache
 def outputs_collected(host: Host) -> tuple[str, ...]:
-    """The names of what a host can be asked to return besides its logits, as far as it takes the argument."""
-    model, found = host.model(), []
+    """The arguments of a host that request outputs in addition to the logits."""
+    model, names = host.model(), []
     for name in ("output_hidden_states", "output_attentions"):
         with torch.no_grad(), contextlib.suppress(TypeError):
             if model(**given(host), **uncached(model), **{name: True}).get(name.removeprefix("output_")) is not None:
-                found.append(name)
-    return tuple(found)
+                names.append(name)
+    return tuple(names)
 
 
 def given(host: Host) -> dict[str, Any]:
@@ -55,12 +55,12 @@ def given(host: Host) -> dict[str, Any]:
 
 
 def uncached(model: nn.Module) -> dict[str, bool]:
-    """Hosts without softmax attention fail with the cache that they make for a call of their own."""
+    """Disable the cache of hosts without softmax attention, with which a direct call fails."""
     return {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
 
 
 def sweep(model: nn.Module, run: Callable[[], object], files: tuple[str, ...], sample: int | None) -> int:
-    """Interrupt a run at the first and the last time that each line runs, or at some of these; return how often."""
+    """Interrupt a run at the first and last execution of each line, or of some; return the number of interrupts."""
     counting = Interrupts(files)
     assert not counting.run(run)
     chosen = first_and_last(counting.lines)
@@ -75,23 +75,23 @@ def require_restored(
     before, around = model_state(model), process_state()
     for at in places:
         interrupts = Interrupts(files, at)
-        assert interrupts.run(run), f"interrupt {at} was swallowed, or did not come"
+        assert interrupts.run(run), f"interrupt {at} was swallowed or did not occur"
         changed = differences(before, model_state(model)) | differences(around, process_state())
         path, line = interrupts.lines[at[0]]
         assert not changed, f"interrupted at {Path(path).name}:{line}, {at}: {changed}"
-    # Another thread would wait for ever for a lock that is left behind.
+    # A lock that is not released would block another thread forever.
     assert "owner=0" in repr(isolation.LOCK)
 
 
 def runs(model: nn.Module, x: object) -> dict[str, Callable[[], object]]:
-    found = trace(model, x)
+    host_trace = trace(model, x)
 
     def operators() -> None:
-        for layer in found.layers:
+        for layer in host_trace.layers:
             vars(layer).pop("operator", None)
-            layer.operator  # noqa: B018  built when it is asked for
+            layer.operator  # noqa: B018  the property builds it
 
-    return {"trace": lambda: trace(model, x), "gradient": found.gradient, "operators": operators}
+    return {"trace": lambda: trace(model, x), "gradient": host_trace.gradient, "operators": operators}
 
 
 @pytest.mark.parametrize("what", ["trace", "gradient", "operators"])
@@ -136,7 +136,7 @@ def test_a_second_interrupt_during_the_restoration() -> None:
     assert twice.raised == 2
 
 
-def test_the_sweep_finds_a_restoration_that_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_detects_a_restoration_that_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     def once(run: Callable[[], object], restore: Callable[[], object]) -> object:
         try:
             return run()
@@ -150,7 +150,7 @@ def test_the_sweep_finds_a_restoration_that_is_started_once(monkeypatch: pytest.
         sweep(model, run, RESTORING, None)
 
 
-def test_the_sweep_finds_an_interrupt_that_is_swallowed() -> None:
+def test_the_sweep_detects_a_swallowed_interrupt() -> None:
     model = Model(Block(added)).eval()
 
     def run() -> None:
@@ -161,7 +161,7 @@ def test_the_sweep_finds_an_interrupt_that_is_swallowed() -> None:
         sweep(model, run, RESTORING, 3)
 
 
-def test_forwards_come_back_once_an_interrupted_block_is_over() -> None:
+def test_forwards_are_restored_after_an_interrupted_block() -> None:
     model = Model(Block(added)).eval()
 
     def run() -> None:
@@ -171,25 +171,25 @@ def test_forwards_come_back_once_an_interrupted_block_is_over() -> None:
     sweep(model, run, ("unilinattn/tracing/substitution.py", "unilinattn/call/entries.py", contextlib.__file__), None)
 
 
-def test_a_late_end_of_an_interrupted_run_changes_nothing() -> None:
+def test_a_generator_closed_late_after_an_interrupt_changes_nothing() -> None:
     model, x = HOSTS["llama, grouped queries"].model(), HOSTS["llama, grouped queries"].inputs()
-    trace(model, x)  # a model's first trace searches for mixers, later ones do not
+    trace(model, x)  # only the first trace of a model searches for unregistered mixers
     counting = Interrupts((contextlib.__file__,))
     assert not counting.run(lambda: trace(model, x))
     for number in first_and_last(counting.lines)[::8]:
-        kept = []
+        errors = []
 
-        def run(kept: list[BaseException] = kept) -> None:
+        def run(errors: list[BaseException] = errors) -> None:
             try:
                 trace(model, x)
             except KeyboardInterrupt as error:
-                kept.append(error)
+                errors.append(error)
 
         Interrupts((contextlib.__file__,), (number,)).run(run)
         model.set_attn_implementation("eager")
-        assert len(kept) == 1
+        assert len(errors) == 1
         with left_as_found(model):
-            kept.clear()
+            errors.clear()
         model.set_attn_implementation("sdpa")
 
 
@@ -210,7 +210,7 @@ def test_a_host_collects_the_same_outputs_after_a_trace(name: str, where: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTS)
-def test_every_host_is_left_as_found_whatever_it_collects(name: str) -> None:
+def test_hosts_are_unchanged_with_any_collected_outputs(name: str) -> None:
     host = HOSTS[name]
     for collected in outputs_collected(host):
         require_outputs_as_before(host, collected, "argument")
@@ -218,7 +218,7 @@ def test_every_host_is_left_as_found_whatever_it_collects(name: str) -> None:
 
 
 def require_outputs_as_before(host: Host, collected: str, where: str) -> None:
-    """Trace a host that collects outputs, before and after it installed its own hooks; compare what it returns."""
+    """Trace a host that collects outputs, before and after it installs its hooks; compare its outputs."""
     model, expected, options = host.model(), host.model(), {collected: True}
     if where == "configuration":
         for one in (model, expected):
@@ -228,18 +228,18 @@ def require_outputs_as_before(host: Host, collected: str, where: str) -> None:
         options = {}
     for _ in range(2):
         with left_as_found(model):
-            found = trace(model, {**given(host), **options})
-        assert found.layers
+            host_trace = trace(model, {**given(host), **options})
+        assert host_trace.layers
         with torch.no_grad():
-            got, plain = (one(**given(host), **uncached(one), **options) for one in (model, expected))
+            actual, plain = (one(**given(host), **uncached(one), **options) for one in (model, expected))
         key = collected.removeprefix("output_")
-        assert len(got[key]) == len(plain[key])
-        # A trace runs attention in its eager form, which returns weights where others do not.
-        more = len(found.output[key]) - len(plain[key])
+        assert len(actual[key]) == len(plain[key])
+        # A trace runs eager attention, which returns weights that other implementations do not.
+        more = len(host_trace.output[key]) - len(plain[key])
         assert more == 0 or (key == "attentions" and more > 0)
 
 
-def test_a_host_whose_hooks_stay_is_seen() -> None:
+def test_hooks_that_remain_are_detected() -> None:
     model = HOSTS["llama, grouped queries"].model()
     with pytest.raises(LawViolation, match="hooks of the model changed"), left_as_found(model):
         model(**given(HOSTS["llama, grouped queries"]), output_hidden_states=True)

@@ -1,4 +1,4 @@
-"""Bad input: each gets a clear error of our own, and the model is as it was."""
+"""Errors of invalid inputs; each leaves the model unchanged."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ class GatedSlotMixer(nn.Module):
         return self.own(x).cumsum(1)
 
 
-def test_an_unknown_mixer_is_named_with_its_path_and_the_recipe() -> None:
+def test_an_unknown_mixer_is_refused_with_its_path_and_the_remedy() -> None:
     refused(
         Model(Block(added), Block(added, GatedSlotMixer())),
         ids(),
@@ -77,39 +77,39 @@ def test_ids_of_the_wrong_dtype_are_refused(dtype: torch.dtype) -> None:
     ],
     ids=["one axis", "no tokens", "no sequences", "an id too high", "an id too low"],
 )
-def test_ids_that_do_not_fit_are_refused(x: torch.Tensor, words: str) -> None:
+def test_ids_of_the_wrong_shape_or_range_are_refused(x: torch.Tensor, words: str) -> None:
     refused(host("mamba").model(), x, InputError, words)
 
 
 @pytest.mark.parametrize("inputs", ["some text", [1, 2, 3], None], ids=str)
-def test_inputs_that_are_no_tensor_are_refused(inputs: object) -> None:
+def test_inputs_that_are_not_tensors_are_refused(inputs: object) -> None:
     name = type(inputs).__name__
     refused(host("mamba").model(), inputs, InputError, f"inputs are a {name}", "a mapping of the model's keyword")
 
 
 def test_a_logit_out_of_range_is_refused() -> None:
     model = host("mamba").model()
-    found = trace(model, host("mamba").inputs())
+    host_trace = trace(model, host("mamba").inputs())
     for logit in (31, -1, (0, 31)):
         with left_as_found(model), pytest.raises(InputError, match="is out of range: the model has logits 0 to 30"):
-            found.gradient(logit=logit)
+            host_trace.gradient(logit=logit)
     with left_as_found(model), pytest.raises(InputError, match="target 13 is out of range: sequence 0 has 13 real"):
-        found.gradient(target=13)
+        host_trace.gradient(target=13)
 
 
-def test_a_model_without_logits_asks_for_a_function() -> None:
+def test_a_model_without_logits_needs_a_function() -> None:
     model = host("mamba").model().backbone
-    found = trace(model, host("mamba").inputs())
+    host_trace = trace(model, host("mamba").inputs())
     with (
         left_as_found(model),
         pytest.raises(InputError, match="MambaModel returns no logits; give `logit` as a function"),
     ):
-        found.gradient()
-    grads = found.gradient(logit=lambda out: out.last_hidden_state[:, -1].sum())
+        host_trace.gradient()
+    grads = host_trace.gradient(logit=lambda out: out.last_hidden_state[:, -1].sum())
     assert all(float(grad.abs().sum()) > 0 for grad in grads)
 
 
-def test_an_operator_says_what_it_takes() -> None:
+def test_an_operator_refuses_invalid_arguments() -> None:
     op = trace(host("mamba").model(), host("mamba").inputs()).layers[0].operator
     name = "backbone.layers.0.mixer"
     with pytest.raises(InputError, match=rf"{name} was frozen on shape \(2, 13, 12\) for port 'x', got \(2, 12, 12\)"):
@@ -154,8 +154,8 @@ for call in (
 """
 
 
-def test_types_that_signatures_forbid_get_a_message_too() -> None:
-    # In a process of its own: in a thorough run every signature is checked before the call.
+def test_arguments_of_the_wrong_type_are_refused() -> None:
+    # In a separate process, because a thorough run checks signatures before the call.
     done = subprocess.run([sys.executable, "-c", UNTYPED], capture_output=True, text=True, check=True, cwd=ROOT)
     lines = done.stdout.splitlines()
     assert len(lines) == 4
@@ -165,7 +165,7 @@ def test_types_that_signatures_forbid_get_a_message_too() -> None:
     assert "InputError target tensor([0.5000, 1.0000]) is no position" in lines[3]
 
 
-def test_an_activation_without_a_frozen_slope_is_refused_when_the_operator_is_built() -> None:
+def test_an_activation_without_a_known_slope_is_refused() -> None:
     model = transformers_model(
         "MambaModel", "MambaConfig", hidden_size=6, num_hidden_layers=1, hidden_act="tanh"
     )().eval()
@@ -173,7 +173,7 @@ def test_an_activation_without_a_frozen_slope_is_refused_when_the_operator_is_bu
         trace(model, host("mamba").inputs()).layers[0].operator  # noqa: B018  the property builds it
 
 
-def test_a_host_of_another_version_is_said_to_be_one() -> None:
+def test_a_missing_attribute_of_a_host_names_its_version() -> None:
     model = host("mamba").model()
     layer = trace(model, host("mamba").inputs()).layers[0]
     del model.backbone.layers[0].mixer.ssm_state_size
@@ -184,15 +184,15 @@ def test_a_host_of_another_version_is_said_to_be_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d"])
-def test_numbers_that_are_not_finite_are_named_with_their_layer(name: str) -> None:
+def test_a_factor_that_is_not_finite_is_refused_with_its_layer(name: str) -> None:
     model = host(name).model()
     mixers = [module for module in model.modules() if hasattr(module, "D")]
     with torch.no_grad():
         (mixers[1].kernel.C if name == "s4d" else mixers[1].A_log).view(-1)[0] = torch.nan
-    found = trace(model, host(name).inputs())
-    found.layers[0].operator  # noqa: B018  the property builds it
-    with pytest.raises(UnilinattnError, match=rf"{found.layers[1].name}: factor '.*' of shape .* holds \d+ NaN"):
-        found.layers[1].operator  # noqa: B018  the property builds it
+    host_trace = trace(model, host(name).inputs())
+    host_trace.layers[0].operator  # noqa: B018  the property builds it
+    with pytest.raises(UnilinattnError, match=rf"{host_trace.layers[1].name}: factor '.*' of shape .* holds \d+ NaN"):
+        host_trace.layers[1].operator  # noqa: B018  the property builds it
 
 
 @pytest.mark.parametrize(
@@ -203,17 +203,17 @@ def test_numbers_that_are_not_finite_are_named_with_their_layer(name: str) -> No
         ("mamba2", "in_proj", 0, "gate"),
     ],
 )
-def test_a_gate_or_norm_that_is_not_finite_is_named(name: str, weight: str, row: int, role: str) -> None:
+def test_a_gate_or_norm_that_is_not_finite_is_refused(name: str, weight: str, row: int, role: str) -> None:
     model = host(name).model()
     mixer = model.backbone.layers[1].mixer
     with torch.no_grad():
         getattr(mixer, weight).weight[row] = torch.nan
-    found = trace(model, host(name).inputs()).layers[1]
-    with pytest.raises(FactorError, match=rf"{found.name}: factor '{role}' of shape .* holds \d+ NaN"):
-        found.operator.apply(found.operator.inputs)
+    layer = trace(model, host(name).inputs()).layers[1]
+    with pytest.raises(FactorError, match=rf"{layer.name}: factor '{role}' of shape .* holds \d+ NaN"):
+        layer.operator.apply(layer.operator.inputs)
 
 
-def test_a_gate_that_is_made_late_is_named_then() -> None:
+def test_a_deferred_gate_is_checked_when_it_is_computed() -> None:
     x = torch.randn(1, 4, 2)
     gate = torch.ones(1, 4, 2)
     gate[0, 1] = torch.inf
@@ -222,7 +222,7 @@ def test_a_gate_that_is_made_late_is_named_then() -> None:
         op.apply(x)
 
 
-def test_a_mixer_by_itself_may_be_traced() -> None:
+def test_a_mixer_without_a_model_can_be_traced() -> None:
     mixer = S4D(6, 4)
     layer = trace(mixer, torch.randn(2, 5, 6)).layers[0]
     assert layer.name == "S4D"

@@ -1,4 +1,4 @@
-"""A mixer that no adapter knows: refused by name, or kept as an opaque layer that every result names."""
+"""Mixers without an adapter: refused, or kept as opaque layers that results list."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import unilinattn as ula
 
 
 class LSTMMixer(nn.Module):
-    """A non-linear recurrence: nothing can freeze it into a linear map from its input."""
+    """A non-linear recurrence, which has no exact linear form."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ def hybrid() -> nn.Module:
 IDS = torch.randint(30, (2, 9))
 
 
-def test_an_unknown_mixer_is_refused_with_its_path_class_and_the_recipe() -> None:
+def test_an_unknown_mixer_is_refused_with_its_path_class_and_the_remedy() -> None:
     with pytest.raises(ula.UnilinattnError) as caught:
         ula.trace(hybrid(), IDS)
     message = str(caught.value)
@@ -40,25 +40,25 @@ def test_an_unknown_mixer_is_refused_with_its_path_class_and_the_recipe() -> Non
     assert "LSTM" in message and "register_architecture" in message
 
 
-def test_without_strict_it_is_an_opaque_layer_that_results_name() -> None:
-    found = ula.trace(hybrid(), IDS, strict=False)
-    assert [layer.kind for layer in found.layers] == ["Mamba-1 (S6)", "opaque", "Mamba-1 (S6)"]
-    opaque = found.layers[1]
+def test_without_strict_it_is_an_opaque_layer_that_results_list() -> None:
+    trace = ula.trace(hybrid(), IDS, strict=False)
+    assert [layer.kind for layer in trace.layers] == ["Mamba-1 (S6)", "opaque", "Mamba-1 (S6)"]
+    opaque = trace.layers[1]
     assert opaque.opaque and opaque.name.startswith("backbone.layers.1.mixer")
     with pytest.raises(ula.UnilinattnError, match="is opaque"):
         _ = opaque.operator
     for method, options in (("raw", {}), ("rollout", {}), ("latim", {}), ("alti", {}), ("attribution", {"target": -1})):
-        result = ula.explain(found, method=method, **options)
+        result = ula.explain(trace, method=method, **options)
         assert result.left_out == (opaque.name,)
         assert len(result.layers) == 2
         assert opaque.name in repr(result) and opaque.name in result.to_html()
         with pytest.raises(ula.UnilinattnError, match="is opaque"):
-            ula.explain(found, method="raw", layers=[1])
+            ula.explain(trace, method="raw", layers=[1])
 
 
-def test_a_model_of_opaque_layers_alone_explains_nothing() -> None:
+def test_a_model_with_only_opaque_layers_is_refused() -> None:
     model = hybrid()
     model.backbone.layers = nn.ModuleList([model.backbone.layers[1]])
-    found = ula.trace(model, IDS, strict=False)
+    trace = ula.trace(model, IDS, strict=False)
     with pytest.raises(ula.UnilinattnError, match="every layer of MambaForCausalLM is opaque"):
-        ula.explain(found, method="rollout")
+        ula.explain(trace, method="rollout")

@@ -1,4 +1,4 @@
-"""`alti` on models whose own code notes the stream that each layer's output is added to, against its definition."""
+"""`alti` against its definition, on models that record the residual stream of every layer."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -45,7 +45,7 @@ def mixer() -> nn.Module:
 
 
 class Noting(nn.Module):
-    """A model whose code notes (stream, multiplier) of each layer: the truth that no search is needed for."""
+    """A model that records the true (stream, multiplier) of each layer."""
 
     depth = 3
 
@@ -98,15 +98,15 @@ class FlatScaled(Noting):
 
 
 class FlatParallel(Noting):
-    """The MLP runs before the mixer, and beside it."""
+    """The MLP runs before the mixer, in parallel to it."""
 
     def layer(self, x: Tensor, at: int) -> Tensor:
-        beside = self.mlps[at](self.mlp_norms[at](x))
-        return self.add(x, self.mixers[at](self.norms[at](x))) + beside
+        parallel = self.mlps[at](self.mlp_norms[at](x))
+        return self.add(x, self.mixers[at](self.norms[at](x))) + parallel
 
 
 class Block(nn.Module):
-    """Norms, mixer and MLP of one layer of a model, run by the model's own code in a module around them."""
+    """A module around the norms, mixer and MLP of one layer, which runs the code of the model."""
 
     def __init__(self, model: Noting, at: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ MODELS = [*FLAT, *map(in_blocks, FLAT)]
 
 
 class HiddenStream(Noting):
-    """No module receives the stream between MLP and mixer: the norm is a function."""
+    """No module receives the stream between MLP and mixer, because the norm is a function."""
 
     def layer(self, x: Tensor, at: int) -> Tensor:
         x = x + self.mlps[at](self.mlp_norms[at](x))
@@ -196,7 +196,7 @@ def ids() -> Tensor:
 def definition(shares: Tensor, stream: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """C_ij = [||y_i||_1 - ||y_i - T_ij||_1]^+ over its row's sum, T_ii with the stream (LaTIM Eq. 6).
 
-    Beside it, what the row's rounding is divided by, relative to what is rounded.
+    Also returns the amplification of rounding errors in each row by the division.
     """
     eye = torch.eye(shares.shape[1], dtype=shares.dtype)
     shares = shares + eye[:, :, None] * stream[:, :, None]
@@ -207,63 +207,63 @@ def definition(shares: Tensor, stream: Tensor, y: Tensor) -> tuple[Tensor, Tenso
 
 
 def traced(model: nn.Module) -> ula.Trace:
-    """Trace a model that has noted the same run before: a trace leaves the list of its notes as it found it."""
+    """Run and trace a model; the trace does not change the records of the run."""
     with torch.no_grad():
         model(ids())
     return ula.trace(model, ids())
 
 
-def deviation(found: Trace, model: "Noting", scores: Tensor) -> float:
-    """The largest difference from the definition on the noted streams, in units of what a row's rounding makes."""
+def deviation(trace: Trace, model: "Noting", scores: Tensor) -> float:
+    """The largest difference from the definition on the recorded streams, in units of the row's rounding error."""
     worst = 0.0
-    for layer, (stream, multiplier), got in zip(found.layers, model.noted, scores, strict=True):
+    for layer, (stream, multiplier), actual in zip(trace.layers, model.noted, scores, strict=True):
         shares = multiplier * layer.operator.contributions(torch.arange(LENGTH)).double()
-        wanted, scale = definition(shares, stream.double(), stream.double() + multiplier * layer.output.double())
-        worst = max(worst, float(((got.double() - wanted).abs() * scale).max()))
+        expected, scale = definition(shares, stream.double(), stream.double() + multiplier * layer.output.double())
+        worst = max(worst, float(((actual.double() - expected).abs() * scale).max()))
     return worst
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-def test_alti_is_its_definition_on_the_stream_that_the_code_adds_to(
+def test_alti_agrees_with_its_definition_on_the_true_stream(
     kind: type[Noting], dtype: torch.dtype, close: float
 ) -> None:
     model = built(kind, dtype)
     with promoted() if dtype == torch.float64 else nullcontext():
-        found = traced(model)
-    for layer, (stream, multiplier) in zip(found.layers, model.noted, strict=True):
+        trace = traced(model)
+    for layer, (stream, multiplier) in zip(trace.layers, model.noted, strict=True):
         assert layer.multiplier == pytest.approx(multiplier, rel=1e-6)
         assert layer.residual is not None
         assert (layer.residual - stream).abs().max() <= 4 * torch.finfo(dtype).eps * stream.abs().max()
-    result = ula.explain(found, method="alti")
-    assert deviation(found, model, result.scores) <= close
-    assert set(result.stream_error) == {layer.name for layer in found.layers}
+    result = ula.explain(trace, method="alti")
+    assert deviation(trace, model, result.scores) <= close
+    assert set(result.stream_error) == {layer.name for layer in trace.layers}
     assert max(result.stream_error.values()) <= (1e-6 if dtype == torch.float32 else 1e-14)
 
 
 @pytest.mark.parametrize("kind", [HiddenStream, in_blocks(HiddenStream)], ids=lambda kind: kind.__name__)
 def test_a_stream_that_no_module_receives_is_refused(kind: type[Noting]) -> None:
-    found = ula.trace(built(kind), ids())
-    assert [layer.residual for layer in found.layers] == [None] * kind.depth
-    assert [step.stream_error() for step in found.steps] == [None] * kind.depth
+    trace = ula.trace(built(kind), ids())
+    assert [layer.residual for layer in trace.layers] == [None] * kind.depth
+    assert [step.stream_error() for step in trace.steps] == [None] * kind.depth
     with pytest.raises(UncoveredError, match=r"output of mixers.0; no module received a stream"):
-        ula.explain(found, method="alti")
+        ula.explain(trace, method="alti")
 
 
-def test_an_output_that_another_module_takes_first_is_refused_by_that_module_s_name() -> None:
-    found = ula.trace(built(NormedOutput), ids())
+def test_an_output_that_passes_another_module_is_refused_with_its_name() -> None:
+    trace = ula.trace(built(NormedOutput), ids())
     with pytest.raises(UncoveredError, match=r"output of mixers.0; mlp_norms.0 takes this output itself"):
-        ula.explain(found, method="alti")
+        ula.explain(trace, method="alti")
 
 
-def test_a_stream_that_the_host_writes_into_is_not_taken_for_the_one_before() -> None:
+def test_a_stream_modified_in_place_is_exact_or_missing() -> None:
     model = built(WrittenStream)
-    found = traced(model)
-    for layer, (stream, _) in zip(found.layers, model.noted, strict=True):
+    trace = traced(model)
+    for layer, (stream, _) in zip(trace.layers, model.noted, strict=True):
         assert layer.residual is None or torch.allclose(layer.residual, stream, rtol=1e-12)
 
 
-def test_a_sibling_in_the_stream_is_caught() -> None:
+def test_a_wrongly_assigned_sibling_raises_stream_error() -> None:
     model = built(FlatMLPFirst, torch.float32)
     found = ula.trace(model, ids())
     ula.explain(found, method="alti")
@@ -282,11 +282,11 @@ def test_a_sibling_in_the_stream_is_caught() -> None:
         ula.explain(found, method="latim")
     layer.stream, layer.multiplier = right, 1.001
     with pytest.raises(StreamError):
-        ula.explain(found, method="alti")
+        ula.explain(trace, method="alti")
 
 
-def test_a_parallel_branch_is_proven_and_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With every module taken for independent of the layer, the hidden stream's MLP passes for a parallel branch.
+def test_a_parallel_branch_requires_independence(monkeypatch: pytest.MonkeyPatch) -> None:
+    # If all modules count as independent of the layer, the MLP of the hidden stream becomes a parallel branch.
     assert ula.trace(built(HiddenStream), ids()).layers[0].residual is None
     monkeypatch.setattr(residual, "followed_back", lambda child, block, before: ([before[0].output], []))
     model = built(HiddenStream)
@@ -307,14 +307,14 @@ def without_outputs(model: nn.Module, projection: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-def test_an_output_of_zeros_leaves_the_stream(kind: type[Noting]) -> None:
+def test_an_output_of_zeros_has_a_stream(kind: type[Noting]) -> None:
     model = without_outputs(built(kind), "out_proj")
-    found = traced(model)
-    for layer, (stream, _) in zip(found.layers, model.noted, strict=True):
+    trace = traced(model)
+    for layer, (stream, _) in zip(trace.layers, model.noted, strict=True):
         assert not layer.output.any()
         assert layer.residual is not None
         assert torch.allclose(layer.residual, stream, rtol=1e-12, atol=0)
-    scores = ula.explain(found, method="alti").scores
+    scores = ula.explain(trace, method="alti").scores
     assert torch.equal(scores, torch.eye(LENGTH, dtype=scores.dtype).expand_as(scores))
 
 
@@ -334,17 +334,17 @@ def test_an_output_of_zeros_leaves_the_stream(kind: type[Noting]) -> None:
 def test_zero_initialised_projections_of_real_hosts(name: str, projection: str, steps: int) -> None:
     entry = host(name)
     plain = ula.trace(entry.model(), entry.inputs())
-    found = ula.trace(without_outputs(entry.model(), projection), entry.inputs())
-    zero = [at for at, layer in enumerate(found.layers) if not layer.output.any()]
+    trace = ula.trace(without_outputs(entry.model(), projection), entry.inputs())
+    zero = [at for at, layer in enumerate(trace.layers) if not layer.output.any()]
     assert zero
-    first = found.layers[zero[0]]
+    first = trace.layers[zero[0]]
     assert first.residual is not None
     if zero[0] == 0:
         assert torch.allclose(first.residual, plain.layers[0].residual)
-    errors = [step.stream_error() for step in found.steps]
+    errors = [step.stream_error() for step in trace.steps]
     assert len(errors) == steps
     assert all(error is not None and error <= 1e-6 for error in errors)
-    scores = ula.explain(found, method="alti", layers=zero).scores
+    scores = ula.explain(trace, method="alti", layers=zero).scores
     assert torch.equal(scores, torch.eye(entry.length).expand_as(scores))
 
 
@@ -358,30 +358,30 @@ HELD = {
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_steps_add_up_to_the_next_stream(name: str) -> None:
-    """The stream after a step, plus what a hook saw the block's MLP add, is the stream before the next step."""
+def test_stream_and_outputs_sum_to_the_next_stream(name: str) -> None:
+    """The stream after a step plus the output of the block's MLP is the stream before the next step."""
     entry = host(name)
     model, (blocks, mlp) = entry.model(), HELD[name]
     added: list[Tensor] = []
     for block in model.get_submodule(blocks) if mlp else ():
         block.get_submodule(mlp).register_forward_hook(lambda module, args, output: added.append(output.clone()))
-    found = ula.trace(model, entry.inputs())
-    for at, (step, later) in enumerate(zip(found.steps, found.steps[1:], strict=False)):
+    trace = ula.trace(model, entry.inputs())
+    for at, (step, later) in enumerate(zip(trace.steps, trace.steps[1:], strict=False)):
         after = step.layers[0].residual + sum(layer.multiplier * layer.output for layer in step.layers)
         after = after + added[at] if mlp else after
         assert torch.allclose(after, later.layers[0].residual, rtol=1e-5, atol=1e-5)
 
 
-def test_zamba_s_shared_attention_has_no_stream_and_an_exact_row_without_one() -> None:
+def test_zamba_s_shared_attention_has_no_stream_and_is_exact_without_residual() -> None:
     entry = host("zamba")
-    found = ula.trace(entry.model().double(), entry.inputs())
-    attention = [layer for layer in found.layers if layer.kind == "softmax attention"]
-    mamba = [layer.name for layer in found.layers if layer not in attention]
+    trace = ula.trace(entry.model().double(), entry.inputs())
+    attention = [layer for layer in trace.layers if layer.kind == "softmax attention"]
+    mamba = [layer.name for layer in trace.layers if layer not in attention]
     with pytest.raises(UncoveredError, match=r"pre_ff_layernorm takes this output itself.* Use residual=False"):
-        ula.explain(found, method="alti")
-    assert set(ula.explain(found, method="alti", layers=mamba).stream_error) == set(mamba)
-    result = ula.explain(found, method="alti", residual=False, layers=[layer.name for layer in attention])
+        ula.explain(trace, method="alti")
+    assert set(ula.explain(trace, method="alti", layers=mamba).stream_error) == set(mamba)
+    result = ula.explain(trace, method="alti", residual=False, layers=[layer.name for layer in attention])
     for layer, scores in zip(attention, result.scores, strict=True):
         shares = layer.operator.contributions(torch.arange(entry.length))
-        wanted, _ = definition(shares, torch.zeros_like(layer.output), layer.output)
-        assert (scores - wanted).abs().max() <= 1e-12
+        expected, _ = definition(shares, torch.zeros_like(layer.output), layer.output)
+        assert (scores - expected).abs().max() <= 1e-12

@@ -1,4 +1,4 @@
-"""A traced model is left exactly as found: after success, after an exception, and after a keyboard interrupt."""
+"""A traced model is unchanged after success, an exception, or a keyboard interrupt."""
 
 import inspect
 from collections.abc import Callable
@@ -44,35 +44,35 @@ def test_after_success(name: str) -> None:
 @pytest.mark.parametrize("run", ["trace", "gradient"])
 def test_after_an_exception_inside_a_module(name: str, error: type[BaseException], run: str) -> None:
     model, x = host(name).model(), host(name).inputs()
-    found = trace(model, x)
-    # Mixers run through their operators when gradients are taken, so there the failure stands behind them.
+    host_trace = trace(model, x)
+    # Gradients run the operators in place of the mixers, so the failure is in a module after the mixers.
     last = mixers(model, x)[-1] if run == "trace" else list(model.modules())[-1]
-    own = last.forward
+    forward = last.forward
 
     def fail(*arguments: object, **options: object) -> Tensor:
         raise error("stop here")
 
     last.forward = fail
     with left_as_found(model), pytest.raises(error, match="stop here"):
-        trace(model, x) if run == "trace" else found.gradient()
+        trace(model, x) if run == "trace" else host_trace.gradient()
     del last.forward
-    assert own == last.forward
+    assert forward == last.forward
     again = trace(model, x)
-    assert torch.equal(found.layers[-1].output, again.layers[-1].output)
+    assert torch.equal(host_trace.layers[-1].output, again.layers[-1].output)
 
 
 def test_after_an_exception_of_the_target() -> None:
     model, x = host("mamba").model(), host("mamba").inputs()
-    found = trace(model, x)
+    host_trace = trace(model, x)
 
     def fail(output: object) -> Tensor:
         raise KeyboardInterrupt
 
     with left_as_found(model), pytest.raises(KeyboardInterrupt):
-        found.gradient(logit=fail)
+        host_trace.gradient(logit=fail)
 
 
-def test_running_through_operators_puts_every_forward_back() -> None:
+def test_through_operators_restores_every_forward() -> None:
     model, x = host("mamba").model(), host("mamba").inputs()
     plain = model(x).logits
     with left_as_found(model), pytest.raises(KeyboardInterrupt), through_operators(model):
@@ -82,7 +82,7 @@ def test_running_through_operators_puts_every_forward_back() -> None:
 
 
 @pytest.mark.parametrize("how", ["in place", "reassigned", "as an attribute"])
-def test_what_a_run_keeps_in_the_model_is_taken_back(how: str) -> None:
+def test_attributes_set_during_a_run_are_restored(how: str) -> None:
     def counts(block: nn.Module, x: Tensor) -> Tensor:
         if how == "in place":
             block.runs.add_(1)
@@ -99,7 +99,7 @@ def test_what_a_run_keeps_in_the_model_is_taken_back(how: str) -> None:
     assert not hasattr(model.blocks[0], "seen")
 
 
-def test_a_model_that_changes_its_own_weights_is_refused() -> None:
+def test_a_model_that_changes_its_weights_is_refused() -> None:
     def rescales(block: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             block.mixer.D.mul_(0.5)
@@ -109,7 +109,7 @@ def test_a_model_that_changes_its_own_weights_is_refused() -> None:
         trace(Model(Block(rescales)), ids())
 
 
-def test_a_training_model_without_dropout_is_traced_in_its_mode() -> None:
+def test_a_model_in_train_mode_without_dropout_is_traced_in_train_mode() -> None:
     model, x = host("mamba2").model().train(), host("mamba2").inputs()
     with left_as_found(model):
         assert max(layer.operator.reconstruction_error() for layer in trace(model, x).layers) <= 1e-5
@@ -123,7 +123,7 @@ def test_active_dropout_is_refused(name: str) -> None:
         trace(model, x)
 
 
-def test_dropout_of_one_module_is_refused_and_dropout_of_nothing_is_not() -> None:
+def test_active_dropout_of_one_module_is_refused_and_unused_dropout_is_not() -> None:
     model = Model(Block(lambda block, x: block.dropout(added(block, x)))).eval()
     trace(model, ids())
     model.blocks[0].dropout.train()
@@ -159,24 +159,24 @@ def test_dropout_inside_an_attention_function_is_refused() -> None:
 @pytest.mark.parametrize("use", ["operator", "gradient"])
 def test_weights_that_changed_after_the_trace_are_refused(change: Callable[[nn.Module], object], use: str) -> None:
     model = Model(Block(added), Block(added))
-    found = trace(model, ids())
+    host_trace = trace(model, ids())
     change(model.blocks[1].mixer)
-    found.layers[0].operator  # noqa: B018  a layer whose own weights are as they were
+    host_trace.layers[0].operator  # noqa: B018  a layer with unchanged weights
     with pytest.raises(ModelStateError, match=r"weights of .* changed since the trace \(.*\), .* trace the model"):
-        found.layers[1].operator if use == "operator" else found.gradient()
+        host_trace.layers[1].operator if use == "operator" else host_trace.gradient()
 
 
-def test_an_operator_that_was_built_before_stays_what_it_was() -> None:
+def test_an_existing_operator_is_not_affected_by_changed_weights() -> None:
     model = Model(Block(added))
     layer = trace(model, ids()).layers[0]
-    own = layer.operator.apply(layer.input)
+    output = layer.operator.apply(layer.input)
     with torch.no_grad():
         model.blocks[0].mixer.D.add_(1)
-    assert torch.equal(layer.operator.apply(layer.input), own)
+    assert torch.equal(layer.operator.apply(layer.input), output)
 
 
 class Overwriting(S4D):
-    """Writes into its own argument once it has read it, as some hosts do to save memory."""
+    """Overwrites its argument after reading it, as some hosts do to save memory."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         mixed = super().forward(hidden_states)
@@ -185,7 +185,7 @@ class Overwriting(S4D):
 
 
 class Counting(S4D):
-    """Counts its runs."""
+    """Counts its runs in a buffer."""
 
     def __init__(self, d_model: int, d_state: int) -> None:
         super().__init__(d_model, d_state)
@@ -205,35 +205,35 @@ class Counting(S4D):
     ],
     ids=["into the output", "into the stream", "a factor on the output"],
 )
-def test_hosts_that_go_on_in_place_are_recorded_before_they_do(around: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_outputs_are_recorded_before_in_place_changes(around: Callable[[nn.Module, Tensor], Tensor]) -> None:
     model = Model(Block(around)).eval().double()
-    found = trace(model, ids())
-    assert found.layers[0].operator.reconstruction_error() <= 1e-12
+    host_trace = trace(model, ids())
+    assert host_trace.layers[0].operator.reconstruction_error() <= 1e-12
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    (grad,) = found.gradient(logit=0)
-    # Behind the mixer: a factor, the head, and the last token's logit 0.
+    (grad,) = host_trace.gradient(logit=0)
+    # After the mixer: a factor, the head, and the last token's logit 0.
     expected = torch.zeros_like(grad)
     expected[:, -1] = model.head.weight[0] * (2 if "mul_" in inspect.getsource(around) else 1)
     assert relative_error(grad, expected) <= 1e-12
 
 
-def test_a_host_that_writes_into_its_argument_is_recorded_before_it_does() -> None:
+def test_inputs_are_recorded_before_in_place_changes() -> None:
     model = Model(Block(lambda block, x: block.mixer(x * 1), Overwriting(WIDTH, 4)))
     layer = trace(model, ids()).layers[0]
     assert torch.equal(layer.input, model.embed(ids()))
     assert layer.operator.reconstruction_error() <= 1e-5
 
 
-def test_buffers_that_every_run_changes_do_not_count_as_weights() -> None:
+def test_buffers_that_every_run_changes_may_change() -> None:
     model = Model(Block(added, Counting(WIDTH, 4)))
-    found = trace(model, ids())
-    found.gradient()
-    assert found.layers[0].operator.reconstruction_error() <= 1e-5
+    host_trace = trace(model, ids())
+    host_trace.gradient()
+    assert host_trace.layers[0].operator.reconstruction_error() <= 1e-5
     assert int(model.blocks[0].mixer.runs) == 0
 
 
-def test_the_kit_sees_what_was_left_behind() -> None:
+def test_the_kit_detects_changes_of_the_model() -> None:
     model = host("s4d").model()
     with (
         pytest.raises(LawViolation, match=r"tensors of the model changed: \['layers.0.mixer.D'\]"),

@@ -1,4 +1,4 @@
-"""Where a layer's output joins the residual stream: found from what modules received, on real hosts."""
+"""The residual stream of each layer of real hosts, identified from the inputs of modules."""
 
 from typing import Any
 
@@ -47,16 +47,18 @@ def traced(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> ul
         ("Mamba2", dict(num_heads=8), 1.0),
     ],
 )
-def test_the_stream_and_its_factor_are_found(name: str, settings: Any, multiplier: float, dtype: torch.dtype) -> None:
-    found = traced(name, dtype, **settings)
+def test_the_stream_and_its_multiplier_are_identified(
+    name: str, settings: Any, multiplier: float, dtype: torch.dtype
+) -> None:
+    trace = traced(name, dtype, **settings)
     close = 5e-3 if dtype == torch.bfloat16 else 1e-5
-    assert [len(step.layers) for step in found.steps] == [1, 1]
-    for layer in found.layers:
+    assert [len(step.layers) for step in trace.steps] == [1, 1]
+    for layer in trace.layers:
         assert layer.residual is not None
         assert layer.multiplier == pytest.approx(multiplier, rel=close)
-    errors = [step.stream_error() for step in found.steps]
-    assert all(e is not None and e <= step.stream_tolerance() for e, step in zip(errors, found.steps, strict=True))
-    # Mamba keeps a half-precision model's stream in float32.
+    errors = [step.stream_error() for step in trace.steps]
+    assert all(e is not None and e <= step.stream_tolerance() for e, step in zip(errors, trace.steps, strict=True))
+    # Mamba stores the stream of a half-precision model in float32.
     in_float32 = name.startswith("Mamba") and dtype == torch.bfloat16
     allowed = tolerance("stream", torch.float32 if in_float32 else dtype)
     assert {step.stream_tolerance() for step in found.steps} == {allowed}
@@ -72,8 +74,8 @@ def test_a_norm_between_output_and_stream_is_no_stream(name: str) -> None:
     assert [layer.residual for layer in traced(name).layers] == [None, None]
 
 
-def test_a_module_with_its_own_residual_has_a_stream_of_zeros() -> None:
+def test_a_module_with_an_internal_residual_has_a_stream_of_zeros() -> None:
     torch.manual_seed(0)
     config = transformers.BertConfig(**{k: v for k, v in SMALL.items() if k not in ("head_dim", "num_key_value_heads")})
-    found = ula.trace(transformers.BertModel(config).eval(), torch.randint(3, 50, (2, 7)))
-    assert all(layer.residual is not None and not layer.residual.any() for layer in found.layers)
+    trace = ula.trace(transformers.BertModel(config).eval(), torch.randint(3, 50, (2, 7)))
+    assert all(layer.residual is not None and not layer.residual.any() for layer in trace.layers)

@@ -1,4 +1,4 @@
-"""Several threads: traces wait for each other, and calls from other threads are neither recorded nor altered."""
+"""Threads: traces run one after the other, and do not record or change calls of other threads."""
 
 import threading
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from unilinattn.testing.hosts import host
 from unilinattn.tracing.isolation import current_run
 
 
-def require_equal(got: Trace, expected: Trace) -> None:
-    assert [layer.name for layer in got.layers] == [layer.name for layer in expected.layers]
-    for one, other in zip(got.layers, expected.layers, strict=True):
+def require_equal(actual: Trace, expected: Trace) -> None:
+    assert [layer.name for layer in actual.layers] == [layer.name for layer in expected.layers]
+    for one, other in zip(actual.layers, expected.layers, strict=True):
         assert torch.equal(one.input, other.input)
         assert torch.equal(one.output, other.output)
         assert torch.equal(one.operator.apply(one.input), other.operator.apply(other.input))
@@ -26,10 +26,10 @@ def require_equal(got: Trace, expected: Trace) -> None:
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
     """Run functions in threads that start together."""
-    together = threading.Barrier(len(functions))
+    both = threading.Barrier(len(functions))
 
     def run(function: Callable[[], Any]) -> Any:
-        together.wait()
+        both.wait()
         return function()
 
     with ThreadPoolExecutor(len(functions)) as pool:
@@ -44,29 +44,29 @@ def elsewhere(function: Callable[[], Any]) -> Any:
 
 def logits(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(x, **options).logits
-    return found
+        result: Tensor = model(x, **options).logits
+    return result
 
 
 def test_three_threads_trace_one_model() -> None:
     model, x = host("llama, grouped queries").model(), host("llama, grouped queries").inputs()
     expected = trace(model, x)
     with left_as_found(model):
-        for found in at_once(*[lambda: trace(model, x)] * 3):
-            require_equal(found, expected)
+        for result in at_once(*[lambda: trace(model, x)] * 3):
+            require_equal(result, expected)
 
 
 def test_two_threads_trace_two_models() -> None:
     names = ("llama, grouped queries", "gpt2")
     models, inputs = [host(name).model() for name in names], [host(name).inputs() for name in names]
     expected = [trace(model, x) for model, x in zip(models, inputs, strict=True)]
-    gradients = [found.gradient() for found in expected]
+    gradients = [results.gradient() for results in expected]
     for _ in range(10):
-        found = at_once(*(lambda at=at: trace(models[at], inputs[at]) for at in range(2)))
+        results = at_once(*(lambda at=at: trace(models[at], inputs[at]) for at in range(2)))
         for at in range(2):
-            require_equal(found[at], expected[at])
-    for got, wanted in zip(at_once(*(one.gradient for one in expected)), gradients, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+            require_equal(results[at], expected[at])
+    for actual, reference in zip(at_once(*(one.gradient for one in expected)), gradients, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(actual, reference, strict=True))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -83,47 +83,47 @@ def test_a_plain_call_from_another_thread_is_neither_recorded_nor_altered(
     plain = logits(other, x), logits(other, x, attention_mask=mask)
     before = trace(model, x)
     expected = before.gradient()
-    got: list[tuple[Tensor, Tensor]] = []
+    actual: list[tuple[Tensor, Tensor]] = []
 
     def meanwhile(*_: object) -> None:
         if current_run() is not None:
-            got.append(elsewhere(lambda: (logits(other, x), logits(other, x, attention_mask=mask))))
+            actual.append(elsewhere(lambda: (logits(other, x), logits(other, x, attention_mask=mask))))
 
     hooks = [module.register_forward_pre_hook(meanwhile) for module in (model, model.model.layers[1])]
     if what == "trace":
         require_equal(trace(model, x), before)
     else:
-        found = before.gradient()
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        gradients = before.gradient()
+        assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
     for hook in hooks:
         hook.remove()
-    assert len(got) == 2
-    for calls in got:
-        assert all(torch.equal(one, wanted) for one, wanted in zip(calls, plain, strict=True))
+    assert len(actual) == 2
+    for calls in actual:
+        assert all(torch.equal(one, reference) for one, reference in zip(calls, plain, strict=True))
 
 
-def test_operators_stand_in_for_the_run_only() -> None:
-    # Float64 tells a scan from an operator by its rounding.
+def test_operators_replace_mixers_only_in_the_traced_run() -> None:
+    # In float64 the scan and the operator differ by rounding.
     model, x = host("mamba").model().double(), host("mamba").inputs()
     plain, before = logits(model, x), trace(model, x)
-    got: list[Tensor] = []
+    actual: list[Tensor] = []
 
     def meanwhile(*_: object) -> None:
         if current_run() is not None:
-            got.append(elsewhere(lambda: logits(model, x)))
+            actual.append(elsewhere(lambda: logits(model, x)))
 
     hook = model.register_forward_pre_hook(meanwhile)
     before.gradient()
     hook.remove()
-    assert len(got) == 1
-    assert torch.equal(got[0], plain)
+    assert len(actual) == 1
+    assert torch.equal(actual[0], plain)
     with through_operators(model):
         assert torch.equal(elsewhere(lambda: logits(model, x)), logits(model, x))
 
 
-def test_a_second_thread_waits_until_the_first_lets_go() -> None:
+def test_a_second_thread_waits_for_the_first() -> None:
     model = Model(Block(added)).eval()
-    own, done = model.blocks[0].mixer.forward, threading.Event()
+    forward, done = model.blocks[0].mixer.forward, threading.Event()
 
     def second() -> None:
         with through_operators(model):
@@ -136,12 +136,12 @@ def test_a_second_thread_waits_until_the_first_lets_go() -> None:
         with through_operators(model):
             thread.start()
             assert not done.wait(0.2)
-            assert vars(model.blocks[0].mixer)["forward"] != own
+            assert vars(model.blocks[0].mixer)["forward"] != forward
         assert done.wait(60)
         thread.join()
 
 
-def test_a_trace_inside_a_trace_records_its_own_calls() -> None:
+def test_a_nested_trace_records_only_its_calls() -> None:
     model, inner = Model(Block(added), Block(added)).eval(), Model(Block(added)).eval()
     expected, nested = trace(model, ids()), []
     hook = model.blocks[1].register_forward_pre_hook(lambda *_: nested or nested.append(trace(inner, ids())))

@@ -1,4 +1,4 @@
-"""What a trace holds, how it counts positions, and its gradients against the host's own autograd."""
+"""Layers, positions and gradients of a trace."""
 
 import inspect
 from collections.abc import Callable
@@ -15,40 +15,40 @@ from unilinattn.testing import HOSTS, relative_error
 from unilinattn.testing.hosts import host
 
 
-def test_layers_come_in_order_with_their_names() -> None:
-    found = trace(host("mamba2").model(), host("mamba2").inputs())
-    assert [layer.name for layer in found.layers] == [f"backbone.layers.{k}.mixer" for k in range(2)]
-    assert {(layer.kind, layer.architecture) for layer in found.layers} == {("Mamba-2 (SSD)", "mamba2")}
-    assert found.model == "Mamba2ForCausalLM"
-    assert "backbone.layers.1.mixer, Mamba-2 (SSD), (2, 13, 16) -> (2, 13, 16)" in repr(found)
-    assert {"unilinattn", "torch", "transformers"} <= found.versions.keys()
+def test_layers_are_in_order_with_their_names() -> None:
+    host_trace = trace(host("mamba2").model(), host("mamba2").inputs())
+    assert [layer.name for layer in host_trace.layers] == [f"backbone.layers.{k}.mixer" for k in range(2)]
+    assert {(layer.kind, layer.architecture) for layer in host_trace.layers} == {("Mamba-2 (SSD)", "mamba2")}
+    assert host_trace.model == "Mamba2ForCausalLM"
+    assert "backbone.layers.1.mixer, Mamba-2 (SSD), (2, 13, 16) -> (2, 13, 16)" in repr(host_trace)
+    assert {"unilinattn", "torch", "transformers"} <= host_trace.versions.keys()
 
 
-def test_input_and_output_are_the_modules_own() -> None:
-    model, x, seen = host("mamba").model(), host("mamba").inputs(), []
+def test_input_and_output_are_those_of_the_module() -> None:
+    model, x, calls = host("mamba").model(), host("mamba").inputs(), []
     mixer = model.backbone.layers[1].mixer
-    handle = mixer.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    handle = mixer.register_forward_hook(lambda module, args, output: calls.append((args[0], output)))
     layer = trace(model, x).layers[1]
     handle.remove()
-    (given, returned) = seen[0]
-    assert torch.equal(layer.input, given)
+    (inputs, returned) = calls[0]
+    assert torch.equal(layer.input, inputs)
     assert torch.equal(layer.output, returned)
     assert not layer.input.requires_grad
 
 
 def test_a_shared_module_is_two_layers() -> None:
     shared = Block(added)
-    found = trace(Model(shared, shared), ids())
-    assert [layer.name for layer in found.layers] == ["blocks.0.mixer", "blocks.0.mixer#2"]
-    assert not torch.equal(found.layers[0].input, found.layers[1].input)
-    assert max(layer.operator.reconstruction_error() for layer in found.layers) <= 1e-5
+    host_trace = trace(Model(shared, shared), ids())
+    assert [layer.name for layer in host_trace.layers] == ["blocks.0.mixer", "blocks.0.mixer#2"]
+    assert not torch.equal(host_trace.layers[0].input, host_trace.layers[1].input)
+    assert max(layer.operator.reconstruction_error() for layer in host_trace.layers) <= 1e-5
 
 
-def test_the_residual_stream_is_what_the_output_is_added_to() -> None:
+def test_the_residual_stream_is_the_other_summand_of_the_output() -> None:
     model, x = host("s4d").model(), host("s4d").inputs()
-    found = trace(model, x)
-    assert torch.equal(found.layers[0].residual, model.embeddings(x))
-    assert relative_error(found.layers[1].residual, model.embeddings(x) + found.layers[0].output) < 1e-6
+    host_trace = trace(model, x)
+    assert torch.equal(host_trace.layers[0].residual, model.embeddings(x))
+    assert relative_error(host_trace.layers[1].residual, model.embeddings(x) + host_trace.layers[0].output) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -64,26 +64,26 @@ def test_operators_compute_in_float32_at_least(dtype: torch.dtype, asked: torch.
 @pytest.mark.parametrize("inputs", [{"input_ids": None}, {"input_ids": None, "attention_mask": 1}], ids=str)
 def test_inputs_may_be_a_mapping(inputs: dict[str, Tensor | None]) -> None:
     model, x = host("mamba").model(), host("mamba").inputs()
-    given = {name: x if value is None else torch.ones_like(x) for name, value in inputs.items()}
-    assert torch.equal(trace(model, given).layers[1].output, trace(model, x).layers[1].output)
-    assert given.keys() == inputs.keys()
+    arguments = {name: x if value is None else torch.ones_like(x) for name, value in inputs.items()}
+    assert torch.equal(trace(model, arguments).layers[1].output, trace(model, x).layers[1].output)
+    assert arguments.keys() == inputs.keys()
 
 
 def test_positions_count_real_tokens() -> None:
     model, x = host("mamba2").model(), host("mamba2").inputs()
     mask = torch.ones_like(x)
     mask[1, :4] = 0
-    found = trace(model, {"input_ids": x, "attention_mask": mask})
-    assert found.positions(-1).tolist() == [12, 12]
-    assert found.positions(0).tolist() == [0, 4]
-    assert found.positions([3, -9]).tolist() == [3, 4]
-    assert found.positions(torch.tensor([0, 8])).tolist() == [0, 12]
+    host_trace = trace(model, {"input_ids": x, "attention_mask": mask})
+    assert host_trace.positions(-1).tolist() == [12, 12]
+    assert host_trace.positions(0).tolist() == [0, 4]
+    assert host_trace.positions([3, -9]).tolist() == [3, 4]
+    assert host_trace.positions(torch.tensor([0, 8])).tolist() == [0, 12]
     with pytest.raises(InputError, match="target 9 is out of range: sequence 1 has 9 real positions"):
-        found.positions(9)
+        host_trace.positions(9)
     with pytest.raises(InputError, match="target -10 is out of range: sequence 1 has 9 real positions"):
-        found.positions([0, -10])
+        host_trace.positions([0, -10])
     with pytest.raises(InputError, match="target names 3 positions for 2 sequences"):
-        found.positions([0, 1, 2])
+        host_trace.positions([0, 1, 2])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -91,23 +91,23 @@ def test_negative_targets_count_from_the_last_real_token_of_each_sequence(side: 
     model, x = host("mamba").model(), host("mamba").inputs()
     mask = torch.ones_like(x)
     mask[1, slice(0, 4) if side == "left" else slice(9, None)] = 0
-    found = trace(model, {"input_ids": x, "attention_mask": mask})
+    host_trace = trace(model, {"input_ids": x, "attention_mask": mask})
     first = 4 if side == "left" else 0
-    assert found.positions(-1).tolist() == [12, first + 8]
-    assert found.positions([-2, -9]).tolist() == [11, first]
-    assert found.positions([-13, 8]).tolist() == [0, first + 8]
+    assert host_trace.positions(-1).tolist() == [12, first + 8]
+    assert host_trace.positions([-2, -9]).tolist() == [11, first]
+    assert host_trace.positions([-13, 8]).tolist() == [0, first + 8]
     with pytest.raises(InputError, match="target -10 is out of range: sequence 1 has 9 real positions"):
-        found.positions(-10)
-    # A result of that target is the row of that token, and the gradient is of its logit.
-    whole, row = ula.explain(found, method="rollout"), ula.explain(found, method="rollout", target=-1)
+        host_trace.positions(-10)
+    # The target selects the row of that token, and its logit for the gradient.
+    whole, row = ula.explain(host_trace, method="rollout"), ula.explain(host_trace, method="rollout", target=-1)
     assert torch.allclose(row.scores, whole.scores[[0, 1], [12, first + 8]], rtol=1e-5, atol=1e-6)
-    named = found.gradient([12, 8], 3)
-    for got, expected in zip(found.gradient(-1, 3), named, strict=True):
-        assert torch.equal(got, expected)
+    named = host_trace.gradient([12, 8], 3)
+    for actual, expected in zip(host_trace.gradient(-1, 3), named, strict=True):
+        assert torch.equal(actual, expected)
 
 
-def by_hooks(model: nn.Module, given: dict[str, Tensor], names: list[str], scalar: Callable) -> list[Tensor]:
-    """d scalar / d mixer output by the host's own autograd: retained on what its modules returned."""
+def by_hooks(model: nn.Module, inputs: dict[str, Tensor], names: list[str], scalar: Callable) -> list[Tensor]:
+    """d scalar / d mixer output by autograd through the host, with retained gradients of module outputs."""
     modules, outputs, handles = dict(model.named_modules()), {}, []
     for name in names:
 
@@ -117,7 +117,7 @@ def by_hooks(model: nn.Module, given: dict[str, Tensor], names: list[str], scala
 
         handles.append(modules[name].register_forward_hook(keep))
     with torch.enable_grad():
-        scalar(model(**given)).sum().backward()
+        scalar(model(**inputs)).sum().backward()
     for handle in handles:
         handle.remove()
     model.zero_grad()
@@ -135,14 +135,14 @@ WITH_LOGITS = [
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen parameters"])
 @pytest.mark.parametrize("name", WITH_LOGITS)
-def test_gradients_are_the_hosts_own(name: str, frozen: bool) -> None:
+def test_gradients_are_those_of_the_host(name: str, frozen: bool) -> None:
     model, x = host(name).model().double(), host(name).inputs()
     x = x.double() if x.is_floating_point() else x
-    given = {"pixel_values" if x.is_floating_point() else "input_ids": x}
+    inputs = {"pixel_values" if x.is_floating_point() else "input_ids": x}
     if "use_cache" in inspect.signature(model.forward).parameters:
-        given["use_cache"] = False
-    found = trace(model, x)
-    names = [layer.name for layer in found.layers]
+        inputs["use_cache"] = False
+    host_trace = trace(model, x)
+    names = [layer.name for layer in host_trace.layers]
 
     def at(position: int, token: int) -> Callable:
         def scalar(output: object) -> Tensor:
@@ -151,12 +151,12 @@ def test_gradients_are_the_hosts_own(name: str, frozen: bool) -> None:
 
         return scalar
 
-    expected = by_hooks(model, given, names, at(-1, 1))
+    expected = by_hooks(model, inputs, names, at(-1, 1))
     if frozen:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-    for got, own in zip(found.gradient(target=-1, logit=1), expected, strict=True):
-        assert relative_error(got, own) <= 2e-6
+    for actual, gradient in zip(host_trace.gradient(target=-1, logit=1), expected, strict=True):
+        assert relative_error(actual, gradient) <= 2e-6
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -164,24 +164,24 @@ def test_gradients_of_other_targets() -> None:
     model, x = host("mamba").model().double(), host("mamba").inputs()
     mask = torch.ones_like(x)
     mask[1, 9:] = 0
-    given = {"input_ids": x, "attention_mask": mask, "use_cache": False}
-    found = trace(model, given)
-    names = [layer.name for layer in found.layers]
+    inputs = {"input_ids": x, "attention_mask": mask, "use_cache": False}
+    host_trace = trace(model, inputs)
+    names = [layer.name for layer in host_trace.layers]
     rows, real_last = torch.arange(2), torch.tensor([12, 8])
-    predicted = model(**given).logits[rows, real_last].argmax(-1)
-    asked: list[tuple[dict, Callable]] = [
+    predicted = model(**inputs).logits[rows, real_last].argmax(-1)
+    cases: list[tuple[dict, Callable]] = [
         ({}, lambda out: out.logits[rows, real_last, predicted]),
         ({"target": 2, "logit": 4}, lambda out: out.logits[:, 2, 4]),
         ({"target": [5, -2], "logit": (3, 6)}, lambda out: difference(out.logits[rows, torch.tensor([5, 7])], 3, 6)),
         ({"logit": lambda out: out.logits.square().sum()}, lambda out: out.logits.square().sum()),
     ]
-    for options, scalar in asked:
-        own = by_hooks(model, given, names, scalar)
-        for got, expected in zip(found.gradient(**options), own, strict=True):
-            assert relative_error(got, expected) <= 2e-6
-    several = list(found.gradients([2, -1], logit=4))
-    for got, target in zip(several, (2, -1), strict=True):
-        for one, two in zip(got, found.gradient(target, logit=4), strict=True):
+    for options, scalar in cases:
+        gradients = by_hooks(model, inputs, names, scalar)
+        for actual, expected in zip(host_trace.gradient(**options), gradients, strict=True):
+            assert relative_error(actual, expected) <= 2e-6
+    several = list(host_trace.gradients([2, -1], logit=4))
+    for actual, target in zip(several, (2, -1), strict=True):
+        for one, two in zip(actual, host_trace.gradient(target, logit=4), strict=True):
             assert relative_error(one, two) <= 2e-6
 
 
@@ -189,10 +189,10 @@ def difference(logits: Tensor, plus: int, minus: int) -> Tensor:
     return logits[:, plus] - logits[:, minus]
 
 
-def test_a_gradient_before_the_output_projection_is_autograds() -> None:
+def test_the_gradient_before_the_output_projection_is_that_of_autograd() -> None:
     model, x = host("mamba").model().double(), host("mamba").inputs()
-    found, inner = trace(model, x), []
-    grads = found.gradient(target=-1, logit=1)
+    host_trace, inner = trace(model, x), []
+    grads = host_trace.gradient(target=-1, logit=1)
 
     def keep(module: nn.Module, args: tuple[Tensor]) -> None:
         args[0].retain_grad()
@@ -201,11 +201,11 @@ def test_a_gradient_before_the_output_projection_is_autograds() -> None:
     for block in model.backbone.layers:
         block.mixer.out_proj.register_forward_pre_hook(keep)
     model(x, use_cache=False).logits[:, -1, 1].sum().backward()
-    for layer, grad, seen in zip(found.layers, grads, inner, strict=True):
+    for layer, grad, seen in zip(host_trace.layers, grads, inner, strict=True):
         assert relative_error(layer.before_output(grad), seen.grad) <= 2e-6
 
 
-def test_traces_of_two_models_do_not_mix() -> None:
+def test_traces_of_two_models_are_independent() -> None:
     one, two = host("mamba").model(1), host("mamba").model(2)
     x = host("mamba").inputs()
     first, second = trace(one, x), trace(two, x)
@@ -216,7 +216,7 @@ def test_traces_of_two_models_do_not_mix() -> None:
 def test_under_inference_mode() -> None:
     model, x = host("mamba").model(), host("mamba").inputs()
     with torch.inference_mode():
-        found = trace(model, x)
-        errors = [layer.operator.reconstruction_error() for layer in found.layers]
+        host_trace = trace(model, x)
+        errors = [layer.operator.reconstruction_error() for layer in host_trace.layers]
     assert max(errors) <= 1e-5
-    assert all(torch.isfinite(grad).all() for grad in found.gradient())
+    assert all(torch.isfinite(grad).all() for grad in host_trace.gradient())

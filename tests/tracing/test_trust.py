@@ -1,4 +1,4 @@
-"""No scores from an operator that misses the host; causes are named, and wrapped projections are exact."""
+"""Operators that differ from the host are refused with the cause; wrapped projections are exact."""
 
 import copy
 import subprocess
@@ -41,7 +41,7 @@ def llama() -> LlamaForCausalLM:
 
 @contextmanager
 def hooked(module: nn.Module) -> Iterator[None]:
-    """Change what a module returns by a hook that no linear layer could stand for."""
+    """Change the output of a module with a hook that is not a linear map."""
     hook = module.register_forward_hook(lambda _, args, out: out + out**2)
     try:
         yield
@@ -50,7 +50,7 @@ def hooked(module: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("method", ["raw", "rollout", "attribution", "latim", "alti"])
-def test_every_method_refuses_a_layer_that_misses_the_host(method: str) -> None:
+def test_every_method_refuses_an_inexact_layer(method: str) -> None:
     model = mamba()
     with (
         hooked(model.backbone.layers[1].mixer.in_proj),
@@ -63,7 +63,7 @@ def test_every_method_refuses_a_layer_that_misses_the_host(method: str) -> None:
     ula.explain(model, IDS, method=method, target=-1)
 
 
-def test_compare_and_estimate_refuse_as_explain_does() -> None:
+def test_compare_and_estimate_refuse_an_inexact_layer() -> None:
     model = mamba()
     with hooked(model.backbone.layers[0].mixer.x_proj):
         with pytest.raises(ExactnessError, match="hook on x_proj"):
@@ -72,7 +72,7 @@ def test_compare_and_estimate_refuse_as_explain_does() -> None:
             ula.compare({"one": model}, IDS, methods=["raw"])
 
 
-def test_a_layer_that_is_not_used_is_not_required_to_be_exact() -> None:
+def test_an_unused_layer_may_be_inexact() -> None:
     model = mamba()
     with hooked(model.backbone.layers[1].mixer.in_proj):
         result = ula.explain(model, IDS, method="latim", layers=[0])
@@ -80,7 +80,7 @@ def test_a_layer_that_is_not_used_is_not_required_to_be_exact() -> None:
 
 
 @pytest.mark.parametrize("method", ["rollout", "alti"])
-def test_trust_warn_gives_the_scores_and_keeps_the_warning(method: str, tmp_path) -> None:
+def test_trust_warn_returns_scores_and_the_warning(method: str, tmp_path) -> None:
     model = mamba()
     with (
         hooked(model.backbone.layers[1].mixer.in_proj),
@@ -94,7 +94,7 @@ def test_trust_warn_gives_the_scores_and_keeps_the_warning(method: str, tmp_path
     assert Attribution.load(result.save(tmp_path / "result.safetensors")).warnings == result.warnings
 
 
-def test_an_exact_model_warns_of_nothing() -> None:
+def test_an_exact_model_gives_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ula.explain(mamba(), IDS, method="latim", trust="warn").warnings == ()
@@ -102,14 +102,14 @@ def test_an_exact_model_warns_of_nothing() -> None:
 
 def test_an_unknown_trust_is_refused() -> None:
     script = "from unilinattn.tracing.trust import trusting\nwith trusting('wran'): pass"
-    # In a process of its own: in this one every signature is checked before the call.
+    # In a separate process, because a thorough run checks signatures before the call.
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "OptionError: unknown trust 'wran'; did you mean 'warn'? Accepted: require, warn." in done.stderr
 
 
 def test_a_method_of_another_package_is_held_to_the_same() -> None:
     def careless(trace: Trace, *, target: object = None) -> Attribution:
-        """Return a map and look at no error."""
+        """Return a map without a check of the error."""
         layer = trace.layers[1]
         return Attribution(
             scores=layer.operator.matrix(), dims=("batch", "query", "key"), method="careless", layers=(layer.name,)
@@ -141,7 +141,7 @@ def test_hosts_of_every_dtype_stay_far_below_its_tolerance(dtype: torch.dtype) -
             assert layer.reconstruction_error() <= tolerance(dtype) / 2
 
 
-def test_the_coarsest_dtype_counts() -> None:
+def test_the_coarsest_dtype_sets_the_tolerance() -> None:
     layer = nn.Linear(4, 4)
     assert precision_of(layer, torch.zeros(1)) == torch.float32
     assert precision_of(layer, torch.zeros(1, dtype=torch.float64)) == torch.float32
@@ -162,11 +162,11 @@ def test_an_operator_keeps_its_precision_under_autocast() -> None:
             assert torch.is_autocast_enabled("cpu")
             for rows, _ in op.row_blocks():
                 assert torch.is_autocast_enabled("cpu"), rows
-        for got, expected in zip(within, plain, strict=True):
-            assert torch.equal(got, expected)
+        for actual, expected in zip(within, plain, strict=True):
+            assert torch.equal(actual, expected)
 
 
-def test_a_host_under_autocast_is_held_to_the_tolerance_of_its_autocast() -> None:
+def test_a_host_under_autocast_has_the_tolerance_of_the_autocast_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         trace = ula.trace(mamba(), IDS)
     assert all(layer.precision == torch.bfloat16 for layer in trace.layers)
@@ -174,7 +174,7 @@ def test_a_host_under_autocast_is_held_to_the_tolerance_of_its_autocast() -> Non
 
 
 class LowRank(nn.Module):
-    """A linear layer with an adapter beside it, as LoRA wraps one."""
+    """A linear layer with a low-rank adapter, as in LoRA."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -207,12 +207,12 @@ def test_wrapped_projections_are_folded_into_the_operator(model, names: tuple[st
     trace = ula.trace(host, IDS)
     for layer in trace.layers:
         assert layer.reconstruction_error() <= (1e-5 if dtype == torch.float32 else 1e-6)
-    # Gradients reach what is behind the wrapped layers: the same function.
+    # Gradients pass through the wrapped layers: the same function.
     gradients = trace.gradient(logit=3)
     assert all(bool(torch.isfinite(g).all()) for g in gradients)
 
 
-def test_a_wrapped_projection_whose_adapter_is_ignored_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignoring_the_adapter_of_a_projection_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     host = mamba()
     host.backbone.layers[0].mixer.in_proj = LowRank(host.backbone.layers[0].mixer.in_proj)
     # The package's attribute of that name is a function.
@@ -221,14 +221,14 @@ def test_a_wrapped_projection_whose_adapter_is_ignored_would_be_caught(monkeypat
         ula.explain(host, IDS, method="raw")
 
 
-def test_hooks_that_only_record_see_nothing_of_the_basis() -> None:
+def test_recording_hooks_are_not_called_with_unit_vectors() -> None:
     host = mamba()
     layer = host.backbone.layers[0].mixer
     layer.in_proj = LowRank(layer.in_proj)
-    seen: list[int] = []
-    layer.in_proj.register_forward_hook(lambda *_: seen.append(1))
+    calls: list[int] = []
+    layer.in_proj.register_forward_hook(lambda *_: calls.append(1))
     result = ula.explain(host, IDS, method="raw")
-    assert seen == [1]
+    assert calls == [1]
     assert result.warnings == ()
 
 
@@ -239,7 +239,7 @@ def test_parametrized_projections_are_exact() -> None:
     assert max(layer.reconstruction_error() for layer in ula.trace(host, IDS).layers) <= 1e-5
 
 
-def test_a_projection_with_a_nonlinearity_is_refused_by_its_class() -> None:
+def test_a_nonlinear_projection_is_refused_with_its_class() -> None:
     class Bent(LowRank):
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(self.base(x))
@@ -270,7 +270,7 @@ def test_a_cache_is_refused(name: str) -> None:
     ],
     ids=["in place", "a permutation", "one number"],
 )
-def test_weights_that_are_written_to_through_data_are_noticed(change, use: str) -> None:
+def test_weights_changed_through_data_are_refused(change, use: str) -> None:
     model = mamba()
     trace = ula.trace(model, IDS)
     change(model.backbone.layers[1].mixer)
@@ -279,7 +279,7 @@ def test_weights_that_are_written_to_through_data_are_noticed(change, use: str) 
         trace.layers[1].operator if use == "operator" else trace.gradient()
 
 
-def test_a_changed_buffer_is_noticed() -> None:
+def test_a_changed_buffer_is_refused() -> None:
     model = llama()
     model.model.layers[1].self_attn.register_buffer("extra", torch.ones(3))
     trace = ula.trace(model, IDS)
@@ -288,7 +288,7 @@ def test_a_changed_buffer_is_noticed() -> None:
         trace.layers[1].operator  # noqa: B018  the property builds it
 
 
-def test_weights_that_are_the_same_numbers_again_are_accepted() -> None:
+def test_weights_with_restored_values_are_accepted() -> None:
     model = mamba()
     trace = ula.trace(model, IDS)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -296,7 +296,7 @@ def test_weights_that_are_the_same_numbers_again_are_accepted() -> None:
     trace.gradient()
 
 
-def test_inputs_that_are_overwritten_after_the_trace_do_not_matter() -> None:
+def test_inputs_overwritten_after_the_trace_have_no_effect() -> None:
     model, ids = mamba(), IDS.clone()
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0
@@ -305,6 +305,6 @@ def test_inputs_that_are_overwritten_after_the_trace_do_not_matter() -> None:
     trace = ula.trace(model, {"input_ids": ids, "attention_mask": mask})
     ids.zero_()
     mask.fill_(1)
-    for got, known in zip(trace.gradient(logit=3), expected, strict=True):
-        assert torch.equal(got, known)
+    for actual, gradient in zip(trace.gradient(logit=3), expected, strict=True):
+        assert torch.equal(actual, gradient)
     assert max(layer.reconstruction_error() for layer in trace.layers) <= 1e-5

@@ -1,4 +1,4 @@
-"""The pictures of an HTML page, read back: pixels, values, labels and outlines."""
+"""Drawings of an HTML page, decoded: pixels, values, labels and outlines."""
 
 import json
 import re
@@ -16,13 +16,13 @@ from unilinattn.viz.drawing import encoded, four_digits, heatmap, png, strip
 
 
 def data(picture: str, name: str) -> str:
-    found = re.search(rf'data-{name}="([^"]*)"', picture)
-    assert found is not None
-    return unescape(found[1])
+    attribute = re.search(rf'data-{name}="([^"]*)"', picture)
+    assert attribute is not None
+    return unescape(attribute[1])
 
 
 def decoded(text: str, columns: int) -> np.ndarray:
-    """What the page's script reads."""
+    """Decode values like the script of the page."""
     rows = [[{"": "0", "n": "nan"}.get(cell, cell) for cell in row.split(",")] for row in text.split(";")]
     return np.array([[float(cell) for cell in row] + [0.0] * (columns - len(row)) for row in rows])
 
@@ -52,26 +52,26 @@ def test_pixels_have_the_colours_of_their_scores(theme: str) -> None:
     assert palette[pixels[0, -1]] == mix(SEQUENTIAL[theme], 0.5)
     assert palette[pixels[-1, 0]] == mix(SEQUENTIAL[theme], 1.0)
     assert pixels[-1, -1] == 255
-    place = 190 / 254  # one of the palette's own places, so that its colour is exact
+    place = 190 / 254  # an entry of the palette, so that its colour is exact
     pixels, palette = read_png(png(np.array([[-2.0, 0.0, 2 * (2 * place - 1) ** 2]]), True, theme))
-    known = [mix(DIVERGING[theme], place) for place in (0.0, 0.5, place)]
-    assert [palette[pixel] for pixel in pixels[0, [0, 150, -1]]] == known
+    expected = [mix(DIVERGING[theme], place) for place in (0.0, 0.5, place)]
+    assert [palette[pixel] for pixel in pixels[0, [0, 150, -1]]] == expected
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=6, max_size=6), st.integers(0, 3))
-def test_values_come_back_to_four_digits(values: list[float], zeros: int) -> None:
+def test_values_are_encoded_to_four_digits(values: list[float], zeros: int) -> None:
     scores = np.array(values).reshape(2, 3)
     scores[:, 3 - zeros :] = 0.0
     read = decoded(encoded(scores), 3)
     np.testing.assert_allclose(read, scores, rtol=5.1e-4, atol=0)
 
 
-def test_zeros_cost_nothing_and_nan_has_a_sign() -> None:
+def test_zeros_are_empty_and_nan_is_a_letter() -> None:
     assert encoded(np.array([[0.5, 0.0, 0.0], [0.0, -1e-7, np.nan]])) == "0.5;,-1e-7,n"
     assert (four_digits(123456.0), four_digits(-1e20), four_digits(0.0317)) == ("1.235e5", "-1e20", "0.0317")
 
 
-def test_a_heat_map_carries_values_tokens_and_names() -> None:
+def test_a_heat_map_contains_values_tokens_and_names() -> None:
     values = torch.randn(3, 3, dtype=torch.float64).tril()
     tokens = ['<b>"&', "]]>", "</script>"]
     picture = heatmap(values, title="<i>", notes=["a & b", ""], row_tokens=tokens, column_tokens=tokens)
@@ -85,7 +85,7 @@ def test_a_heat_map_carries_values_tokens_and_names() -> None:
     assert "key</text>" in picture
 
 
-def test_labels_are_tokens_where_they_are_few_and_positions_where_not() -> None:
+def test_labels_are_tokens_for_few_rows_and_positions_for_many() -> None:
     few = heatmap(np.ones((3, 3)), row_tokens=list("abc"), column_tokens=["extraordinary", "b", "c"])
     assert "extraordi…</text>" in few
     assert few.count("rotate(-90") == 4
@@ -109,7 +109,7 @@ def test_the_expected_pattern_is_outlined() -> None:
     }
 
 
-def test_a_long_side_is_shown_in_blocks_by_the_largest_score() -> None:
+def test_a_large_map_is_drawn_in_blocks_by_their_largest_score() -> None:
     values = torch.zeros(600, 600)
     values[10, 599], values[300, 301], values[301, 300], values[599, 0] = 1.0, -5.0, 2.0, torch.nan
     expected = torch.zeros(600, 600, dtype=torch.bool)
@@ -124,7 +124,7 @@ def test_a_long_side_is_shown_in_blocks_by_the_largest_score() -> None:
     assert "M318.4 318.4L320 318.4" in picture
 
 
-def test_a_heat_map_of_nothing_and_of_one_row() -> None:
+def test_heat_maps_of_nan_of_zeros_and_of_one_row() -> None:
     assert "nan" not in heatmap(np.full((2, 2), np.nan)).replace("data-names", "")
     assert "nan" not in heatmap(np.zeros((2, 2))).replace("data-names", "")
     row = heatmap(np.ones((1, 8)), names=("layer", "key"))
@@ -132,10 +132,10 @@ def test_a_heat_map_of_nothing_and_of_one_row() -> None:
     assert 'height="40"' in row
 
 
-def test_a_token_that_stands_apart_has_its_score_and_no_part_in_the_scale() -> None:
+def test_the_target_s_own_token_does_not_enter_the_scale() -> None:
     drawn = strip(torch.tensor([1.0, 4.0, 9.0]), ["a", "b", "c"], own=(2, 9.0))
-    found = re.findall(r'class="(\w*)" style="--a:([\d.]+)" data-value="(\d)"', drawn)
-    assert found == [("", "0.33", "1"), ("", "0.65", "4"), ("own", "0.00", "9")]
+    spans = re.findall(r'class="(\w*)" style="--a:([\d.]+)" data-value="(\d)"', drawn)
+    assert spans == [("", "0.33", "1"), ("", "0.65", "4"), ("own", "0.00", "9")]
 
 
 def test_a_strip_colours_each_token_by_its_score() -> None:
