@@ -20,7 +20,7 @@ def checked(pairs: Iterator[tuple[str, str]], place: Place) -> Iterator[dict[str
     """Yield the relative error of each (operation, structure); raise `ArithmeticError` above `TOLERANCE`."""
     for operation, structure in pairs:
         with torch.no_grad():
-            actual = OPERATIONS[operation](structure, LENGTH, place).call().double().squeeze()
+            got = OPERATIONS[operation](structure, LENGTH, place).call().double().squeeze()
             expected = REFERENCES[operation](structure, place).squeeze()
         assert got.shape == expected.shape, (operation, structure, got.shape, expected.shape)
         error = relative_error(got[None], expected[None])

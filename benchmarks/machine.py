@@ -14,7 +14,7 @@ from unilinattn.evaluation import report
 def machine(device: str) -> dict[str, str | int]:
     """Describe the processor, the memory and the versions."""
     common = report.machine()
-    found: dict[str, str | int] = {
+    description: dict[str, str | int] = {
         "cpu": _processor(),
         "cores": common["cores"],
         "threads": common["threads"],

@@ -120,7 +120,7 @@ def main() -> None:
 
     if options.json:
         shape = {key: getattr(options, key) for key in ("model", "length", "layers", "width")}
-        written = {**shape, "machine": machine("cpu"), "versions": found.versions, "stages": log.stages}
+        written = {**shape, "machine": machine("cpu"), "versions": trace.versions, "stages": log.stages}
         options.json.write_text(json.dumps(written, indent=2) + "\n")
 
 

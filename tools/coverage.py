@@ -18,22 +18,9 @@ import torch
 
 import unilinattn
 from tools import coverage_pages
-from tools.hybrids import listed
-from tools.versions import Unavailable, model_of, trace_of
-from unilinattn.call import package_version
-from unilinattn.call.exactness import relative_error, tolerance
-from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError, nearest
+from tools.coverage_runs import Runs, run, tables
+from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
 from unilinattn.evaluation.report import machine
-from unilinattn.evaluation.side_by_side import quiet_hosts
-from unilinattn.operator.operator import MixerOperator
-from unilinattn.operator.scopes import SCOPES
-from unilinattn.operator.stages import Mix, walk
-from unilinattn.testing import hosts
-from unilinattn.testing.hosts import Host
-from unilinattn.testing.promote import promoted
-from unilinattn.tracing.inputs import host_arguments
-from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.trace import Trace, trace
 
 RECORD = Path("docs/coverage.json")
 """Path of the record of runs, relative to the root of the repository."""

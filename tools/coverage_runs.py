@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from tools.hybrids import listed
+from tools.versions import Unavailable, model_of, trace_of
 from unilinattn.call import package_version
+from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.evaluation.side_by_side import quiet_hosts
 from unilinattn.operator.operator import MixerOperator
@@ -25,10 +28,7 @@ from unilinattn.operator.scopes import SCOPES
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.testing import hosts
 from unilinattn.testing.hosts import Host
-from unilinattn.testing.hosts.hybrids import listed
 from unilinattn.testing.promote import promoted
-from unilinattn.testing.tolerances import relative_error, tolerance
-from unilinattn.testing.versions import Unavailable, model_of, trace_of
 from unilinattn.tracing.inputs import host_arguments
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace

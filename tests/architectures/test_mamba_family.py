@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests import hosts
 from tests.architectures import recurrences
-from tests.architectures.recurrences import act, convolve, masks_by_function, own_mask
+from tests.architectures.recurrences import act, convolve, host_mask, masks_by_function
 from tools.versions import sides
 from unilinattn import trace
 from unilinattn.call import Call

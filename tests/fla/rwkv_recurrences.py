@@ -1,5 +1,7 @@
 """Token-by-token recurrences of RWKV-6 and RWKV-7 in flash-linear-attention."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 

@@ -116,7 +116,7 @@ def test_frozen_weights_do_not_matter() -> None:
     host_trace = trace(model, torch.randint(31, (1, 20)))
     live = host_trace.gradient(-1)
     model.requires_grad_(False)
-    for one, two in zip(trace(model, found.ids).gradient(-1), live, strict=True):
+    for one, two in zip(trace(model, host_trace.ids).gradient(-1), live, strict=True):
         assert relative_error(one, two) <= 1e-12
 
 
@@ -138,5 +138,5 @@ def test_the_gradient_before_the_last_projection_builds_no_graph() -> None:
     peak = peak_of(lambda: pulled.append(layer.before_output(grads[0]))).peak
     # The product reads a copy without subnormal numbers.
     assert peak <= pulled[0].nbytes + grads[0].nbytes
-    weight = found.host.backbone.layers[0].mixer.out_proj.weight
+    weight = host_trace.host.backbone.layers[0].mixer.out_proj.weight
     assert relative_error(pulled[0], grads[0] @ weight) <= 1e-6

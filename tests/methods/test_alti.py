@@ -166,8 +166,8 @@ def test_parallel_layers_are_one_map() -> None:
 
 
 def test_an_unknown_stream_is_refused_by_name() -> None:
-    found = retraced("mamba")
-    found.layers[1].stream = None
+    host_trace = retraced("mamba")
+    host_trace.layers[1].stream = None
     with pytest.raises(UncoveredError, match=r"alti needs .* backbone\.layers\.1\.mixer"):
         alti(host_trace)
     alti(host_trace, layers=[0])

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models.checks import distance
 from unilinattn.errors import OptionError
 from unilinattn.models import S4D, S4DConfig, S4DForCausalLM
 from unilinattn.testing import relative_error

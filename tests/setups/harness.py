@@ -145,7 +145,7 @@ def at(values: Tensor, real: Tensor | None) -> Tensor:
 
 def require_same(what: str, actual: Tensor, expected: Tensor) -> None:
     """Raise `AssertionError` unless two tensors agree up to rounding."""
-    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)}, not {tuple(expected.shape)}"
-    coarse = min((got.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    error = relative_error(got.double()[None], expected.double()[None])
+    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    coarse = min((actual.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
+    error = relative_error(actual.double()[None], expected.double()[None])
     assert error <= SAME[coarse], f"{what} differs by {error:.1e} (relative)"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tools import coverage, coverage_pages, hybrids
+from tools import coverage, coverage_pages, coverage_runs, hybrids
 from tools.families import FAMILIES
 from tools.markers import read_section
 from unilinattn.methods.options import RawOptions

@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tools import coverage
+from tests.hosts import tables
+from tests.tracing.invented import INVENTED, WIDTH, CumMean, OverTokens, SelectiveScan, TokenShift, hybrid
 from tools.versions import unavailable
 from unilinattn.errors import UnknownArchitectureError
 from unilinattn.testing import left_as_found

@@ -272,7 +272,7 @@ def test_a_trace_stores_three_tensors_per_layer(name: str, between: int, short: 
 
 def test_ports_are_available_without_an_operator(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = host("mamba2").model(), host("mamba2").inputs()
-    plain, host_trace = ordinary(monkeypatch, model, x), trace(model, x)
+    plain, found = ordinary(monkeypatch, model, x), trace(model, x)
     assert plain.layers[0].ports == {"x": (2, 13)}
     monkeypatch.setattr(type(found.layers[0]), "flow", None)
     for layer in found.layers:

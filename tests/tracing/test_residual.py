@@ -282,7 +282,7 @@ def test_a_wrongly_assigned_sibling_raises_stream_error() -> None:
         ula.explain(found, method="latim")
     layer.stream, layer.multiplier = right, 1.001
     with pytest.raises(StreamError):
-        ula.explain(trace, method="alti")
+        ula.explain(found, method="alti")
 
 
 def test_a_parallel_branch_requires_independence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,12 +61,12 @@ def test_the_stream_and_its_multiplier_are_identified(
     # Mamba stores the stream of a half-precision model in float32.
     in_float32 = name.startswith("Mamba") and dtype == torch.bfloat16
     allowed = tolerance("stream", torch.float32 if in_float32 else dtype)
-    assert {step.stream_tolerance() for step in found.steps} == {allowed}
+    assert {step.stream_tolerance() for step in trace.steps} == {allowed}
     # The first layer's stream is the embedded input.
-    ids = found.ids
+    ids = trace.ids
     if name not in ("OPT", "Granite"):
-        embedded = found.host.get_input_embeddings()(ids).to(found.layers[0].residual)
-        assert torch.allclose(found.layers[0].residual, embedded, rtol=close)
+        embedded = trace.host.get_input_embeddings()(ids).to(trace.layers[0].residual)
+        assert torch.allclose(trace.layers[0].residual, embedded, rtol=close)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Olmo2", "Glm4"])
