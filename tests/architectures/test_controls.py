@@ -64,28 +64,28 @@ def without_mask(stage: Stage) -> Stage | None:
 
 def repeated(mixer: ScalarDecay) -> ScalarDecay:
     """Groups laid out as heads by `repeat`: head 1 gets the key of group 1 instead of group 0's."""
-    times = mixer.heads // mixer._query.shape[2]
-    query, key = (t.repeat(1, 1, times, 1) for t in (mixer._query, mixer._key))
-    return ScalarDecay(query, key, mixer._log_decay, key_scale=mixer._key_scale)
+    times = mixer.heads // mixer.query.shape[2]
+    query, key = (t.repeat(1, 1, times, 1) for t in (mixer.query, mixer.key))
+    return ScalarDecay(query, key, mixer.log_decay, key_scale=mixer.key_scale)
 
 
 def without_delta(mixer: ScalarDecay | DiagonalDecay) -> ScalarDecay | DiagonalDecay:
     """The step is in the decay, but not in the key that is written with it."""
     if isinstance(mixer, ScalarDecay):
-        return ScalarDecay(mixer._query, mixer._key, mixer._log_decay)
-    return DiagonalDecay(mixer._query, mixer._key, mixer._log_decay, rate=mixer._rate)
+        return ScalarDecay(mixer.query, mixer.key, mixer.log_decay)
+    return DiagonalDecay(mixer.query, mixer.key, mixer.log_decay, rate=mixer.rate)
 
 
 def without_last_delta(mixer: ScalarDecay) -> ScalarDecay:
     """Only the last token's key is written without its step."""
-    last = torch.ones_like(mixer._key_scale[:, -1:])
-    scale = torch.cat([mixer._key_scale[:, :-1], last], dim=1)
-    return ScalarDecay(mixer._query, mixer._key, mixer._log_decay, key_scale=scale)
+    last = torch.ones_like(mixer.key_scale[:, -1:])
+    scale = torch.cat([mixer.key_scale[:, :-1], last], dim=1)
+    return ScalarDecay(mixer.query, mixer.key, mixer.log_decay, key_scale=scale)
 
 
 def exclusive(mixer: ScalarDecay) -> Dense:
     """Reads the state before the current step's decay: exp(G_{i-1} - G_j) for j < i."""
-    own = torch.exp(-mixer._log_decay).transpose(1, 2).unsqueeze(-1)
+    own = torch.exp(-mixer.log_decay).transpose(1, 2).unsqueeze(-1)
     whole = mixer.materialize()
     return Dense((whole * own).tril(-1) + whole.triu())
 

@@ -162,28 +162,28 @@ class ToeplitzLowRankCost(MixerCost):
     mixer: ToeplitzLowRank
 
     def __init__(self, mixer: ToeplitzLowRank) -> None:
-        super().__init__(mixer, mixer._query.shape[-1])
-        self.toeplitz = cost_of(mixer._toeplitz)
+        super().__init__(mixer, mixer.query.shape[-1])
+        self.convolution = cost_of(mixer.convolution)
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """The convolution's block, the scores and the product, and queries and keys repeated for heads and copied."""
         factors = 2 * heads * (rows + cols) * self.state
-        return self.toeplitz.tile_elements(rows, cols, heads) + self.batch * (2 * heads * rows * cols + factors)
+        return self.convolution.tile_elements(rows, cols, heads) + self.batch * (2 * heads * rows * cols + factors)
 
     def pass_cost(self, channels: int) -> Cost:
         """The convolution of every outer product."""
-        return self.toeplitz.pass_cost(channels * self.state)
+        return self.convolution.pass_cost(channels * self.state)
 
     def rows_cost(self, rows: int) -> Cost:
         """The convolution's rows, the scores, and their product."""
-        elements, operations = self.toeplitz.rows_cost(rows)
+        elements, operations = self.convolution.rows_cost(rows)
         every = self.batch * rows * self.keys * self.heads
         return Cost(elements + 2 * every, operations + every * self.state)
 
     def gradient_elements(self, channels: int) -> int:
         """The convolution's, and the outer products that enter and leave it."""
         products = channels * self.state
-        return self.toeplitz.gradient_elements(products) + 2 * self.batch * self.heads * self.keys * products
+        return self.convolution.gradient_elements(products) + 2 * self.batch * self.heads * self.keys * products
 
 
 @cost_of.register(DiagonalDecay)
@@ -193,7 +193,7 @@ class DiagonalDecayCost(MixerCost):
     mixer: DiagonalDecay
 
     def __init__(self, mixer: DiagonalDecay) -> None:
-        super().__init__(mixer, mixer._query.shape[-1])
+        super().__init__(mixer, mixer.state_size)
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """The block; that of the heads at work, with their decays, keys and queries at each step of its making.
@@ -201,9 +201,9 @@ class DiagonalDecayCost(MixerCost):
         What lies inside the rows' own square is filled by halves: twice that square.
         """
         pairs = rows * cols
-        part = self.mixer._parts(LEAF * rows + cols, slice(0, heads))[0].stop
-        at_work = pairs + 2 * rows * min(rows, cols) + self.state * (STATES * cols + 8 * rows)
-        return self.batch * (heads * pairs + part * at_work)
+        part = min(heads, self.mixer.heads_at_once(LEAF * rows + cols))
+        working = pairs + 2 * rows * min(rows, cols) + self.state * (STATES * cols + 8 * rows)
+        return self.batch * (heads * pairs + part * working)
 
     def weighted_elements(self, rows: int, cols: int, channels: int, lags: int) -> int:
         """A square of each head with its queries, and both sides of the squares that are being filled."""
@@ -218,7 +218,7 @@ class DiagonalDecayCost(MixerCost):
         if channels not in (1, self.heads):
             return super().reduced_elements(rows, channels)
         shape = (self.batch, self.keys, self.heads, self.state)
-        return implementation("reduced_map", self.mixer._log_decay).held_elements(rows, shape)
+        return implementation("reduced_map", self.mixer.log_decay).held_elements(rows, shape)
 
     def pass_cost(self, channels: int) -> Cost:
         """Values that enter and leave, and the states of `STEPS` tokens."""
@@ -230,7 +230,7 @@ class DiagonalDecayCost(MixerCost):
         """A pass for each row, as many rows at once as the budget allows."""
         states = self.batch * self.heads * self.state
         each = states * min(self.keys, STEPS)
-        held = STATES * max(each, min(rows * each, self.mixer._budget))
+        held = STATES * max(each, min(rows * each, self.mixer.product_elements))
         return Cost(2 * self.batch * rows * self.heads * self.keys + held, 3 * states * rows * self.keys)
 
     def gradient_elements(self, channels: int) -> int:
@@ -254,14 +254,14 @@ class ScalarDecayCost(MixerCost):
     streams_by_lag = True
 
     def __init__(self, mixer: ScalarDecay) -> None:
-        super().__init__(mixer, mixer._query.shape[-1])
-        self.groups = mixer._query.shape[2]
+        super().__init__(mixer, mixer.query.shape[-1])
+        self.groups = mixer.query.shape[2]
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """Scores of the heads' groups with their operands; decays, scores repeated for heads, and their product."""
         groups, pairs = min(heads, self.groups), rows * cols
         scores = groups * (pairs + (rows + cols) * self.state) + 3 * heads * pairs
-        return max(cost_of(self.mixer._fading).tile_elements(rows, cols, heads), self.batch * scores)
+        return max(cost_of(self.mixer.decay_mixer).tile_elements(rows, cols, heads), self.batch * scores)
 
     def weighted_elements(self, rows: int, cols: int, channels: int, lags: int) -> int:
         """On the diagonal, squares of each head: scores, decays and their product."""
@@ -316,7 +316,7 @@ class ChunkedCost(MixerCost):
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """A chunk in the making; states of the columns before and after it; the block, its parts and their join."""
-        part = self.mixer._parts(slice(0, heads))[0].stop
+        part = min(heads, self.mixer.heads_at_once)
         columns = part * 3 * cols * self.state + 3 * heads * rows * cols
         return self.mixer.making_elements(part) + self.batch * columns
 
@@ -332,7 +332,7 @@ class ChunkedCost(MixerCost):
         chunk, state = min(CHUNK, self.keys), self.state
         solved = chunk * (chunk + state) // 2
         each = solved + 4 * chunk * state + state * state + channels * (chunk + 3 * state)
-        part = self.mixer._parts()[0].indices(self.heads)[1]
+        part = min(self.heads, self.mixer.heads_at_once)
         tokens = self.batch * self.keys * self.heads
         return Cost(2 * tokens * channels + self.mixer.making_elements(part), tokens * each)
 
@@ -357,7 +357,7 @@ class ReversedCost(MixerCost):
     """Costs of the inner mixer, and of copies in the mirrored order."""
 
     def __init__(self, mixer: Reversed) -> None:
-        self.inner = cost_of(mixer._mixer)
+        self.inner = cost_of(mixer.mixer)
         super().__init__(mixer, self.inner.state)
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
@@ -388,7 +388,7 @@ class SubstepCost(MixerCost):
 
     def __init__(self, mixer: Substep) -> None:
         super().__init__(mixer)
-        self.inner, self.count = cost_of(mixer._mixer), mixer._count
+        self.inner, self.count = cost_of(mixer.mixer), mixer.count
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """The expanded block."""
