@@ -1,4 +1,4 @@
-"""Diagonal decay: alpha_ij = sum_n q_in exp(G_in - G_jn) k_jn for j <= i, one decay a state coordinate."""
+"""Diagonal decay: alpha_ij = sum_n q_in exp(G_in - G_jn) k_jn for j <= i, one decay per state coordinate."""
 
 from collections.abc import Iterator
 from functools import partial

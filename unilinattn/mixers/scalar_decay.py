@@ -1,4 +1,4 @@
-"""Scalar decay: alpha_ij = (q_i . k_j) exp(G_i - G_j) for j <= i, one decay a head."""
+"""Scalar decay: alpha_ij = (q_i . k_j) exp(G_i - G_j) for j <= i, one decay per head."""
 
 from collections.abc import Iterator
 from functools import cached_property
