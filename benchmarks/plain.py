@@ -33,12 +33,12 @@ def head_maps(mixer: CoreMixer, *, by_pairs: bool = False) -> Tensor:
         return maps
     # With unit vectors as values, the outputs are the columns of the map.
     if isinstance(mixer, DeltaRule):
-        query, key, strength, decay = mixer._query, mixer._key, mixer._strength, mixer._log_decay
+        query, key, strength, decay = mixer.query, mixer.key, mixer.strength, mixer.log_decay
         return delta_rule(query, key, strength, decay, _units(query, length, heads))[0].transpose(0, 1)
     if isinstance(mixer, ScalarDecay):
-        query, key, decay = mixer._query, mixer._key, mixer._log_decay.unsqueeze(-1)
+        query, key, decay = mixer.query, mixer.key, mixer.log_decay.unsqueeze(-1)
         query, key = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (query, key))
-        key = key * mixer._key_scale.unsqueeze(-1)
+        key = key * mixer.key_scale.unsqueeze(-1)
     else:
         assert isinstance(mixer, DiagonalDecay)
         query, key, decay = mixer.factors()

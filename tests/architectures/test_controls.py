@@ -69,8 +69,8 @@ def repeated(mixer: ScalarDecay) -> ScalarDecay:
 def without_delta(mixer: ScalarDecay | DiagonalDecay) -> ScalarDecay | DiagonalDecay:
     """The step size is in the decay but not in the key."""
     if isinstance(mixer, ScalarDecay):
-        return ScalarDecay(mixer._query, mixer._key, mixer._log_decay)
-    return DiagonalDecay(mixer._query, mixer._key, mixer._log_decay, rate=mixer._rate)
+        return ScalarDecay(mixer.query, mixer.key, mixer.log_decay)
+    return DiagonalDecay(mixer.query, mixer.key, mixer.log_decay, rate=mixer.rate)
 
 
 def without_last_delta(mixer: ScalarDecay) -> ScalarDecay:

@@ -50,7 +50,7 @@ class NextRows(Lower):
 
 class DiagonalBelow(Lower):
     def diagonal(self) -> Tensor:
-        return torch.nn.functional.pad(self._weights.diagonal(offset=-1, dim1=-2, dim2=-1), (1, 0))
+        return torch.nn.functional.pad(self.weights.diagonal(offset=-1, dim1=-2, dim2=-1), (1, 0))
 
 
 class Transposed(Lower):
@@ -123,7 +123,7 @@ def test_a_batch_that_mixes_is_refused() -> None:
 def test_an_exponential_before_the_mask_is_refused() -> None:
     class LateMask(ScalarDecay):
         def materialize(self) -> Tensor:
-            total = self._log_decay.cumsum(1).transpose(1, 2)
+            total = self.log_decay.cumsum(1).transpose(1, 2)
             grown = (total.unsqueeze(-1) - total.unsqueeze(-2)).exp()
             return torch.where(torch.ones_like(grown).tril() == 1, grown, 0.0)
 
@@ -148,4 +148,4 @@ def test_a_pass_that_grows_with_the_square_of_the_length_is_refused() -> None:
 
 class _Quadratic(Lower):
     def adjoint(self, grad: Tensor) -> Tensor:
-        return torch.einsum("bhij,bihp->bjhp", 1.0 * self._weights, grad)
+        return torch.einsum("bhij,bihp->bjhp", 1.0 * self.weights, grad)

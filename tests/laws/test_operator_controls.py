@@ -59,8 +59,8 @@ class Wrapped(CoreMixer):
     def diagonal(self) -> Tensor:
         return self.inner.diagonal()
 
-    def _like(self, shape: tuple[int, ...]) -> Tensor:
-        return self.inner._like(shape)
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return self.inner.zeros(shape)
 
 
 class Transposed(Wrapped):

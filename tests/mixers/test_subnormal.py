@@ -124,7 +124,7 @@ STRUCTURES: Mapping[str, Callable[[Draw], CoreMixer]] = {
 def passes(mixer: CoreMixer) -> None:
     _, heads, length, _ = mixer.shape
     for channels in (1, 3):
-        value = mixer._like((1, length, heads, channels)).normal_()
+        value = mixer.zeros((1, length, heads, channels)).normal_()
         mixer.apply(value)
         mixer.adjoint(value)
     mixer.adjoint(value[:, :, :1, :1].expand(-1, -1, heads, -1))
@@ -145,7 +145,7 @@ def maps(mixer: CoreMixer) -> None:
         for rows in (64, 512) if channels == heads else (64,):
             for _ in mixer.reduced_rows(rows, *_weights(mixer, channels)):
                 pass
-            row = mixer._like((1, length)).normal_()
+            row = mixer.zeros((1, length)).normal_()
             mixer.row_product(row, row, "clamp", rows, *_weights(mixer, channels))
 
 
@@ -159,8 +159,8 @@ def weighted(mixer: CoreMixer) -> None:
 def layers(mixer: CoreMixer) -> None:
     """Row products, maps and norms of a layer: the structure between two matrices, with a gate."""
     length, width = mixer.shape[2], mixer.heads * CHANNELS
-    x = mixer._like((1, length, width)).normal_()
-    weight = mixer._like((width, width)).normal_()
+    x = mixer.zeros((1, length, width)).normal_()
+    weight = mixer.zeros((width, width)).normal_()
     chain = Matrix("input", weight), Mix("core", mixer), Scale("gate", torch.rand_like(x)), Matrix("output", weight.mT)
     op = MixerOperator({"x": chain}, inputs={"x": x}, output=torch.zeros_like(x))
     row = torch.nn.functional.one_hot(torch.tensor([[length - 1, length // 2]]), length).to(x)
@@ -179,7 +179,7 @@ def layers(mixer: CoreMixer) -> None:
 def _weights(mixer: CoreMixer, channels: int | None) -> tuple[Tensor | None, dict[int, Tensor] | None]:
     if channels is None:
         return None, None
-    drawn = [mixer._like((1, mixer.shape[2], channels)).normal_() for _ in range(3)]
+    drawn = [mixer.zeros((1, mixer.shape[2], channels)).normal_() for _ in range(3)]
     return drawn[0], {0: drawn[1], 2: drawn[2]}
 
 

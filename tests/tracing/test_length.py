@@ -15,7 +15,7 @@ from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import trace
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.models import S4D
-from unilinattn.operator.operator import worst_error
+from unilinattn.operator.reconstruction import worst_error
 from unilinattn.testing import HOSTS, left_as_found, promoted, relative_error, rounding_limit
 from unilinattn.testing.hosts import Host, delta, host, latent, mamba, recurrent, reference
 from unilinattn.tracing import substitution

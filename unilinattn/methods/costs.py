@@ -55,18 +55,18 @@ def estimated(
     return Estimate(method, shape, result, held, tuple(costs), allowed())
 
 
-def map_cost(layer: Layer, options: MapOptions, *, beside: int = 0) -> tuple[int, int]:
-    """Return the bytes and operations of `attention_blocks` with the same `beside`."""
+def map_cost(layer: Layer, options: MapOptions, *, extra_elements: int = 0) -> tuple[int, int]:
+    """Return the bytes and operations of `attention_blocks` with the same `extra_elements`."""
     heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
     scope = only_port(layer).scoped_map(options.scope)
-    _, _, size = map_cut(scope, heads, beside=beside)
+    _, _, size = map_cut(scope, heads, extra_elements=extra_elements)
     return size, map_operations(scope, heads)
 
 
 def postprocess_cost(layer: Layer, options: MapOptions, *, known: bool = False) -> tuple[int, int]:
     """Return the bytes and operations of `map_blocks`; `known` says that the map is computed already."""
     width, numbers = layer.output.element_size(), postprocess_elements(options.discard)
-    size, operations = map_cost(layer, options, beside=numbers)
+    size, operations = map_cost(layer, options, extra_elements=numbers)
     if options.normalize == "min-max":
         whole = map_bytes(layer)
         return max((1 + numbers) * whole, whole + size), 0 if known else operations

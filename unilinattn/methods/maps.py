@@ -25,14 +25,14 @@ def attention_rows(layer: Layer, options: MapOptions, rows: Int[Tensor, "batch r
 
 
 def attention_blocks(
-    layer: Layer, options: MapOptions, beside: int = 0
+    layer: Layer, options: MapOptions, extra_elements: int = 0
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
     """Yield the layer's attention map in blocks of rows, reduced over heads by `options.heads`.
 
-    `beside` is the number of elements that the caller holds for each entry of a block, within the memory limit.
+    `extra_elements` is the number of elements that the caller holds for each entry of a block, within the memory limit.
     """
     heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    for rows, block in only_port(layer).row_blocks(scope=options.scope, heads=heads, beside=beside):
+    for rows, block in only_port(layer).row_blocks(scope=options.scope, heads=heads, extra_elements=extra_elements):
         yield rows, block if isinstance(heads, (str, int)) else block.mean(1)
 
 
@@ -178,7 +178,7 @@ def map_blocks(
         matrix = attention
         blocks = ((part, matrix[:, part]) for part in _parts(matrix, size, "the treatment of a map"))
     else:
-        blocks = attention_blocks(layer, options, beside=size)
+        blocks = attention_blocks(layer, options, extra_elements=size)
     for part, block in blocks:
         rows = every[:, part]
         weighted = block if weight is None else weight[:, part].unsqueeze(-1) * block

@@ -33,7 +33,7 @@ def contribution_tiles(
     count = len(layers)
     if len(forms) == count:
         # A step of several layers holds the vectors of each layer, in tiles of one size.
-        size = min(tile_rows(form, beside=_held_vectors(count), parts=count) for form in forms)
+        size = min(tile_rows(form, extra_tiles=_held_vectors(count), parts=count) for form in forms)
         causal = all(form.causal for form in forms)
         streams = (form.times(factor).tiles(causal, rows=size) for form, factor in zip(forms, factors, strict=True))
         for tiles in zip(*streams, strict=True):
@@ -59,9 +59,9 @@ def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool) -> tuple[i
             forms = [form for op in ops if (form := op.pairwise()) is not None]
     vectors = 4 * batch * max(rows, 1) * out
     if len(forms) == count:
-        beside = _held_vectors(count)
-        size = min(tile_rows(form, beside=beside, parts=count, what=None) for form in forms)
-        elements = sum(tile_elements(form, min(size, queries), beside=beside) for form in forms) + vectors
+        extra_tiles = _held_vectors(count)
+        size = min(tile_rows(form, extra_tiles=extra_tiles, parts=count, subject=None) for form in forms)
+        elements = sum(tile_elements(form, min(size, queries), extra_tiles=extra_tiles) for form in forms) + vectors
         return width * elements, sum(tile_operations(form) for form in forms)
     # As many rows of a per-channel chain as fit; each row weights a vector of every key.
     each = _rows_size(together)

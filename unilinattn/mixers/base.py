@@ -1,4 +1,4 @@
-"""What every token-mixing structure offers, whatever its algebra."""
+"""`CoreMixer`, the base class of every token-mixing structure, and the check of factors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,22 +17,23 @@ from unilinattn.kernels.subnormal import flushed_
 ALL = slice(None)
 
 Block = Callable[[slice], Tensor]
-"""From columns to those of some rows of the matrix: (batch, head, row, col)."""
+"""A block of rows of the matrix, as a function from a slice of columns to (batch, head, row, col)."""
 
 
 class CoreMixer(ABC):
-    """An (L_query x L_key) matrix for each head, held by its factors and never as the matrix.
+    """An (L_query x L_key) matrix per head, represented by its factors.
 
-    A subclass gives `apply`, `adjoint`, `tile`, `diagonal` and its shape; rows and the whole matrix follow.
-    Values carry `channel` columns a head: a head's matrix acts on each of them alike.
+    A subclass defines `shape`, `apply`, `adjoint`, `tile`, `diagonal` and `zeros`; all other operations have defaults
+    in terms of these. Each head applies its matrix to every channel of its values. The factors are public attributes
+    and must not be modified.
     """
 
     structure: ClassVar[str]
-    """The algebraic structure's name, as the coverage table prints it."""
+    """Name of the algebraic structure in the coverage table."""
     causal: ClassVar[bool]
     """Whether the matrix is lower triangular for every input."""
     data_controlled: ClassVar[bool]
-    """Whether the matrix depends on the input at all (HMA ACL Theorem 1)."""
+    """Whether the matrix depends on the input (HMA ACL Theorem 1)."""
 
     @property
     @abstractmethod
@@ -45,54 +46,58 @@ class CoreMixer(ABC):
 
     @abstractmethod
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
-        """Apply each head's transposed matrix: z_j = sum_i alpha_ij g_i."""
+        """Apply the transposed matrix of each head: z_j = sum_i alpha_ij g_i."""
 
     @abstractmethod
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
-        """Materialize the block of the matrix that three slices name."""
+        """Return a block of the matrix."""
 
     @abstractmethod
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return alpha_ii in linear time."""
 
+    @abstractmethod
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Return zeros with the dtype and device of the matrix."""
+
     @property
     def heads(self) -> int:
-        """Number of heads, each with its own matrix."""
+        """Number of heads, each with a separate matrix."""
         return self.shape[1]
 
     @property
     def is_lower_triangular(self) -> bool:
-        """Whether this matrix is lower triangular: always where the structure is causal."""
+        """Whether this matrix is lower triangular; always true if `causal` is."""
         return self.causal
 
     @property
     def is_complex(self) -> bool:
-        """Whether it mixes complex values."""
-        return self._like(()).is_complex()
+        """Whether the matrix is complex."""
+        return self.zeros(()).is_complex()
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
-        """Return selected rows (each sequence its own) by one adjoint pass over one-hot vectors: linear time."""
+        """Return the rows at the positions `index` of each sequence, by an adjoint pass over one-hot vectors."""
         batch, heads, queries, _ = self.shape
-        probe = self._like((batch, queries, 1, index.shape[1]))
+        probe = self.zeros((batch, queries, 1, index.shape[1]))
         probe.scatter_(1, index[:, None, None, :], 1.0)
         columns = self.adjoint(probe.expand(-1, -1, heads, -1))
         return columns.permute(0, 2, 3, 1)
 
     def materialize(self) -> Inexact[Tensor, "batch head query key"]:
-        """Return the whole matrix of every head; memory grows with batch x heads x queries x keys."""
+        """Return the whole matrix."""
         return self.tile()
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
-        """Yield the matrix from its first row to its last, at most so many at a time, as functions of their columns."""
+        """Yield the rows in order, in blocks of at most `rows` rows."""
         queries = self.shape[2]
         for start in range(0, queries, rows):
             part = slice(start, min(start + rows, queries))
             yield part, partial(self.tile, part)
 
     def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
-        """Yield left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] as `blocks`: (batch, channel, row, col).
+        """Yield left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] in blocks of (batch, channel, row, col).
 
-        left: (batch|1, length|1, channel); taps: lag to the same.
+        `left` and each of `taps`, which is indexed by lag, are (batch or 1, length or 1, channel).
         """
         for part, block in self.blocks(rows):
             yield part, partial(self._weighted, part, block, left, taps)
@@ -104,9 +109,9 @@ class CoreMixer(ABC):
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
-        """Yield sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c], exactly so many rows i at a time.
+        """Yield the map m_ij = sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] in blocks of `rows` rows.
 
-        Without left and taps it is the sum over heads. Time grows with heads x queries x keys.
+        Without `left` and `taps`, m is the sum over heads. Takes time O(heads x queries x keys).
         """
         for part, block in self.blocks(rows):
             yield reduced(block(ALL), part, left, taps)
@@ -120,7 +125,7 @@ class CoreMixer(ABC):
         left: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Float[Tensor, "batch key"]:
-        """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, which is never held."""
+        """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, in the memory of `rows` rows of m."""
         total = row.new_zeros(row.shape[0], self.shape[3])
         start = 0
         for block in self.reduced_rows(rows, left, taps):
@@ -130,27 +135,30 @@ class CoreMixer(ABC):
             start = part.stop
         return total
 
-    @abstractmethod
-    def _like(self, shape: tuple[int, ...]) -> Tensor:
-        """Return zeros of a shape in the factors' dtype and on their device."""
+
+def split_heads(heads: slice, total: int, count: int) -> list[slice]:
+    """Split a selection of `total` heads into slices of at most `count` heads; an empty selection is one slice."""
+    chosen = range(total)[heads]
+    parts = [chosen[start : start + count] for start in range(0, max(1, len(chosen)), count)]
+    return [slice(part.start, part.stop, part.step) for part in parts]
 
 
 def check_factors(**factors: Tensor | None) -> None:
-    """Refuse factors with NaN or infinity, by name; a log-decay may be -inf nowhere either: it would hide a reset.
+    """Raise `FactorError`, which names the factor, if one has NaN or infinite entries or lies on another device.
 
-    Factors on several devices are refused too.
+    Infinite log-decays are refused too: a segment boundary is given by `reset`.
     """
-    places = {name: str(factor.device) for name, factor in factors.items() if factor is not None}
-    if len(set(places.values())) > 1:
-        named = ", ".join(f"{name!r} on {place}" for name, place in places.items())
+    devices = {name: str(factor.device) for name, factor in factors.items() if factor is not None}
+    if len(set(devices.values())) > 1:
+        named = ", ".join(f"{name!r} on {device}" for name, device in devices.items())
         raise FactorError(f"factors lie on several devices: {named}; one is needed.")
     for name, factor in factors.items():
-        # One sum is finite only if every number is; the other way round it may have overflowed.
+        # A finite sum shows that every entry is finite; an infinite one may be an overflow.
         if factor is None or torch.isfinite(factor.sum()):
             continue
         if not torch.isfinite(factor).all():
-            bad = int((~torch.isfinite(factor)).sum())
+            count = int((~torch.isfinite(factor)).sum())
             raise FactorError(
-                f"factor {name!r} of shape {tuple(factor.shape)} holds {bad} NaN or infinite numbers; "
+                f"factor {name!r} of shape {tuple(factor.shape)} holds {count} NaN or infinite numbers; "
                 "finite numbers are needed. Check the model's weights and its inputs for NaN."
             )

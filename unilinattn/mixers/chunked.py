@@ -1,4 +1,4 @@
-"""Chunked: what every causal memory shares whose chunks are four small matrices a head."""
+"""`Chunked`, the base class of causal memories that are computed chunk by chunk."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -14,111 +14,109 @@ from unilinattn.kernels.scan.chunks import Chunk, Reading, fill, held_elements
 from unilinattn.kernels.scan.tiled import CHUNK, cut
 from unilinattn.kernels.subnormal import flushed_
 from unilinattn.memory import allowed
-from unilinattn.mixers.base import ALL, Block, CoreMixer
+from unilinattn.mixers.base import ALL, Block, CoreMixer, split_heads
 
 KEPT = 8192
-"""Tokens up to which a pass that will be differentiated keeps the matrices of all of its chunks."""
+"""Longest pass, in tokens, whose chunk matrices are all saved for the backward pass."""
 
 WAIT = 4
-"""Chunks whose transitions are multiplied before the states of all columns before them are carried."""
+"""Number of chunks whose transitions are multiplied together before they are applied to all earlier columns."""
 
 
 class Chunked(CoreMixer):
-    """A causal memory, linear in its values, given by its chunks of tokens.
+    """A causal memory that is linear in its values.
 
-    A subclass gives `_factors`, `chunk`, `diagonal` and its shape. `apply`, `adjoint` and `rows` then take time
-    linear in length, and `tile` time linear in its columns' distance to its rows; each holds one chunk's matrices at
-    a time, in the gradients of a long pass too.
+    A subclass defines `chunk_factors`, `chunk`, `diagonal` and `shape`. `apply`, `adjoint` and `rows` take time linear
+    in length; `tile` takes time linear in the distance from its first column to its last row. Each holds the matrices
+    of one chunk at a time, also in the backward pass of a long sequence.
     """
 
     causal = True
     data_controlled = True
+    has_fine_decay: bool = False
+    """Whether each coordinate of the state has a separate decay."""
 
     @property
     @abstractmethod
-    def _factors(self) -> tuple[Float[Tensor, "batch length *rest"], ...]:
-        """What `chunk` takes, of all tokens."""
+    def chunk_factors(self) -> tuple[Float[Tensor, "batch length *rest"], ...]:
+        """The factors of all tokens that `chunk` takes for the tokens of one chunk."""
 
     @abstractmethod
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
-        """Return the matrices of some heads for one of the chunks that `CHUNK` cuts the sequence into."""
+        """Return the matrices of a chunk of `CHUNK` tokens (the last one may be shorter) for some heads."""
+
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Return zeros with the dtype and device of the matrix."""
+        return self.chunk_factors[0].new_zeros(shape)
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the memory forward in time, chunk by chunk."""
-        return self._by_parts(lambda part: torch.cat(self._pass(Chunk.forward, value[:, :, part], 1, part), dim=1))
+        return self._over_heads(lambda heads: torch.cat(self._pass(Chunk.forward, value, 1, heads), dim=1))
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
-        """Run the memory backward in time, chunk by chunk."""
-        return self._by_parts(
-            lambda part: torch.cat(self._pass(Chunk.backward, grad[:, :, part], -1, part)[::-1], dim=1)
-        )
+        """Run the transposed memory backward in time, chunk by chunk."""
+        return self._over_heads(lambda heads: torch.cat(self._pass(Chunk.backward, grad, -1, heads)[::-1], dim=1))
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
-        """Fill a block column by column, each carried as a state from its own chunk to the last row's."""
+        """Return a block of the matrix; each column is a state that is carried from its chunk to the last row's."""
         batch, total, length, _ = self.shape
         row, col = range(length)[rows], range(length)[cols]
         if not row or not col or col[0] > row[-1]:
-            return self._like((batch, len(range(total)[heads]), len(row), len(col)))
+            return self.zeros((batch, len(range(total)[heads]), len(row), len(col)))
         first, last = col[0] // CHUNK, row[-1] // CHUNK
-        device = self._like(()).device
-        places = [torch.tensor(positions, device=device) for positions in (row, col)]
-        parts = [
-            fill(
-                (self.chunk(factors, part) for factors in self._pieces(slice(first, last + 1))), first * CHUNK, *places
-            )
-            for part in self._parts(heads)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        device = self.zeros(()).device
+        positions = [torch.tensor(tokens, device=device) for tokens in (row, col)]
+        blocks = []
+        for part in split_heads(heads, total, self.heads_at_once):
+            chunks = (self.chunk(factors, part) for factors in self._factors_by_chunk(slice(first, last + 1)))
+            blocks.append(fill(chunks, first * CHUNK, *positions))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
-        """Yield blocks of at most one chunk of rows; each column's state is carried from chunk to chunk, once."""
+        """Yield blocks of at most `rows` rows of one chunk; the state of each column is carried forward once."""
         for part, reading, row in self._readings(rows):
             yield part, partial(reading.block, row)
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
-        """Yield sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c], exactly so many rows i at a time."""
-        held: list[Tensor] = []
+        """Yield the map of `CoreMixer.reduced_rows` in blocks of `rows` rows."""
+        pending: list[Tensor] = []
         plain = left is None and taps is None
         for part, reading, row in self._readings(min(rows, CHUNK)):
-            found = reading.over_heads(row) if plain else reduced(reading.block(row, ALL), part, left, taps)
-            while found.shape[1]:
-                room = rows - sum(t.shape[1] for t in held)
-                held.append(found[:, :room])
-                found = found[:, room:]
-                ended = part.stop == self.shape[2] and not found.shape[1]
-                if ended or sum(t.shape[1] for t in held) == rows:
-                    yield torch.cat(held, dim=1)
-                    held = []
+            block = reading.over_heads(row) if plain else reduced(reading.block(row, ALL), part, left, taps)
+            while block.shape[1]:
+                missing = rows - sum(t.shape[1] for t in pending)
+                pending.append(block[:, :missing])
+                block = block[:, missing:]
+                ended = part.stop == self.shape[2] and not block.shape[1]
+                if ended or sum(t.shape[1] for t in pending) == rows:
+                    yield torch.cat(pending, dim=1)
+                    pending = []
 
     @cached_property
     def state_size(self) -> int:
-        """Coordinates of the state: the inner dimension of a chunk's matrices."""
-        return self.chunk(self._pieces(slice(0, 1))[0], slice(0, 1)).read.shape[-1]
+        """Number of coordinates of a head's state."""
+        return self.chunk(self._factors_by_chunk(slice(0, 1))[0], slice(0, 1)).read.shape[-1]
 
     def making_elements(self, heads: int) -> int:
-        """Elements held while one chunk of `heads` heads is made."""
+        """Elements held while the matrices of one chunk are computed for `heads` heads."""
         batch, _, length, _ = self.shape
-        decay = getattr(self, "_log_decay", None)
-        fine = decay is not None and decay.ndim == 4 and decay.shape[-1] > 1
-        return batch * heads * held_elements(min(CHUNK, length), self.state_size, fine)
+        return batch * heads * held_elements(min(CHUNK, length), self.state_size, self.has_fine_decay)
 
-    def _parts(self, heads: slice = ALL) -> list[slice]:
-        """Split heads so that making one chunk of them takes no more than half of what `max_memory` allows."""
-        chosen = range(self.heads)[heads]
-        step = max(1, allowed() // max(1, 2 * self._like(()).element_size() * self.making_elements(1)))
-        parts = [chosen[start : start + step] for start in range(0, max(1, len(chosen)), step)]
-        return [slice(part.start, part.stop, part.step) for part in parts]
+    @property
+    def heads_at_once(self) -> int:
+        """Number of heads for which computing one chunk takes at most half of the memory that `max_memory` allows."""
+        return max(1, allowed() // max(1, 2 * self.zeros(()).element_size() * self.making_elements(1)))
 
-    def _pieces(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
-        """Cut the factors of some chunks, all at once: the gradient of each single slice is as long as all."""
+    def _factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
+        """Cut the factors of consecutive chunks at once, because the gradient of each slice is as long as its base."""
         first, last, _ = chunks.indices(len(self._chunks()))
-        return cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self._factors))
+        return cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self.chunk_factors))
 
-    def _by_parts(self, run: Callable[[slice], Tensor]) -> Tensor:
-        """Run a pass for some heads at a time, and put their outputs, whose third axis is the head, side by side."""
-        parts = self._parts()
+    def _over_heads(self, run: Callable[[slice], Tensor]) -> Tensor:
+        """Concatenate the outputs (batch, token, head, channel) of a pass over `heads_at_once` heads at a time."""
+        parts = split_heads(ALL, self.heads, self.heads_at_once)
         return run(ALL) if len(parts) == 1 else torch.cat([run(part) for part in parts], dim=2)
 
     def _pass(
@@ -128,40 +126,41 @@ class Chunked(CoreMixer):
         order: int,
         heads: slice,
     ) -> list[Tensor]:
-        """Carry a state through the chunks in an order, and return what each chunk makes of it and of its vectors."""
+        """Carry a state through the chunks, forward (`order` 1) or backward (-1), and return each chunk's output."""
 
         def run(state: Tensor | None, vector: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             return step(self.chunk(factors, heads), state, vector)
 
-        # The matrices of a long pass are made again when its gradient needs them: states alone are kept.
-        again = torch.is_grad_enabled() and vectors.shape[1] > KEPT
+        # For the gradient of a long pass only the states are saved; its matrices are computed again.
+        recompute = torch.is_grad_enabled() and vectors.shape[1] > KEPT
         outputs, state = [], None
-        for vector, factors in list(zip(vectors.split(CHUNK, dim=1), self._pieces(), strict=True))[::order]:
-            if again:
-                found, state = checkpoint(run, state, vector, factors, use_reentrant=False, preserve_rng_state=False)
+        parts = vectors[:, :, heads].split(CHUNK, dim=1)
+        for vector, factors in list(zip(parts, self._factors_by_chunk(), strict=True))[::order]:
+            if recompute:
+                output, state = checkpoint(run, state, vector, factors, use_reentrant=False, preserve_rng_state=False)
             else:
-                found, state = run(state, vector, factors)
-            outputs.append(found)
+                output, state = run(state, vector, factors)
+            outputs.append(output)
         return outputs
 
     def _readings(self, rows: int) -> Iterator[tuple[slice, Reading, slice]]:
-        """Yield at most so many rows of a chunk, the chunk as they read it, and where they stand in it.
+        """Yield blocks of at most `rows` rows of a chunk: their tokens, their factors, and their rows in the chunk.
 
-        Near columns are carried through each chunk. The others wait for the product of `WAIT` chunks' transitions.
+        Columns of the last `WAIT` chunks are advanced by each chunk, earlier ones by the product of its transitions.
         """
         batch, heads, _, keys = self.shape
-        none = self._like((batch, heads, self.state_size, 0))
-        unmoved = torch.diag_embed(self._like((batch, heads, self.state_size)) + 1)
-        far, near, crossed = none, none, unmoved
-        for number, (tokens, factors) in enumerate(zip(self._chunks(), self._pieces(), strict=True)):
+        none = self.zeros((batch, heads, self.state_size, 0))
+        identity = torch.diag_embed(self.zeros((batch, heads, self.state_size)) + 1)
+        far, near, transition = none, none, identity
+        for number, (tokens, factors) in enumerate(zip(self._chunks(), self._factors_by_chunk(), strict=True)):
             if number % WAIT == 0:
-                far, near, crossed = torch.cat([flushed_(crossed @ far), near], dim=-1), none, unmoved
+                far, near, transition = torch.cat([flushed_(transition @ far), near], dim=-1), none, identity
             chunk = self.chunk(factors)
-            reading = Reading(((flushed_(chunk.read @ crossed), far), (chunk.read, near)), chunk, keys)
+            reading = Reading(((flushed_(chunk.read @ transition), far), (chunk.read, near)), chunk, keys)
             for start in range(tokens.start, tokens.stop, rows):
                 part = slice(start, min(start + rows, tokens.stop))
                 yield part, reading, slice(part.start - tokens.start, part.stop - tokens.start)
-            near, crossed = torch.cat([chunk.advance(near), chunk.write], dim=-1), chunk.advance(crossed)
+            near, transition = torch.cat([chunk.advance(near), chunk.write], dim=-1), chunk.advance(transition)
 
     def _chunks(self) -> list[slice]:
         length = self.shape[2]

@@ -15,18 +15,18 @@ from unilinattn.mixers.chunked import Chunked
 
 
 class DeltaRule(Chunked):
-    """A memory that decays, then replaces what it holds under a key: what it held is read and taken away first.
+    """A memory that decays, then replaces the value stored under each token's key.
 
     S' = exp(g_t) S_{t-1}; S_t = S' + b_t k_t (v_t - S'^T k_t)^T; y_t = S_t^T q_t. Serves DeltaNet (no decay), Gated
-    DeltaNet (a decay a head; Yang, Kautz and Hatamizadeh, ICLR 2025) and Kimi delta attention (a decay a coordinate;
-    Kimi Linear, 2025). Strengths b up to 2 (negative eigenvalues) are as good as any other.
+    DeltaNet (a decay per head; Yang, Kautz and Hatamizadeh, ICLR 2025) and Kimi delta attention (a decay per
+    coordinate; Kimi Linear, 2025). Strengths b up to 2 (negative eigenvalues) are allowed.
 
-    `apply`, `adjoint` and `rows` take O(L H (chunk + N)) time for each channel, after one unit-triangular solve a
-    head and chunk.
+    `apply`, `adjoint` and `rows` take time O(L H (chunk + N)) per channel, after one unit-triangular solve per head and
+    chunk.
 
     Args:
-        query, key: (batch, length, group, state), as they enter the memory (normalised, scaled); heads a multiple
-            of groups, consecutive heads share one.
+        query, key: (batch, length, group, state), after the host's normalisation and scaling; heads are a multiple of
+            groups, and consecutive heads share one.
         strength: b, (batch, length, head).
         log_decay: g, (batch, length, head) or (batch, length, head, state), at most 0; None for no decay.
     """
@@ -40,50 +40,49 @@ class DeltaRule(Chunked):
         strength: Float[Tensor, "batch length head"],
         log_decay: Float[Tensor, "batch length head *state"] | None = None,
     ) -> None:
-        """Hold the factors; raise `FactorError` if one of them holds NaN or infinity."""
+        """Raise `FactorError` if a factor has NaN or infinite entries."""
         check_factors(query=query, key=key, strength=strength, log_decay=log_decay)
         decay = torch.zeros_like(strength) if log_decay is None else log_decay
-        self._query, self._key, self._strength = query, key, strength
-        self._log_decay = decay.unsqueeze(-1) if decay.ndim == 3 else decay
+        self.query, self.key, self.strength = query, key, strength
+        self.log_decay = decay.unsqueeze(-1) if decay.ndim == 3 else decay
+        self.has_fine_decay = self.log_decay.shape[-1] > 1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, length, length)."""
-        batch, length, heads = self._strength.shape
+        batch, length, heads = self.strength.shape
         return batch, heads, length, length
 
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Solve for the corrected values of one chunk: u = X v - X_s S, X = [I + diag(b) stril Khat(k, k)]^-1 diag(b).
 
-        With u the memory is a plain decayed one, y = tril Khat(q, k) u, and X_s = X diag(exp(G)) k. What reads u and
-        what writes it is solved for instead of u itself: both then take one solve.
+        Given u, the memory is a plain decayed one: y = tril Khat(q, k) u, and X_s = X diag(exp(G)) k. The transposed
+        system is solved for the factors that read and write u, which takes one solve for both.
         """
         query, key, strength, decay = (repeat_groups(t, self.heads, 2)[:, :, heads] for t in factors)
         strength = strength.transpose(1, 2)
         arriving, leaving = decays(to_token(decay)), decays(from_token(decay))
-        among, scores = pairs_of((key, query), key, decay)
+        overlaps, scores = pairs_of((key, query), key, decay)
         plain = torch.cat([scores, flushed_(key * leaving).permute(0, 2, 3, 1)], dim=-2)
-        # The solve reads below the diagonal only and takes the diagonal as one.
-        system = flushed_(strength.unsqueeze(-1) * among)
+        # `unitriangular` ignores the diagonal, and `upper=False` the entries above it.
+        system = flushed_(strength.unsqueeze(-1) * overlaps)
         solved = torch.linalg.solve_triangular(system, plain, upper=False, left=False, unitriangular=True)
         within, write = flushed_(solved * strength.unsqueeze(-2)).split([key.shape[1], key.shape[-1]], dim=-2)
-        held = flushed_(key * arriving).transpose(1, 2)
+        erase = flushed_(key * arriving).transpose(1, 2)
         return Chunk(
             within=within,
-            read=(query * arriving).transpose(1, 2) - within @ held,
+            read=(query * arriving).transpose(1, 2) - within @ erase,
             write=write,
             decay=arriving[:, -1],
-            transfer=-write @ held,
+            transfer=-write @ erase,
         )
 
     @property
-    def _factors(self) -> tuple[Tensor, ...]:
-        return self._query, self._key, self._strength, self._log_decay
+    def chunk_factors(self) -> tuple[Tensor, ...]:
+        """Query, key, strength and log-decay."""
+        return self.query, self.key, self.strength, self.log_decay
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return b_i (q_i . k_i)."""
-        own = repeat_groups((self._query * self._key).sum(-1), self.heads, 2)
-        return (own * self._strength).transpose(1, 2)
-
-    def _like(self, shape: tuple[int, ...]) -> Tensor:
-        return self._query.new_zeros(shape)
+        scores = repeat_groups((self.query * self.key).sum(-1), self.heads, 2)
+        return (scores * self.strength).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Dense: every weight its own number, as a softmax leaves them."""
+"""Dense: the matrix itself, such as softmax attention weights."""
 
 from functools import cached_property
 
@@ -11,14 +11,12 @@ from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 
 
 class Dense(CoreMixer):
-    """Attention weights as a softmax leaves them, under any mask, window, sink or cap (HMA ACL Eq. 1).
+    """Attention weights after the softmax, under any mask, window, sink or soft cap (HMA ACL Eq. 1).
 
-    Weights below the smallest normal number of their dtype are set to zero, in a copy.
-
-    Every operation takes O(L_query L_key) time for each channel; the weights are held.
+    Every operation takes O(L_query L_key) time per channel.
 
     Args:
-        weights: (batch, head, query, key).
+        weights: (batch, head, query, key); subnormal numbers are set to zero, in a copy.
     """
 
     structure = "dense"
@@ -26,41 +24,42 @@ class Dense(CoreMixer):
     data_controlled = True
 
     def __init__(self, weights: Float[Tensor, "batch head query key"]) -> None:
-        """Hold the weights; raise `FactorError` if they hold NaN or infinity."""
+        """Raise `FactorError` if `weights` has NaN or infinite entries."""
         check_factors(weights=weights)
-        self._weights = flushed_given(weights)
+        self.weights = flushed_given(weights)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, queries, keys)."""
-        batch, heads, queries, keys = self._weights.shape
+        batch, heads, queries, keys = self.weights.shape
         return batch, heads, queries, keys
 
     @cached_property
     def is_lower_triangular(self) -> bool:
-        """Whether no weight stands above the diagonal, as under a causal mask."""
-        return not bool(self._weights.triu(1).any())
+        """Whether all weights above the diagonal are zero."""
+        return not bool(self.weights.triu(1).any())
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Multiply by the weights."""
-        return torch.einsum("bhij,bjhp->bihp", self._weights, flushed(value))
+        return torch.einsum("bhij,bjhp->bihp", self.weights, flushed(value))
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Multiply by the transposed weights."""
-        return torch.einsum("bhij,bihp->bjhp", self._weights, flushed(grad))
+        return torch.einsum("bhij,bihp->bjhp", self.weights, flushed(grad))
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
-        """Gather the rows that are held."""
+        """Gather rows of the weights."""
         _, heads, _, keys = self.shape
-        return self._weights.gather(2, index[:, None, :, None].expand(-1, heads, -1, keys))
+        return self.weights.gather(2, index[:, None, :, None].expand(-1, heads, -1, keys))
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
-        """Slice the weights that are held."""
-        return self._weights[:, heads, rows, cols]
+        """Return a view of a block of the weights."""
+        return self.weights[:, heads, rows, cols]
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
-        """Return each token's weight on itself."""
-        return self._weights.diagonal(dim1=-2, dim2=-1)
+        """Return the weight of each token on itself."""
+        return self.weights.diagonal(dim1=-2, dim2=-1)
 
-    def _like(self, shape: tuple[int, ...]) -> Tensor:
-        return self._weights.new_zeros(shape)
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Return zeros with the dtype and device of the matrix."""
+        return self.weights.new_zeros(shape)

@@ -1,4 +1,4 @@
-"""Diagonal decay: alpha_ij = sum_n q_in exp(G_in - G_jn) k_jn for j <= i, one decay a state coordinate."""
+"""Diagonal decay: alpha_ij = sum_n q_in exp(G_in - G_jn) k_jn for j <= i, one decay per state coordinate."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,29 +16,29 @@ from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
 from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import allowed
-from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors, split_heads
 
 SQUARES = 128
-"""Heads whose squares of a block of rows are filled at once."""
+"""Number of heads whose squares on the diagonal are filled at once."""
 
 PAIR_BUDGET = 1 << 22
-"""Most elements that a product over (head, state) holds at once in `tile` and `rows`, whatever is allowed."""
+"""Most elements of a product over (head, state) in `tile` and `rows`, however much memory is allowed."""
 
 
 class DiagonalDecay(CoreMixer):
-    """The selective state space's hidden attention: a state vector a head, each coordinate with its own decay.
+    """The hidden attention of a selective state space: a state vector per head with a decay per coordinate.
 
     Serves S6 / Mamba-1 (heads = channels, query = C and key = B shared by all heads, key_scale = delta,
     log_decay = delta with rate = A), GLA, HGRN2 and, with one state, RG-LRU. HMA ACL Eq. 14-16.
 
-    `apply`, `adjoint` and `rows` take O(L H N) time and hold the states of one chunk of tokens.
+    `apply`, `adjoint` and `rows` take time O(L H N) per channel and hold the states of one chunk of tokens.
 
     Args:
-        query, key: (batch, length, group, state); heads a multiple of groups, consecutive heads share one.
+        query, key: (batch, length, group, state); heads are a multiple of groups, and consecutive heads share one.
         log_decay: (batch, length, head, state), or (batch, length, head, 1) with a `rate`; at most 0 after `rate`.
         key_scale: (batch, length, head), multiplies the key.
         rate: (head, state), multiplies `log_decay`.
-        reset: (batch, length), true where a segment begins: a decay of exactly zero, all before it is forgotten.
+        reset: (batch, length), true where a segment begins: a decay of exactly 0 there.
     """
 
     structure = "diagonal decay"
@@ -55,52 +55,53 @@ class DiagonalDecay(CoreMixer):
         rate: Float[Tensor, "head state"] | None = None,
         reset: Bool[Tensor, "batch length"] | None = None,
     ) -> None:
-        """Hold the factors; raise `FactorError` if one of them holds NaN or infinity."""
+        """Raise `FactorError` if a factor has NaN or infinite entries."""
         check_factors(query=query, key=key, log_decay=log_decay, key_scale=key_scale, rate=rate)
-        self._query, self._key, self._log_decay = query, key, log_decay
-        self._key_scale, self._rate, self._reset = key_scale, rate, reset
-        self._raw = (query, key, log_decay, key_scale, rate, reset)
+        self.query, self.key, self.log_decay = query, key, log_decay
+        self.key_scale, self.rate, self.reset = key_scale, rate, reset
+        self._factors = (query, key, log_decay, key_scale, rate, reset)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, length, length)."""
-        batch, length, heads, _ = self._log_decay.shape
+        batch, length, heads, _ = self.log_decay.shape
         return batch, heads, length, length
 
     def factors(self, tokens: slice = ALL, heads: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key, log-decay of some tokens and heads, broadcastable to (batch, token, head, state).
+        """Return query, scaled key and log-decay, broadcastable to (batch, token, head, state).
 
         The log-decay is -inf where a segment begins.
         """
-        return diagonal_factors(*self._raw, tokens, heads)
+        return diagonal_factors(*self._factors, tokens, heads)
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
-        """Run the recurrence forward in time: O(L H N) for each channel."""
-        return implementation("scan", self._log_decay).diagonal_scan(*self._raw, value)
+        """Run the recurrence forward in time."""
+        return implementation("scan", self.log_decay).diagonal_scan(*self._factors, value)
 
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
-        """Run the recurrence backward in time, reading with the keys what the queries wrote."""
-        return implementation("scan", self._log_decay).diagonal_scan_adjoint(*self._raw, grad)
+        """Run the transposed recurrence backward in time, which writes with the queries and reads with the keys."""
+        return implementation("scan", self.log_decay).diagonal_scan_adjoint(*self._factors, grad)
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
-        """Carry one-hot vectors backward in time, some at once: O(L H N) for each row."""
+        """Return the rows at the positions `index` by adjoint passes over some one-hot vectors at a time."""
         batch, heads, length, _ = self.shape
-        step = max(1, self._budget // max(1, batch * min(length, STEPS) * heads * self._query.shape[-1]))
+        step = max(1, self.product_elements // max(1, batch * min(length, STEPS) * heads * self.state_size))
         return torch.cat([super(DiagonalDecay, self).rows(part) for part in index.split(step, dim=1)], dim=2)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
-        """Fill a block: what lies before its first row by one product a head, the rest by halves."""
+        """Return a block: columns before its first row by one product per head, the others by recursive halving."""
         row, col = (range(self.shape[2])[part] for part in (rows, cols))
         if not row or not col:
-            return self._like((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
+            return self.zeros((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
         hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
         size = LEAF * len(row) + len(col)
-        block = torch.cat([self._block(*hull, part) for part in self._parts(size, heads)], dim=1)
+        parts = split_heads(heads, self.heads, self.heads_at_once(size))
+        block = torch.cat([self._block(*hull, part) for part in parts], dim=1)
         return block[:, :, :: row.step, :: col.step]
 
     def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
-        """Yield left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] as `blocks`; where c is a head, by products."""
-        if any(tap.shape[2] != self.heads for tap in taps.values()):
+        """Yield the blocks of `CoreMixer.weighted_blocks`, by products if each head has one channel."""
+        if not self._is_per_head(None, taps):
             yield from super().weighted_blocks(rows, left, taps)
             return
         for start in range(0, self.shape[2], rows):
@@ -111,26 +112,24 @@ class DiagonalDecay(CoreMixer):
     def _squares(
         self, tokens: slice, left: Tensor | None, taps: Taps
     ) -> tuple[Float[Tensor, "batch head row landed"], Float[Tensor, "batch head row state"]]:
-        """Return `square` of each head by itself, some heads at a time."""
+        """Return `square` of each head, for `SQUARES` heads at a time."""
         batch, count = self.shape[0], tokens.stop - tokens.start
-        near = self._like((batch, self.heads, count, count + max(taps)))
-        read = self._like((batch, self.heads, count, self._query.shape[-1]))
+        near = self.zeros((batch, self.heads, count, count + max(taps)))
+        read = self.zeros((batch, self.heads, count, self.state_size))
         places = Places()
         for first in range(0, self.heads, SQUARES):
             heads = slice(first, min(first + SQUARES, self.heads))
             query, key, decay = self.factors(tokens, heads)
-            here = decay.shape[:3]
-            weights = {lag: of_tokens(tap, tokens)[..., heads].expand(here) for lag, tap in taps.items()}
-            weighing = None if left is None else of_tokens(left, tokens)[..., heads].expand(here)
-            found = square(
-                _head_by_head(query.expand_as(decay)),
-                _head_by_head(key.expand_as(decay)),
-                _head_by_head(decay),
-                None if weighing is None else _head_by_head(weighing),
-                {lag: _head_by_head(weight) for lag, weight in weights.items()},
+            shape = decay.shape[:3]
+            squares = square(
+                _as_batch(query.expand_as(decay)),
+                _as_batch(key.expand_as(decay)),
+                _as_batch(decay),
+                None if left is None else _as_batch(of_tokens(left, tokens)[..., heads].expand(shape)),
+                {lag: _as_batch(of_tokens(tap, tokens)[..., heads].expand(shape)) for lag, tap in taps.items()},
                 places=places,
             )
-            near[:, heads], read[:, heads] = (t.unflatten(0, (batch, -1)) for t in found)
+            near[:, heads], read[:, heads] = (t.unflatten(0, (batch, -1)) for t in squares)
         return near, read
 
     def _near_and_far(
@@ -141,39 +140,35 @@ class DiagonalDecay(CoreMixer):
         taps: Taps,
         cols: slice,
     ) -> Float[Tensor, "batch head row col"]:
-        """Return columns of a block of rows: one product for what lands before it, and what lands inside."""
+        """Return columns of a block of rows: one product for taps that land before its rows, squares for the rest."""
         reach, width = max(taps), cols.stop - cols.start
         total: Tensor | None = None
         if cols.start < part.start:
-            faded = self._written(slice(cols.start, min(cols.stop + reach, part.start)), part.start)
-            write = faded.new_zeros(faded.shape[0], width, *faded.shape[2:])
+            keys = self._decayed_keys(slice(cols.start, min(cols.stop + reach, part.start)), part.start)
+            write = keys.new_zeros(keys.shape[0], width, *keys.shape[2:])
             for lag, tap in taps.items():
                 landed = of_tokens(tap, slice(cols.start + lag, min(cols.stop + lag, part.start))).unsqueeze(-1)
-                there = faded[:, lag : lag + width]
-                write[:, : there.shape[1]].addcmul_(there, landed)
+                landed_keys = keys[:, lag : lag + width]
+                write[:, : landed_keys.shape[1]].addcmul_(landed_keys, landed)
             total = read @ flushed_(write).permute(0, 2, 3, 1)
-        # The square's columns begin `reach` tokens before its rows; what is later than its last row is zero.
-        begun, stop = part.start - reach, min(cols.stop, part.stop)
-        first = max(cols.start, begun)
+        # The square's columns begin `reach` tokens before its rows; columns after its last row are zero.
+        origin, stop = part.start - reach, min(cols.stop, part.stop)
+        first = max(cols.start, origin)
         if total is None:
             total = near.new_zeros(*near.shape[:3], width)
         if first < stop:
-            total[..., first - cols.start : stop - cols.start] += near[..., first - begun : stop - begun]
+            total[..., first - cols.start : stop - cols.start] += near[..., first - origin : stop - origin]
         return total
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
-        """Yield sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] as products with an inner H N."""
-        weights = [*(taps or {}).values(), *([] if left is None else [left])]
-        if any(weight.shape[2] != self.heads for weight in weights):
+        """Yield the map of `CoreMixer.reduced_rows`, by products with inner dimension H N if weights are per head."""
+        if not self._is_per_head(left, taps):
             yield from super().reduced_rows(rows, left, taps)
             return
-        batch, heads, length, _ = self.shape
-        shape = (batch, length, heads, self._query.shape[-1])
-        for _, block in implementation("reduced_map", self._log_decay).reduced_rows(
-            self.factors, shape, left, taps, rows=rows
-        ):
+        kernel = implementation("reduced_map", self.log_decay).reduced_rows
+        for _, block in kernel(self.factors, self._scan_shape, left, taps, rows=rows):
             yield block
 
     def row_product(
@@ -185,71 +180,81 @@ class DiagonalDecay(CoreMixer):
         left: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Float[Tensor, "batch key"]:
-        """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, which is never held."""
-        weights = [*(taps or {}).values(), *([] if left is None else [left])]
-        if any(factor.shape[2] != self.heads for factor in weights):
+        """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, in the memory of `rows` rows of m."""
+        if not self._is_per_head(left, taps):
             return super().row_product(row, weight, sign, rows, left, taps)
+        kernel = implementation("row_product", self.log_decay).row_product
+        product: Tensor = kernel(self.factors, self._scan_shape, row, weight, left, taps, sign=sign, rows=rows)
+        return product
+
+    @property
+    def state_size(self) -> int:
+        """Number of coordinates of a head's state."""
+        return self.query.shape[-1]
+
+    @property
+    def product_elements(self) -> int:
+        """Most elements of a product over (head, state): an eighth of what `max_memory` allows, up to `PAIR_BUDGET`."""
+        return min(PAIR_BUDGET, allowed() // (8 * self.query.element_size()))
+
+    def heads_at_once(self, vectors: int) -> int:
+        """Number of heads whose `vectors` state vectors per sequence fit in `product_elements`; at least 1."""
+        return max(1, self.product_elements // max(1, self.shape[0] * vectors * self.state_size))
+
+    def _is_per_head(self, left: Tensor | None, taps: Taps | None) -> bool:
+        """Whether weights have one channel per head."""
+        weights = [*(taps or {}).values(), *([] if left is None else [left])]
+        return all(weight.shape[2] == self.heads for weight in weights)
+
+    @property
+    def _scan_shape(self) -> tuple[int, int, int, int]:
+        """(batch, length, heads, state)."""
         batch, heads, length, _ = self.shape
-        shape = batch, length, heads, self._query.shape[-1]
-        kernel = implementation("row_product", self._log_decay).row_product
-        found: Tensor = kernel(self.factors, shape, row, weight, left, taps, sign=sign, rows=rows)
-        return found
+        return batch, length, heads, self.state_size
 
     def _block(self, rows: slice, cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
         cut, parts = rows.start, []
         query, _, decay = self.factors(rows, heads)
-        batch, _, heads_here, _ = decay.shape
+        batch, _, count, _ = decay.shape
         if cols.start < cut:
             read = flushed_(decays(decay.cumsum(1)) * query)
-            write = self._written(slice(cols.start, min(cols.stop, cut)), cut, heads)
+            write = self._decayed_keys(slice(cols.start, min(cols.stop, cut)), cut, heads)
             parts.append(torch.einsum("bihn,bjhn->bhij", read, write))
         if cols.stop > cut:
             start = max(cols.start, cut)
-            near = query.new_zeros(batch, heads_here, rows.stop - cut, cols.stop - start)
+            near = query.new_zeros(batch, count, rows.stop - cut, cols.stop - start)
             if start < rows.stop:
                 query, key, decay = self.factors(slice(start, rows.stop), heads)
-                square = pairs(query.expand_as(decay), key.expand_as(decay), decay)[..., : cols.stop - start]
-                near[:, :, start - cut :, : square.shape[-1]] = square
+                causal = pairs(query.expand_as(decay), key.expand_as(decay), decay)[..., : cols.stop - start]
+                near[:, :, start - cut :, : causal.shape[-1]] = causal
             parts.append(near)
         return torch.cat(parts, dim=-1)
 
-    def _written(self, tokens: slice, cut: int, heads: slice = ALL) -> Float[Tensor, "batch token head state"]:
-        """Return what is left at the beginning of token `cut` of the keys written before it."""
-        key = of_heads(self._key[:, tokens], heads, self.heads)
-        if self._key_scale is not None:
-            key = key * self._key_scale[:, tokens, heads, None]
-        crossed = self._log_decay[:, tokens.stop : cut, heads].sum(1, keepdim=True)
-        exponent = from_token(self._log_decay[:, tokens, heads]) + crossed
-        # One number a head is summed before the rates of its coordinates multiply it.
-        left = decays(exponent if self._rate is None else exponent * self._rate[heads])
-        if self._reset is not None:
-            later = self._reset[:, tokens.start : cut].flip(1).cumsum(1).flip(1)[:, 1:] > 0
+    def _decayed_keys(self, tokens: slice, cut: int, heads: slice = ALL) -> Float[Tensor, "batch token head state"]:
+        """Return the keys of `tokens`, decayed to the time just before token `cut`."""
+        key = of_heads(self.key[:, tokens], heads, self.heads)
+        if self.key_scale is not None:
+            key = key * self.key_scale[:, tokens, heads, None]
+        crossed = self.log_decay[:, tokens.stop : cut, heads].sum(1, keepdim=True)
+        exponent = from_token(self.log_decay[:, tokens, heads]) + crossed
+        # Summing before the rates multiply takes one number per head instead of one per coordinate.
+        decay = decays(exponent if self.rate is None else exponent * self.rate[heads])
+        if self.reset is not None:
+            later = self.reset[:, tokens.start : cut].flip(1).cumsum(1).flip(1)[:, 1:] > 0
             forgotten = torch.nn.functional.pad(later, (0, 1))[:, : key.shape[1]]
-            left = left.masked_fill(forgotten[..., None, None], 0)
-        return flushed_(left * key)
-
-    @property
-    def _budget(self) -> int:
-        """Elements that a product over (head, state) holds at once: an eighth of what `max_memory` allows, at most."""
-        return min(PAIR_BUDGET, allowed() // (8 * self._query.element_size()))
-
-    def _parts(self, size: int, heads: slice = ALL) -> list[slice]:
-        """Split heads so that so many vectors over (batch, head, state) stay within the budget."""
-        chosen = range(self.heads)[heads]
-        step = max(1, self._budget // max(1, self.shape[0] * size * self._query.shape[-1]))
-        # One empty part for no heads at all, so that there is a block to return.
-        parts = [chosen[start : start + step] for start in range(0, max(1, len(chosen)), step)]
-        return [slice(part.start, part.stop, part.step) for part in parts]
+            decay = decay.masked_fill(forgotten[..., None, None], 0)
+        return flushed_(decay * key)
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
-        """Return q_i . k_i: no decay stands between a token and itself."""
+        """Return q_i . k_i."""
         query, key, _ = self.factors()
         return (query * key).sum(-1).transpose(1, 2).expand(-1, self.heads, -1)
 
-    def _like(self, shape: tuple[int, ...]) -> Tensor:
-        return self._query.new_zeros(shape)
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Return zeros with the dtype and device of the matrix."""
+        return self.query.new_zeros(shape)
 
 
-def _head_by_head(factor: Float[Tensor, "batch token head *state"]) -> Float[Tensor, "batchhead token 1 *state"]:
+def _as_batch(factor: Float[Tensor, "batch token head *state"]) -> Float[Tensor, "batchhead token 1 *state"]:
     """Move heads into the batch: (batch, token, head, ...) to (batch x head, token, 1, ...)."""
     return factor.transpose(1, 2).flatten(0, 1).unsqueeze(2)

@@ -1,4 +1,4 @@
-"""Exclusive read with bonus: the memory is read before a token enters it, and the token weighs itself apart."""
+"""Exclusive read with bonus: a memory that is read before each write, plus a bonus for the current token."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from unilinattn.mixers.chunked import Chunked
 
 
 class ExclusiveBonus(Chunked):
-    """A decayed memory read before each step: alpha_ij = sum_n q_in exp(G_{i-1,n} - G_jn) k_jn for j < i.
+    """A decayed memory that is read before each step: alpha_ij = sum_n q_in exp(G_{i-1,n} - G_jn) k_jn for j < i.
 
-    On the diagonal stands alpha_ii = sum_n q_in u_n k_in. Serves RWKV-5 and RWKV-6 (Eagle and Finch; Peng et al.,
-    2024): S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T, y_t = (S_{t-1} + diag(u) k_t v_t^T)^T q_t.
+    On the diagonal, alpha_ii = sum_n q_in u_n k_in. Serves RWKV-5 and RWKV-6 (Eagle and Finch; Peng et al., 2024):
+    S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T, y_t = (S_{t-1} + diag(u) k_t v_t^T)^T q_t.
 
-    `apply`, `adjoint` and `rows` take O(L H (chunk + N)) time for each channel.
+    `apply`, `adjoint` and `rows` take time O(L H (chunk + N)) per channel.
 
     Args:
         query, key: (batch, length, head, state).
@@ -36,34 +36,33 @@ class ExclusiveBonus(Chunked):
         log_decay: Float[Tensor, "batch length head state"],
         bonus: Float[Tensor, "head state"],
     ) -> None:
-        """Hold the factors; raise `FactorError` if one of them holds NaN or infinity."""
+        """Raise `FactorError` if a factor has NaN or infinite entries."""
         check_factors(query=query, key=key, log_decay=log_decay, bonus=bonus)
-        self._query, self._key, self._log_decay, self._bonus = query, key, log_decay, bonus
+        self.query, self.key, self.log_decay, self.bonus = query, key, log_decay, bonus
+        self.has_fine_decay = log_decay.shape[-1] > 1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, length, length)."""
-        batch, length, heads, _ = self._log_decay.shape
+        batch, length, heads, _ = self.log_decay.shape
         return batch, heads, length, length
 
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
-        """Return Khat- with the bonus on its diagonal, and the plain decayed memory's passage of states."""
+        """Return the matrices of a plain decayed memory, read exclusively, with the bonus on the diagonal."""
         query, key, decay = (t[:, :, heads] for t in factors)
-        own = (query * self._bonus[heads] * key).sum(-1).transpose(1, 2)
+        diagonal = (query * self.bonus[heads] * key).sum(-1).transpose(1, 2)
         return Chunk(
-            within=exclusive_pairs(query, key, decay) + torch.diag_embed(own),
+            within=exclusive_pairs(query, key, decay) + torch.diag_embed(diagonal),
             read=(query * decays(before_token(decay))).transpose(1, 2),
             write=(key * decays(from_token(decay))).permute(0, 2, 3, 1),
             decay=decays(to_token(decay)[:, -1]),
         )
 
     @property
-    def _factors(self) -> tuple[Tensor, ...]:
-        return self._query, self._key, self._log_decay
+    def chunk_factors(self) -> tuple[Tensor, ...]:
+        """Query, key and log-decay."""
+        return self.query, self.key, self.log_decay
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return sum_n q_in u_n k_in."""
-        return (self._query * self._bonus * self._key).sum(-1).transpose(1, 2)
-
-    def _like(self, shape: tuple[int, ...]) -> Tensor:
-        return self._query.new_zeros(shape)
+        return (self.query * self.bonus * self.key).sum(-1).transpose(1, 2)

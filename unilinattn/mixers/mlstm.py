@@ -1,4 +1,4 @@
-"""mLSTM: a scalar-decay memory with exponential input gates and a normaliser of its own."""
+"""mLSTM: a scalar-decay memory with exponential input gates and a normaliser."""
 
 from collections.abc import Sequence
 
@@ -14,19 +14,19 @@ from unilinattn.mixers.chunked import Chunked
 
 
 class MLSTM(Chunked):
-    """xLSTM's matrix memory in its stabilised form, the normaliser frozen with the rest.
+    """xLSTM's matrix memory in its stabilised form; the normaliser is frozen like the other factors.
 
     alpha_ij = w_ij / (max(abs(sum_j w_ij), exp(-m_i)) + eps) with w_ij = (q_i . k_j) exp(G_i - G_j + l_j - m_i) and
     m_i = max(m_{i-1} + g_i, l_i), m_0 = 0 included (Beck et al., NeurIPS 2024).
 
-    Input gates are unbounded, so the running maximum m is carried, and every decay is at most one. `apply`,
-    `adjoint` and `rows` take O(L H (chunk + N)) time for each channel.
+    Input gates are unbounded, so a running maximum is carried and every decay is at most 1. `apply`, `adjoint` and
+    `rows` take time O(L H (chunk + N)) per channel.
 
     Args:
-        query, key: (batch, length, head, state); the query is scaled by the caller, state ** -0.5 in the paper.
-        log_forget: g, (batch, length, head), at most 0: logsigmoid of the forget gate.
-        log_input: l, (batch, length, head): the input gate before its exponential.
-        eps: what the host adds to the normaliser.
+        query, key: (batch, length, head, state); the caller scales the query, by state ** -0.5 in the paper.
+        log_forget: g, (batch, length, head), at most 0: logsigmoid of the forget gate; stored in float64.
+        log_input: l, (batch, length, head): the input gate before its exponential; stored in float64.
+        eps: the host's addition to the normaliser.
     """
 
     structure = "mLSTM"
@@ -40,25 +40,25 @@ class MLSTM(Chunked):
         *,
         eps: float,
     ) -> None:
-        """Hold the factors and sum up each row; raise `FactorError` for NaN or infinity."""
+        """Compute the normaliser of each row; raise `FactorError` if a factor has NaN or infinite entries."""
         check_factors(query=query, key=key, log_forget=log_forget, log_input=log_input)
-        self._query, self._key = query, key
-        # Gates as large as their inputs leave no float32 digits to the differences that are exponentiated.
-        self._log_forget, self._log_input = log_forget.double(), log_input.double()
-        # Weights are relative to the largest of the tokens, not to m, which begins at 0: where every input gate is
-        # far below, all of them would be too small to multiply.
-        peak = torch.full_like(self._log_input[:, 0], -torch.inf)
-        self._entering, peaks = [peak], []
-        for forget, entered in cut(CHUNK, self._log_forget.unsqueeze(-1), self._log_input):
-            found = between(forget).squeeze(-1) + entered.unsqueeze(1)
-            peaks.append(torch.maximum(found.amax(2), peak.unsqueeze(1) + to_token(forget).squeeze(-1)))
+        self.query, self.key = query, key
+        # Differences of large gates are exponentiated, for which float32 has too few digits.
+        self.log_forget, self.log_input = log_forget.double(), log_input.double()
+        # Weights are relative to the largest weight of the tokens and not to m, whose initial value of 0 makes all of
+        # them underflow if every input gate is strongly negative.
+        peak = torch.full_like(self.log_input[:, 0], -torch.inf)
+        self._boundary_peaks, peaks = [peak], []
+        for forget, gate in cut(CHUNK, self.log_forget.unsqueeze(-1), self.log_input):
+            weights = between(forget).squeeze(-1) + gate.unsqueeze(1)
+            peaks.append(torch.maximum(weights.amax(2), peak.unsqueeze(1) + to_token(forget).squeeze(-1)))
             peak = peaks[-1][:, -1]
-            self._entering.append(peak)
+            self._boundary_peaks.append(peak)
         self._peak = torch.cat(peaks, dim=1)
         self._scale = torch.ones_like(log_input)
         total = self.apply(torch.ones_like(log_input).unsqueeze(-1)).squeeze(-1)
-        m = torch.maximum(self._peak, self._log_forget.cumsum(1))
-        # Numerator and denominator share exp(min(m, 0)): exp(-m) itself overflows where everything was forgotten.
+        m = torch.maximum(self._peak, self.log_forget.cumsum(1))
+        # Numerator and denominator are multiplied by exp(min(m, 0)), because exp(-m) overflows for a forgotten past.
         low = m.clamp_max(0)
         numerator = (low + self._peak - m).exp()
         floor = torch.maximum(total.abs() * numerator, (low - m).exp())
@@ -67,11 +67,11 @@ class MLSTM(Chunked):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, length, length)."""
-        batch, length, heads = self._log_input.shape
+        batch, length, heads = self.log_input.shape
         return batch, heads, length, length
 
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
-        """Return the weights of one chunk relative to the running maxima, and what normalises each row of them."""
+        """Return the weights of one chunk relative to the running maxima, and the scale of each row."""
         query, key, forget, log_input, peak, scale, entering, ending = (t[:, :, heads] for t in factors)
         weight = between(forget).squeeze(-1) + log_input.unsqueeze(1) - peak.unsqueeze(2)
         scores = torch.einsum("bihn,bjhn->bhij", query, key) * weight.exp().permute(0, 3, 1, 2).to(query.dtype)
@@ -87,18 +87,17 @@ class MLSTM(Chunked):
         )
 
     @property
-    def _factors(self) -> tuple[Tensor, ...]:
-        return self._query, self._key, self._log_forget.unsqueeze(-1), self._log_input, self._peak, self._scale
+    def chunk_factors(self) -> tuple[Tensor, ...]:
+        """Query, key, both gates, the running maximum and the scale of each row."""
+        return self.query, self.key, self.log_forget.unsqueeze(-1), self.log_input, self._peak, self._scale
 
-    def _pieces(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
-        peaks = [peak.unsqueeze(1) for peak in self._entering]
-        found = zip(super()._pieces(chunks), peaks[:-1][chunks], peaks[1:][chunks], strict=True)
-        return [(*factors, *ends) for factors, *ends in found]
+    def _factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
+        """Add the running maximum before and at the end of each chunk."""
+        peaks = [peak.unsqueeze(1) for peak in self._boundary_peaks]
+        pieces = zip(super()._factors_by_chunk(chunks), peaks[:-1][chunks], peaks[1:][chunks], strict=True)
+        return [(*factors, *ends) for factors, *ends in pieces]
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
-        """Return each token's weight on itself."""
-        own = (self._query * self._key).sum(-1) * (self._log_input - self._peak).exp().to(self._key.dtype)
-        return (own * self._scale).transpose(1, 2)
-
-    def _like(self, shape: tuple[int, ...]) -> Tensor:
-        return self._query.new_zeros(shape)
+        """Return the weight of each token on itself."""
+        weight = (self.query * self.key).sum(-1) * (self.log_input - self._peak).exp().to(self.key.dtype)
+        return (weight * self._scale).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Normalised exponential: a softmax over the past whose scores fade with distance, in linear time."""
+"""Normalised exponential: a softmax over the past whose scores decrease with distance, in linear time."""
 
 from collections.abc import Sequence
 
@@ -18,11 +18,11 @@ class NormalizedExponential(Chunked):
     l_ij = k_j + (i - 1 - j) g for j < i, and l_ii = k_i + u. Serves RWKV-4 (Peng et al., EMNLP Findings 2023),
     where g = -exp(w) and every channel is a head.
 
-    Keys are unbounded, so the logarithms of the running sums are carried, and every factor is at most one. `apply`,
-    `adjoint` and `rows` take O(L H chunk) time for each channel.
+    Keys are unbounded, so logarithms of the running sums are carried and every factor is at most 1. `apply`, `adjoint`
+    and `rows` take time O(L H chunk) per channel.
 
     Args:
-        key: k, (batch, length, head), the logarithm of each token's weight.
+        key: k, (batch, length, head), the logarithm of each token's weight; all factors are stored in float64.
         log_decay: g, (head), at most 0.
         bonus: u, (head).
     """
@@ -35,37 +35,37 @@ class NormalizedExponential(Chunked):
         log_decay: Float[Tensor, " head"],
         bonus: Float[Tensor, " head"],
     ) -> None:
-        """Hold the factors and sum up the weights; raise `FactorError` for NaN or infinity."""
+        """Compute the sum of each row; raise `FactorError` if a factor has NaN or infinite entries."""
         check_factors(key=key, log_decay=log_decay, bonus=bonus)
         self._dtype = key.dtype
-        # Logarithms as large as the keys leave no float32 digits to the differences that are exponentiated.
-        self._key, self._log_decay, self._bonus = key.double(), log_decay.double(), bonus.double()
-        mass = torch.full_like(self._key[:, 0], -torch.inf)
-        self._entering, totals = [mass], []
-        for part in self._key.split(CHUNK, dim=1):
+        # Differences of large logarithms are exponentiated, for which float32 has too few digits.
+        self.key, self.log_decay, self.bonus = key.double(), log_decay.double(), bonus.double()
+        mass = torch.full_like(self.key[:, 0], -torch.inf)
+        self._boundary_masses, totals = [mass], []
+        for part in self.key.split(CHUNK, dim=1):
             scores = self._scores(part, ALL)
-            totals.append(torch.logaddexp(scores.logsumexp(-1), self._held(mass, scores.shape[-1], ALL)))
+            totals.append(torch.logaddexp(scores.logsumexp(-1), self._arriving(mass, scores.shape[-1], ALL)))
             ending = self._leaving(part, ALL).logsumexp(-1)
-            mass = torch.logaddexp(mass + scores.shape[-1] * self._log_decay, ending)
-            self._entering.append(mass)
+            mass = torch.logaddexp(mass + scores.shape[-1] * self.log_decay, ending)
+            self._boundary_masses.append(mass)
         self._total = torch.cat(totals, dim=-1).transpose(1, 2)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, heads, length, length)."""
-        batch, length, heads = self._key.shape
+        batch, length, heads = self.key.shape
         return batch, heads, length, length
 
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
-        """Return the weights of one chunk, each divided by its row's sum; the one state is its own running sum."""
+        """Return the normalised weights of one chunk; the state is divided by the running sum of weights."""
         key, total, entering, ending = factors
         key, total = key[:, :, heads], total[:, :, heads].transpose(1, 2)
         entering, ending = entering[:, heads], ending[:, heads]
         length = total.shape[-1]
         within = self._scores(key, heads) - total.unsqueeze(-1)
-        read = self._held(entering, length, heads) - total
+        read = self._arriving(entering, length, heads) - total
         write = self._leaving(key, heads) - ending.unsqueeze(-1)
-        decay = entering + length * self._log_decay[heads] - ending
+        decay = entering + length * self.log_decay[heads] - ending
         return Chunk(
             within=within.exp().to(self._dtype),
             read=read.exp().to(self._dtype).unsqueeze(-1),
@@ -74,16 +74,23 @@ class NormalizedExponential(Chunked):
         )
 
     @property
-    def _factors(self) -> tuple[Tensor, ...]:
-        return self._key, self._total
+    def chunk_factors(self) -> tuple[Tensor, ...]:
+        """The keys and the logarithm of each row's sum."""
+        return self.key, self._total
 
-    def _pieces(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
-        found = zip(super()._pieces(chunks), self._entering[:-1][chunks], self._entering[1:][chunks], strict=True)
-        return [(*factors, *masses) for factors, *masses in found]
+    def _factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
+        """Add the logarithm of the running sum before and at the end of each chunk."""
+        masses = self._boundary_masses
+        pieces = zip(super()._factors_by_chunk(chunks), masses[:-1][chunks], masses[1:][chunks], strict=True)
+        return [(*factors, *ends) for factors, *ends in pieces]
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
-        """Return each token's weight on itself."""
-        return ((self._key + self._bonus) - self._total).transpose(1, 2).exp().to(self._dtype)
+        """Return the weight of each token on itself."""
+        return ((self.key + self.bonus) - self._total).transpose(1, 2).exp().to(self._dtype)
+
+    def zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Return zeros with the dtype and device of the matrix."""
+        return self.key.new_zeros(shape, dtype=self._dtype)
 
     def _scores(self, key: Float[Tensor, "batch token head"], heads: slice) -> Float[Tensor, "batch head token token"]:
         """Return l_ij within a chunk, -inf for j > i."""
@@ -91,21 +98,18 @@ class NormalizedExponential(Chunked):
         length = key.shape[-1]
         step = torch.arange(length, device=key.device)
         lag = (step[:, None] - step - 1).to(key.dtype)
-        fading = key.unsqueeze(-2) + lag * self._log_decay[heads, None, None]
-        own = torch.diag_embed(key + self._bonus[heads, None])
+        fading = key.unsqueeze(-2) + lag * self.log_decay[heads, None, None]
+        current = torch.diag_embed(key + self.bonus[heads, None])
         diagonal = torch.eye(length, dtype=torch.bool, device=key.device)
-        return torch.where(diagonal, own, fading).masked_fill(lag < -1, -torch.inf)
+        return torch.where(diagonal, current, fading).masked_fill(lag < -1, -torch.inf)
 
-    def _held(self, mass: Tensor, length: int, heads: slice) -> Float[Tensor, "batch head token"]:
-        """Return what each token of a chunk finds of the weight that entered the chunk, as a logarithm."""
+    def _arriving(self, mass: Tensor, length: int, heads: slice) -> Float[Tensor, "batch head token"]:
+        """Return the logarithm of a chunk's initial running sum, decayed to each of its tokens."""
         step = torch.arange(length, device=mass.device, dtype=mass.dtype)
-        return mass.unsqueeze(-1) + step * self._log_decay[heads, None]
+        return mass.unsqueeze(-1) + step * self.log_decay[heads, None]
 
     def _leaving(self, key: Float[Tensor, "batch token head"], heads: slice) -> Float[Tensor, "batch head token"]:
-        """Return what the chunk's end finds of each token's weight, as a logarithm."""
+        """Return the logarithm of each token's weight, decayed to the chunk's end."""
         key = key.transpose(1, 2)
         step = torch.arange(key.shape[-1], device=key.device, dtype=key.dtype)
-        return key + step.flip(0) * self._log_decay[heads, None]
-
-    def _like(self, shape: tuple[int, ...]) -> Tensor:
-        return self._key.new_zeros(shape, dtype=self._dtype)
+        return key + step.flip(0) * self.log_decay[heads, None]

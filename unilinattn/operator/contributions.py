@@ -1,6 +1,6 @@
-"""From a chain of stages to T_ij x_j: the chain is split at its token mixers."""
+"""The vectors T_ij x_j of selected rows i, from the chain of a layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -11,8 +11,9 @@ from torch.nn import functional
 from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.mixers import Toeplitz
+from unilinattn.operator.bands import Band, band, shifted
 from unilinattn.operator.rows import rows_of
-from unilinattn.operator.stages import Branch, Chain, Mix, Scale, Stage, channel_groups, run
+from unilinattn.operator.stages import Branch, Chain, Mix, Stage, channel_groups, run
 
 TAP_FUNCTIONS = {
     "silu": functional.silu,
@@ -21,10 +22,7 @@ TAP_FUNCTIONS = {
     "taylor1": lambda p: p / 2,
     "taylor2": lambda p: p / 2 + p * p / 4,
 }
-"""LaTIM's additive stand-ins for SiLU, applied to each convolution tap (LaTIM Eq. 19, section 3.3, Appendix C)."""
-
-Band = Mapping[int, Tensor]
-"""Coefficients (batch|1, length|1, channel or group) by lag: y_m = sum_lag c_lag[m] x_{m - lag}."""
+"""LaTIM's additive approximations of SiLU, applied to each convolution tap (LaTIM Eq. 19, section 3.3, Appendix C)."""
 
 
 def contributions(
@@ -34,37 +32,37 @@ def contributions(
     like: Float[Tensor, "batch length _"],
     name: str,
 ) -> Float[Tensor, "batch row out key"]:
-    """Return what each token's x_j adds at selected rows.
+    """Return T_ij x_j for the rows i at the positions `index`.
 
-    Where only per-channel stages stand between the mixers, the rows of their product weigh each token's vector. A
-    convolution or token shift in front of a matrix is taken tap by tap; a branch chain by chain.
+    The first mixer to the last must be per-channel, or a convolution followed by per-channel stages after a matrix
+    (computed tap by tap), or a branch of such chains; else raises `UncoveredError`. `like` has the length, dtype and
+    device of the layer's output, and `name` is the layer's.
     """
     mixing = [k for k, stage in enumerate(chain) if stage.mixes]
     if not mixing:
-        columns = run(chain, x, bias=False)
-        picked = columns.gather(1, index[..., None].expand(-1, -1, columns.shape[2]))
-        here = functional.one_hot(index, x.shape[1]).to(x.dtype)
-        return torch.einsum("brc,brk->brck", picked, here)
+        outputs = run(chain, x, bias=False)
+        selected = outputs.gather(1, index[..., None].expand(-1, -1, outputs.shape[2]))
+        return torch.einsum("brc,brk->brck", selected, functional.one_hot(index, x.shape[1]).to(x.dtype))
     first, last = mixing[0], mixing[-1]
-    u = run(chain[:first], x, bias=False)
+    value = run(chain[:first], x, bias=False)
     middle = chain[first : last + 1]
     groups = channel_groups(middle)
     lead = middle[0]
     if groups is not None:
         rows = rows_of(middle, groups, index, like).permute(0, 3, 2, 1)
-        shares = (rows.unsqueeze(3) * u.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)[:, None]).flatten(2, 3)
+        by_group = value.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
+        vectors = (rows.unsqueeze(3) * by_group[:, None]).flatten(2, 3)
     elif (taps := band((lead,))) is not None:
-        return through_taps(taps, chain[first + 1 :], index, u, like, name, lambda landed: landed)
+        return _through_taps(taps, chain[first + 1 :], index, value, like, name, lambda term: term)
     elif len(middle) == 1 and isinstance(lead, Branch):
-        parts = [contributions(inner, index, u, like, name) for inner in lead.chains]
-        shares = torch.stack(parts).sum(0)
+        vectors = torch.stack([contributions(inner, index, value, like, name) for inner in lead.chains]).sum(0)
     else:
         raise UncoveredError(
             f"{name}: contributions through two long-range token mixers with a matrix between them are not covered."
         )
     for stage in chain[last + 1 :]:
-        shares = stage.at(index).apply(shares, bias=False)
-    return shares
+        vectors = stage.at(index).apply(vectors, bias=False)
+    return vectors
 
 
 def tapwise(
@@ -75,93 +73,39 @@ def tapwise(
     name: str,
     function: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "batch row out key"]:
-    """Return contributions with a function of each convolution tap in the activation's place (LaTIM Eq. 19-21)."""
-    before, conv, rest = split_taps(chain, name)
+    """Return contributions with `function` of each convolution tap instead of the activation (LaTIM Eq. 19-21)."""
+    before, conv, after = split_taps(chain, name)
     taps = band((conv,))
     assert taps is not None
-    return through_taps(taps, rest, index, run(before, x, bias=False), like, name, function)
+    return _through_taps(taps, after, index, run(before, x, bias=False), like, name, function)
 
 
-def through_taps(
+def _through_taps(
     taps: Band,
-    rest: Chain | Sequence[Stage],
+    rest: Sequence[Stage],
     index: Int[Tensor, "batch row"],
-    u: Float[Tensor, "batch key channel"],
+    value: Float[Tensor, "batch key channel"],
     like: Float[Tensor, "batch length _"],
     name: str,
     function: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "batch row out key"]:
-    """Add up what each tap's share, landed on its position, contributes through the rest of a chain."""
+    """Sum the contributions of `function` of each tap's term through the rest of a chain."""
     total = None
     for lag, factor in taps.items():
-        landed = shifted(u, lag) * repeat_groups(factor, u.shape[2])
-        part = contributions(rest, index, function(landed), like, name)
-        # A share that landed `lag` steps later belongs to the token that it came from.
-        part = functional.pad(part[..., lag:], (0, min(lag, part.shape[-1])))
-        total = part if total is None else total + part
+        term = function(shifted(value, lag) * repeat_groups(factor, value.shape[2]))
+        vectors = contributions(rest, index, term, like, name)
+        # The term at position j + lag comes from token j.
+        vectors = functional.pad(vectors[..., lag:], (0, min(lag, vectors.shape[-1])))
+        total = vectors if total is None else total + vectors
     assert total is not None
     return total
 
 
-def band(chain: Sequence[Stage]) -> Band | None:
-    """Return a chain of scales and short convolutions as coefficients by lag, None if it holds anything else."""
-    total: dict[int, Tensor] = {0: torch.ones(1, 1, 1)}
-    for stage in chain:
-        own = _band_of(stage)
-        if own is None:
-            return None
-        composed: dict[int, Tensor] = {}
-        for outer, factor in own.items():
-            for inner, before in total.items():
-                product = _product(factor, _delayed(before.to(factor), outer))
-                known = composed.get(outer + inner)
-                composed[outer + inner] = product if known is None else _sum(known, product)
-        total = composed
-    return total
-
-
-def _band_of(stage: Stage) -> Band | None:
-    if isinstance(stage, Scale):
-        return {0: stage.scale}
-    if isinstance(stage, Mix) and isinstance(stage.mixer, Toeplitz) and stage.mixer.is_short:
-        return {lag: tap[None, None] for lag, tap in enumerate(stage.mixer.taps.unbind(1))}
-    if isinstance(stage, Branch):
-        total: dict[int, Tensor] = {}
-        for inner in stage.chains:
-            own = band(inner)
-            if own is None:
-                return None
-            for lag, factor in own.items():
-                total[lag] = _sum(total[lag], factor) if lag in total else factor
-        return total
-    return None
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    width = max(a.shape[-1], b.shape[-1])
-    return repeat_groups(a, width) * repeat_groups(b, width)
-
-
-def _sum(a: Tensor, b: Tensor) -> Tensor:
-    width = max(a.shape[-1], b.shape[-1])
-    return repeat_groups(a, width) + repeat_groups(b, width)
-
-
-def _delayed(factor: Tensor, lag: int) -> Tensor:
-    """Read a token's factor `lag` steps later; a factor that is the same for every token stays."""
-    if factor.shape[1] == 1 or lag == 0:
-        return factor
-    return shifted(factor, lag)
-
-
-def shifted(x: Float[Tensor, "batch length channel"], lag: int) -> Float[Tensor, "batch length channel"]:
-    """Move tokens so many steps later; what passes the end is gone."""
-    kept = max(x.shape[1] - lag, 0)
-    return functional.pad(x[:, :kept], (0, 0, x.shape[1] - kept, 0))
-
-
 def split_taps(chain: Chain, name: str) -> tuple[Chain, Mix, Chain]:
-    """Cut a chain at a short convolution that an activation follows: before, the convolution, after the activation."""
+    """Split a chain at a convolution that an activation follows: the stages before, the convolution, those after both.
+
+    Raises `UncoveredError` with the layer's `name` if there is none.
+    """
     for k, (conv, act) in enumerate(pairwise(chain)):
         if isinstance(conv, Mix) and isinstance(conv.mixer, Toeplitz) and conv.role == "conv" and act.role == "act":
             return chain[:k], conv, chain[k + 2 :]
@@ -169,7 +113,7 @@ def split_taps(chain: Chain, name: str) -> tuple[Chain, Mix, Chain]:
 
 
 def tap_function(activation: str) -> Callable[[Tensor], Tensor]:
-    """Return one of LaTIM's stand-ins for the activation; raise `OptionError` with the nearest name."""
+    """Return a function of `TAP_FUNCTIONS`; raise `OptionError` with the nearest name if there is none."""
     if activation not in TAP_FUNCTIONS:
         raise OptionError(f"unknown activation {activation!r}" + nearest(activation, ["exact", *TAP_FUNCTIONS]))
     return TAP_FUNCTIONS[activation]

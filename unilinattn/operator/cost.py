@@ -1,6 +1,6 @@
-"""Memory and work of chains, of scopes' maps and of pairwise contributions, from the costs of their mixers.
+"""Memory and multiply-adds of chains, of scopes' maps and of pairwise contributions, from the costs of their mixers.
 
-Blocks and tiles are cut by these elements; everything else here is for estimates.
+The memory sets the sizes of blocks and tiles; `estimate` reports both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,45 +15,45 @@ from unilinattn.mixers.cost import Cost, cost_of
 from unilinattn.operator.factored import FactoredTerm, PairwiseForm, factored
 from unilinattn.operator.rows import channel_unit
 from unilinattn.operator.scopes import ScopedMap
-from unilinattn.operator.selection import Heads, checked_heads, count_heads, is_mean
+from unilinattn.operator.selection import CheckedHeads, checked_heads, head_axis
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, Unmapped, walk
 
 TILE = 64
 """Rows of a tile of pairwise contributions."""
 
 COLUMNS = {"cpu": 32, "cuda": 256}
-"""Columns of a tile: on a CPU enough for the product with the output projection to run at its rate, with little memory;
-a GPU is filled by more pairs at a time. TILE on other devices."""
+"""Columns of a tile by device type, else `TILE`: enough for the product with the output projection to run at full rate
+on a CPU, and more to occupy a GPU."""
 
 BLOCK_ROWS = 64
-"""Rows of a block below which channels are cut rather than rows: each block makes the factors of its keys anew."""
+"""Rows of a block below which channels are split before rows, because each block computes the keys' factors again."""
 
 
 def pass_cost(chain: Sequence[Stage], tokens: int, channels: int, columns: int = 1) -> Cost:
-    """Cost of `run` or `run_adjoint`: `tokens` of all sequences, `channels` at the chain's beginning.
+    """Cost of `run` or `run_adjoint` on `tokens` tokens of all sequences with `channels` channels.
 
-    Beside what its costliest mixer holds, a pass holds what enters a stage, what leaves it, and one product.
+    Elements: the mixer's, or a stage's input and output and one product, whichever stage takes most.
     """
-    elements, operations, _ = _walked(chain, tokens, channels, columns)
+    elements, operations, _ = _pass_cost(chain, tokens, channels, columns)
     return Cost(elements, operations)
 
 
 def apply_cost(chains: Mapping[str, Chain], inputs: Mapping[str, Tensor]) -> Cost:
-    """Cost of `MixerOperator.apply`, whose ports run one after the other."""
+    """Cost of `MixerOperator.apply`, which runs one port after the other."""
     costs = [pass_cost(chain, prod(inputs[port].shape[:2]), inputs[port].shape[2]) for port, chain in chains.items()]
     return Cost(max(cost.elements for cost in costs), sum(cost.operations for cost in costs))
 
 
 def rows_cost(chain: Sequence[Stage], tokens: int, channels: int, rows: int) -> Cost:
-    """Cost of `rows` rows of a per-channel chain's matrix: those of its last mixer, carried back through the rest.
+    """Cost of `rows` rows of a per-channel chain's matrix: rows of its last mixer, passed back through the others.
 
-    Beside the costliest mixer, the rows, their weights and a product.
+    Elements: the largest mixer's, and the rows, their weights and a product.
     """
     mixers = [cost_of(stage.mixer) for stage in walk(chain) if isinstance(stage, Mix)]
     costs = [mixer.rows_cost(rows) for mixer in mixers[-1:]] + [mixer.pass_cost(rows) for mixer in mixers[:-1]]
-    every = tokens * channels * rows
+    entries = tokens * channels * rows
     largest = max((cost.elements for cost in costs), default=0)
-    return Cost(largest + 3 * every, sum(cost.operations for cost in costs) + every * len(chain))
+    return Cost(largest + 3 * entries, sum(cost.operations for cost in costs) + entries * len(chain))
 
 
 def left_multiply_cost(scope: ScopedMap, rows: int) -> Cost:
@@ -61,9 +61,9 @@ def left_multiply_cost(scope: ScopedMap, rows: int) -> Cost:
     return pass_cost(scope.chain, prod(scope.shape[:2]), scope.groups, rows)
 
 
-def map_operations(scope: ScopedMap, heads: Heads = "mean") -> int:
+def map_operations(scope: ScopedMap, heads: CheckedHeads = "mean") -> int:
     """Multiply-adds of `MixerOperator.row_blocks` for all rows."""
-    terms = factored(scope.chain) if is_mean(heads) else None
+    terms = factored(scope.chain) if checked_heads(heads, scope.heads) == "mean" else None
     if terms is None:
         return sum(cost_of(stage.mixer).map_operations(1) for stage in walk(scope.chain) if isinstance(stage, Mix))
     total = 0
@@ -76,10 +76,9 @@ def map_operations(scope: ScopedMap, heads: Heads = "mean") -> int:
 
 
 def gradient_elements(chain: Sequence[Stage], tokens: int, channels: int) -> int:
-    """Elements that a chain's forward pass keeps for its backward pass, with what the backward pass adds.
+    """Elements of a chain's forward and backward pass on `tokens` tokens of all sequences with `channels` channels.
 
-    `tokens` of all sequences, `channels` at the chain's beginning. A factor is made from vectors as wide as those that
-    it scales: these, the factor and the product are kept.
+    For a scale, the vectors that its factor is computed from, the factor and the product are saved.
     """
     elements = 0
     for stage in chain:
@@ -98,7 +97,7 @@ def gradient_elements(chain: Sequence[Stage], tokens: int, channels: int) -> int
 
 
 def reduced_elements(terms: Sequence[FactoredTerm], shape: tuple[int, int, int], rows: int) -> int:
-    """Elements held while `reduced_blocks` sums blocks of `rows` rows: the sum, a term, and what makes each term."""
+    """Elements of `reduced_blocks` for blocks of `rows` rows: the sum, a term, and the computation of each term."""
     batch, _, keys = shape
     elements = 2 * batch * rows * keys
     for term in terms:
@@ -111,40 +110,40 @@ def reduced_elements(terms: Sequence[FactoredTerm], shape: tuple[int, int, int],
 
 
 def map_cut(
-    scope: ScopedMap, heads: Heads = "mean", *, beside: int = 0, what: str | None = None
+    scope: ScopedMap, heads: CheckedHeads = "mean", *, extra_elements: int = 0, subject: str | None = None
 ) -> tuple[int, int, int]:
-    """Return the rows and channels that `row_blocks` takes at a time within `max_memory`, and its bytes then.
+    """Return the rows and channels per block of `row_blocks` within `max_memory`, and the bytes of a block.
 
-    `beside`: elements that the caller holds for each entry of a block without heads. Raises `MemoryLimitError` if not
-    even the smallest block of `what` fits; without a name it returns that block, to estimate.
+    `extra_elements`: elements that the caller holds for each entry of a block without heads. Raises `MemoryLimitError`,
+    which names `subject`, if the smallest block does not fit; returns that block if `subject` is None, for an estimate.
     """
-    (batch, queries, keys), width = scope.shape, scope.width
-    most = min(ROWS, queries)
-    terms = factored(scope.chain) if is_mean(heads) else None
+    (batch, queries, keys), width = scope.shape, scope.element_bytes
+    max_rows = min(ROWS, queries)
+    heads = checked_heads(heads, scope.heads)
+    terms = factored(scope.chain) if heads == "mean" else None
     if terms is None:
-        wanted = checked_heads(heads, scope.heads)
-        # Several heads are returned as a block, which their selection copies.
-        selected = 1 if isinstance(wanted, (str, int)) else 2 * count_heads(wanted, scope.heads)
-        return block_cut(scope, selected + beside, most, what)
+        # The selection of several heads copies their block.
+        axis = head_axis(heads, scope.heads)
+        return block_cut(scope, (2 * axis[0] if axis else 1) + extra_elements, max_rows, subject)
 
     def size(rows: int) -> int:
-        return width * (reduced_elements(terms, scope.shape, rows) + batch * rows * keys * beside)
+        return width * (reduced_elements(terms, scope.shape, rows) + batch * rows * keys * extra_elements)
 
-    rows = rows_within(size, most, what)
+    rows = rows_within(size, max_rows, subject)
     return rows, scope.groups, size(min(rows, queries))
 
 
-def block_cut(scope: ScopedMap, each: int, most: int, what: str | None) -> tuple[int, int, int]:
-    """Return the rows and channels that `reduced_block` takes at a time within `max_memory`, and its bytes then.
+def block_cut(scope: ScopedMap, extra_elements: int, max_rows: int, subject: str | None) -> tuple[int, int, int]:
+    """Return the rows and channels of a block within `max_memory`, at most `max_rows` rows, and its bytes.
 
-    `each`: elements that the caller holds for each pair of a row and a key. Raises `MemoryLimitError` if not even one
-    row of the fewest channels of `what` fits; without a name it returns these, to estimate.
+    `extra_elements`: elements that the caller holds for each pair of a row and a key. Raises `MemoryLimitError`, which
+    names `subject`, if one row of the fewest channels does not fit; returns these if `subject` is None (an estimate).
     """
     chain, groups = scope.chain, scope.groups
-    (batch, queries, keys), width = scope.shape, scope.width
+    (batch, queries, keys), width = scope.shape, scope.element_bytes
     unit = channel_unit(chain, groups)
     mixers = [stage.mixer for stage in walk(chain) if isinstance(stage, Mix)]
-    # A tile and its scaled copy; one more for what is repeated for the channels of a head, two for stages before it,
+    # A tile and its scaled copy; one more if heads are repeated for their channels, two for stages before the mixer,
     # and two for a sum of branches.
     copies = 2 + any(mixer.heads < groups for mixer in mixers) + 2 * (len(chain) > 1 or not chain[0].mixes)
     copies += 2 * any(isinstance(stage, Branch) for stage in chain)
@@ -152,70 +151,70 @@ def block_cut(scope: ScopedMap, each: int, most: int, what: str | None) -> tuple
     def size(rows: int, channels: int) -> int:
         pairs = batch * rows * keys
         tiles = [cost_of(mixer).tile_elements(rows, keys, -(-channels * mixer.heads // groups)) for mixer in mixers]
-        # Blocks of some channels are joined to those before them.
+        # A block of some channels is joined with the earlier ones.
         joined = 2 * pairs if channels < groups else 0
-        return width * (max([*tiles, copies * channels * pairs]) + joined + each * pairs)
+        return width * (max([*tiles, copies * channels * pairs]) + joined + extra_elements * pairs)
 
-    channels, fewest = groups, min(most, BLOCK_ROWS)
-    while channels > unit and size(fewest, channels) > allowed():
+    channels, least_rows = groups, min(max_rows, BLOCK_ROWS)
+    while channels > unit and size(least_rows, channels) > allowed():
         channels = max(unit, channels // 2 // unit * unit)
-    rows = rows_within(lambda count: size(count, channels), most, what)
+    rows = rows_within(lambda count: size(count, channels), max_rows, subject)
     return rows, channels, size(min(rows, queries), channels)
 
 
 def tile_columns(form: PairwiseForm, columns: int | None = None) -> int:
-    """Return the columns of a tile, by default as many as the device needs."""
+    """Return the columns of a tile, by default those of `COLUMNS`."""
     return COLUMNS.get(form.values.device.type, TILE) if columns is None else columns
 
 
 def tile_rows(
     form: PairwiseForm,
     *,
-    beside: int = 0,
+    extra_tiles: int = 0,
     parts: int = 1,
     columns: int | None = None,
-    what: str | None = "vectors T_i(x_j)",
+    subject: str | None = "vectors T_i(x_j)",
 ) -> int:
-    """Return the rows of a tile that one of `parts` equal parts of `max_memory` allows.
+    """Return the rows of a tile that fits in one of `parts` equal parts of `max_memory`.
 
-    `beside`: tiles of vectors that the caller holds. Raises `MemoryLimitError` if not even one row of `what` fits;
-    without a name it returns one, to estimate.
+    `extra_tiles`: tiles of vectors that the caller holds. Raises `MemoryLimitError`, which names `subject`, if one row
+    does not fit; returns 1 if `subject` is None, for an estimate.
     """
     width = parts * form.values.element_size()
-    return rows_within(lambda rows: width * tile_elements(form, rows, columns, beside=beside), TILE, what)
+    return rows_within(lambda rows: width * tile_elements(form, rows, columns, extra_tiles=extra_tiles), TILE, subject)
 
 
-def tile_elements(form: PairwiseForm, rows: int, columns: int | None = None, *, beside: int = 0) -> int:
-    """Elements held while tiles of `rows` rows are made and reduced, the values that they are made of included."""
+def tile_elements(form: PairwiseForm, rows: int, columns: int | None = None, *, extra_tiles: int = 0) -> int:
+    """Elements of computing and reducing tiles of `rows` rows, including the values."""
     batch, _, keys, out = form.shape
     columns = min(tile_columns(form, columns), keys)
     pairs = batch * rows * columns
     mixers = [(cost_of(term.mixer), len(term.taps or ())) for term in form.terms if term.mixer is not None]
-    held = sum(mixer.carried_elements for mixer, _ in mixers)
+    elements = sum(mixer.carried_elements for mixer, _ in mixers)
     if form.folded is not None:
         heads = form.folded.shape[2]
         inner = (batch * columns, heads, rows, 1)
-        # Gram matrices are float64: two elements each.
-        held += form.folded.numel() + 2 * (pairs + batch * keys * heads) * heads
+        # Gram matrices are float64, two elements per number.
+        elements += form.folded.numel() + 2 * (pairs + batch * keys * heads) * heads
     else:
         channels = form.channels
         inner = (batch, channels, rows, columns)
-        held += sum(_repeated_elements(term) for term in form.terms)
-        held += sum(mixer.weighted_elements(rows, columns, channels, lags) for mixer, lags in mixers)
-        # A tile, and the next one, which terms are added to one by one.
-        held += pairs * channels * min(3, 1 + max(1, len(mixers)))
-    # Stages after the projection hold the vectors, their product, and a transposed copy.
-    formed = 3 if form.tail else 0
+        elements += sum(_repeated_elements(term) for term in form.terms)
+        elements += sum(mixer.weighted_elements(rows, columns, channels, lags) for mixer, lags in mixers)
+        # A tile, and the next one, to which terms are added one by one.
+        elements += pairs * channels * min(3, 1 + max(1, len(mixers)))
     norms: int = implementation("contribution_norms", form.values).held_elements(inner, out)
     if form.folded is not None:
-        # For l2 the vectors twice in float64 instead.
+        # The l2 norm holds v twice in float64 instead.
         norms = max(norms, 4 * pairs * heads)
-    # The norms with and without what is added to a row's own, each beside the copy that puts its axes in order.
-    return held + norms + pairs * (out * (formed + beside) + 4)
+    # Stages after the projection hold the vectors, their product, and a transposed copy. The norms with and without the
+    # addition to T_ii x_i are held with copies in the order of their axes.
+    tail = 3 if form.tail else 0
+    return elements + norms + pairs * (out * (tail + extra_tiles) + 4)
 
 
 def tile_operations(form: PairwiseForm) -> int:
-    """Multiply-adds of tiles of all pairs."""
+    """Multiply-adds of the tiles of all pairs."""
     batch, queries, keys, out = form.shape
     pairs = batch * queries * min(keys, (keys + TILE) // 2 if form.causal else keys)
     if form.folded is not None:
@@ -226,16 +225,16 @@ def tile_operations(form: PairwiseForm) -> int:
 
 
 def _repeated_elements(term: FactoredTerm) -> int:
-    """Elements of a term's factors once each channel has its own: linear in length."""
+    """Elements of a term's factors, repeated for each channel."""
     return sum(factor.shape[0] * factor.shape[1] * term.channels for factor in term.factors)
 
 
-def _walked(chain: Sequence[Stage], tokens: int, channels: int, columns: int) -> tuple[int, int, int]:
-    """Return the elements held, the multiply-adds, and the channels at the end."""
+def _pass_cost(chain: Sequence[Stage], tokens: int, channels: int, columns: int) -> tuple[int, int, int]:
+    """Return the elements, the multiply-adds, and the number of output channels."""
     elements, operations = tokens * channels * columns, 0
     for stage in chain:
         before = tokens * channels * columns
-        within = 0
+        inside = 0
         if isinstance(stage, Matrix):
             operations += before * stage.weight.shape[0]
             channels = stage.weight.shape[0]
@@ -244,13 +243,13 @@ def _walked(chain: Sequence[Stage], tokens: int, channels: int, columns: int) ->
         elif isinstance(stage, Scale):
             operations += before
         elif isinstance(stage, Mix):
-            within, more = cost_of(stage.mixer).pass_cost(channels * columns // stage.mixer.heads)
-            operations += more
+            inside, mixing = cost_of(stage.mixer).pass_cost(channels * columns // stage.mixer.heads)
+            operations += mixing
         elif isinstance(stage, Branch):
-            parts = [_walked(inner, tokens, channels, columns) for inner in stage.chains]
-            within = max(part[0] for part in parts) + before
-            operations += sum(part[1] for part in parts)
-            channels = parts[0][2]
+            branches = [_pass_cost(inner, tokens, channels, columns) for inner in stage.chains]
+            inside = max(branch[0] for branch in branches) + before
+            operations += sum(branch[1] for branch in branches)
+            channels = branches[0][2]
         after = tokens * channels * columns
-        elements = max(elements, before + within if within else before + 2 * after)
+        elements = max(elements, before + inside if inside else before + 2 * after)
     return elements, operations, channels

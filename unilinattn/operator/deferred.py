@@ -1,4 +1,4 @@
-"""Values that are computed when they are first needed, and estimates of their shapes that compute nothing."""
+"""Tensors that are computed when they are first needed, and a context that computes only their shapes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ _shapes_only: ContextVar[bool] = ContextVar("shapes_only", default=False)
 
 
 class Deferred:
-    """A lazily computed, cached tensor; what it is computed from is released then."""
+    """A lazily computed, cached tensor; the function that computes it is released afterwards."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self._compute: Callable[[], Tensor] | None = compute
@@ -32,7 +32,7 @@ class Deferred:
         return value
 
     def check(self, check: Callable[[Tensor], None]) -> None:
-        """Let a function look at the value: now if it is computed, else before it is cached."""
+        """Call `check` with the tensor: now if it is computed, else before it is cached."""
         if self._value is not None:
             check(self._value)
         self._check = check
@@ -40,7 +40,7 @@ class Deferred:
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Compute shapes and allocate nothing: tensors that are made inside are fake."""
+    """Compute shapes without allocation: tensors created in this context are fake."""
     token = _shapes_only.set(True)
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):

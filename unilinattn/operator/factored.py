@@ -1,6 +1,6 @@
-"""Chains whose one long-range mixer stands between factors of the query and of the keys: what fast paths are for."""
+"""Chains with one long-range mixer between factors of its queries and of its keys, the form of the fast paths."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -12,20 +12,20 @@ from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.kernels.subnormal import flushed_
 from unilinattn.mixers import CoreMixer
-from unilinattn.operator.contributions import band
-from unilinattn.operator.stages import Branch, Chain, Mix, Scale
+from unilinattn.operator.bands import Band, add_band, band
+from unilinattn.operator.stages import Branch, Chain, Mix, Scale, Stage
 
 
 @dataclass(frozen=True, eq=False)
 class FactoredTerm:
-    """left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c]; without a mixer alpha is the identity.
+    """left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c], where alpha is the identity if `mixer` is None.
 
-    `left` and `taps` are None where they are one everywhere.
+    `left` and `taps` are (batch or 1, length or 1, group), and None if they are 1 everywhere.
     """
 
     mixer: CoreMixer | None
     left: Float[Tensor, "#batch #length group"] | None
-    taps: Mapping[int, Float[Tensor, "#batch #length group"]] | None
+    taps: Band | None
 
     @property
     def factors(self) -> list[Tensor]:
@@ -34,25 +34,31 @@ class FactoredTerm:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether a factor is not one everywhere."""
+        """Whether the term has a left factor or taps."""
         return self.left is not None or self.taps is not None
 
     @property
     def channels(self) -> int:
-        """Number of channels with coefficients of their own."""
+        """Number of channels with separate coefficients."""
         return lcm(*(factor.shape[2] for factor in self.factors), 1 if self.mixer is None else self.mixer.heads)
 
     def at_width(self, channels: int) -> "FactoredTerm":
-        """Return the term with every factor repeated to so many channels."""
+        """Return the term with each factor repeated to `channels` channels."""
         taps = self.taps and {lag: repeat_groups(tap, channels) for lag, tap in self.taps.items()}
         return FactoredTerm(self.mixer, None if self.left is None else repeat_groups(self.left, channels), taps)
 
 
 @dataclass(frozen=True, eq=False)
 class PairwiseForm:
-    """A layer as T_ij x_j = tail_i(W v_ij), v_ij a sum of terms whose taps hold the values.
+    """A layer as T_ij x_j = tail_i(W v_ij), where v_ij is a sum of terms whose taps include the values.
 
-    With one weight a head (softmax) W is folded into each head's values first, so v has heads for channels.
+    Attributes:
+        terms: the terms of v, (batch, query, key, channel) in total.
+        weight: W, None for the identity.
+        folded: W applied to the values of each head, for layers with one weight per head (softmax attention). v then
+            has one channel per head.
+        tail: token-wise stages after W.
+        shape: (batch, queries, keys, out).
     """
 
     terms: Sequence[FactoredTerm]
@@ -63,29 +69,29 @@ class PairwiseForm:
 
     @property
     def causal(self) -> bool:
-        """Whether no key adds anything to an earlier row."""
+        """Whether T_ij is zero for all j > i."""
         return all(term.mixer is None or term.mixer.is_lower_triangular for term in self.terms)
 
     @property
     def channels(self) -> int:
-        """Channels of v where W is not folded into the values."""
+        """Number of channels of v without `folded`."""
         return self.shape[3] if self.weight is None else self.weight.shape[1]
 
     @property
     def values(self) -> Tensor:
-        """The values, or those of the first tap: they have the device and dtype of all."""
+        """A tensor with the device and dtype of the values."""
         return self.folded if self.folded is not None else next(iter((self.terms[0].taps or {}).values()))
 
 
-def factored(chain: Sequence[Scale | Mix | Branch] | Chain) -> list[FactoredTerm] | None:
-    """Return a chain as a sum of terms, None where it is none: two long mixers in a row, a matrix, complex modes."""
-    for at, stage in enumerate(chain):
+def factored(chain: Sequence[Stage]) -> list[FactoredTerm] | None:
+    """Return a chain as a sum of terms; None if it has a matrix, two long-range mixers in a row or complex modes."""
+    for position, stage in enumerate(chain):
         if not stage.mixes or band((stage,)) is not None:
             continue
-        before, after = chain[:at], chain[at + 1 :]
+        before, after = chain[:position], chain[position + 1 :]
         if isinstance(stage, Branch):
-            found = [factored((*before, *inner, *after)) for inner in stage.chains]
-            return None if any(part is None for part in found) else [term for part in found for term in part or ()]
+            branches = [factored((*before, *inner, *after)) for inner in stage.chains]
+            return None if any(terms is None for terms in branches) else [t for terms in branches for t in terms or ()]
         taps, left = band(before), _product_of(after)
         if taps is None or left is None or not isinstance(stage, Mix) or stage.mixer.is_complex:
             return None
@@ -95,17 +101,17 @@ def factored(chain: Sequence[Scale | Mix | Branch] | Chain) -> list[FactoredTerm
 
 
 def reduced_blocks(
-    found: Sequence[FactoredTerm], shape: tuple[int, int, int], rows: int, like: Tensor
+    terms: Sequence[FactoredTerm], shape: tuple[int, int, int], rows: int, like: Tensor
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    """Yield rows of the mean over channels of a sum of terms, so many at a time; `shape` is (batch, query, key)."""
+    """Yield the mean over channels of a sum of terms in blocks of `rows` rows; `shape` is (batch, queries, keys)."""
     batch, queries, keys = shape
     streams = []
-    for term in found:
+    for term in terms:
         if term.mixer is not None:
             channels = term.channels
             wide = term.at_width(channels)
             streams.append((term.mixer.reduced_rows(rows, wide.left, wide.taps), channels))
-    bands = [_mean_band(term) for term in found if term.mixer is None]
+    bands = [{lag: tap.mean(-1) for lag, tap in (term.taps or {}).items()} for term in terms if term.mixer is None]
     for start in range(0, queries, rows):
         part = slice(start, min(start + rows, queries))
         block = like.new_zeros(batch, part.stop - start, keys)
@@ -118,49 +124,27 @@ def reduced_blocks(
 
 
 def row_product(
-    found: Sequence[FactoredTerm],
+    terms: Sequence[FactoredTerm],
     shape: tuple[int, int, int],
     rows: int,
     row: Float[Tensor, "batch query"],
     weight: Float[Tensor, "batch query"],
     sign: Sign,
 ) -> Float[Tensor, "batch key"]:
-    """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_blocks`, which is never held."""
-    if len(found) == 1 and (mixer := found[0].mixer) is not None:
-        term, channels = found[0], found[0].channels
-        wide = term.at_width(channels)
+    """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_blocks`, in the memory of `rows` rows of m."""
+    if len(terms) == 1 and (mixer := terms[0].mixer) is not None:
+        channels = terms[0].channels
+        wide = terms[0].at_width(channels)
         return mixer.row_product(row, weight / channels, sign, rows, wide.left, wide.taps)
     total = row.new_zeros(shape[0], shape[2])
-    for part, block in reduced_blocks(found, shape, rows, row):
+    for part, block in reduced_blocks(terms, shape, rows, row):
         scaled = flushed_(apply_sign(sign, block * weight[:, part, None]))
         total = total + torch.einsum("bi,bij->bj", row[:, part], scaled)
     return total
 
 
-def add_band(
-    block: Float[Tensor, "batch *channel row col"],
-    rows: slice,
-    first: int,
-    lag: int,
-    factor: Float[Tensor, "#batch *#channel #length"],
-) -> None:
-    """Add a factor of each row i at the column i - lag of a block whose columns begin at `first`, in place."""
-    offset = rows.start - first - lag
-    if not -block.shape[-2] < offset < block.shape[-1]:
-        return
-    diagonal = block.diagonal(offset, -2, -1)
-    # The diagonal begins at the first of the rows whose column the block holds.
-    begun = max(rows.start, first + lag)
-    factor = factor if factor.shape[-1] == 1 else factor[..., begun : begun + diagonal.shape[-1]]
-    diagonal += factor
-
-
-def _mean_band(term: FactoredTerm) -> dict[int, Float[Tensor, "#batch #length"]]:
-    return {lag: tap.mean(-1) for lag, tap in (term.taps or {}).items()}
-
-
-def _product_of(chain: Sequence[object]) -> Tensor | None:
-    """Return the product of scales, None if anything else is among them."""
+def _product_of(chain: Sequence[Stage]) -> Tensor | None:
+    """Return the product of real scales, None if the chain has other stages."""
     total = torch.ones(1, 1, 1)
     for stage in chain:
         if not isinstance(stage, Scale) or stage.scale.is_complex():

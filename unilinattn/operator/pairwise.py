@@ -1,4 +1,4 @@
-"""T_ij x_j of all pairs, tile by tile: vectors that are reduced as soon as they are there."""
+"""The vectors T_ij x_j of all pairs, in tiles that are reduced before the next one is computed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,34 +11,33 @@ from torch import Tensor
 from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.contribution_norms import gram
 from unilinattn.kernels.contribution_norms.naive import Order
-from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.subnormal import flushed, flushed_
 from unilinattn.mixers.base import Block
-from unilinattn.operator.contributions import shifted
+from unilinattn.operator.bands import add_band, shifted
 from unilinattn.operator.cost import tile_columns, tile_rows
-from unilinattn.operator.factored import FactoredTerm, PairwiseForm, add_band, factored
+from unilinattn.operator.factored import FactoredTerm, PairwiseForm, factored
 from unilinattn.operator.stages import Chain, Matrix, Scale, run
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """T_ij x_j = W v_ij for some rows and columns, v there and T not yet.
+    """T_ij x_j = W v_ij for some rows and columns; the product with W is left to the reductions.
 
     Attributes:
-        rows, cols: which of the rows, and which keys.
-        inner: v; where each key has a W of its own it is a group, and the columns are one.
-        weight: W, None where v is T already.
-        squared: W^T W for l2 norms, None where they are no shorter that way.
-        own: the column in this tile of each row's own token, outside of it for a token that is elsewhere.
-        holds_own: whether any of these tokens may be here.
+        rows, cols: slices of the queries and keys.
+        inner: v. Groups are sequences, or pairs of a sequence and a key if W differs by key; then there is one column.
+        weight: W, None for the identity.
+        diagonal: the column of each row's token, counted from the first of the tile; it may lie outside.
+        on_diagonal: whether a column of `diagonal` can lie inside.
+        squared: W^T W for l2 norms, None if it saves no work.
     """
 
     rows: slice
     cols: slice
     inner: Float[Tensor, "group channel row col"]
     weight: Float[Tensor, "#group out channel"] | None
-    own: Int[Tensor, "batch row"]
-    holds_own: bool = True
+    diagonal: Int[Tensor, "batch row"]
+    on_diagonal: bool = True
     squared: Float[Tensor, "group channel channel"] | None = None
 
     def norms(
@@ -48,76 +47,76 @@ class Tile:
         extra: Float[Tensor, "batch row out"] | None = None,
         reference: Float[Tensor, "batch row out"] | None = None,
     ) -> Float[Tensor, "batch row col"]:
-        """Reduce each T_ij x_j, see `kernels.contribution_norms`; `extra` is added to each row's T_ii x_i first."""
+        """Reduce each T_ij x_j by `kernels.contribution_norms`; `extra` is added to T_ii x_i beforehand."""
         reduce = implementation("contribution_norms", self.inner).norms
         if order == 2 and self.squared is not None:
-            found = gram.norms(self.inner, self.squared)
+            norms = gram.norms(self.inner, self.squared)
         else:
-            found = reduce(self.inner, self.weight, order=order, reference=reference)
-        found = self._split(found).transpose(1, 2).flatten(2)
-        if extra is None or not self.holds_own:
-            return found
-        at = self.own.clamp(0, found.shape[2] - 1)
-        vectors = (self._picked(at) + extra.transpose(1, 2)).unsqueeze(3)
-        norm = reduce(vectors, None, order=order, reference=reference)
-        at, here = at.unsqueeze(2), (at == self.own).unsqueeze(2)
-        return found.scatter(2, at, torch.where(here, norm, found.gather(2, at)))
+            norms = reduce(self.inner, self.weight, order=order, reference=reference)
+        norms = self._split(norms).transpose(1, 2).flatten(2)
+        if extra is None or not self.on_diagonal:
+            return norms
+        col = self.diagonal.clamp(0, norms.shape[2] - 1)
+        vectors = (self._vectors_at(col) + extra.transpose(1, 2)).unsqueeze(3)
+        with_extra = reduce(vectors, None, order=order, reference=reference)
+        col, inside = col.unsqueeze(2), (col == self.diagonal).unsqueeze(2)
+        return norms.scatter(2, col, torch.where(inside, with_extra, norms.gather(2, col)))
 
     def total(self) -> Float[Tensor, "batch row out"]:
-        """Return each row's sum of T_ij x_j over the columns."""
+        """Return the sum of T_ij x_j over the columns."""
         summed = self._split(self.inner.sum(3))
         if self.weight is None:
             return summed.sum(1).transpose(1, 2)
         return summed.flatten(1, 2).transpose(1, 2) @ self._weights(self.weight).mT.flatten(1, 2)
 
     def vectors(self) -> Float[Tensor, "batch out row col"]:
-        """Return the T_ij x_j themselves."""
+        """Return T_ij x_j."""
         if self.weight is None:
             return self._columns(self.inner)
         return self._columns((self.weight @ self.inner.flatten(2)).unflatten(2, self.inner.shape[2:]))
 
-    def _picked(self, at: Int[Tensor, "batch row"]) -> Float[Tensor, "batch out row"]:
-        """Return each row's T_ij x_j for a column of its own."""
+    def _vectors_at(self, col: Int[Tensor, "batch row"]) -> Float[Tensor, "batch out row"]:
+        """Return T_ij x_j for one column of each row."""
         v = self._columns(self.inner)
-        v = v.gather(3, at[:, None, :, None].expand(-1, v.shape[1], -1, 1)).squeeze(3)
+        v = v.gather(3, col[:, None, :, None].expand(-1, v.shape[1], -1, 1)).squeeze(3)
         if self.weight is None:
             return v
         weight = self._weights(self.weight)
         if weight.shape[1] > 1:
-            weight = weight[torch.arange(len(at), device=at.device).unsqueeze(1), at]
+            weight = weight[torch.arange(len(col), device=col.device).unsqueeze(1), col]
         return torch.einsum("broc,bcr->bor", weight, v)
 
     def _weights(self, weight: Float[Tensor, "#group out channel"]) -> Float[Tensor, "#batch #col out channel"]:
-        """Return W by sequence and key, ones for a W that all share."""
-        return weight.unflatten(0, (len(self.own) if len(weight) == len(self.inner) else 1, -1))
+        """Return W by sequence and key, with axes of size 1 if it is shared."""
+        return weight.unflatten(0, (len(self.diagonal) if len(weight) == len(self.inner) else 1, -1))
 
-    def _columns(self, found: Float[Tensor, "group any row col"]) -> Float[Tensor, "batch any row allcol"]:
-        return self._split(found).permute(0, 2, 3, 1, 4).flatten(3)
+    def _columns(self, tile: Float[Tensor, "group any row col"]) -> Float[Tensor, "batch any row allcol"]:
+        return self._split(tile).permute(0, 2, 3, 1, 4).flatten(3)
 
-    def _split(self, found: Tensor) -> Tensor:
-        """Return (group, ...) as (batch, group of a sequence, ...)."""
-        return found.unflatten(0, (len(self.own), -1))
+    def _split(self, tile: Tensor) -> Tensor:
+        """Split the first axis: (group, ...) to (batch, group of a sequence, ...)."""
+        return tile.unflatten(0, (len(self.diagonal), -1))
 
 
 @dataclass(frozen=True, eq=False)
 class PairwiseContributions(PairwiseForm):
-    """A layer's T_ij x_j of all pairs, in tiles; built by `pairwise_of`."""
+    """The vectors T_ij x_j of all pairs of a layer, in tiles; built by `pairwise_of`."""
 
     def times(self, factor: float) -> "PairwiseContributions":
-        """Return the form of so many times the layer."""
+        """Return the form of `factor` times the layer."""
         if factor == 1:
             return self
         if self.weight is not None:
             folded = None if self.folded is None else factor * self.folded
             return replace(self, weight=factor * self.weight, folded=folded)
-        taps = ({lag: factor * tap for lag, tap in (term.taps or {}).items()} for term in self.terms)
-        return replace(self, terms=[replace(t, taps=own) for t, own in zip(self.terms, taps, strict=True)])
+        terms = [replace(t, taps={lag: factor * tap for lag, tap in (t.taps or {}).items()}) for t in self.terms]
+        return replace(self, terms=terms)
 
     def tiles(self, causal: bool, columns: int | None = None, rows: int | None = None) -> Iterator[Tile]:
-        """Yield every pair once, from the first row to the last.
+        """Yield every pair once, from the first row to the last, in tiles of at most `rows` rows and `columns` columns.
 
-        With `causal`, which is only for layers that are, most of the pairs that are zero are left out. `rows` at a
-        time, by default as many as `max_memory` allows.
+        If `causal`, which requires a causal layer, most pairs above the diagonal are left out. `rows` defaults to as
+        many as `max_memory` allows.
         """
         _, queries, keys, _ = self.shape
         columns = tile_columns(self, columns)
@@ -127,16 +126,16 @@ class PairwiseContributions(PairwiseForm):
             part = slice(start, min(start + rows, queries))
             blocks = [None if stream is None else next(stream)[1] for stream in streams]
             for cols in _columns(keys, columns, part if causal else None):
-                # Columns that begin inside the block are zero in the rows before them.
+                # A causal column is zero in the block's rows before it.
                 yield self._tile(part, slice(max(start, cols.start), part.stop) if causal else part, cols, blocks)
 
-    def _tile(self, part: slice, own: slice, cols: slice, blocks: Sequence[Block | None]) -> Tile:
-        """Return the tile of some of the rows of a block."""
-        index = torch.arange(own.start, own.stop, device=self.values.device).expand(self.shape[0], -1)
-        inner, weight = self._inner(part, own, cols, blocks)
-        holds_own = own.start < cols.stop and cols.start < own.stop
+    def _tile(self, part: slice, rows: slice, cols: slice, blocks: Sequence[Block | None]) -> Tile:
+        """Return the tile of `rows`, which end the block of rows `part`."""
+        index = torch.arange(rows.start, rows.stop, device=self.values.device).expand(self.shape[0], -1)
+        inner, weight = self._inner(part, rows, cols, blocks)
+        on_diagonal = rows.start < cols.stop and cols.start < rows.stop
         squared = None if self._squared is None else self._squared[:, cols].flatten(0, 1)
-        tile = Tile(own, cols, inner, weight, index - cols.start, holds_own, squared)
+        tile = Tile(rows, cols, inner, weight, index - cols.start, on_diagonal, squared)
         if not self.tail:
             return tile
         vectors = tile.vectors()
@@ -145,10 +144,10 @@ class PairwiseContributions(PairwiseForm):
         return replace(tile, inner=vectors, weight=None, squared=None)
 
     def _inner(
-        self, part: slice, own: slice, cols: slice, blocks: Sequence[Block | None]
+        self, part: slice, rows: slice, cols: slice, blocks: Sequence[Block | None]
     ) -> tuple[Float[Tensor, "group channel row col"], Float[Tensor, "#group out channel"] | None]:
-        """Return v and W as a `Tile` has them."""
-        skipped = own.start - part.start
+        """Return v and W in the layout of `Tile`."""
+        skipped = rows.start - part.start
         if self.folded is not None:
             assert blocks[0] is not None
             alpha = blocks[0](cols)[:, :, skipped:].permute(0, 3, 1, 2)
@@ -156,28 +155,28 @@ class PairwiseContributions(PairwiseForm):
         v: Tensor | None = None
         for block in blocks:
             if block is not None:
-                made = block(cols)[:, :, skipped:]
-                v = made if v is None else v.add_(made)
+                term_v = block(cols)[:, :, skipped:]
+                v = term_v if v is None else v.add_(term_v)
         if v is None:
             channels = next(iter((self.terms[0].taps or {}).values())).shape[2]
-            v = self.values.new_zeros(self.shape[0], channels, own.stop - own.start, cols.stop - cols.start)
+            v = self.values.new_zeros(self.shape[0], channels, rows.stop - rows.start, cols.stop - cols.start)
         for term in self.terms:
             if term.mixer is None:
                 for lag, tap in (term.taps or {}).items():
-                    add_band(v, own, cols.start, lag, tap.transpose(1, 2))
+                    add_band(v, rows, cols.start, lag, tap.transpose(1, 2))
         return flushed_(v), None if self.weight is None else self.weight.unsqueeze(0)
 
     @cached_property
     def _squared(self) -> Float[Tensor, "batch key head head"] | None:
-        """W^T W of each key: where it is half the size of W, and float64 is more than the numbers themselves have."""
+        """W^T W of each key in float64; None if it is over half the size of W, or W has no fewer digits."""
         if self.folded is None or self.folded.dtype == torch.float64 or 2 * self.folded.shape[2] > self.shape[3]:
             return None
         return gram.gram(self.folded.flatten(0, 1).mT).unflatten(0, self.folded.shape[:2])
 
 
 def pairwise_of(chain: Chain, x: Float[Tensor, "batch key in"], queries: int, out: int) -> PairwiseContributions | None:
-    """Return a layer's chain as `PairwiseContributions`, None where it has no such form."""
-    mixing = [at for at, stage in enumerate(chain) if stage.mixes]
+    """Return a layer's chain as `PairwiseContributions`, None if it has no such form."""
+    mixing = [k for k, stage in enumerate(chain) if stage.mixes]
     if not mixing:
         return None
     first, last = mixing[0], mixing[-1]
@@ -190,25 +189,24 @@ def pairwise_of(chain: Chain, x: Float[Tensor, "batch key in"], queries: int, ou
     projection = chain[end] if end < len(chain) else None
     weight = projection.weight if isinstance(projection, Matrix) else None
     tail = chain[end if weight is None else end + 1 :]
-    u = run(chain[:first], x, bias=False)
-    if u.is_complex() or (weight is not None and weight.is_complex()):
+    value = run(chain[:first], x, bias=False)
+    if value.is_complex() or (weight is not None and weight.is_complex()):
         return None
     shape = (x.shape[0], queries, x.shape[1], out)
-    only = terms[0]
-    plain = len(terms) == 1 and only.left is None and only.taps is None
-    if plain and weight is not None and only.mixer is not None and only.mixer.heads < u.shape[2]:
-        heads = only.mixer.heads
-        folded = torch.einsum("bjhp,ohp->bjho", u.unflatten(2, (heads, -1)), weight.unflatten(1, (heads, -1)))
+    mixer = terms[0].mixer if len(terms) == 1 and not terms[0].is_weighted else None
+    if mixer is not None and weight is not None and mixer.heads < value.shape[2]:
+        by_head = value.unflatten(2, (mixer.heads, -1)), weight.unflatten(1, (mixer.heads, -1))
+        folded = torch.einsum("bjhp,ohp->bjho", *by_head)
         return PairwiseContributions(terms, weight, folded, tail, shape)
-    return PairwiseContributions([_with_values(term, u) for term in terms], weight, None, tail, shape)
+    return PairwiseContributions([_with_values(term, value) for term in terms], weight, None, tail, shape)
 
 
-def _columns(keys: int, step: int, inside: slice | None) -> Iterator[slice]:
-    """Yield the columns of a block of rows; those `inside` a causal one in halves, and none after them."""
-    start, stop = 0, keys if inside is None else min(keys, inside.stop)
+def _columns(keys: int, step: int, causal_rows: slice | None) -> Iterator[slice]:
+    """Yield `step` columns at a time; for `causal_rows` half as many from the first row on, and none after the last."""
+    start, stop = 0, keys if causal_rows is None else min(keys, causal_rows.stop)
     while start < stop:
-        width = step if inside is None or start < inside.start else max(1, step // 2)
-        end = min(start + width, stop if inside is None or start >= inside.start else inside.start)
+        width = step if causal_rows is None or start < causal_rows.start else max(1, step // 2)
+        end = min(start + width, stop if causal_rows is None or start >= causal_rows.start else causal_rows.start)
         yield slice(start, end)
         start = end
 
@@ -219,10 +217,8 @@ def _stream(term: FactoredTerm, rows: int) -> Iterator[tuple[slice, Block]] | No
     return term.mixer.blocks(rows) if term.taps is None else term.mixer.weighted_blocks(rows, term.left, term.taps)
 
 
-def _with_values(term: FactoredTerm, u: Float[Tensor, "batch key channel"]) -> FactoredTerm:
-    """Return the term with each key's value multiplied into its taps."""
-    channels = u.shape[2]
-    taps: dict[int, Tensor] = {}
-    for lag, tap in (term.taps or {0: u.new_ones(1, 1, 1)}).items():
-        taps[lag] = repeat_groups(tap, channels) * shifted(u, lag)
-    return FactoredTerm(term.mixer, None if term.left is None else repeat_groups(term.left, channels), taps)
+def _with_values(term: FactoredTerm, value: Float[Tensor, "batch key channel"]) -> FactoredTerm:
+    """Return the term with the values multiplied into its taps."""
+    wide = term.at_width(value.shape[2])
+    taps = wide.taps or {0: value.new_ones(1, 1, 1)}
+    return replace(wide, taps={lag: tap * shifted(value, lag) for lag, tap in taps.items()})

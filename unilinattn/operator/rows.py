@@ -1,4 +1,4 @@
-"""Rows of a per-channel chain's matrix, and their reduction over heads, some channels at a time."""
+"""Rows of the matrix of a per-channel chain."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,16 +9,16 @@ from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
 from unilinattn.mixers import Toeplitz
-from unilinattn.operator.selection import JOINS, REDUCTIONS, Checked, as_slice, chosen_heads
+from unilinattn.operator.selection import as_slice
 from unilinattn.operator.stages import Branch, Mix, Scale, Stage, run_adjoint, walk
 
 
 def rows_of(
     chain: Sequence[Stage], groups: int, index: Int[Tensor, "batch row"], like: Float[Tensor, "batch length _"]
 ) -> Inexact[Tensor, "batch key group row"]:
-    """Return rows of a per-channel chain's matrix at selected positions.
+    """Return the rows at the positions `index`.
 
-    The last mixer gives its own rows; what stands after it scales them, what stands before carries them back.
+    The rows of the last mixer are scaled by the stages after it and multiplied from the right by those before it.
     `like` has the length, dtype and device of the chain's output.
     """
     return _rows_of(chain, groups, index, like, as_slice(index), slice(0, groups))
@@ -27,18 +27,15 @@ def rows_of(
 def block_of(
     chain: Sequence[Stage], groups: int, rows: slice, like: Float[Tensor, "batch length _"], channels: slice
 ) -> Inexact[Tensor, "batch key group row"]:
-    """Return consecutive rows of a per-channel chain's matrix, of some of its `groups` channels.
-
-    `channels` begin and end at multiples of `channel_unit`.
-    """
+    """Return consecutive rows for some of the chain's `groups` channels, whole multiples of `channel_unit`."""
     index = torch.arange(rows.start, rows.stop, device=like.device).expand(like.shape[0], -1)
     return _rows_of(chain, groups, index, like, rows, channels)
 
 
 def channel_unit(chain: Sequence[Stage], groups: int) -> int:
-    """Return the least number of consecutive channels that `block_of` takes apart: those of whole heads.
+    """Return the least number of consecutive channels that `block_of` can compute separately.
 
-    Where a mixer of another structure than a convolution stands before the last one, all channels go together.
+    These are the channels of one head of the last mixer; all channels if another mixer than a convolution precedes it.
     """
     mixing = [k for k, stage in enumerate(chain) if stage.mixes]
     if not mixing:
@@ -56,7 +53,7 @@ def channel_unit(chain: Sequence[Stage], groups: int) -> int:
 def _rows_of(
     chain: Sequence[Stage], groups: int, index: Tensor, like: Tensor, block: slice | None, channels: slice
 ) -> Tensor:
-    """Return rows of some channels; `block` is the same positions where they are consecutive, else None."""
+    """Return rows for some channels; `block` is `index` as a slice, None if it is not consecutive."""
     mixing = [k for k, stage in enumerate(chain) if stage.mixes]
     last = mixing[-1] if mixing else -1
     weight = like.new_ones(*index.shape, channels.stop - channels.start)
@@ -64,8 +61,8 @@ def _rows_of(
         weight = _of_channels(stage.at(index), groups, channels).apply(weight, bias=False)
     weight = weight.transpose(1, 2).unsqueeze(1)
     if not mixing:
-        own = like.new_zeros(*like.shape[:2], 1, index.shape[1])
-        return own.scatter_(1, index[:, None, None, :], 1.0) * weight
+        identity = like.new_zeros(*like.shape[:2], 1, index.shape[1]).scatter_(1, index[:, None, None, :], 1.0)
+        return identity * weight
     stage = chain[last]
     if isinstance(stage, Branch):
         columns = _rows_of(stage.chains[0], groups, index, like, block, channels)
@@ -73,11 +70,11 @@ def _rows_of(
             columns = columns + _rows_of(inner, groups, index, like, block, channels)
     else:
         assert isinstance(stage, Mix)
-        each = groups // stage.mixer.heads
-        heads = slice(channels.start // each, channels.stop // each)
+        per_head = groups // stage.mixer.heads
+        heads = slice(channels.start // per_head, channels.stop // per_head)
         rows = stage.mixer.rows(index)[:, heads] if block is None else stage.mixer.tile(rows=block, heads=heads)
-        columns = (rows if each == 1 else rows.repeat_interleave(each, dim=1)).permute(0, 3, 1, 2)
-    # An adjoint conjugates complex stages, a row of their product does not.
+        columns = (rows if per_head == 1 else rows.repeat_interleave(per_head, dim=1)).permute(0, 3, 1, 2)
+    # The adjoint conjugates complex stages, and the product of rows and stages does not.
     before = [_of_channels(stage, groups, channels) for stage in chain[:last]]
     return run_adjoint(before, (columns * weight).conj()).conj()
 
@@ -96,62 +93,3 @@ def _of_channels(stage: Stage, groups: int, channels: slice) -> Stage:
     batch, heads, length, _ = stage.mixer.shape
     kernel = stage.mixer.taps[(index // (groups // heads)).to(stage.mixer.taps.device)]
     return Mix(stage.role, Toeplitz(kernel, batch=batch, length=length))
-
-
-def reduced_block(
-    chain: Sequence[Stage],
-    groups: int,
-    repeat: int,
-    rows: slice,
-    heads: Checked,
-    like: Float[Tensor, "batch length _"],
-    step: int,
-) -> Float[Tensor, "..."]:
-    """Return consecutive rows with heads reduced or selected, `step` of the chain's `groups` channels at a time.
-
-    Each channel stands for `repeat` equal heads. Returns (batch, [head,] row, key).
-    """
-    parts = [slice(start, min(start + step, groups)) for start in range(0, groups, step)]
-    if isinstance(heads, str):
-        total: Tensor | None = None
-        for part in parts:
-            found = REDUCTIONS[heads](by_head(block_of(chain, groups, rows, like, part)))
-            if len(parts) > 1 and heads in ("mean", "abs-mean"):
-                found = found * ((part.stop - part.start) / groups)
-            total = found if total is None else JOINS[heads](total, found)
-        assert total is not None
-        return total**repeat if heads == "product" else total
-    chosen = chosen_heads(heads, groups * repeat)
-    kept: Tensor | None = None
-    for part in parts:
-        here = [at for at, head in enumerate(chosen) if part.start <= head // repeat < part.stop]
-        if not here and part.stop < groups:
-            continue
-        found = by_head(block_of(chain, groups, rows, like, part))
-        if kept is None:
-            kept = found.new_empty(found.shape[0], len(chosen), *found.shape[2:])
-        kept.index_copy_(1, _index(here, found), _picked(found, [chosen[at] // repeat - part.start for at in here]))
-    assert kept is not None
-    return kept.squeeze(1) if isinstance(heads, int) else kept
-
-
-def reduced_rows(rows: Float[Tensor, "batch head row key"], heads: Checked, repeat: int) -> Float[Tensor, "..."]:
-    """Reduce or select the head axis, each of whose entries stands for `repeat` equal ones."""
-    if isinstance(heads, str):
-        reduced = REDUCTIONS[heads](rows)
-        return reduced**repeat if heads == "product" else reduced
-    picked = _picked(rows, [head // repeat for head in chosen_heads(heads, rows.shape[1] * repeat)])
-    return picked.squeeze(1) if isinstance(heads, int) else picked
-
-
-def _picked(rows: Float[Tensor, "batch head row key"], heads: Sequence[int]) -> Float[Tensor, "batch picked row key"]:
-    return rows.index_select(1, _index(heads, rows))
-
-
-def _index(heads: Sequence[int], like: Tensor) -> Int[Tensor, " head"]:
-    return torch.tensor(heads, dtype=torch.long, device=like.device)
-
-
-def by_head(columns: Inexact[Tensor, "batch key group row"]) -> Float[Tensor, "batch group row key"]:
-    """Put the axes of rows in order; of a complex mode the real part is kept: what it passes from input to output."""
-    return columns.real.permute(0, 2, 3, 1)

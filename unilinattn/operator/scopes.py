@@ -1,4 +1,4 @@
-"""Scopes: which stages of a chain count as "the attention matrix"."""
+"""Scopes: the stages of a chain that count as the attention matrix."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -9,25 +9,25 @@ from torch import Tensor
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, Unmapped, walk
 
 SCOPES = {
-    "core": "from the first core stage to the last, with what stands between (HMA ACL Eq. 13-16)",
+    "core": "from the first core stage to the last, with the stages between them (HMA ACL Eq. 13-16)",
     "mixer": "core plus the skip on the diagonal (LaTIM Eq. 18)",
     "unified": "every per-channel stage strictly between the input and the output matrix; centring is dropped "
     "(Zimerman, Ali and Wolf, ICLR 2025)",
     "layer": "everything: a vector for each pair of tokens (LaTIM Eq. 22-25)",
 }
-"""Each scope's name with the stages that it takes; all others are the identity."""
+"""The stages of each scope; all other stages are replaced by the identity."""
 
 
 class ScopedMap(NamedTuple):
-    """The matrix of a scope, one head for each channel with separate coefficients.
+    """The matrix of a scope: one map per channel with separate coefficients.
 
     Attributes:
         chain: per-channel stages.
-        groups: channels that tell the stages' coefficients apart.
-        repeat: equal heads that each of these channels stands for.
-        shape: (batch, query, key).
+        groups: number of channels with separate coefficients.
+        repeat: number of equal heads per such channel.
+        shape: (batch, queries, keys).
         layer: all chains of the layer.
-        itemsize: bytes of an element of its output.
+        like: the layer's output.
     """
 
     chain: Chain
@@ -35,14 +35,14 @@ class ScopedMap(NamedTuple):
     repeat: int
     shape: tuple[int, int, int]
     layer: tuple[Chain, ...]
-    itemsize: int
+    like: Tensor
 
     @property
-    def width(self) -> int:
-        """Bytes of an element while rows are made: those of complex modes have two parts."""
+    def element_bytes(self) -> int:
+        """Bytes per element while rows are computed; complex modes double it."""
         stages = (stage for chain in self.layer for stage in walk(chain))
-        modes = any(isinstance(stage, Mix) and stage.mixer.is_complex for stage in stages)
-        return self.itemsize * (2 if modes else 1)
+        is_complex = any(isinstance(stage, Mix) and stage.mixer.is_complex for stage in stages)
+        return self.like.element_size() * (2 if is_complex else 1)
 
     @property
     def heads(self) -> int:
@@ -50,10 +50,21 @@ class ScopedMap(NamedTuple):
         return self.groups * self.repeat
 
 
-def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
-    """Cut `core`, `mixer` or `unified` out of a chain; also return how many channels run through that cut.
+def check_scope(scope: str) -> None:
+    """Raise `OptionError` for an unknown scope, and for `layer`, which has a matrix per pair of tokens."""
+    if scope not in SCOPES:
+        raise OptionError(f"unknown scope {scope!r}" + nearest(scope, SCOPES))
+    if scope == "layer":
+        raise OptionError(
+            "scope 'layer' has a matrix for every pair of tokens, not a number; "
+            "call `contributions(i)` for the vectors T_ij x_j, or the methods 'latim' and 'alti' for their norms."
+        )
 
-    `channels` is the width of what enters the chain.
+
+def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
+    """Return the stages of `core`, `mixer` or `unified` in a chain, and their number of channels.
+
+    `channels` is the number of channels of the chain's input.
     """
     first, last = _core_span(chain)
     for stage in chain[:first]:
@@ -103,26 +114,26 @@ def _has_core(chain: Chain) -> bool:
 
 
 def _core_span(chain: Chain) -> tuple[int, int]:
-    inside = [k for k, stage in enumerate(chain) if _has_core((stage,))]
-    return inside[0], inside[-1]
+    positions = [k for k, stage in enumerate(chain) if _has_core((stage,))]
+    return positions[0], positions[-1]
 
 
 def _cut(stage: Stage, scope: str) -> Chain:
-    """Keep of a branch the chains with a core, and for `mixer` the skips too; a single chain stands for itself."""
+    """Reduce a branch to its chains with a core, for `mixer` also its skips; a single chain replaces the branch."""
     if not isinstance(stage, Branch):
         return (stage,)
-    kept = []
+    chains = []
     for inner in stage.chains:
         if _has_core(inner):
             first, last = _core_span(inner)
-            kept.append(tuple(part for s in inner[first : last + 1] for part in _cut(s, scope)))
+            chains.append(tuple(part for s in inner[first : last + 1] for part in _cut(s, scope)))
         elif scope == "mixer" and inner and all(s.role == "skip" and isinstance(s, Scale) for s in inner):
-            kept.append(inner)
-    return kept[0] if len(kept) == 1 else (Branch(stage.role, tuple(kept)),)
+            chains.append(inner)
+    return chains[0] if len(chains) == 1 else (Branch(stage.role, tuple(chains)),)
 
 
 def _uncentred(chain: Chain) -> Chain:
-    """Drop the centring of norms, which mixes channels, inside branches too."""
+    """Drop the centring of norms, which mixes channels, also inside branches."""
     return tuple(
         replace(stage, chains=tuple(_uncentred(inner) for inner in stage.chains))
         if isinstance(stage, Branch)

@@ -1,6 +1,6 @@
-"""Selection of heads and of rows: what users may name, as Python's own integers or one tensor of positions."""
+"""Checks of the heads, rows and tensors that a user passes to an operator."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index as as_int
 from typing import Any, Literal, SupportsIndex
 
@@ -18,7 +18,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "abs-mean": lambda m: m.abs().mean(1),
     "product": lambda m: m.prod(1),
 }
-"""Ways to put the heads of one row into one number (HMA ACL Tables 5 and 9)."""
+"""Reductions over heads (HMA ACL Tables 5 and 9)."""
 
 JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": torch.add,
@@ -27,32 +27,22 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "abs-mean": torch.add,
     "product": torch.mul,
 }
-"""From the reductions of two sets of heads to that of both; means are weighted by their shares of the heads first."""
+"""The reduction over two sets of heads, from that of each; means are weighted by the number of heads beforehand."""
 
 Reduction = Literal["mean", "max", "min", "abs-mean", "product"]
 
 Heads = Reduction | SupportsIndex | slice | Sequence[SupportsIndex] | None
-"""A reduction over heads, one head, or several of them; None for all."""
+"""A reduction over heads, one head, or several heads; None for all."""
 
-Checked = str | int | slice | Sequence[int] | None
-"""The same as `checked_heads` returns it."""
+CheckedHeads = str | int | slice | list[int] | None
+"""The result of `checked_heads`."""
 
 Rows = int | Sequence[int] | Int[Tensor, "..."]
 """A position, several of them, or (batch, row) positions of each sequence."""
 
 
-def is_mean(heads: object) -> bool:
-    """Tell whether heads are reduced to their mean, for which structures have forms of their own."""
-    return isinstance(heads, str) and heads == "mean"
-
-
-def count_heads(heads: Any, total: int) -> int:
-    """Return how many of the heads are selected."""
-    return len(chosen_heads(heads, total))
-
-
-def checked_heads(heads: Any, total: int) -> Checked:
-    """Return heads as ints of Python; refuse an unknown reduction and heads that do not exist."""
+def checked_heads(heads: Any, total: int) -> CheckedHeads:
+    """Return `heads` with Python integers; raise `OptionError` for an unknown reduction or heads out of range."""
     if heads is None or isinstance(heads, slice):
         return heads
     if isinstance(heads, str):
@@ -61,17 +51,17 @@ def checked_heads(heads: Any, total: int) -> Checked:
         return heads
     several = heads.ndim > 0 if isinstance(heads, Tensor | np.ndarray) else isinstance(heads, Sequence)
     try:
-        wanted = [as_int(head) for head in (heads if several else (heads,)) if not _is_bool(head)]
+        indices = [as_int(head) for head in (heads if several else (heads,)) if not _is_bool(head)]
     except TypeError:
-        wanted = []
-    if not wanted or len(wanted) != (len(heads) if several else 1):
+        indices = []
+    if not indices or len(indices) != (len(heads) if several else 1):
         raise OptionError(
             f"heads={heads!r} names no heads; give an int, a list of ints, a slice, None for all, or a reduction: "
             f"{', '.join(REDUCTIONS)}."
         )
-    if any(not -total <= head < total for head in wanted):
-        raise OptionError(f"heads {wanted} are out of range: this scope has {total} heads, 0 to {total - 1}.")
-    return wanted if several else wanted[0]
+    if any(not -total <= head < total for head in indices):
+        raise OptionError(f"heads {indices} are out of range: this scope has {total} heads, 0 to {total - 1}.")
+    return indices if several else indices[0]
 
 
 def _is_bool(value: Any) -> bool:
@@ -79,38 +69,69 @@ def _is_bool(value: Any) -> bool:
 
 
 def chosen_heads(heads: int | slice | Sequence[int] | None, total: int) -> list[int]:
-    """Return the selected heads, counted from the first."""
+    """Return the selected heads as non-negative integers."""
     if heads is None or isinstance(heads, slice):
         return list(range(total)[slice(None) if heads is None else heads])
     return [head % total for head in ([heads] if isinstance(heads, int) else heads)]
 
 
-def checked_rows(index: Rows, like: Tensor, name: str) -> tuple[Int[Tensor, "batch row"], bool]:
-    """Return positions of each sequence, counted from the first, and whether one position was given.
+def head_axis(heads: CheckedHeads, total: int) -> tuple[int, ...]:
+    """Return the shape of the head axis: (count,) for several heads, () for one head or a reduction."""
+    return () if isinstance(heads, str | int) else (len(chosen_heads(heads, total)),)
 
-    `like` is the output (batch, query, channel) of the operator `name`. Raises `InputError` for anything else than
-    integers in range.
+
+def checked_rows(index: Rows, like: Tensor, name: str) -> tuple[Int[Tensor, "batch row"], bool]:
+    """Return positions per sequence as non-negative integers, and whether `index` is a single position.
+
+    `like` is the output (batch, query, channel) of the operator `name`. Raises `InputError` if `index` has other values
+    than integers in range.
     """
     batch, length = like.shape[:2]
     try:
-        chosen = torch.as_tensor(list(index) if isinstance(index, range) else index, device=like.device)
+        positions = torch.as_tensor(list(index) if isinstance(index, range) else index, device=like.device)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"positions are integers or (batch, row) integers, got {index!r}.") from None
-    if chosen.is_floating_point() or chosen.dtype == torch.bool or chosen.ndim > 2:
+    if positions.is_floating_point() or positions.dtype == torch.bool or positions.ndim > 2:
         raise InputError(
-            f"positions are integers or (batch, row) integers, got {chosen.dtype} of {tuple(chosen.shape)}."
+            f"positions are integers or (batch, row) integers, got {positions.dtype} of {tuple(positions.shape)}."
         )
-    if chosen.numel() and not (-length <= int(chosen.min()) and int(chosen.max()) < length):
-        raise InputError(f"position {chosen.tolist()} is out of range: {name} has {length} output positions.")
-    chosen = chosen % length
-    single = chosen.ndim == 0
-    if chosen.ndim == 2 and chosen.shape[0] != batch:
-        raise InputError(f"(batch, row) positions need one row a sequence: got {chosen.shape[0]}, batch is {batch}.")
-    return (chosen if chosen.ndim == 2 else chosen.reshape(1, -1)).expand(batch, -1), single
+    if positions.numel() and not (-length <= int(positions.min()) and int(positions.max()) < length):
+        raise InputError(f"position {positions.tolist()} is out of range: {name} has {length} output positions.")
+    positions = positions % length
+    if positions.ndim == 2 and positions.shape[0] != batch:
+        raise InputError(f"(batch, row) positions need one row a sequence: got {positions.shape[0]}, batch is {batch}.")
+    by_sequence = positions if positions.ndim == 2 else positions.reshape(1, -1)
+    return by_sequence.expand(batch, -1), positions.ndim == 0
 
 
 def as_slice(index: Int[Tensor, "batch row"]) -> slice | None:
-    """Return the rows as a slice if they are consecutive and the same in every sequence: a block costs less."""
+    """Return the positions as a slice if they are consecutive and equal for all sequences; a block is cheaper."""
     first, count = int(index[0, 0]), index.shape[1]
-    wanted = torch.arange(first, first + count, device=index.device)
-    return slice(first, first + count) if count > 1 and bool((index == wanted).all()) else None
+    consecutive = torch.arange(first, first + count, device=index.device)
+    return slice(first, first + count) if count > 1 and bool((index == consecutive).all()) else None
+
+
+def checked_inputs(name: str, x: Tensor | Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the input of each port; a tensor is the input of the only port.
+
+    Raises `InputError` if the ports, shapes or devices of `expected`, the frozen inputs of the operator `name`, differ.
+    """
+    inputs = dict(x) if isinstance(x, Mapping) else {next(iter(expected)): x}
+    if inputs.keys() != expected.keys():
+        raise InputError(f"{name} reads the ports {list(expected)}, got {list(inputs)}; give each one once.")
+    for port, tensor in inputs.items():
+        check_input(name, f"port {port!r}", tensor, expected[port])
+    return inputs
+
+
+def check_input(name: str, subject: str, tensor: Tensor, expected: Tensor) -> None:
+    """Raise `InputError` unless `tensor`, an input of the operator `name`, has the type, shape and device expected."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{name} takes a tensor for {subject}, got {type(tensor).__name__}.")
+    if tensor.shape != expected.shape:
+        raise InputError(
+            f"{name} was frozen on shape {tuple(expected.shape)} for {subject}, got {tuple(tensor.shape)}; "
+            "an operator applies to that shape only. Trace again for other inputs."
+        )
+    if tensor.device != expected.device:
+        raise InputError(f"{name} is on {expected.device}, got {subject} on {tensor.device}; move it there.")

@@ -1,14 +1,15 @@
-"""The stages that a frozen layer is a chain of: token-wise ones, token mixers, and branches that sum chains.
+"""Stages, whose chains are frozen layers: token-wise stages, token mixers, and branches that sum chains.
 
-Every stage is affine with a frozen linear part. Vectors come as (batch, length, channel, *columns): columns after
-the channel axis ride along, so that one pass serves many right-hand sides.
+Every stage is affine with a frozen linear part. Vectors are (batch, length, channel, *columns); one pass maps all
+columns, which are independent right-hand sides.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from math import lcm
+from operator import add
 
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor
@@ -20,7 +21,7 @@ from unilinattn.mixers.base import check_factors
 from unilinattn.operator.deferred import Deferred
 
 ROLES = ("input", "shift", "conv", "act", "core", "skip", "gate", "norm", "output")
-"""What a stage is for; scopes are cut by these."""
+"""Roles of stages; scopes are defined by them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +32,12 @@ class Stage(ABC):
 
     @property
     def mixes(self) -> bool:
-        """Whether it acts across tokens."""
+        """Whether the stage acts across tokens."""
         return False
 
     @property
     def groups(self) -> int | None:
-        """Number of channels with coefficients of their own, or None where channels mix."""
+        """Number of channel groups with separate coefficients, None if the stage mixes channels."""
         return None
 
     @abstractmethod
@@ -53,30 +54,29 @@ class Stage(ABC):
         return replace(self, bias=None) if getattr(self, "bias", None) is not None else self  # type: ignore[call-arg]
 
     def at(self, index: Int[Tensor, "batch row"]) -> "Stage":
-        """Return a token-wise stage restricted to selected tokens, each sequence its own."""
+        """Return a token-wise stage restricted to the tokens at the positions `index`."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix(Stage):
-    """A weight matrix on every token: weight (out, in), bias (out); a complex weight reads complex channels."""
+    """A weight matrix (out, in) and bias (out) for every token; a complex weight maps complex channels."""
 
     weight: Inexact[Tensor, "out in"]
     bias: Float[Tensor, " out"] | None = None
 
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """Multiply each token's vector by the weight."""
-        product = _on_channels(self.weight, x)
-        return product if self.bias is None or not bias else product + _columns(self.bias, x.ndim - 3)
+        return _add_bias(_on_channels(self.weight, x), self.bias if bias else None)
 
     def adjoint(self, g: Tensor) -> Tensor:
-        """Multiply each token's vector by the transposed weight, conjugated where it is complex."""
+        """Multiply each token's vector by the conjugate transpose of the weight."""
         return _on_channels(self.weight.mH, g)
 
 
 @dataclass(frozen=True, eq=False)
 class ToComplex(Stage):
-    """Read real channels as complex ones; with `ToReal` it frames a chain over complex modes (S5)."""
+    """Convert real channels to complex ones, before stages on complex modes (S5)."""
 
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """Set the imaginary part to zero."""
@@ -89,7 +89,7 @@ class ToComplex(Stage):
 
 @dataclass(frozen=True, eq=False)
 class ToReal(Stage):
-    """Take the real part of complex channels: real-linear, its transpose under the real inner product."""
+    """Take the real part of complex channels, after stages on complex modes; the map is real-linear."""
 
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """Take the real part."""
@@ -102,9 +102,9 @@ class ToReal(Stage):
 
 @dataclass(frozen=True, eq=False)
 class Scale(Stage):
-    """A frozen factor for each token and group of consecutive channels: scale (batch|1, length|1, group).
+    """A frozen factor (batch or 1, length or 1, group) for each token and group of consecutive channels.
 
-    A deferred factor is computed when it is first needed: many uses of a layer stop before its gate.
+    A deferred factor is computed when it is first needed, which a map of the core does without.
     """
 
     factor: Float[Tensor, "batch length group"] | Deferred
@@ -112,11 +112,11 @@ class Scale(Stage):
 
     @property
     def scale(self) -> Float[Tensor, "batch length group"]:
-        """The factors themselves."""
+        """The factors, computed if they are deferred."""
         return self.factor() if isinstance(self.factor, Deferred) else self.factor
 
     def check(self, layer: str) -> None:
-        """Raise `FactorError` with the layer's name for NaN or infinity in the factors, now or when they are made."""
+        """Raise `FactorError` with the name `layer` if a factor is NaN or infinite, now or when it is computed."""
         refuse = partial(_refuse_infinite, self.role, layer)
         if isinstance(self.factor, Deferred):
             self.factor.check(refuse)
@@ -132,7 +132,7 @@ class Scale(Stage):
         """Multiply each group of channels by its factor."""
         groups = self.scale.shape[-1]
         product = (x.unflatten(2, (groups, -1)) * _columns(self.scale, x.ndim - 2)).flatten(2, 3)
-        return product if self.bias is None or not bias else product + _columns(self.bias, x.ndim - 3)
+        return _add_bias(product, self.bias if bias else None)
 
     def adjoint(self, g: Tensor) -> Tensor:
         """Multiply by the same factors."""
@@ -149,7 +149,7 @@ class Scale(Stage):
 
 @dataclass(frozen=True, eq=False)
 class Center(Stage):
-    """Subtract the mean over each group of channels: a norm's centring, linear as it is."""
+    """Subtract the mean over each group of channels: the centring of a norm, which is linear."""
 
     centred_groups: int = 1
 
@@ -159,20 +159,20 @@ class Center(Stage):
         return (grouped - grouped.mean(3, keepdim=True)).flatten(2, 3)
 
     def adjoint(self, g: Tensor) -> Tensor:
-        """Subtract each group's mean: the projection is symmetric."""
+        """Subtract each group's mean; the projection is symmetric."""
         return self.apply(g)
 
 
 @dataclass(frozen=True, eq=False)
 class Mix(Stage):
-    """A token mixer: one matrix a head, each head serving consecutive channels; bias (channel)."""
+    """A token mixer: one matrix per head, which mixes consecutive channels; bias (channel)."""
 
     mixer: CoreMixer
     bias: Float[Tensor, " channel"] | None = None
 
     @property
     def mixes(self) -> bool:
-        """Always: that is what it is for."""
+        """Always true."""
         return True
 
     @property
@@ -181,12 +181,11 @@ class Mix(Stage):
         return self.mixer.heads
 
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """Mix along time, head by head."""
-        mixed = _by_heads(self.mixer.apply, x, self.mixer.heads)
-        return mixed if self.bias is None or not bias else mixed + _columns(self.bias, x.ndim - 3)
+        """Apply each head's matrix."""
+        return _add_bias(_by_heads(self.mixer.apply, x, self.mixer.heads), self.bias if bias else None)
 
     def adjoint(self, g: Tensor) -> Tensor:
-        """Mix along time with each head's transposed matrix."""
+        """Apply each head's transposed matrix."""
         return _by_heads(self.mixer.adjoint, g, self.mixer.heads)
 
 
@@ -203,35 +202,29 @@ class Branch(Stage):
 
     @property
     def groups(self) -> int | None:
-        """Least common number of channels with coefficients of their own, None where a chain mixes channels."""
+        """Least common multiple of the chains' groups, None if a chain mixes channels."""
         return channel_groups(stage for chain in self.chains for stage in chain)
 
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
-        """Add up what the chains return."""
-        total = run(self.chains[0], x, bias=bias)
-        for chain in self.chains[1:]:
-            total = total + run(chain, x, bias=bias)
-        return total
+        """Sum the outputs of the chains."""
+        return reduce(add, (run(chain, x, bias=bias) for chain in self.chains))
 
     def unbiased(self) -> "Branch":
-        """Return the branch with no bias on any stage of its chains."""
+        """Return the branch without the biases of its chains."""
         return replace(self, chains=tuple(tuple(stage.unbiased() for stage in chain) for chain in self.chains))
 
     def at(self, index: Int[Tensor, "batch row"]) -> "Branch":
-        """Restrict every stage of every chain."""
+        """Restrict all stages of its chains."""
         return replace(self, chains=tuple(tuple(stage.at(index) for stage in chain) for chain in self.chains))
 
     def adjoint(self, g: Tensor) -> Tensor:
-        """Add up what the chains' adjoints return."""
-        total = run_adjoint(self.chains[0], g)
-        for chain in self.chains[1:]:
-            total = total + run_adjoint(chain, g)
-        return total
+        """Sum the outputs of the chains' adjoints."""
+        return reduce(add, (run_adjoint(chain, g) for chain in self.chains))
 
 
 @dataclass(frozen=True, eq=False)
 class Unmapped(Stage):
-    """A part of a host that no adapter can express, `width` channels wide at its end: any use raises the reason."""
+    """A part of a host that cannot be expressed, with `width` output channels; any use raises `reason`."""
 
     reason: str
     width: int
@@ -256,14 +249,14 @@ def run(chain: Sequence[Stage], x: Tensor, *, bias: bool = True) -> Tensor:
 
 
 def run_adjoint(chain: Sequence[Stage], g: Tensor) -> Tensor:
-    """Apply the transposes of the stages' linear parts, last stage first."""
+    """Apply the transposes of the stages' linear parts, from the last stage to the first."""
     for stage in reversed(chain):
         g = stage.adjoint(g)
     return g
 
 
 def walk(chain: Sequence[Stage]) -> Iterator[Stage]:
-    """Yield every stage of a chain, those inside branches too."""
+    """Yield every stage of a chain, including those inside branches."""
     for stage in chain:
         yield stage
         if isinstance(stage, Branch):
@@ -272,7 +265,7 @@ def walk(chain: Sequence[Stage]) -> Iterator[Stage]:
 
 
 def channel_groups(stages: Iterator[Stage] | Sequence[Stage]) -> int | None:
-    """Return the least number of channels that tells the stages' coefficients apart, None if one mixes channels."""
+    """Return the least common multiple of the stages' groups, None if a stage mixes channels."""
     total = 1
     for stage in stages:
         if stage.groups is None:
@@ -296,12 +289,16 @@ def _on_channels(weight: Tensor, x: Tensor) -> Tensor:
     return (weight @ x.flatten(3)).unflatten(3, x.shape[3:])
 
 
+def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + _columns(bias, product.ndim - 3)
+
+
 def _columns(factor: Tensor, count: int) -> Tensor:
-    """Append axes of size one, so that a factor broadcasts over what stands after its own axes."""
+    """Append `count` axes of size 1, over which the factor broadcasts."""
     return factor.reshape(*factor.shape, *([1] * count)) if count else factor
 
 
 def _by_heads(mix: Callable[[Tensor], Tensor], x: Tensor, heads: int) -> Tensor:
-    """Let a mixer see (batch, length, head, everything else) and put the axes back."""
+    """Apply a mixer to (batch, length, head, channel x columns), and restore the axes."""
     mixed = mix(x.unflatten(2, (heads, -1)).flatten(3))
     return mixed.unflatten(3, (x.shape[2] // heads, *x.shape[3:])).flatten(2, 3)

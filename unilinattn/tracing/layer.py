@@ -13,7 +13,8 @@ from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.operator.flow import Flow
-from unilinattn.operator.operator import MixerOperator, worst_error
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Matrix, walk
 from unilinattn.registry import Architecture
 from unilinattn.tracing.inputs import real_tokens

@@ -12,7 +12,7 @@ from unilinattn.call import Call
 from unilinattn.call.entries import Entries
 from unilinattn.errors import FactorError, InputError, UncoveredError
 from unilinattn.operator.flow import Flow
-from unilinattn.operator.operator import worst_error
+from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.progress import counter
 from unilinattn.registry import Architecture, architecture_of

@@ -32,13 +32,13 @@ class Places:
 
     def __init__(self) -> None:
         """Start without buffers."""
-        self._held: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the buffer `name` with a shape and the dtype and device of `like`; its content is undefined."""
-        size, buffer = prod(shape), self._held.get(name)
+        size, buffer = prod(shape), self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = self._held[name] = like.new_empty(size)
+            buffer = self._buffers[name] = like.new_empty(size)
         return buffer[:size].view(shape)
 
 
@@ -65,15 +65,15 @@ def reduced_rows(
         for first in range(0, heads, step):
             part = slice(first, min(first + step, heads))
             tokens = slice(start, stop)
-            own, read = square(
+            near, read = square(
                 *factors(tokens, part),
                 None if left is None else of_tokens(left, tokens)[..., part],
                 None if taps is None else {lag: of_tokens(tap, tokens)[..., part] for lag, tap in taps.items()},
                 places=places,
             )
             if block is None:
-                block = own.new_zeros(batch, stop - start, length + reach)
-            block[:, :, start : stop + reach] += own
+                block = near.new_zeros(batch, stop - start, length + reach)
+            block[:, :, start : stop + reach] += near
             _add_far(block, read, factors, start, part, taps, reach)
         assert block is not None
         yield slice(start, stop), block[:, :, reach:]
@@ -115,16 +115,16 @@ def square(
     size = square_rows(count)
     heads_here, state = decay.shape[2:]
     inner = heads_here * state
-    kept = places.take("kept", (batch, size, heads_here, state), decay)
-    decays(decay, out=kept[:, :count])
-    kept[:, count:] = 1
+    steps = places.take("steps", (batch, size, heads_here, state), decay)
+    decays(decay, out=steps[:, :count])
+    steps[:, count:] = 1
     # Queries are expanded to every head: with a broadcast, inner loops would be only as long as the state.
-    reading, query = query, places.take("query", kept.shape, decay)
+    reading, query = query, places.take("query", steps.shape, decay)
     query[:, :count] = reading if left is None else reading * left.unsqueeze(-1)
     query[:, count:] = 0
     weights = {0: None} if taps is None else {lag: tap.unsqueeze(-1) for lag, tap in taps.items()}
     blocks = size // LEAF
-    kept, query = (t.unflatten(1, (blocks, LEAF)).flatten(0, 1) for t in (kept, query))
+    steps, query = (t.unflatten(1, (blocks, LEAF)).flatten(0, 1) for t in (steps, query))
     # A token's write lands on `reach` + 1 columns, the earliest first.
     entering = places.take("entering", (batch, size, reach + 1, heads_here, state), decay)
     if reach or size > count:
@@ -134,20 +134,20 @@ def square(
     entering = entering.view(batch * blocks, LEAF, reach + 1, heads_here, state)
     # Row by row inside the leaves: every column's memory decays, then the row's token is written and read.
     write = places.take("write", (batch * blocks, LEAF + reach, heads_here, state), decay).zero_()
-    read = places.take("read", kept.shape, decay)
-    found = kept.new_zeros(batch * blocks, LEAF, LEAF + reach)
-    passed = torch.ones_like(kept[:, 0])
+    read = places.take("read", steps.shape, decay)
+    leaves = steps.new_zeros(batch * blocks, LEAF, LEAF + reach)
+    passed = torch.ones_like(steps[:, 0])
     for i in range(LEAF):
-        write[:, : i + reach].mul_(kept[:, i : i + 1])
+        write[:, : i + reach].mul_(steps[:, i : i + 1])
         write[:, i : i + reach + 1] += entering[:, i]
-        flushed_(passed.mul_(kept[:, i]))
+        flushed_(passed.mul_(steps[:, i]))
         torch.mul(query[:, i], passed, out=read[:, i])
         upto = flushed_(write[:, : i + 1 + reach]).flatten(2)
-        found[:, i, : i + 1 + reach] = (upto @ query[:, i].flatten(1).unsqueeze(-1)).squeeze(-1)
+        leaves[:, i, : i + 1 + reach] = (upto @ query[:, i].flatten(1).unsqueeze(-1)).squeeze(-1)
     filled = places.take("filled", (batch, size, size + reach), decay).zero_()
-    for nth, leaf in enumerate(found.unflatten(0, (batch, blocks)).unbind(1)):
-        at = nth * LEAF
-        filled[:, at : at + LEAF, at : at + LEAF + reach] += leaf
+    for nth, leaf in enumerate(leaves.unflatten(0, (batch, blocks)).unbind(1)):
+        start = nth * LEAF
+        filled[:, start : start + LEAF, start : start + LEAF + reach] += leaf
     read, write, passed = flushed_(read).flatten(2), write.flatten(2), passed.flatten(1)
     half = LEAF
     while half < size:
@@ -157,8 +157,8 @@ def square(
         corners = places.take("corners", (len(second), half, half + reach), decay)
         torch.bmm(second, lower.mT, out=corners)
         for nth, corner in enumerate(corners.unflatten(0, (batch, -1)).unbind(1)):
-            at = 2 * nth * half
-            filled[:, at + half : at + 2 * half, at : at + half + reach] += corner
+            start = 2 * nth * half
+            filled[:, start + half : start + 2 * half, start : start + half + reach] += corner
         flushed_(second.mul_(before.unsqueeze(1)))
         flushed_(lower.mul_(after.unsqueeze(1)))
         read = read.view(-1, 2 * half, inner)

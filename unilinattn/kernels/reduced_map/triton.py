@@ -98,27 +98,27 @@ def held_elements(rows: int, shape: tuple[int, int, int, int]) -> int:
 def panels(
     factors: Factors, rows: slice, heads: slice, left: Tensor | None, taps: Taps | None, columns: int
 ) -> Iterator[Panel]:
-    """Yield panels: of the rows' own columns, then of those before them, nearest first."""
+    """Yield panels: of the columns in the chunks of the rows, then of earlier columns, nearest first."""
     row = -(-rows.start // CHUNK)
     origin, stop = rows.start - row * CHUNK, rows.stop
     end = row + -(-(stop - rows.start) // CHUNK)
-    read, own, own_total = _chunks(factors, (row, end), origin, stop, heads, left, read=True)
+    read, near, near_total = _chunks(factors, (row, end), origin, stop, heads, left, read=True)
     assert read is not None
-    nothing = torch.zeros_like(own_total[:, :1])
-    fade = _fade(torch.zeros_like(own_total), own_total, row, row)
-    next_chunk = own.unflatten(1, (-1, CHUNK))[:, :1]
-    write = _planes(own, None, own_total, (row, end), origin, stop, heads, taps)
+    nothing = torch.zeros_like(near_total[:, :1])
+    fade = _fade(torch.zeros_like(near_total), near_total, row, row)
+    next_chunk = near.unflatten(1, (-1, CHUNK))[:, :1]
+    write = _planes(near, None, near_total, (row, end), origin, stop, heads, taps)
     yield Panel(read, write, fade, (row, end), row, origin, stop)
     step = max(1, columns // CHUNK)
     # The decays from chunk `last` to the rows, without that chunk and with it.
-    after, crossed, last_total = nothing, nothing, own_total[:, :1]
+    after, crossed, last_total = nothing, nothing, near_total[:, :1]
     for last in range(row, 0, -step):
         chunks = max(0, last - step), last
         _, written, total = _chunks(factors, chunks, origin, stop, heads, None, read=False)
         inside = functional.pad(total[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
         across = inside + crossed
         table = across if taps is None else torch.cat([across, after], dim=1)
-        fade = _fade(table, own_total, chunks[0], row)
+        fade = _fade(table, near_total, chunks[0], row)
         write = _planes(written, next_chunk, torch.cat([total, last_total], dim=1), chunks, origin, stop, heads, taps)
         yield Panel(read, write, fade, chunks, row, origin, stop)
         next_chunk = written.unflatten(1, (-1, CHUNK))[:, :1]
@@ -131,9 +131,9 @@ def add_far(out: Float[Tensor, "batch row col"], panel: Panel, precision: Precis
     `out` is the map of the rows or, with `band`, the part of each row in its own chunk and the one before.
     """
     first, last = panel.chunks
-    batch, held, inner = panel.read.shape
+    batch, padded, inner = panel.read.shape
     planes = panel.write.shape[0]
-    row_chunks = held // CHUNK
+    row_chunks = padded // CHUNK
 
     def grid(sizes: dict[str, int]) -> tuple[int, int]:
         across = 1 if band else last - first

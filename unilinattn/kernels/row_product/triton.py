@@ -46,14 +46,14 @@ def row_product(
     batch, length, heads, state = shape
     scale = torch.ones_like(row) if weight is None else weight
     total = torch.zeros(batch, length, dtype=torch.float32, device=row.device)
-    most = max(1, NUMBERS // max(1, batch * heads * state * chunk)) * chunk
-    rows = max(1, min(rows, most))
+    max_rows = max(1, NUMBERS // max(1, batch * heads * state * chunk)) * chunk
+    rows = max(1, min(rows, max_rows))
     everything = slice(0, heads)
     for start in range(0, length, rows):
         part = slice(start, min(start + rows, length))
-        held = -(-(part.stop - start) // chunk) * chunk
-        near = total.new_zeros(batch, held, 2 * chunk)
-        for panel in panels(factors, part, everything, left, taps, most):
+        padded = -(-(part.stop - start) // chunk) * chunk
+        near = total.new_zeros(batch, padded, 2 * chunk)
+        for panel in panels(factors, part, everything, left, taps, max_rows):
             add_far(near, panel, precision, band=True)
             _fold(total, panel, row[:, part], scale[:, part], sign, precision)
         add_diagonal(near, factors, part, everything, left, taps, precision, band=True)
@@ -72,13 +72,13 @@ def _fold(
     """Add the part of the rows more than one chunk before their own."""
     chunk = reduced.CHUNK
     first, last = panel.chunks
-    batch, held, inner = panel.read.shape
-    if first >= panel.row + held // chunk - 2:
+    batch, padded, inner = panel.read.shape
+    if first >= panel.row + padded // chunk - 2:
         return
-    sums = total.new_zeros(batch, held // LEAST, panel.stop)
+    sums = total.new_zeros(batch, padded // LEAST, panel.stop)
 
     def grid(sizes: dict[str, int]) -> tuple[int, int]:
-        return (last - first) * (chunk // sizes["COLS"]), batch * (held // sizes["ROWS"])
+        return (last - first) * (chunk // sizes["COLS"]), batch * (padded // sizes["ROWS"])
 
     with on(sums):
         far_tiles[grid](
@@ -92,7 +92,7 @@ def _fold(
             first,
             last,
             panel.row,
-            held // chunk,
+            padded // chunk,
             panel.fade.shape[2],
             panel.origin,
             panel.stop,
@@ -111,7 +111,7 @@ def _fold(
 
 def _fold_near(
     total: Float[Tensor, "batch length"],
-    near: Float[Tensor, "batch held two"],
+    near: Float[Tensor, "batch padded two"],
     part: slice,
     row: Float[Tensor, "batch row"],
     scale: Float[Tensor, "batch row"],

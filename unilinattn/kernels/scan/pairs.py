@@ -75,19 +75,19 @@ def pairs_of(
         return [flushed_((left.unsqueeze(2) * arrived).sum(-1)).permute(0, 3, 1, 2) for left in lefts]
     if length % 2:
         *padded, y, g = (functional.pad(t, (0, 0, 0, 0, 0, 1)) for t in (*lefts, right, log_decay))
-        return [found[..., :length, :length] for found in pairs_of(padded, y, g)]
+        return [matrix[..., :length, :length] for matrix in pairs_of(padded, y, g)]
     (y0, y1), (g0, g1) = (t.chunk(2, dim=1) for t in (right, log_decay))
     halves = [left.chunk(2, dim=1) for left in lefts]
     blocks = pairs_of([torch.cat(half) for half in halves], torch.cat([y0, y1]), torch.cat([g0, g1]))
     # Both exponents end at the cut between the halves, so neither factor exceeds its vector.
     ahead, behind = decays(to_token(g1)), flushed_(y0 * decays(from_token(g0)))
-    found = []
+    joined = []
     for (_, x1), block in zip(halves, blocks, strict=True):
         corner = flushed_(torch.einsum("bihn,bjhn->bhij", flushed_(x1 * ahead), behind))
         first, second = block.chunk(2)
         upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
-        found.append(torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2))
-    return found
+        joined.append(torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2))
+    return joined
 
 
 def exclusive_pairs(

@@ -73,11 +73,11 @@ def _states(
     if room is None:
         shape = torch.broadcast_shapes(state.shape, increments[0].shape, crossed[0].shape, crossed[-1].shape)
         room = increment.new_empty(shape[0], len(order), *shape[1:])
-    found = room[:, : len(order)]
-    places = found.unbind(1)
+    states = room[:, : len(order)]
+    places = states.unbind(1)
     for t in order:
         state = torch.addcmul(increments[t], crossed[t], state, out=places[t])
-    return flushed_(found)
+    return flushed_(states)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -87,29 +87,29 @@ class _Recurrence(torch.autograd.Function):
     def forward(ctx: Any, state: Tensor, crossed: Tensor, increment: Tensor, backward_in_time: bool) -> Tensor:
         length = crossed.shape[1]
         order = range(length - 1, -1, -1) if backward_in_time else range(length)
-        found = _states(state, crossed.unbind(1), increment, order)
-        ctx.save_for_backward(state, crossed, found)
+        states = _states(state, crossed.unbind(1), increment, order)
+        ctx.save_for_backward(state, crossed, states)
         ctx.order, ctx.increment_shape = order, increment.shape
-        return found
+        return states
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        state, crossed, found = ctx.saved_tensors
+        state, crossed, states = ctx.saved_tensors
         first, length = ctx.order[0], len(ctx.order)
         forwards = first == 0
         # A state's gradient arrives through the next step in the order; the last state has none from there.
         steps = crossed.unbind(1)
         passed = (*steps[1:], steps[0]) if forwards else (steps[-1], *steps[:-1])
         flow = _states(grad.new_zeros(()).expand_as(state), passed, grad, ctx.order[::-1])
-        own = torch.empty_like(flow)
+        crossed_grad = torch.empty_like(flow)
         here, before = (
             (slice(1, length), slice(0, length - 1)) if forwards else (slice(0, length - 1), slice(1, length))
         )
-        torch.mul(flow[:, here], found[:, before], out=own[:, here])
-        own[:, first] = flow[:, first] * state
-        begun = (crossed[:, first] * flow[:, first]).sum_to_size(state.shape)
-        return begun, own.sum_to_size(crossed.shape), flow.sum_to_size(ctx.increment_shape), None
+        torch.mul(flow[:, here], states[:, before], out=crossed_grad[:, here])
+        crossed_grad[:, first] = flow[:, first] * state
+        state_grad = (crossed[:, first] * flow[:, first]).sum_to_size(state.shape)
+        return state_grad, crossed_grad.sum_to_size(crossed.shape), flow.sum_to_size(ctx.increment_shape), None
 
 
 def diagonal_factors(
@@ -152,15 +152,15 @@ def diagonal_scan(
     query, key, log_decay, key_scale, rate = _laid_out(query, key, log_decay, key_scale, rate, value.shape[3])
     state = value.new_zeros(1, 1, 1, 1)
     outputs = []
-    kept = _differentiated(query, key, log_decay, key_scale, rate, written)
-    held = GROUP if kept and value.shape[1] > KEPT else value.shape[1]
-    for parts in cut(held, query, key, log_decay, key_scale, reset, written):
-        if held < value.shape[1]:
+    differentiated = _differentiated(query, key, log_decay, key_scale, rate, written)
+    group = GROUP if differentiated and value.shape[1] > KEPT else value.shape[1]
+    for parts in cut(group, query, key, log_decay, key_scale, reset, written):
+        if group < value.shape[1]:
             # A long pass stores only vectors and recomputes its states for the gradient.
-            found, state = checkpoint(_group, state, rate, *parts, use_reentrant=False)
+            output, state = checkpoint(_group, state, rate, *parts, use_reentrant=False)
         else:
-            found, state = _group(state, rate, *parts)
-        outputs.append(found)
+            output, state = _group(state, rate, *parts)
+        outputs.append(output)
     return _back(torch.cat(outputs, dim=1), value)
 
 
@@ -176,10 +176,10 @@ def _group(
 ) -> tuple[Tensor, Tensor]:
     """Run `diagonal_scan` from a state over some tokens; return their outputs and the last state."""
     outputs = []
-    kept_room, room = _rooms(query, key, log_decay, key_scale, rate, value)
+    decay_room, room = _rooms(query, key, log_decay, key_scale, rate, value)
     for q, k, g, scale, begins, v in cut(STEPS, query, key, log_decay, key_scale, reset, value):
         v = v if scale is None else v * scale
-        states = recur(state, _kept(g, rate, begins, kept_room), k * v.unsqueeze(3), room)
+        states = recur(state, _step_decays(g, rate, begins, decay_room), k * v.unsqueeze(3), room)
         outputs.append(_read(states, q))
         # The next tokens reuse the same buffer.
         state = states[:, -1] if room is None else states[:, -1].clone()
@@ -202,14 +202,14 @@ def diagonal_scan_adjoint(
     query, key, log_decay, key_scale, rate = _laid_out(query, key, log_decay, key_scale, rate, grad.shape[3])
     state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, log_decay.shape[2], 1, log_decay.shape[4])
     outputs = []
-    kept_room, room = _rooms(query, key, log_decay, key_scale, rate, given)
+    decay_room, room = _rooms(query, key, log_decay, key_scale, rate, given)
     for q, k, g, scale, begins, y in reversed(cut(STEPS, query, key, log_decay, key_scale, reset, given)):
-        kept = _kept(g, rate, begins, kept_room)
-        states = recur_back(state, kept, later, q * y.unsqueeze(3), None if room is None else room[:, 1:])
-        found = _read(states, k)
-        outputs.append(found if scale is None else found * scale)
+        step_decays = _step_decays(g, rate, begins, decay_room)
+        states = recur_back(state, step_decays, later, q * y.unsqueeze(3), None if room is None else room[:, 1:])
+        output = _read(states, k)
+        outputs.append(output if scale is None else output * scale)
         # The next tokens reuse the same buffer.
-        state, later = (t if room is None else t.clone() for t in (states[:, 0], kept[:, 0]))
+        state, later = (t if room is None else t.clone() for t in (states[:, 0], step_decays[:, 0]))
     return _back(torch.cat(outputs[::-1], dim=1), grad)
 
 
@@ -233,10 +233,10 @@ def _laid_out(
 
 
 def _back(
-    found: Inexact[Tensor, "batch length any other"], value: Inexact[Tensor, "batch length head channel"]
+    outputs: Inexact[Tensor, "batch length any other"], value: Inexact[Tensor, "batch length head channel"]
 ) -> Inexact[Tensor, "batch length head channel"]:
     """Return outputs read from the states with the axes of the values."""
-    return found if value.shape[3] > 1 else found.transpose(2, 3)
+    return outputs if value.shape[3] > 1 else outputs.transpose(2, 3)
 
 
 def _read(
@@ -249,7 +249,7 @@ def _read(
     return (by * states).sum(3)
 
 
-def _kept(
+def _step_decays(
     log_decay: Inexact[Tensor, "batch token head #state #channel"],
     rate: Inexact[Tensor, "#head state #channel"] | None,
     reset: Bool[Tensor, "batch token"] | None,
@@ -257,8 +257,8 @@ def _kept(
 ) -> Inexact[Tensor, "batch token head state channel"]:
     """Return the share of the state that each step keeps: exp(g), and 0 where a segment begins."""
     out = None if room is None else room[:, : log_decay.shape[1]]
-    kept = decays(log_decay if rate is None else torch.mul(log_decay, rate, out=out), out)
-    return kept if reset is None else kept.masked_fill(reset[..., None, None, None], 0)
+    step_decays = decays(log_decay if rate is None else torch.mul(log_decay, rate, out=out), out)
+    return step_decays if reset is None else step_decays.masked_fill(reset[..., None, None, None], 0)
 
 
 def _rooms(
@@ -271,11 +271,11 @@ def _rooms(
     """
     if _differentiated(query, key, log_decay, key_scale, rate, value):
         return None, None
-    kept = torch.broadcast_shapes(log_decay.shape, () if rate is None else rate.shape)
-    each = torch.broadcast_shapes(kept, query.shape, key.shape, (*value.shape[:3], 1, value.shape[3]))
+    decay_shape = torch.broadcast_shapes(log_decay.shape, () if rate is None else rate.shape)
+    state_shape = torch.broadcast_shapes(decay_shape, query.shape, key.shape, (*value.shape[:3], 1, value.shape[3]))
     steps = min(STEPS, value.shape[1]) + 1
-    room = log_decay.new_empty(each[0], steps, *each[2:])
-    return room if kept == each else log_decay.new_empty(kept[0], steps, *kept[2:]), room
+    room = log_decay.new_empty(state_shape[0], steps, *state_shape[2:])
+    return room if decay_shape == state_shape else log_decay.new_empty(decay_shape[0], steps, *decay_shape[2:]), room
 
 
 def cut(size: int, *tensors: Tensor | None) -> list[tuple[Any, ...]]:

@@ -213,11 +213,11 @@ class _ScalarScan(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Run the other direction for the values, and memories of the same decays for the factors."""
         query, key, log_decay, value = ctx.saved_tensors
-        found: tuple[Tensor | None, ...] = (None,) * 3
+        gradients: tuple[Tensor | None, ...] = (None,) * 3
         if any(ctx.needs_input_grad[:3]):
             entered, read = (upstream, value) if ctx.reverse else (value, upstream)
-            found = tuple(_scalar_gradients(query, key, log_decay, entered, read, ctx.precision))
+            gradients = tuple(_scalar_gradients(query, key, log_decay, entered, read, ctx.precision))
         by_value = None
         if ctx.needs_input_grad[3]:
             by_value = _run_scalar(query, key, log_decay, upstream, not ctx.reverse, ctx.precision)
-        return tuple(cast_like((*found, by_value, None, None), [query, key, log_decay, value, None, None]))
+        return tuple(cast_like((*gradients, by_value, None, None), [query, key, log_decay, value, None, None]))

@@ -224,14 +224,14 @@ class DiagonalScan(torch.autograd.Function):
         """Run the other direction for the values, and recompute all states for the factors."""
         *factors, value = ctx.saved_tensors
         given, reverse = Diagonal(*factors), ctx.reverse
-        found: tuple[Tensor | None, ...] = (None,) * 6
+        gradients: tuple[Tensor | None, ...] = (None,) * 6
         by_value = None
         if any(ctx.needs_input_grad[:5]):
             # <upstream, A value>, or <upstream, A^T value> = <value, A upstream>.
             pair = (upstream, value) if reverse else (value, upstream)
-            found = _diagonal_gradients(given, *pair)
-            by_value = None if reverse else found[5]
+            gradients = _diagonal_gradients(given, *pair)
+            by_value = None if reverse else gradients[5]
         if by_value is None and ctx.needs_input_grad[6]:
             by_value = _run_diagonal(given, upstream, not reverse)
-        query, key, decay, scale, rate, _ = found
+        query, key, decay, scale, rate, _ = gradients
         return tuple(cast_like((query, key, decay, scale, rate, None, by_value, None), [*factors, value, None]))

@@ -53,7 +53,7 @@ def same_groups(query: Tensor, key: Tensor, heads: int) -> tuple[Tensor, Tensor]
     return repeat_groups(query, heads, 2), repeat_groups(key, heads, 2)
 
 
-def cast_like(found: tuple[Tensor | None, ...], like: list[Tensor | None]) -> Iterator[Tensor | None]:
+def cast_like(gradients: tuple[Tensor | None, ...], like: list[Tensor | None]) -> Iterator[Tensor | None]:
     """Yield each gradient in the dtype of its factor, None where either is missing."""
-    for gradient, factor in zip(found, like, strict=True):
+    for gradient, factor in zip(gradients, like, strict=True):
         yield None if gradient is None or factor is None else gradient.to(factor.dtype)
