@@ -135,7 +135,7 @@ def test_an_estimate_is_printed_as_a_table() -> None:
 
 
 def test_an_estimate_above_the_limit_is_not_refused() -> None:
-    estimate = ula.estimate(traced("mamba", LENGTH), max_memory=1000)
+    estimate = ula.estimate(traced("mamba", LENGTH), method="rollout", max_memory=1000)
     assert estimate.allowed == 1000
     assert estimate.result == 4 * LENGTH**2
 

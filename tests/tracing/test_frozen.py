@@ -263,4 +263,4 @@ def test_shares_do_not_depend_on_the_gradient_mode(mode: Any) -> None:
 
 def test_an_unknown_rule_and_two_streams_are_errors() -> None:
     with pytest.raises(OptionError, match="unknown rule 'halves'"):
-        ula.trace(_mamba(), _ids(), progress=False).frozen(rule="halves")  # type: ignore[arg-type]
+        ula.trace(_mamba(), _ids(), progress=False).frozen(rule="halves")

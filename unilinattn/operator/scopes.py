@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.errors import OptionError, nearest
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, Unmapped, walk
 
 SCOPES = {

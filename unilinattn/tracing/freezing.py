@@ -176,18 +176,18 @@ class Freezing(TorchFunctionMode):
         self._ranked(target, rank)
 
     @_rule("add")
-    def _add(self, x: Any, other: Any, *, alpha: float = 1) -> Tensor:
+    def _add(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
         like = x if carried(x) else other
         x, other = as_source(x, like), as_source(other, like)
         rank = max(self.rank(x), self.rank(other))
         return self._ranked(torch.add(x, other, alpha=alpha), rank)
 
     @_rule("sub", "subtract")
-    def _sub(self, x: Any, other: Any, *, alpha: float = 1) -> Tensor:
+    def _sub(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
         return self._add(x, other, alpha=-alpha)
 
     @_rule("rsub")
-    def _rsub(self, x: Any, other: Any, *, alpha: float = 1) -> Tensor:
+    def _rsub(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
         return self._add(other, x, alpha=-alpha)
 
     @_rule("mul", "multiply")
@@ -206,7 +206,7 @@ class Freezing(TorchFunctionMode):
         return self._div(other, x)
 
     @_rule("addcmul")
-    def _addcmul(self, x: Any, one: Any, other: Any, *, value: float = 1) -> Tensor:
+    def _addcmul(self, x: Any, one: Any, other: Any, *, value: int | float = 1) -> Tensor:
         product = self._mul(one, other) if carried((one, other)) else one * other
         return self._add(x, product, alpha=value)
 
@@ -230,7 +230,7 @@ class Freezing(TorchFunctionMode):
         return self._ranked(torch.where(mask, as_source(value, like), as_source(x, like)), self.rank(like))
 
     @_rule("pad")
-    def _pad(self, x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    def _pad(self, x: Tensor, pad: Sequence[int], mode: str = "constant", value: int | float | None = None) -> Tensor:
         padded = functional.pad(x, pad, mode=mode)
         if value:
             constants = functional.pad(torch.zeros_like(x, requires_grad=False), pad, value=value)
@@ -238,7 +238,7 @@ class Freezing(TorchFunctionMode):
         return self._ranked(padded, self.rank(x))
 
     @_rule("addmm", "baddbmm")
-    def _addmm(self, x: Any, one: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    def _addmm(self, x: Any, one: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
         product = self._bilinear("matmul", torch.matmul, (one, other), {}) if carried((one, other)) else one @ other
         return self._add(x * beta if beta != 1 else x, product, alpha=alpha)
 

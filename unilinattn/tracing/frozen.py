@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -25,7 +25,7 @@ from unilinattn.tracing.tokens import block_names, find_tokens, first_stream
 from unilinattn.tracing.trust import tolerance
 from unilinattn.tracing.wrappers import plain_run, require_gradients
 
-Rule = Literal["freeze", "half"]
+RULES = ("freeze", "half")
 """Freeze the activated one of two factors, or let both share the relevance of their product."""
 
 Observe = Callable[[Any, Logit], Float[Tensor, " batch"] | None]
@@ -108,11 +108,11 @@ class FrozenRun:
         choose: Choose,
         observe: Observe,
         *,
-        rule: Rule = "freeze",
+        rule: str = "freeze",
     ) -> None:
         """Run the host."""
-        if rule not in get_args(Rule):
-            raise OptionError(f"unknown rule {rule!r}" + nearest(rule, get_args(Rule)))
+        if rule not in RULES:
+            raise OptionError(f"unknown rule {rule!r}" + nearest(rule, RULES))
         _require_covered(model, layers)
         require_gradients(model)
         self.outputs: list[Tensor] = []

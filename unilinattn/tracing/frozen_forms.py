@@ -80,7 +80,7 @@ def batch_norm(
     return x * scale.reshape(shape) + as_source(offset.reshape(shape), x)
 
 
-def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> Tensor:
+def normalize(x: Tensor, p: int | float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> Tensor:
     """Divide by the frozen norm."""
     return x / x.detach().norm(p, dim, keepdim=True).clamp_min(eps)
 

@@ -125,7 +125,7 @@ def scalar(
     positions: Callable[[], Int[Tensor, " batch"]],
     kept: Int[Tensor, " position"] | None,
     model: str,
-) -> Float[Tensor, " batch"]:
+) -> Tensor:
     """Return the logit of each sequence that `logit` names, or what the function `logit` returns.
 
     Args:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from unilinattn.errors import OptionError
 from unilinattn.progress import bars
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
-from unilinattn.tracing.frozen import FrozenRun, Rule
+from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
 from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
@@ -154,7 +154,7 @@ class Trace:
             for layer, g in zip(self.layers, grads, strict=True)
         )
 
-    def frozen(self, targets: Sequence[Target] | None = None, *, rule: Rule = "freeze") -> FrozenRun:
+    def frozen(self, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> FrozenRun:
         """Run the model once more as one affine map of its tokens, see `FrozenRun`.
 
         Args:
