@@ -61,9 +61,9 @@ def without_mask(stage: Stage) -> Stage | None:
 
 def repeated(mixer: ScalarDecay) -> ScalarDecay:
     """Groups expanded to heads with `repeat`: head 1 gets the key of group 1 instead of group 0."""
-    times = mixer.heads // mixer._query.shape[2]
-    query, key = (t.repeat(1, 1, times, 1) for t in (mixer._query, mixer._key))
-    return ScalarDecay(query, key, mixer._log_decay, key_scale=mixer._key_scale)
+    times = mixer.heads // mixer.query.shape[2]
+    query, key = (t.repeat(1, 1, times, 1) for t in (mixer.query, mixer.key))
+    return ScalarDecay(query, key, mixer.log_decay, key_scale=mixer.key_scale)
 
 
 def without_delta(mixer: ScalarDecay | DiagonalDecay) -> ScalarDecay | DiagonalDecay:
@@ -75,14 +75,14 @@ def without_delta(mixer: ScalarDecay | DiagonalDecay) -> ScalarDecay | DiagonalD
 
 def without_last_delta(mixer: ScalarDecay) -> ScalarDecay:
     """Only the last token's key lacks its step size."""
-    last = torch.ones_like(mixer._key_scale[:, -1:])
-    scale = torch.cat([mixer._key_scale[:, :-1], last], dim=1)
-    return ScalarDecay(mixer._query, mixer._key, mixer._log_decay, key_scale=scale)
+    last = torch.ones_like(mixer.key_scale[:, -1:])
+    scale = torch.cat([mixer.key_scale[:, :-1], last], dim=1)
+    return ScalarDecay(mixer.query, mixer.key, mixer.log_decay, key_scale=scale)
 
 
 def exclusive(mixer: ScalarDecay) -> Dense:
     """Reads the state before the current step's decay: exp(G_{i-1} - G_j) for j < i."""
-    growth = torch.exp(-mixer._log_decay).transpose(1, 2).unsqueeze(-1)
+    growth = torch.exp(-mixer.log_decay).transpose(1, 2).unsqueeze(-1)
     whole = mixer.materialize()
     return Dense((whole * growth).tril(-1) + whole.triu())
 

@@ -1,17 +1,10 @@
 """The segmentation metrics against their definitions, written out pixel by pixel."""
 
-import jaxtyping
 import pytest
 import torch
 
 from unilinattn.errors import InputError
 from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user runs it: this test run's check of every signature would speak before the library's errors."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def loop_average_precision(scores: list[float], relevant: list[bool]) -> float:

@@ -113,10 +113,10 @@ def test_a_leak_into_the_past_is_refused_even_where_the_matrix_hides_it() -> Non
 
 def test_a_batch_that_mixes_is_refused() -> None:
     mixed = Lower()
-    singles = [Dense(mixed._weights[b : b + 1]) for b in range(2)]
+    singles = [Dense(mixed.weights[b : b + 1]) for b in range(2)]
     batch_is_a_loop(mixed, singles, 1e-12)
     with pytest.raises(LawViolation, match="apply of a batch against the single sequences") as caught:
-        batch_is_a_loop(Dense(mixed._weights.flip(0)), singles, 1e-12)
+        batch_is_a_loop(Dense(mixed.weights.flip(0)), singles, 1e-12)
     assert caught.value.law == "batch"
 
 
