@@ -73,6 +73,14 @@ def test_a_classifier_has_one_row() -> None:
     assert result.completeness_gap is not None and result.completeness_gap < 1e-5
 
 
+def test_labels_change_nothing() -> None:
+    model = HOSTS["mamba2"].model()
+    given = inputs()
+    plain = ula.explain(model, given, method="logit", target=-1)
+    labelled = ula.explain(model, {**given, "labels": given["input_ids"]}, method="logit", target=-1)
+    assert torch.allclose(plain.scores, labelled.scores, rtol=1e-12)
+
+
 def test_every_target_runs_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, calls = traced("mamba2"), []
     norm = type(HOSTS["mamba2"].model().backbone.norm_f)

@@ -147,5 +147,5 @@ def require_same(what: str, actual: Tensor, expected: Tensor) -> None:
     """Raise `AssertionError` unless two tensors agree up to rounding."""
     assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)}, not {tuple(expected.shape)}"
     coarse = min((actual.dtype, expected.dtype), key=lambda dtype: dtype.itemsize)
-    error = relative_error(actual.double()[None], expected.double()[None])
+    error = relative_error(actual.double().reshape(1, -1), expected.double().reshape(1, -1))
     assert error <= SAME[coarse], f"{what} differs by {error:.1e} (relative)"

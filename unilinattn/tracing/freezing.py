@@ -43,9 +43,10 @@ JOINING = _names(
 
 FACTORS = _names("""
     softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
-    logsumexp topk reciprocal prod cumprod cosine_similarity rpow
+    logsumexp topk reciprocal prod cumprod cosine_similarity rpow cross_entropy nll_loss mse_loss
+    binary_cross_entropy_with_logits
 """)
-"""Functions whose outputs are frozen."""
+"""Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
 
 CONSTANT = _names("""
     detach data zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
