@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from tests.tracing.models import VOCABULARY, Block, Model, added, ids
@@ -248,9 +249,8 @@ def test_inputs_are_checked_as_those_of_a_trace() -> None:
         model(torch.zeros(1, 3))
 
 
+@pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="T5 of transformers 5.6.2 is refused")
 def test_a_model_with_an_encoder_and_a_decoder_needs_layers() -> None:
-    import transformers
-
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
     )
