@@ -230,6 +230,27 @@ def test_a_custom_autograd_function_is_detected_and_named() -> None:
         trace.frozen().complete_shares(-1, 3)
 
 
+def test_a_function_without_a_forward_mode_derivative_is_an_error_that_names_its_module() -> None:
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * grad
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Fused.apply(x + 1)
+
+    model = _llama()
+    model.model.layers[1].post_attention_layernorm = Norm()
+    with pytest.raises(UncoveredError, match=r"layers\.1\.post_attention_layernorm \(Norm\) computes in a function"):
+        ula.explain(model, _ids(), target=-1)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
 def test_padding_has_no_share_and_does_not_change_shares() -> None:
     model, ids = _llama(), _ids()
     mask = torch.ones_like(ids)

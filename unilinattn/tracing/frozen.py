@@ -220,7 +220,16 @@ class FrozenRun:
                 if isinstance(self._place, str):
                     given[self._place] = self._leaf(given[self._place], whole)
                 with Freezing(self._where, self._marker(whole), half=self._rule == "half") as mode:
-                    output = call_host(self._model, given)
+                    try:
+                        output = call_host(self._model, given)
+                    except NotImplementedError as error:
+                        if isinstance(error, UncoveredError):
+                            raise
+                        raise UncoveredError(
+                            f"{self._where()} computes in a function without a forward-mode derivative, such as a "
+                            "fused kernel, so the part of its biases in the output is unknown. Use a layer-wise "
+                            "method such as 'alti', or the module's plain code."
+                        ) from error
                 self.shared = frozenset(mode.shared)
                 tangents = mapped(output, _tangent)
                 values = mapped(output, lambda t: forward_ad.unpack_dual(t).primal if t.is_floating_point() else t)
