@@ -251,6 +251,25 @@ def test_a_function_without_a_forward_mode_derivative_is_an_error_that_names_its
     assert not torch.overrides._get_current_function_mode_stack()
 
 
+def test_nan_shares_are_refused() -> None:
+    model = _llama()
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = torch.nan
+    with pytest.raises(ExactnessError, match="miss the logit by nan of their size"):
+        ula.trace(model, _ids(), progress=False).frozen().complete_shares(-1, 3)
+
+
+def test_ids_that_are_not_looked_up_are_an_error() -> None:
+    class Copied(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids.clone())
+
+    model = _llama()
+    model.model.embed_tokens.__class__ = Copied
+    with pytest.raises(UncoveredError, match="does not look up its token ids"):
+        ula.trace(model, _ids(), progress=False).frozen()
+
+
 def test_padding_has_no_share_and_does_not_change_shares() -> None:
     model, ids = _llama(), _ids()
     mask = torch.ones_like(ids)

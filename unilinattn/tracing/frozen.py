@@ -132,6 +132,11 @@ class FrozenRun:
             if layer.prefix_error is None:
                 _ = layer.operator
         self._output, self._tangents = in_gradient_mode(True, lambda: self._run(whole=False))
+        if not self._leaves:
+            raise UncoveredError(
+                f"{type(model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the vectors "
+                "of the tokens are unknown; give the model inputs_embeds instead of ids."
+            )
 
     def shares(self, target: Any = -1, logit: Logit = None, *, depth: bool = False) -> Shares:
         """Return the parts of a logit, or of another scalar of the output: one backward pass.
@@ -190,11 +195,12 @@ class FrozenRun:
         shares = self.shares(target, logit)
         error = float((shares.gap / shares.size.clamp_min(torch.finfo(torch.float64).tiny)).max())
         accepted = max(tolerance(layer.precision) for layer in self._layers)
-        if error > accepted:
+        # Written so that a NaN is refused too.
+        if not error <= accepted:
             raise ExactnessError(
                 f"shares and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. The "
-                f"first module that is not affine in the frozen run: {self.culprit() or 'none'}. A compiled function, "
-                "or one of its own autograd, hides what it computes: run the module's plain code."
+                f"first module that is not affine in the frozen run: {self.culprit() or 'none'}. A compiled "
+                "function or a custom autograd function hides its computation; use the module's plain code."
             )
         return shares
 
@@ -272,7 +278,7 @@ class FrozenRun:
                 with torch._C.DisableTorchFunction():
                     value, tangent = forward_ad.unpack_dual(tensor)
                     missing = (value if tangent is None else value - tangent).detach().norm()
-                    if float(missing) > tolerance(value.dtype) * float(value.detach().norm()):
+                    if not float(missing) <= tolerance(value.dtype) * float(value.detach().norm()):
                         self._suspect = self._where()
         self._path.pop()
 
@@ -300,7 +306,7 @@ class FrozenRun:
             if self._ids is None:
                 is_tokens = count - 1 == self._place
             else:
-                is_tokens = func is functional.embedding and args[0].data_ptr() == self._ids.data_ptr()
+                is_tokens = func is functional.embedding and args and args[0].data_ptr() == self._ids.data_ptr()
             return self._leaf(result, whole) if is_tokens else result
 
         return mark

@@ -193,7 +193,7 @@ class Trace:
         return gradient_cost(self.host, operators, numbers)
 
     def frozen_cost(self, targets: int) -> GradientCost:
-        """Return the bytes and multiply-adds of `frozen` with so many targets, without running the model."""
+        """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
         logits = first_tensor([getattr(self.output, "logits", self.output)], axes=2)
         elements = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3:
