@@ -134,8 +134,8 @@ class FrozenRun:
         self._output, self._tangents = in_gradient_mode(True, lambda: self._run(whole=False))
         if not self._leaves:
             raise UncoveredError(
-                f"{type(model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the vectors "
-                "of the tokens are unknown; give the model inputs_embeds instead of ids."
+                f"{type(model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
+                "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
             )
 
     def shares(self, target: Any = -1, logit: Logit = None, *, depth: bool = False) -> Shares:
