@@ -11,9 +11,8 @@ from torch.nn import functional
 import unilinattn as ula
 from benchmarks import models, plain
 from benchmarks.models import Sizes
-from unilinattn.methods.attribution import gradient_weights
+from unilinattn.methods.attribution import AttributionOptions, gradient_weights
 from unilinattn.methods.maps import unit_rows, vecmat
-from unilinattn.methods.options import AttributionOptions
 from unilinattn.methods.selection import query_rows
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.substitution import through_operators

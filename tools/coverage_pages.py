@@ -14,8 +14,6 @@ from pydantic.fields import FieldInfo
 from tools import hybrids
 from tools.families import FAMILIES
 from tools.markers import MissingSectionError, markers, replace_section
-from unilinattn.methods import options as option_models
-from unilinattn.methods.options import Options
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.registry import Architecture, Method, list_architectures, list_methods
 from unilinattn.testing.hosts import Host
@@ -61,7 +59,7 @@ def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> t
     sections = {
         README: {"families": _families_table(record), "methods": _methods_table()},
         ARCHITECTURES: {"architectures": _architectures_table(record)},
-        **{METHODS / f"{name}.md": {"options": _options_table(options_of(name))} for name in package_methods()},
+        **{METHODS / f"{name}.md": {"options": _options_table(method)} for name, method in package_methods().items()},
     }
     for path, parts in sections.items():
         if not (root / path).is_file():
@@ -108,12 +106,6 @@ def package_methods() -> dict[str, Method]:
     return {name: m for name, m in list_methods().items() if m.function.__module__.startswith("unilinattn.")}
 
 
-def options_of(method: str) -> type[Options]:
-    """Return the options model of a method: `TransformerAttributionOptions` for `transformer_attribution`."""
-    model: type[Options] = getattr(option_models, "".join(map(str.capitalize, method.split("_"))) + "Options")
-    return model
-
-
 def accepted(annotation: Any, limits: Iterable[Any] = ()) -> str:
     """Describe the accepted values of an option."""
     origin, parts = get_origin(annotation), get_args(annotation)
@@ -139,10 +131,11 @@ def accepted(annotation: Any, limits: Iterable[Any] = ()) -> str:
     return " ".join([annotation.__name__, ", ".join(bounds)]).strip()
 
 
-def _options_table(model: type[Options]) -> str:
+def _options_table(method: Method) -> str:
+    fields = {} if method.options is None else method.options.model_fields
     rows = [
         (f"`{name}`", f"`{info.default!r}`", accepted(info.annotation, info.metadata), info.description or "")
-        for name, info in model.model_fields.items()
+        for name, info in fields.items()
     ]
     return _table(("option", "default", "accepted", "meaning"), rows)
 

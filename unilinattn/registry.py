@@ -8,6 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from unilinattn.call import Call
@@ -73,12 +74,14 @@ class Architecture:
 class Method:
     """A way to turn operators into scores: `function(trace, *, target, **options)` returns an `Attribution`.
 
-    `cost` takes the same arguments and returns an `Estimate`; it is None for a method without a cost model.
+    `options` is the model of its options, None if its plugin gives none. `cost` takes the same arguments and returns an
+    `Estimate`; it is None for a method without a cost model.
     """
 
     name: str
     summary: str
     function: Callable[..., Attribution]
+    options: type[BaseModel] | None = None
     cost: Callable[..., Estimate] | None = None
 
 
@@ -120,10 +123,13 @@ def register_architecture(
     return decorate
 
 
-def register_method(name: str, *, cost: Callable[..., Estimate] | None = None) -> Callable[[Function], Function]:
+def register_method(
+    name: str, *, options: type[BaseModel] | None = None, cost: Callable[..., Estimate] | None = None
+) -> Callable[[Function], Function]:
     """Register a method under a name; the first line of its docstring is its summary.
 
-    `cost(trace, *, target, **options)` returns the `Estimate` of a call, for `estimate`.
+    `options` is the pydantic model of its options. `cost(trace, *, target, **options)` returns the `Estimate` of a
+    call, for `estimate`.
 
     Raises `OptionError` if the name is registered already.
     """
@@ -131,7 +137,7 @@ def register_method(name: str, *, cost: Callable[..., Estimate] | None = None) -
     def decorate(function: Function) -> Function:
         if name in _methods:
             raise OptionError(f"method {name!r} is registered already; choose another name.")
-        _methods[name] = Method(name, _first_line(function), function, cost)
+        _methods[name] = Method(name, _first_line(function), function, options, cost)
         return function
 
     return decorate

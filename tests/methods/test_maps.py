@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tests.methods.hosts import CASES, close, real_map, references, traced
 from unilinattn.methods.maps import attention_map, attention_rows, map_blocks, postprocess, vecmat
-from unilinattn.methods.options import RawOptions, RolloutOptions
+from unilinattn.methods.raw import RawOptions
+from unilinattn.methods.rollout import RolloutOptions
 
 BATCH, ROWS, KEYS = 2, 5, 7
 

@@ -6,18 +6,11 @@ import pytest
 import torch
 
 from tests.methods.hosts import traced
+from unilinattn import methods
 from unilinattn.errors import OptionError
-from unilinattn.methods import alti, attribution, explain, knockout, latim, raw, rollout
-from unilinattn.methods.options import (
-    Activation,
-    AltiOptions,
-    AttributionOptions,
-    KnockoutOptions,
-    LatimOptions,
-    MapOptions,
-    RawOptions,
-    RolloutOptions,
-)
+from unilinattn.methods import explain
+from unilinattn.methods.options import Activation, MapOptions
+from unilinattn.methods.raw import RawOptions
 from unilinattn.operator.contributions import TAP_FUNCTIONS
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.operator.selection import REDUCTIONS
@@ -25,28 +18,27 @@ from unilinattn.registry import list_methods
 from unilinattn.results.attribution import Attribution
 from unilinattn.testing.promote import promoted
 
-METHODS = {
-    "raw": (raw, RawOptions),
-    "rollout": (rollout, RolloutOptions),
-    "attribution": (attribution, AttributionOptions),
-    "latim": (latim, LatimOptions),
-    "alti": (alti, AltiOptions),
-    "knockout": (knockout, KnockoutOptions),
-}
+METHODS = sorted(
+    name for name, method in list_methods().items() if method.function.__module__.startswith("unilinattn.")
+)
 
 
-def test_every_method_is_registered_with_a_summary() -> None:
-    methods = list_methods()
-    assert set(METHODS) <= set(methods)
-    assert all(methods[name].function is function and methods[name].summary for name, (function, _) in METHODS.items())
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_file_a_function_and_options_of_its_name(name: str) -> None:
+    method = list_methods()[name]
+    assert method.summary and method.function is getattr(methods, name)
+    model = method.options
+    assert model is not None and model.__module__ == method.function.__module__ == f"unilinattn.methods.{name}"
+    assert model.__name__ == "".join(map(str.capitalize, name.split("_"))) + "Options"
+    assert all(field.description for field in model.model_fields.values())
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_defaults_are_stored_in_the_result(name: str) -> None:
-    function, model = METHODS[name]
-    result = function(traced("mamba2"), target=-1)
-    assert dict(result.options) == {**model().model_dump(), "target": -1}
-    assert all(field.description for field in model.model_fields.values())
+    method = list_methods()[name]
+    assert method.options is not None
+    result = method.function(traced("mamba2"), target=-1)
+    assert dict(result.options) == {**method.options().model_dump(), "target": -1}
 
 
 CHANGED: list[tuple[str, dict[str, Any]]] = [
@@ -113,7 +105,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "options", "message"), BAD)
 def test_invalid_options_are_refused_with_the_accepted_values(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        METHODS[name][0](traced("mamba2"), **options)
+        list_methods()[name].function(traced("mamba2"), **options)
 
 
 def test_accepted_names_agree_with_the_operators() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from tools import coverage, coverage_pages, coverage_runs, hybrids
 from tools.families import FAMILIES
 from tools.markers import read_section
-from unilinattn.methods.options import RawOptions
+from unilinattn.methods.raw import RawOptions
 from unilinattn.testing.hosts import HOSTS, Host, transformers_model
 from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
 

@@ -1,10 +1,11 @@
 """`alti`: how much closer each token's share brings a row to its output, the residual stream included."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
@@ -12,7 +13,7 @@ from unilinattn.memory import reserved
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.maps import ONE_ROW, blank_padding, gather_rows, map_bytes, map_shape, sum_on_first
-from unilinattn.methods.options import AltiOptions
+from unilinattn.methods.options import Activation, Layerwise
 from unilinattn.methods.results import allocate_scores, make_result, score_layers, to_result
 from unilinattn.methods.selection import composable_steps, only_port, query_rows, stackable_layers
 from unilinattn.methods.vectors import contribution_tiles, shares_cost
@@ -22,6 +23,26 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
+
+
+class AltiOptions(Layerwise):
+    """Options of `alti`."""
+
+    activation: Activation = Field(
+        "exact", description="'exact' freezes the activation's slope; the others are LaTIM's f (LaTIM Eq. 19)"
+    )
+    residual: bool = Field(
+        True, description="whether y_i and T_ii include the residual stream; False: y_i is the output"
+    )
+    rollout: bool = Field(False, description="compose the layers, P_n ... P_1, instead of returning a layer axis")
+
+    @model_validator(mode="after")
+    def _not_both(self) -> Self:
+        if self.rollout and not self.residual:
+            raise ValueError("rollout=True composes the layers along the residual stream, which residual=False drops")
+        if self.rollout and self.layers == "mean":
+            raise ValueError("rollout=True composes the layers, so layers='mean' has nothing left to average")
+        return self
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
@@ -48,7 +69,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("alti", layers, target, None if chosen.rollout else chosen, of, held=held)
 
 
-@register_method("alti", cost=cost)
+@register_method("alti", options=AltiOptions, cost=cost)
 def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """ALTI: C_ij proportional to [||y_i||_1 - ||y_i - T_i(x_j)||_1]^+, rows that sum to 1 (LaTIM Eq. 6).
 

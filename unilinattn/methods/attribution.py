@@ -1,9 +1,10 @@
 """`attribution`: attention maps weighted by the gradient of a class or token logit, composed like a rollout."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from unilinattn.memory import reserved
@@ -18,7 +19,7 @@ from unilinattn.methods.maps import (
     unit_rows,
     vecmat,
 )
-from unilinattn.methods.options import AttributionOptions
+from unilinattn.methods.options import Composed, MapOptions, ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result
 from unilinattn.methods.selection import composable_steps, every_position, layers_from, query_rows
 from unilinattn.progress import progress
@@ -31,6 +32,14 @@ from unilinattn.tracing.trace import Target, Trace
 
 Weights = dict[str, Float[Tensor, "batch query"]]
 Steps = Sequence[tuple[Layer, ...]]
+
+
+class AttributionOptions(ScalarOptions, MapOptions, Composed):
+    """Options of `attribution`."""
+
+    sign: Literal["keep", "clamp", "abs"] = Field(
+        "clamp", description="negative products of gradient and map kept, set to zero, or made positive"
+    )
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
@@ -65,7 +74,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("attribution", layers, target, chosen, of, held=maps + weights, before=[passed])
 
 
-@register_method("attribution", cost=cost)
+@register_method("attribution", options=AttributionOptions, cost=cost)
 def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Mamba-Attribution: rho = B_n ... B_1 with B_ij = delta_ij + (g_i abar_ij)^+ (HMA ACL Eq. 24).
 

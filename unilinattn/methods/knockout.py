@@ -1,16 +1,17 @@
 """`knockout`: the effect on the model's output of cutting tokens or edges in the running model."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field, InstanceOf, field_serializer, field_validator, model_validator
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError
 from unilinattn.memory import require_result
 from unilinattn.methods.maps import ONE_ROW
-from unilinattn.methods.options import KnockoutOptions
+from unilinattn.methods.options import ScalarOptions
 from unilinattn.methods.results import make_result
 from unilinattn.methods.selection import composable_steps, key_mask, stackable_layers
 from unilinattn.operator.edges import Edges, Listed, Outgoing
@@ -27,7 +28,63 @@ TOKENS = 4096
 """Tokens in one run of the model, which cuts other edges in each of its sequences."""
 
 
-@register_method("knockout")
+class KnockoutOptions(ScalarOptions):
+    """Options of `knockout`."""
+
+    layers: Literal["all"] | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
+        "all", description="layers that are cut: every layer, or a list of indices or names"
+    )
+    window: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="None cuts the layers together; a number cuts that many consecutive ones of them around each "
+        "layer, fewer at the ends, and gives the scores a layer axis (Geva et al. 2023)",
+    )
+    edges: Annotated[Sequence[tuple[int, int]], Field(min_length=1)] | None = Field(
+        None,
+        description="None cuts all edges of a token to other tokens, one token after the other; a list of pairs "
+        "(query, key) cuts these, one edge after the other, and needs a target. Positions count padding, negative "
+        "ones from the end",
+    )
+    heads: int | Annotated[Sequence[int], Field(min_length=1)] | Callable[[Any], Any] | None = Field(
+        None,
+        description="heads of the layers' cores that are cut, or a function from a layer's operator to them; None for "
+        "all",
+    )
+    channels: int | Annotated[Sequence[int], Field(min_length=1)] | Callable[[Any], Any] | None = Field(
+        None, description="the same for single channels of the cores (feature knockout, Endy et al. 2025)"
+    )
+    replace: Literal["zero", "mean"] | InstanceOf[Trace] = Field(
+        "zero",
+        description="values in place of x_j in the cut T_ij x_j: none, the mean of the layer's input over the real "
+        "tokens, or those of a trace of other inputs",
+    )
+    measure: Literal["logit", "log-probability"] = Field(
+        "logit", description="the effect is the drop of the logit, or of its log-probability in nats"
+    )
+
+    @field_validator("edges", mode="before")
+    @classmethod
+    def _pairs(cls, edges: Any) -> Any:
+        # A tensor, and a saved result, hold each pair as a list.
+        lists = isinstance(edges, list | tuple) and all(isinstance(pair, list | tuple) for pair in edges)
+        return [tuple(pair) for pair in edges] if lists else edges
+
+    @field_serializer("heads", "channels", "replace")
+    def _named_too(self, value: Any) -> Any:
+        if isinstance(value, Trace):
+            return f"another run of {value.model}"
+        return getattr(value, "__qualname__", repr(value)) if callable(value) else value
+
+    @model_validator(mode="after")
+    def _one_selection(self) -> Self:
+        if self.heads is not None and self.channels is not None:
+            raise ValueError("heads and channels both restrict the cut; give one of them")
+        if self.measure != "logit" and callable(self.logit):
+            raise ValueError(f"measure={self.measure!r} needs a token or class id, and logit is a function")
+        return self
+
+
+@register_method("knockout", options=KnockoutOptions)
 def knockout(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Knockout: the drop of the target's logit when a token's edges to other tokens are cut in the running model.
 

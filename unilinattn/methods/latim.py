@@ -1,16 +1,17 @@
 """`latim`: the norm of each token's contribution to each output, a vector through the whole layer."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from unilinattn.errors import StreamError, UncoveredError
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes
-from unilinattn.methods.options import LatimOptions
+from unilinattn.methods.options import Activation, Discard, Layerwise, Normalize
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import only_port, query_rows, stackable_layers
 from unilinattn.methods.vectors import contribution_tiles, shares_cost
@@ -19,6 +20,25 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
+
+
+class LatimOptions(Layerwise):
+    """Options of `latim`."""
+
+    p: float = Field(2.0, ge=1, description="order of the norm, at least 1; float('inf') for the maximum")
+    activation: Activation = Field(
+        "exact",
+        description="'exact' freezes the activation's slope; the others are LaTIM's f, applied to each tap of the "
+        "convolution (LaTIM Eq. 19)",
+    )
+    bias: Literal["column", "query"] = Field(
+        "column", description="'column' returns the bias's norm in extras['bias']; 'query' adds its vector to T_ii"
+    )
+    residual: bool = Field(
+        False, description="whether T_ii includes the residual stream that the host adds outside the module"
+    )
+    discard: Discard = 0.0
+    normalize: Normalize = "none"
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
@@ -41,7 +61,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("latim", layers, target, chosen, of, extras=extras)
 
 
-@register_method("latim", cost=cost)
+@register_method("latim", options=LatimOptions, cost=cost)
 def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """LaTIM: C_ij = ||T_i(x_j)||_p, the norm of token j's contribution to output i (LaTIM Eq. 5, Table 1).
 

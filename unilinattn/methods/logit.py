@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.memory import allowed
-from unilinattn.methods.options import LogitOptions
+from unilinattn.methods.options import ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result, result_shape
 from unilinattn.methods.selection import every_position, layers_from, query_rows
 from unilinattn.progress import progress
@@ -19,6 +19,10 @@ from unilinattn.tracing.trace import Target, Trace
 
 EXTRAS = {"bias": "bias", "remainder": "remainder", "logit": "value", "gap": "gap"}
 """Fields of `tracing.frozen.Shares` by their name in a result's extras."""
+
+
+class LogitOptions(ScalarOptions):
+    """Options of `logit`."""
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
@@ -34,7 +38,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return Estimate("logit", shape, result, 0, (row,), allowed())
 
 
-@register_method("logit", cost=cost)
+@register_method("logit", options=LogitOptions, cost=cost)
 def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Exact shares of the tokens in a logit, which add up to it with the bias: gradient x embedding, model frozen.
 

@@ -1,4 +1,4 @@
-"""Options of the methods, each with a default and a description; checked, and stored in every result."""
+"""Bases of the options of methods: each has a default and a description, is checked, and is stored in every result."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
@@ -9,7 +9,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    InstanceOf,
     ValidationError,
     field_serializer,
     field_validator,
@@ -17,7 +16,7 @@ from pydantic import (
 )
 
 from unilinattn.errors import OptionError, nearest
-from unilinattn.tracing.trace import Target, Trace
+from unilinattn.tracing.trace import Target
 
 Activation = Literal["exact", "silu", "relu", "identity", "taylor1", "taylor2"]
 Discard = Annotated[
@@ -129,121 +128,6 @@ class ScalarOptions(Options):
     @field_serializer("logit")
     def _named(self, logit: Any) -> Any:
         return getattr(logit, "__qualname__", repr(logit)) if callable(logit) else logit
-
-
-class RawOptions(MapOptions, Layerwise):
-    """Options of `raw`."""
-
-
-class RolloutOptions(MapOptions, Composed):
-    """Options of `rollout`."""
-
-
-class AttributionOptions(ScalarOptions, MapOptions, Composed):
-    """Options of `attribution`."""
-
-    sign: Literal["keep", "clamp", "abs"] = Field(
-        "clamp", description="negative products of gradient and map kept, set to zero, or made positive"
-    )
-
-
-class LogitOptions(ScalarOptions):
-    """Options of `logit`."""
-
-
-class KnockoutOptions(ScalarOptions):
-    """Options of `knockout`."""
-
-    layers: Literal["all"] | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
-        "all", description="layers that are cut: every layer, or a list of indices or names"
-    )
-    window: Annotated[int, Field(ge=1)] | None = Field(
-        None,
-        description="None cuts the layers together; a number cuts that many consecutive ones of them around each "
-        "layer, fewer at the ends, and gives the scores a layer axis (Geva et al. 2023)",
-    )
-    edges: Annotated[Sequence[tuple[int, int]], Field(min_length=1)] | None = Field(
-        None,
-        description="None cuts all edges of a token to other tokens, one token after the other; a list of pairs "
-        "(query, key) cuts these, one edge after the other, and needs a target. Positions count padding, negative "
-        "ones from the end",
-    )
-    heads: int | Annotated[Sequence[int], Field(min_length=1)] | Callable[[Any], Any] | None = Field(
-        None,
-        description="heads of the layers' cores that are cut, or a function from a layer's operator to them; None for "
-        "all",
-    )
-    channels: int | Annotated[Sequence[int], Field(min_length=1)] | Callable[[Any], Any] | None = Field(
-        None, description="the same for single channels of the cores (feature knockout, Endy et al. 2025)"
-    )
-    replace: Literal["zero", "mean"] | InstanceOf[Trace] = Field(
-        "zero",
-        description="values in place of x_j in the cut T_ij x_j: none, the mean of the layer's input over the real "
-        "tokens, or those of a trace of other inputs",
-    )
-    measure: Literal["logit", "log-probability"] = Field(
-        "logit", description="the effect is the drop of the logit, or of its log-probability in nats"
-    )
-
-    @field_validator("edges", mode="before")
-    @classmethod
-    def _pairs(cls, edges: Any) -> Any:
-        # A tensor, and a saved result, hold each pair as a list.
-        lists = isinstance(edges, list | tuple) and all(isinstance(pair, list | tuple) for pair in edges)
-        return [tuple(pair) for pair in edges] if lists else edges
-
-    @field_serializer("heads", "channels", "replace")
-    def _named_too(self, value: Any) -> Any:
-        if isinstance(value, Trace):
-            return f"another run of {value.model}"
-        return getattr(value, "__qualname__", repr(value)) if callable(value) else value
-
-    @model_validator(mode="after")
-    def _one_selection(self) -> Self:
-        if self.heads is not None and self.channels is not None:
-            raise ValueError("heads and channels both restrict the cut; give one of them")
-        if self.measure != "logit" and callable(self.logit):
-            raise ValueError(f"measure={self.measure!r} needs a token or class id, and logit is a function")
-        return self
-
-
-class LatimOptions(Layerwise):
-    """Options of `latim`."""
-
-    p: float = Field(2.0, ge=1, description="order of the norm, at least 1; float('inf') for the maximum")
-    activation: Activation = Field(
-        "exact",
-        description="'exact' freezes the activation's slope; the others are LaTIM's f, applied to each tap of the "
-        "convolution (LaTIM Eq. 19)",
-    )
-    bias: Literal["column", "query"] = Field(
-        "column", description="'column' returns the bias's norm in extras['bias']; 'query' adds its vector to T_ii"
-    )
-    residual: bool = Field(
-        False, description="whether T_ii includes the residual stream that the host adds outside the module"
-    )
-    discard: Discard = 0.0
-    normalize: Normalize = "none"
-
-
-class AltiOptions(Layerwise):
-    """Options of `alti`."""
-
-    activation: Activation = Field(
-        "exact", description="'exact' freezes the activation's slope; the others are LaTIM's f (LaTIM Eq. 19)"
-    )
-    residual: bool = Field(
-        True, description="whether y_i and T_ii include the residual stream; False: y_i is the output"
-    )
-    rollout: bool = Field(False, description="compose the layers, P_n ... P_1, instead of returning a layer axis")
-
-    @model_validator(mode="after")
-    def _not_both(self) -> Self:
-        if self.rollout and not self.residual:
-            raise ValueError("rollout=True composes the layers along the residual stream, which residual=False drops")
-        if self.rollout and self.layers == "mean":
-            raise ValueError("rollout=True composes the layers, so layers='mean' has nothing left to average")
-        return self
 
 
 def _plain(value: Any) -> Any:

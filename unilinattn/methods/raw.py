@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unilinattn.methods.costs import estimated, map_cost
 from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
-from unilinattn.methods.options import RawOptions
+from unilinattn.methods.options import Layerwise, MapOptions
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import only_port, stackable_layers
 from unilinattn.operator.cost import rows_cost
@@ -16,6 +16,10 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
+
+
+class RawOptions(MapOptions, Layerwise):
+    """Options of `raw`."""
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
@@ -39,7 +43,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("raw", layers, target, chosen, of)
 
 
-@register_method("raw", cost=cost)
+@register_method("raw", options=RawOptions, cost=cost)
 def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """The attention map of each layer, mean_h alpha_h (HMA ACL 4.2).
 

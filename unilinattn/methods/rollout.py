@@ -4,7 +4,7 @@ from typing import Any
 
 from unilinattn.methods.costs import composed_cost, estimated, vecmat_cost
 from unilinattn.methods.maps import blank_padding, composed, map_bytes, sum_on_first, vecmat
-from unilinattn.methods.options import RolloutOptions
+from unilinattn.methods.options import Composed, MapOptions
 from unilinattn.methods.results import allocate_scores, make_result
 from unilinattn.methods.selection import composable_steps, layers_from, query_rows
 from unilinattn.progress import progress
@@ -13,6 +13,10 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
+
+
+class RolloutOptions(MapOptions, Composed):
+    """Options of `rollout`."""
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
@@ -28,7 +32,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("rollout", layers, target, chosen, of, held=held)
 
 
-@register_method("rollout", cost=cost)
+@register_method("rollout", options=RolloutOptions, cost=cost)
 def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Attention rollout: rho = A_n ... A_1 with A_l = I + mean_h alpha_l (HMA ACL Eq. 21-22).
 
