@@ -18,7 +18,7 @@ from unilinattn.tracing.logits import logits_of
 from unilinattn.tracing.trace import Target, Trace
 
 EXTRAS = {"bias": "bias", "remainder": "remainder", "logit": "value", "gap": "gap"}
-"""Fields of `tracing.frozen.Shares` by their name in a result's extras."""
+"""Fields of `tracing.shares.Shares` by their name in a result's extras."""
 
 
 class LogitOptions(ScalarOptions):

@@ -8,19 +8,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError, nearest
 from unilinattn.tracing.freezing import Freezing
+from unilinattn.tracing.frozen_layer import frozen_output
 from unilinattn.tracing.inputs import bound_arguments, call_host, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.logits import Logit
-from unilinattn.tracing.module_calls import first_tensor
 from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.recomputation import captures
 from unilinattn.tracing.recorder import MAIN, refuse_dropout
+from unilinattn.tracing.shares import Shares
 from unilinattn.tracing.tokens import block_names, find_tokens, first_stream
 from unilinattn.tracing.trust import tolerance
 from unilinattn.tracing.wrappers import plain_run, require_gradients
@@ -33,37 +33,6 @@ Observe = Callable[[Any, Logit], Float[Tensor, " batch"] | None]
 
 Choose = Callable[[Any, Any, Logit], Float[Tensor, " batch"]]
 """The scalar of an output that a target and a `Logit` name, for each sequence."""
-
-
-@dataclass(frozen=True, eq=False)
-class Shares:
-    """Parts of a scalar of the output, in float64: tokens + bias + remainder = value, up to rounding.
-
-    Attributes:
-        tokens: the share of each token.
-        embedding: the part of `tokens` from constants that are added to a token's embedding, such as its position.
-        bias: the share of the biases and other constants that are added later.
-        remainder: the scalar less its linear part at the output; zero for a logit.
-        value: the scalar of the traced output; at length, that of the frozen run.
-        depth: the shares of the stream that enters each block, None by default.
-    """
-
-    tokens: Float[Tensor, "batch key"]
-    embedding: Float[Tensor, "batch key"]
-    bias: Float[Tensor, " batch"]
-    remainder: Float[Tensor, " batch"]
-    value: Float[Tensor, " batch"]
-    depth: Float[Tensor, "depth batch key"] | None = None
-
-    @property
-    def gap(self) -> Float[Tensor, " batch"]:
-        """The completeness gap |tokens + bias + remainder - value|."""
-        return (self.tokens.sum(1) + self.bias + self.remainder - self.value).abs()
-
-    @property
-    def size(self) -> Float[Tensor, " batch"]:
-        """The sum of the parts' absolute values, whose rounding bounds that of the gap."""
-        return self.tokens.abs().sum(1) + self.bias.abs() + self.remainder.abs()
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,10 +258,7 @@ class FrozenRun:
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return what a layer returned in the trace, with its output in the graph."""
         with torch._C.DisableTorchFunction():
-            given = _port_values(layer, arguments)
-            trigger = forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
-            dtype = next(iter(given.values())).dtype
-            output = _Operator.apply(layer, tuple(given), dtype, trigger, *given.values())
+            output = frozen_output(layer, arguments)
             self.outputs.append(output)
             return mapped(layer.structure, lambda tensor: output if tensor is MAIN else tensor)
 
@@ -312,37 +278,6 @@ class FrozenRun:
         return mark
 
 
-class _Operator(torch.autograd.Function):
-    """A traced layer: the recorded output, whose derivative is the operator."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: Layer, ports: Any, dtype: Any, trigger: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.layer, ctx.ports = layer, ports
-        ctx.constants = [None if x.requires_grad else x.detach() for x in inputs]
-        ctx.dtypes = [x.dtype for x in inputs]
-        return layer.output.to(dtype, copy=True)
-
-    @staticmethod
-    def jvp(ctx: Any, layer: Any, ports: Any, dtype: Any, trigger: Tensor, *tangents: Tensor | None) -> Tensor:
-        op = ctx.layer.operator
-        given = {}
-        for port, tangent, constant in zip(ctx.ports, tangents, ctx.constants, strict=True):
-            part = tangent if constant is None else constant
-            given[port] = torch.zeros_like(op.inputs[port]) if part is None else part.to(op.output.dtype)
-        return op.apply(given).to(ctx.dtypes[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        op = ctx.layer.operator
-        parts = zip(ctx.ports, ctx.constants, ctx.dtypes, strict=True)
-        grads = (
-            op.adjoint(grad.to(op.output.dtype), port=port).to(dtype) if constant is None else None
-            for port, constant, dtype in parts
-        )
-        return (None, None, None, None, *grads)
-
-
 def _require_covered(model: nn.Module, layers: Sequence[Layer]) -> None:
     for layer in layers:
         if layer.opaque:
@@ -352,28 +287,6 @@ def _require_covered(model: nn.Module, layers: Sequence[Layer]) -> None:
             f"{type(model).__name__} has two streams of tokens, and shares are those of one; trace the decoder with "
             "its encoder's output, or use a layer-wise method."
         )
-
-
-def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors that a layer's ports read in this run, found by their values in the trace."""
-    first = first_tensor(arguments.values())
-    assert first is not None
-    if tuple(layer.ports) == ("x",):
-        return {"x": first}
-    given = {}
-    for port, recorded in layer.operator.inputs.items():
-        matching = (
-            name
-            for name, value in layer.arguments.items()
-            if isinstance(value, Tensor)
-            and value.shape == recorded.shape
-            and torch.equal(value.detach().to(recorded), recorded)
-        )
-        name = next(matching, None)
-        if name is None or not isinstance(arguments.get(name), Tensor):
-            raise UncoveredError(f"{layer.name}: the tensor of its port {port!r} is none of its arguments.")
-        given[port] = arguments[name]
-    return given
 
 
 def _tangent(tensor: Tensor) -> Tensor:

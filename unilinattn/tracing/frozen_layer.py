@@ -1,0 +1,79 @@
+"""A traced layer in a frozen run: its recorded output, whose derivative is its operator."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from unilinattn.errors import UncoveredError
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.module_calls import first_tensor
+
+
+def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the recorded output of a layer as the operator's image of the tensors that its ports read in this run.
+
+    Raises `UncoveredError` if the tensor of a port is none of the arguments.
+    """
+    given = _port_values(layer, arguments)
+    # `jvp` runs only if an input is dual.
+    trigger = forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+    dtype = next(iter(given.values())).dtype
+    output: Tensor = _Operator.apply(layer, tuple(given), dtype, trigger, *given.values())
+    return output
+
+
+class _Operator(torch.autograd.Function):
+    """A traced layer: the recorded output, whose derivative is the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, ports: Any, dtype: Any, trigger: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.layer, ctx.ports = layer, ports
+        ctx.constants = [None if x.requires_grad else x.detach() for x in inputs]
+        ctx.dtypes = [x.dtype for x in inputs]
+        return layer.output.to(dtype, copy=True)
+
+    @staticmethod
+    def jvp(ctx: Any, layer: Any, ports: Any, dtype: Any, trigger: Tensor, *tangents: Tensor | None) -> Tensor:
+        op = ctx.layer.operator
+        given = {}
+        for port, tangent, constant in zip(ctx.ports, tangents, ctx.constants, strict=True):
+            part = tangent if constant is None else constant
+            given[port] = torch.zeros_like(op.inputs[port]) if part is None else part.to(op.output.dtype)
+        return op.apply(given).to(ctx.dtypes[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        op = ctx.layer.operator
+        parts = zip(ctx.ports, ctx.constants, ctx.dtypes, strict=True)
+        grads = (
+            op.adjoint(grad.to(op.output.dtype), port=port).to(dtype) if constant is None else None
+            for port, constant, dtype in parts
+        )
+        return (None, None, None, None, *grads)
+
+
+def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that a layer's ports read in this run, found by their values in the trace."""
+    first = first_tensor(arguments.values())
+    assert first is not None
+    if tuple(layer.ports) == ("x",):
+        return {"x": first}
+    given = {}
+    for port, recorded in layer.operator.inputs.items():
+        matching = (
+            name
+            for name, value in layer.arguments.items()
+            if isinstance(value, Tensor)
+            and value.shape == recorded.shape
+            and torch.equal(value.detach().to(recorded), recorded)
+        )
+        name = next(matching, None)
+        if name is None or not isinstance(arguments.get(name), Tensor):
+            raise UncoveredError(f"{layer.name}: the tensor of its port {port!r} is none of its arguments.")
+        given[port] = arguments[name]
+    return given
