@@ -164,12 +164,13 @@ def test_a_wrong_frozen_factor_is_detected(monkeypatch: pytest.MonkeyPatch) -> N
     assert _misses("llama") > 1e-3
 
 
-def test_a_mixer_run_by_the_rules_instead_of_its_operator_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixer_run_by_the_rules_instead_of_its_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def live(run: FrozenRun, layer: Any, arguments: Any) -> Any:
         return type(layer.module).forward(layer.module, **arguments)
 
     monkeypatch.setattr(FrozenRun, "_layer", live)
-    assert _misses("mamba") > 1e-3
+    with pytest.raises(UncoveredError, match=r"mixer \(MambaMixer\) adds the output of 'softplus'"):
+        _misses("mamba")
 
 
 def test_a_lost_bias_is_detected_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +221,43 @@ def test_a_function_without_a_rule_is_refused_by_name() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+class _TokenWise(nn.Module):
+    """A submodule that computes a given function of each token."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (functional.softplus, "adds the output of 'softplus'"),
+        (lambda x: x + (x.round() - x).detach(), "adds the output of 'detach'"),
+        (lambda x: functional.one_hot(x.argmax(-1), x.shape[-1]).to(x), "adds the output of 'argmax'"),
+        (lambda x: torch.from_numpy(2 * x.detach().numpy()), r"computes outside of torch \('numpy'\)"),
+        (lambda x: x.new_tensor(x.tolist()), r"computes outside of torch \('tolist'\)"),
+    ],
+    ids=["softplus", "straight-through", "argmax", "numpy", "list"],
+)
+def test_a_value_that_depends_on_the_tokens_is_no_bias(function: Callable[[Tensor], Tensor], message: str) -> None:
+    model = _llama()
+    model.model.layers[0].mlp = _TokenWise(function)
+    with pytest.raises(UncoveredError, match=message):
+        ula.trace(model, _ids(), progress=False).frozen()
+
+
+def test_a_factor_that_depends_on_the_tokens_is_frozen() -> None:
+    model = _llama()
+    model.model.layers[0].mlp = _TokenWise(lambda x: x * functional.softplus(x) / x.detach().abs().amax(-1, True))
+    with promoted():
+        shares = ula.trace(model.double(), _ids(), progress=False).frozen().shares(-1, 3)
+    assert float((shares.gap / shares.size).max()) < 1e-14
 
 
 def test_a_custom_autograd_function_is_detected_and_named() -> None:

@@ -3,7 +3,8 @@
 A tensor is carried if it requires a gradient; the model's parameters require none meanwhile. Each function on carried
 tensors follows a rule of this module, which detaches its frozen factor. A constant that is added to a carried tensor,
 such as a bias, is a source: a dual tensor whose tangent is its value. Gradients then hold the part of a value that
-comes from tokens, and tangents (`torch.autograd.forward_ad`) the part that comes from sources.
+comes from tokens, and tangents (`torch.autograd.forward_ad`) the part that comes from sources. A frozen factor depends
+on the tokens, so it is no source: it may multiply a carried tensor, and adding it is an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,11 +49,16 @@ FACTORS = _names("""
 """)
 """Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
 
-CONSTANT = _names("""
-    detach data zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
-    new_tensor sign floor ceil round trunc
+NEW = _names("""
+    zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty new_tensor
 """)
+"""Functions whose outputs take only the shape and dtype of their argument."""
+
+CONSTANT = NEW | _names("detach data sign floor ceil round trunc")
 """Functions whose outputs are constants for autograd too."""
+
+LEAVING = _names("numpy array tolist")
+"""Functions that return values as other objects than tensors."""
 
 AFFINE = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv_transpose1d": 2}
 """Layers by name, with the position of their bias."""
@@ -100,19 +106,48 @@ class Freezing(TorchFunctionMode):
         super().__init__()
         self._where, self._mark, self._half = where, mark, half
         self._ranks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._factors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.shared: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply the rule of a function; raise `UncoveredError` if it has none."""
         kwargs = kwargs or {}
-        if not (carried(args) or carried(kwargs)):
-            return self._mark(func, args, func(*args, **kwargs))
-        name, in_place = _name(func, kwargs)
+        name, in_place = _name(func, dict(kwargs))
+        origin = next((self._factors[tensor] for tensor in tensors((args, kwargs)) if tensor in self._factors), None)
+        if name in LEAVING and args[0].is_floating_point() and (origin or carried(args)):
+            raise UncoveredError(
+                f"{self._where()} computes outside of torch ({name!r}) on values that depend on the tokens, so their "
+                "shares are unknown. Use a layer-wise method such as 'alti', or compute in torch."
+            )
+        if carried(args) or carried(kwargs):
+            result, origin = self._carry(name, func, args, kwargs, in_place=in_place), origin or name
+        else:
+            result = self._mark(func, args, func(*args, **kwargs))
+        if origin is not None and name not in NEW:
+            for tensor in tensors(args[:1] if name == "setitem" else result):
+                if not tensor.requires_grad:
+                    self._factors[tensor] = origin
+        return result
+
+    def _carry(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool
+    ) -> Any:
         if name == "setitem":
             return self._write(func, *args)
         if in_place:
+            kwargs.pop("inplace", None)
             return self._in_place(name, *args, **kwargs)
         return self._apply(name, func, args, kwargs)
+
+    def _source(self, value: Any, like: Tensor) -> Any:
+        """Return a constant as a source; raise `UncoveredError` for a factor, which depends on the tokens."""
+        if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors:
+            raise UncoveredError(
+                f"{self._where()} adds the output of {self._factors[value]!r} to values that depend on the tokens. The "
+                "frozen run has a rule for this function in products only, so its output would count as a bias. Use a "
+                "layer-wise method such as 'alti', or report the model's class."
+            )
+        return as_source(value, like)
 
     def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rank = max((self.rank(tensor) for tensor in tensors((args, kwargs))), default=0)
@@ -124,9 +159,9 @@ class Freezing(TorchFunctionMode):
             return self._ranked(func(*args, **kwargs), rank)
         if name in CHOOSING or name in JOINING:
             like = next(tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad)
-            args, kwargs = mapped((args, kwargs), lambda tensor: as_source(tensor, like))
+            args, kwargs = mapped((args, kwargs), lambda tensor: self._source(tensor, like))
             if name == "where":
-                args = (args[0], *(as_source(value, like) for value in args[1:]))
+                args = (args[0], *(self._source(value, like) for value in args[1:]))
             return self._ranked(func(*args, **kwargs), rank)
         if name in HOMOGENEOUS:
             return self._ranked(func(*args, **kwargs), max(rank, 1))
@@ -162,7 +197,7 @@ class Freezing(TorchFunctionMode):
             constant = torch.full_like(target, args[0] if args else 0).detach()
             return target.copy_(as_source(constant, target))
         if name == "copy":
-            value = as_source(args[0], target).to(target.dtype).expand_as(target)
+            value = self._source(args[0], target).to(target.dtype).expand_as(target)
         else:
             function = getattr(torch.Tensor, name, None) or getattr(functional, name)
             value = self._apply(name, function, (target, *args), kwargs)
@@ -171,15 +206,15 @@ class Freezing(TorchFunctionMode):
 
     def _write(self, func: Callable[..., Any], target: Tensor, index: Any, value: Any) -> None:
         if not target.requires_grad:
-            target.copy_(as_source(target, target))
+            target.copy_(self._source(target, target))
         rank = max(self.rank(target), self.rank(value) if isinstance(value, Tensor) else 0)
-        func(target, index, as_source(value, target))
+        func(target, index, self._source(value, target))
         self._ranked(target, rank)
 
     @_rule("add")
     def _add(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
         like = x if carried(x) else other
-        x, other = as_source(x, like), as_source(other, like)
+        x, other = self._source(x, like), self._source(other, like)
         rank = max(self.rank(x), self.rank(other))
         return self._ranked(torch.add(x, other, alpha=alpha), rank)
 
@@ -228,7 +263,7 @@ class Freezing(TorchFunctionMode):
     @_rule("masked_fill")
     def _masked_fill(self, x: Any, mask: Tensor, value: Any) -> Tensor:
         like = x if carried(x) else value
-        return self._ranked(torch.where(mask, as_source(value, like), as_source(x, like)), self.rank(like))
+        return self._ranked(torch.where(mask, self._source(value, like), self._source(x, like)), self.rank(like))
 
     @_rule("pad")
     def _pad(self, x: Tensor, pad: Sequence[int], mode: str = "constant", value: int | float | None = None) -> Tensor:
@@ -275,7 +310,7 @@ class Freezing(TorchFunctionMode):
             return result
         channels_last = result.shape[-1] == len(bias) and func.__name__ == "linear"
         shape = (-1,) if channels_last else (-1, *[1] * (result.ndim - (2 if result.ndim > 2 else 1)))
-        return result + as_source(bias, result).reshape(shape)
+        return result + self._source(bias, result).reshape(shape)
 
     def _bilinear(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return a product that is linear in each operand: of two carried operands each gets half."""
