@@ -170,8 +170,10 @@ def test_an_invalid_option_is_refused_with_the_method_s_name(options: dict, mess
 
 
 def test_an_empty_comparison_is_refused() -> None:
-    with pytest.raises(InputError, match="at least one"):
+    with pytest.raises(InputError, match="models is an empty dict; compare needs a mapping from names"):
         compare({}, inputs())
+    with pytest.raises(InputError, match="models is a Trace; compare needs a mapping from names"):
+        compare(traced("s4d"))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="give a list of method names"):
         compare({"s4d": traced("s4d")}, methods=[])
     with pytest.raises(OptionError, match="give a list of method names"):

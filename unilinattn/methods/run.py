@@ -119,7 +119,7 @@ def compare(
     models: Mapping[str, nn.Module | Trace],
     inputs: Any = None,
     *,
-    methods: Sequence[str] = ("rollout", "latim"),
+    methods: Sequence[str] = ("logit", "rollout", "latim"),
     target: Target | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
@@ -139,8 +139,11 @@ def compare(
     """
     if isinstance(methods, str) or not methods:
         raise OptionError(f"methods={methods!r}; give a list of method names" + nearest(methods, list_methods()))
-    if not models:
-        raise InputError("compare needs a mapping from names to models or traces, at least one; it was given none.")
+    if not isinstance(models, Mapping) or not models:
+        raise InputError(
+            f"models is {'an empty' if isinstance(models, Mapping) else 'a'} {type(models).__name__}; compare needs a "
+            'mapping from names to models or traces, such as {"mamba": model}.'
+        )
     chosen = {name: registered(name) for name in methods}
     by_method = {name: value for name, value in options.items() if name in list_methods()}
     for name, value in by_method.items():
