@@ -12,6 +12,9 @@ from unilinattn.testing import hosts as folder
 ELSEWHERE = {"fla": "tests/fla", "timm": "tests/architectures/test_timm.py"}
 """Tables whose packages have separate environments, and the tests that run them there."""
 
+LARGE = ("zamba", "zamba2", "falcon h1", "jamba", "deepseek 2", "kimi linear", "olmo hybrid")
+"""Hosts whose runs take several times that of the others, and whose structures other hosts have too."""
+
 
 def tables() -> Mapping[str, Sequence[Host]]:
     """Return the tables of hosts in `unilinattn.testing.hosts` by module name, except those in `ELSEWHERE`."""
@@ -21,14 +24,18 @@ def tables() -> Mapping[str, Sequence[Host]]:
     return {name: table for name, table in tables_by_name.items() if name not in ELSEWHERE}
 
 
-def cases(hosts: Sequence[Host], usual: Iterable[str] = (), prefix: str = "") -> list[object]:
-    """Return a parameter for each host; slow except for `usual` and the first of each architecture."""
+def cases(
+    hosts: Sequence[Host], usual: Iterable[str] = (), prefix: str = "", *, large: Iterable[str] = ()
+) -> list[object]:
+    """Return a parameter for each host; slow except for `usual` and the first of each architecture without `large`."""
     first = {host.architecture: host.name for host in reversed(hosts)}
-    quick = {*first.values(), *usual}
+    quick = {*first.values(), *usual} - {*large}
     slow = pytest.mark.slow
     return [pytest.param(host, id=prefix + host.name, marks=() if host.name in quick else slow) for host in hosts]
 
 
-def every_host(hosts: Sequence[Host], name: str = "host", *, usual: Iterable[str] = ()) -> pytest.MarkDecorator:
-    """Parametrise a test with a table of hosts."""
-    return pytest.mark.parametrize(name, cases(hosts, usual))
+def every_host(
+    hosts: Sequence[Host], name: str = "host", *, usual: Iterable[str] = (), large: Iterable[str] = ()
+) -> pytest.MarkDecorator:
+    """Parametrise a test with a table of hosts (see `cases`)."""
+    return pytest.mark.parametrize(name, cases(hosts, usual, large=large))

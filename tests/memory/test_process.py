@@ -72,7 +72,7 @@ with torch.no_grad():
     ("operation", "sizes", "held_otherwise", "most"),
     [
         # A result (L, L) of 4 MiB; the alternative is the map of every head.
-        ("reduced map", (1024, 256, 8), 256 * 1024**2, 56),
+        pytest.param("reduced map", (1024, 256, 8), 256 * 1024**2, 56, marks=pytest.mark.slow),
         # Blocks of rows and channels, and a result of 1 MiB; the alternative is the map of every channel.
         ("row maxima", (512, 512, 16), 512 * 512**2, 24),
         # The alternatives: the states of every token, and a map.

@@ -45,7 +45,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every
 @passes
-@pytest.mark.parametrize("kept", [0, 1000])
+@pytest.mark.parametrize("kept", [0, pytest.param(1000, marks=pytest.mark.slow)])
 def test_gradients_allocate_linearly(
     name: str, passed: str, kept: int, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

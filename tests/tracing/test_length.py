@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tests.hosts import every_host
+from tests.hosts import LARGE, every_host
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import trace
 from unilinattn.errors import InputError, UncoveredError
@@ -50,7 +50,7 @@ def ordinary(monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: object, 
         return trace(model, inputs, **options)
 
 
-@every_host(EVERY_HOST, "entry", usual=("mamba, biases", "s4d, two poles, slow"))
+@every_host(EVERY_HOST, "entry", usual=("mamba, biases", "s4d, two poles, slow"), large=LARGE)
 def test_substitution_gives_the_trace_of_the_host(entry: Host, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if entry.name == "xlstm, training kernel":
         # This host accepts only multiples of its chunk of 8 tokens.
