@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn import explain, trace
-from unilinattn.errors import UnilinattnError
+from unilinattn.errors import ModelStateError, UncoveredError, UnilinattnError
 from unilinattn.testing import left_as_found, relative_error
 from unilinattn.testing.hosts import Host
 from unilinattn.testing.hosts import host as plain_host
@@ -59,6 +59,9 @@ class Outcome:
 
 SETUPS: list[SetUp] = []
 
+REFUSALS: list[str] = []
+"""The refusals of the default method in the running set-up."""
+
 
 def setup(
     name: str, done: str, *, needs: tuple[str, ...] = (), refused: type[UnilinattnError] | None = None
@@ -78,10 +81,11 @@ def outcome(entry: SetUp) -> Outcome:
     if missing:
         return Outcome("not run", f"{', '.join(missing)} is not installed")
     torch.manual_seed(0)
+    REFUSALS.clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Outcome("works", f"error {entry.run():.0e}")
+            return Outcome("works", f"error {entry.run():.0e}" + "".join(REFUSALS[:1]))
     except UnilinattnError as error:
         return Outcome("refused", f"`{type(error).__name__}`: {first_sentence(str(error))}")
     except Exception as error:
@@ -108,8 +112,9 @@ def works(
 ) -> float:
     """Trace and explain a model; return the worst reconstruction error.
 
-    The output of the trace must equal that of `call`, a direct call of the model, at real tokens; the maps must equal
-    those of `like`, another model with its inputs.
+    The output of the trace must equal that of `call`, a direct call of the model, at real tokens; the maps and the
+    scores of the default method must equal those of `like`, another model with its inputs. The default method may be
+    refused where the layers work, which is added to `REFUSALS`.
 
     Raises:
         AssertionError: if they differ, or if the trace changed the model.
@@ -129,6 +134,13 @@ def works(
         for layer, other in zip(host_trace.layers, reference.layers, strict=True):
             require_same(f"map of {layer.name}", layer.operator.matrix(), other.operator.matrix())
     explain(host_trace, method="raw")
+    try:
+        result = explain(host_trace, target=-1)
+    except (ModelStateError, UncoveredError) as error:
+        REFUSALS.append(f"; `explain` without a method is refused: {first_sentence(str(error))}")
+    else:
+        if like is not None:
+            require_same(f"scores of {result.method}", result.scores, explain(reference, target=-1).scores)
     return max(layer.operator.reconstruction_error() for layer in host_trace.layers)
 
 

@@ -24,7 +24,8 @@ Each row was measured on real transformers classes with small random weights: Ma
 set-up applies to them.
 
 - *works*: the worst reconstruction error of a layer. The output of the trace was also compared with a call of the
-  model, and the attention maps with those of the same model without the set-up, if there is one.
+  model, and the attention maps and the scores of the default method with those of the same model without the set-up,
+  if there is one.
 - *refused*: the error and the first sentence of its message.
 
 Any other outcome is a bug.

@@ -260,6 +260,27 @@ def test_a_factor_that_depends_on_the_tokens_is_frozen() -> None:
     assert float((shares.gap / shares.size).max()) < 1e-14
 
 
+def test_a_hook_that_requires_gradients_changes_nothing() -> None:
+    # As transformers' `enable_input_require_grads` does for gradient checkpointing.
+    plain, hooked = _llama(), _llama()
+    hooked.enable_input_require_grads()
+    shares = [ula.trace(model, _ids(), progress=False).frozen().shares(-1, 3) for model in (plain, hooked)]
+    assert torch.equal(shares[0].tokens, shares[1].tokens) and torch.equal(shares[0].bias, shares[1].bias)
+
+
+def test_tokens_that_the_model_adds_are_refused() -> None:
+    model = _llama()
+    embed, prompt = model.model.embed_tokens, torch.randn(1, 3, 8, dtype=torch.float64)
+
+    def prompted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        vectors = embed(kwargs.pop("input_ids"))
+        return args, {**kwargs, "inputs_embeds": torch.cat([prompt.expand(len(vectors), -1, -1), vectors], 1)}
+
+    model.register_forward_pre_hook(prompted, with_kwargs=True)
+    with pytest.raises(UncoveredError, match=r"have 16 tokens, and its input has 13 ids.*such as a tuned prompt"):
+        ula.trace(model, _ids(), progress=False).frozen()
+
+
 def test_a_custom_autograd_function_is_detected_and_named() -> None:
     model = _llama()
     model.model.layers[1].post_attention_layernorm = _Hidden()

@@ -113,6 +113,9 @@ class Freezing(TorchFunctionMode):
         """Apply the rule of a function; raise `UncoveredError` if it has none."""
         kwargs = kwargs or {}
         name, in_place = _name(func, dict(kwargs))
+        if name == "requires_grad" and in_place:
+            # What is carried is decided here, not by the host.
+            return args[0]
         origin = next((self._factors[tensor] for tensor in tensors((args, kwargs)) if tensor in self._factors), None)
         if name in LEAVING and args[0].is_floating_point() and (origin or carried(args)):
             raise UncoveredError(

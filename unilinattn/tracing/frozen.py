@@ -94,6 +94,13 @@ class FrozenRun:
         self._path: list[tuple[str, nn.Module]] = []
         self._ids = token_ids(given)
         self._place: int | str | None = None
+        length = layers[0].output.shape[1]
+        if self._ids is not None and self._ids.shape[1] != length:
+            raise UncoveredError(
+                f"the layers of {type(model).__name__} have {length} tokens, and its input has {self._ids.shape[1]} "
+                "ids: the model adds tokens, such as a tuned prompt, and their part in the output is unknown. Use a "
+                "layer-wise method such as 'alti', or give the model inputs_embeds with all tokens."
+            )
         if self._ids is None:
             self._place = in_gradient_mode(False, lambda: find_tokens(model, given, self._blocks))
         for layer in layers:
