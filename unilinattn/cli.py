@@ -6,7 +6,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +27,7 @@ from unilinattn.errors import (
 )
 from unilinattn.evaluation import report
 from unilinattn.evaluation.side_by_side import Counts, measure, quiet_hosts, select
-from unilinattn.methods.run import COMPOSED, explain, token_text
+from unilinattn.methods.run import COMPOSED, explain
 from unilinattn.optional import import_extra
 from unilinattn.registry import list_architectures, list_methods
 from unilinattn.registry import method as registered
@@ -35,6 +35,7 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.panels import counts_residual
 from unilinattn.startup import INTERRUPTED, interrupts_raise
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.text import token_id, token_text
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import Trust
 
@@ -264,7 +265,7 @@ def _method_options(options: argparse.Namespace, tokenizer: Any) -> dict[str, An
     if options.scope is not None:
         chosen["scope"] = options.scope
     if options.logit is not None:
-        ids = [_token_id(tokenizer, token) for token in options.logit]
+        ids = [int(token) if token.isdecimal() else token_id(tokenizer, token) for token in options.logit]
         if len(ids) > 2:
             raise OptionError(f"--logit takes one token, or two for their difference; got {len(ids)}.")
         chosen["logit"] = ids[0] if len(ids) == 1 else tuple(ids)
@@ -276,24 +277,6 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _token_id(tokenizer: Any, token: str) -> int:
-    if token.isdecimal():
-        return int(token)
-    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
-    if token in vocabulary:
-        return vocabulary[token]
-    ids: list[int] = tokenizer.encode(token, add_special_tokens=False)
-    if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-        raise OptionError(f"--logit {token!r} is not one token of this tokenizer{_nearest_token(token, vocabulary)}")
-    return ids[0]
-
-
-def _nearest_token(token: str, vocabulary: Mapping[str, int]) -> str:
-    # The list of the whole vocabulary would hide the message.
-    hint = nearest(token, vocabulary).partition(" Accepted:")[0]
-    return f"{hint} Give a token as the vocabulary spells it, or its id."
 
 
 def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:

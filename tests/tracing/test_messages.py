@@ -81,7 +81,7 @@ def test_ids_of_the_wrong_shape_or_range_are_refused(x: torch.Tensor, words: str
     refused(host("mamba").model(), x, InputError, words)
 
 
-@pytest.mark.parametrize("inputs", ["some text", [1, 2, 3], None], ids=str)
+@pytest.mark.parametrize("inputs", [b"some text", [1, 2, 3], None], ids=str)
 def test_inputs_that_are_not_tensors_are_refused(inputs: object) -> None:
     name = type(inputs).__name__
     refused(host("mamba").model(), inputs, InputError, f"inputs are a {name}", "a mapping of the model's keyword")

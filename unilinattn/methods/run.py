@@ -12,6 +12,7 @@ from torch import nn
 from unilinattn.errors import ExactnessWarning, InputError, OptionError, UncoveredError, UnilinattnError, nearest
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.targets import NamedTarget, logit_of, position_of
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import Method, list_methods
@@ -20,6 +21,7 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.logits import has_logits
+from unilinattn.tracing.text import token_text
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
 
@@ -39,8 +41,9 @@ def explain(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
     *,
+    tokenizer: Any = None,
     method: str | None = None,
-    target: Target | None = None,
+    target: NamedTarget | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
     max_memory: int | None = None,
@@ -54,11 +57,13 @@ def explain(
 
     Args:
         model_or_trace: the model, or a trace of it.
-        inputs: inputs of the model as in `trace`; None for a trace.
+        inputs: inputs of the model as in `trace`, such as a text; None for a trace.
+        tokenizer: the tokenizer of texts; it also labels the tokens and reads the option `logit` if that is a text.
         method: name of the method, by default `logit`, or for a model without logits `alti` composed over layers
             (method="alti", rollout=True); the result names it.
-        target: a position, or one for each sequence, counted over real tokens and negative from their end; None keeps
-            every query.
+        target: a position, or one for each sequence, counted over real tokens and negative from their end; "last";
+            "cls" for the token that class logits read; a text or a compiled pattern, for the last token of the only
+            place in each input text where it matches; None keeps every query.
         tokens: labels of the keys: texts, or a tokenizer for the texts of the model's ids.
         grid: the (rows, columns) of an image's patches.
         max_memory: bytes that each operation may take in addition to its inputs and result, by default 1 GiB.
@@ -74,19 +79,21 @@ def explain(
     """
     _require_known(method)
     with limited_to(max_memory), bars(progress), trusting(trust):
-        traced = _traced(model_or_trace, inputs)
+        traced = _traced(model_or_trace, inputs, tokenizer)
+        target, options = _by_position(traced, tokenizer, target, options)
         chosen, options = _chosen(method, options, traced)
         with _naming_methods_that_work(traced, target, None if method is not None else chosen):
             result = _run(chosen, traced, target, options)
-    return _with_labels(result, traced, tokens, grid)
+    return _with_labels(result, traced, tokens, tokenizer, grid)
 
 
 def estimate(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
     *,
+    tokenizer: Any = None,
     method: str | None = None,
-    target: Target | None = None,
+    target: NamedTarget | None = None,
     max_memory: int | None = None,
     trust: Trust = "require",
     **options: Any,
@@ -108,7 +115,8 @@ def estimate(
             f"`cost`. Methods that have one: {', '.join(costed)}."
         )
     with limited_to(max_memory), trusting(trust):
-        traced = _traced(model_or_trace, inputs)
+        traced = _traced(model_or_trace, inputs, tokenizer)
+        target, options = _by_position(traced, tokenizer, target, options)
         chosen, options = _chosen(method, options, traced)
         assert chosen.cost is not None
         with _naming_methods_that_work(traced, target, None if method is not None else chosen), full_precision():
@@ -119,8 +127,9 @@ def compare(
     models: Mapping[str, nn.Module | Trace],
     inputs: Any = None,
     *,
+    tokenizer: Any = None,
     methods: Sequence[str] = ("logit", "rollout", "latim"),
-    target: Target | None = None,
+    target: NamedTarget | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
     max_memory: int | None = None,
@@ -156,13 +165,12 @@ def compare(
     results: dict[str, dict[str, Attribution]] = {}
     with limited_to(max_memory), bars(progress), trusting(trust):
         for model, host in steps(models.items(), "models"):
-            traced = _traced(host, None if isinstance(host, Trace) else inputs)
-            results[model] = {
-                name: _with_labels(
-                    _run(entry, traced, target, {**shared, **by_method.get(name, {})}), traced, tokens, grid
-                )
-                for name, entry in chosen.items()
-            }
+            traced = _traced(host, None if isinstance(host, Trace) else inputs, tokenizer)
+            results[model] = {}
+            for name, entry in chosen.items():
+                place, given = _by_position(traced, tokenizer, target, {**shared, **by_method.get(name, {})})
+                result = _run(entry, traced, place, given)
+                results[model][name] = _with_labels(result, traced, tokens, tokenizer, grid)
     return Comparison(results)
 
 
@@ -217,30 +225,40 @@ def _covers(name: str, found: Trace, target: Target | None) -> bool:
         return False
 
 
-def _traced(model_or_trace: nn.Module | Trace, inputs: Any) -> Trace:
+def _traced(model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any) -> Trace:
     if isinstance(model_or_trace, Trace):
         if inputs is not None:
             raise InputError("a trace holds its inputs already; pass only the trace, or the model with other inputs.")
         return model_or_trace
     if inputs is None:
         raise InputError(
-            f"{type(model_or_trace).__name__} needs inputs: a tensor of ids or pixels, or a mapping of its keyword "
-            "arguments."
+            f"{type(model_or_trace).__name__} needs inputs: a text, a tensor of ids or pixels, or a mapping of its "
+            "keyword arguments."
         )
-    return trace(model_or_trace, inputs)
+    return trace(model_or_trace, inputs, tokenizer=tokenizer)
 
 
-def token_text(tokenizer: Any, token: int) -> str:
-    """Return the decoded text of a token, or its spelling in the vocabulary if the text is empty or partial."""
-    text: str = tokenizer.decode([token])
-    # A part of a character decodes to the replacement character.
-    return tokenizer.convert_ids_to_tokens(token) if "\N{REPLACEMENT CHARACTER}" in text or not text else text
+def _by_position(
+    found: Trace, tokenizer: Any, target: NamedTarget | None, options: Mapping[str, Any]
+) -> tuple[Target | None, dict[str, Any]]:
+    """Return the target as positions, and the options with the id of a logit that is named by its text."""
+    if tokenizer is None and found.text is not None:
+        tokenizer = found.text.tokenizer
+    named = {"logit": logit_of(options["logit"], tokenizer)} if "logit" in options else {}
+    return position_of(found, target), {**options, **named}
 
 
-def _with_labels(result: Attribution, trace: Trace, tokens: Tokens | None, grid: tuple[int, int] | None) -> Attribution:
+def _with_labels(
+    result: Attribution, trace: Trace, tokens: Tokens | None, tokenizer: Any, grid: tuple[int, int] | None
+) -> Attribution:
+    text = trace.text
+    if tokenizer is None and text is not None:
+        tokenizer = text.tokenizer
+    tokens = tokenizer if tokens is None else tokens
     if tokens is None and grid is None:
         return result
-    return replace(result, tokens=None if tokens is None else _rows_of(tokens, trace), grid=grid)
+    rows = None if tokens is None else _rows_of(tokens, trace)
+    return replace(result, tokens=rows, word_ids=None if text is None else text.words, grid=grid)
 
 
 def _rows_of(tokens: Any, trace: Trace) -> list[list[str]]:

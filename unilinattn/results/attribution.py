@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from unilinattn.results import pages, plots
 from unilinattn.results.file import write_text
 from unilinattn.results.scores import Scores
+from unilinattn.results.words import merged_words
 from unilinattn.viz import blocks
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Attribution(Scores):
         options: the method's options, as JSON values.
         scope: scope of the operators, None if the method has none.
         tokens: a list of texts for each sequence, one text for each key, padding included.
+        word_ids: the index of each token's word for each sequence, None outside of words; set for texts.
         grid: (rows, columns) of an image's patches.
         mask: (batch, key), True at real tokens.
         layers: names of the layers.
@@ -45,6 +47,16 @@ class Attribution(Scores):
 
     Raises `InputError` if a label does not fit the scores.
     """
+
+    def words(self, reduce: str = "sum") -> Self:
+        """Return the result with the tokens of each word merged: one key, and one query, for each word.
+
+        The score of a word is the sum or the maximum over its tokens ("sum", "max"). Its query is that of its last
+        token, which has read the whole word. Tokens outside of words, such as special tokens, are words by themselves.
+
+        Raises `InputError` if the words are unknown: for other inputs than texts, and for a slow tokenizer.
+        """
+        return merged_words(self, reduce)
 
     def plot(self, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
         """Draw one sequence of the result: one heat map per layer, or strips of tokens or patch maps for a target.

@@ -24,6 +24,7 @@ class Header(BaseModel):
     options: dict[str, JsonValue]
     scope: str | None
     tokens: tuple[tuple[str, ...], ...] | None
+    word_ids: tuple[tuple[int | None, ...], ...] | None = None
     grid: tuple[int, int] | None
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -101,5 +102,7 @@ def _check_tokens(header: Header, sequences: int, length: int, mask_shape: tuple
             f"tokens must be {sequences} lists of {length} texts (one for each key, padding included); "
             f"got lengths {lengths}."
         )
+    if header.word_ids is not None and [len(row) for row in header.word_ids] != [length] * sequences:
+        raise InputError(f"word_ids must be {sequences} lists of {length} word indices, one for each key.")
     if header.grid is not None and (min(header.grid) < 1 or header.grid[0] * header.grid[1] > length):
         raise InputError(f"The patches of grid {header.grid} are more than the {length} keys, or none.")

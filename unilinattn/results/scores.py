@@ -38,6 +38,7 @@ class Scores:
     options: Mapping[str, Any] = field(default_factory=dict)
     scope: str | None = None
     tokens: Sequence[Sequence[str]] | None = None
+    word_ids: Sequence[Sequence[int | None]] | None = None
     grid: tuple[int, int] | None = None
     mask: Bool[Tensor, "batch length"] | None = None
     layers: tuple[str, ...] = ()
@@ -131,8 +132,9 @@ class Scores:
             selected |= _select_axis(selected, "layer", index)
         if batch is not None:
             index = self._position("batch", batch)
-            if self.tokens is not None:
-                selected["tokens"] = (self.tokens[index],)
+            for name in ("tokens", "word_ids"):
+                if selected[name] is not None:
+                    selected[name] = (selected[name][index],)
             if self.mask is not None:
                 selected["mask"] = self.mask[index : index + 1]
             selected |= _select_axis(selected, "batch", index)
@@ -210,7 +212,7 @@ class Scores:
         attributes = {
             name: json.dumps(value) if isinstance(value, dict) else value
             for name, value in self._header().model_dump(mode="python").items()
-            if name not in ("dims", "tokens", "layers", "kinds") and value is not None
+            if name not in ("dims", "tokens", "word_ids", "layers", "kinds") and value is not None
         }
         return package.DataArray(score_array(self), coords=coordinates, dims=self.dims, name="score", attrs=attributes)
 

@@ -66,8 +66,20 @@ def refuse_states(arguments: Mapping[str, Any], name: str, caches: Sequence[str]
 
 
 def call_host(model: nn.Module, given: Mapping[str, Any]) -> Any:
-    """Call a model with its arguments: by name, or by position where its forward takes only `*args`."""
-    return model(*given.values()) if _only_positional(model) else model(**given)
+    """Call a model with its arguments: by name, or by position where its forward takes only `*args`.
+
+    Raises `InputError` for more tokens than the model has positions.
+    """
+    try:
+        return model(*given.values()) if _only_positional(model) else model(**given)
+    except IndexError as error:
+        ids, most = token_ids(given), getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        if ids is None or not isinstance(most, int) or ids.shape[1] <= most:
+            raise
+        raise InputError(
+            f"the inputs have {ids.shape[1]} tokens, and {type(model).__name__} has positions for {most}; give a "
+            "shorter text."
+        ) from error
 
 
 def token_ids(given: Mapping[str, Any]) -> Tensor | None:

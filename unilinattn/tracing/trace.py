@@ -27,6 +27,7 @@ from unilinattn.tracing.recomputation import captures, recomputing
 from unilinattn.tracing.recorder import Recorder, refuse_dropout
 from unilinattn.tracing.residual import group_parallel
 from unilinattn.tracing.substitution import SUBSTITUTE_ABOVE, may_be_long, operators_at_length, through_operators
+from unilinattn.tracing.text import Text, encoded, is_text
 from unilinattn.tracing.wrappers import plain_run, require_gradients, unwrapped
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
@@ -44,6 +45,7 @@ class Trace:
         model: the model's class name.
         host: the model.
         arguments: the arguments of the call, by parameter name.
+        text: the text that was given as input, None for other inputs.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class Trace:
         recorder: Recorder,
         output: Any,
         dtype: torch.dtype | None,
+        text: Text | None = None,
     ) -> None:
         """Freeze the layers of a recorded run."""
-        self.host, self.arguments, self._opaque = model, given, recorder.opaque
+        self.host, self.arguments, self._opaque, self.text = model, given, recorder.opaque, text
         builder = LayerBuilder(model, given, dtype)
         self._weights = builder.weights
         self.model = type(model).__name__
@@ -229,6 +232,7 @@ def trace(
     model: nn.Module,
     inputs: Any,
     *,
+    tokenizer: Any = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
     progress: bool = True,
@@ -258,7 +262,8 @@ def trace(
 
     Args:
         model: the host model.
-        inputs: a tensor of ids or pixels, or a mapping of the host's keyword arguments.
+        inputs: a text or a list of texts, a tensor of ids or pixels, or a mapping of the host's keyword arguments.
+        tokenizer: the tokenizer of texts, such as `transformers.AutoTokenizer.from_pretrained` returns.
         dtype: dtype of the operators, at least float32; by default float32, or float64 for a float64 model.
         strict: whether to refuse modules without an adapter that move information between tokens. With `strict=False`
             they become opaque layers without an operator: methods leave them out, and every result names them in
@@ -274,6 +279,9 @@ def trace(
     model = unwrapped(model)
     _check_dtype(dtype)
     _check_length(substitute_above)
+    text = encoded(inputs, tokenizer) if is_text(inputs) else None
+    if text is not None:
+        inputs = {name: ids.to(next(model.parameters()).device) for name, ids in text.arguments.items()}
     # The caller may write into the tensors before a gradient runs the model on them again.
     given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
     mixers = remembered_mixers(model, given, substitute_above)
@@ -288,7 +296,7 @@ def trace(
             recorder, output = recorded([mixer.path for mixer in mixers])
     refuse(model, recorder.layers, (), strict=strict)
     warn_of_leaks(given, recorder.layers)
-    return Trace(model, given, recorder, output, dtype)
+    return Trace(model, given, recorder, output, dtype, text)
 
 
 def _recorded(

@@ -1,0 +1,154 @@
+"""Texts as inputs, targets and logits, and scores by word."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+
+import unilinattn as ula
+from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
+from unilinattn.errors import InputError, OptionError, UnilinattnError
+
+SMALL = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+
+
+def explained(text: Any = PARIS, **options: Any) -> ula.Attribution:
+    return ula.explain(mamba(), text, tokenizer=tokenizer(), **options)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_explained_like_their_ids(side: str) -> None:
+    texts = [PARIS, LONDON, "matters"]
+    result = ula.explain(mamba(), texts, tokenizer=tokenizer(side), method="latim", target="last")
+    arguments = tokenizer(side)(texts, padding=True, return_tensors="pt")
+    expected = ula.explain(
+        mamba(),
+        {name: arguments[name] for name in ("input_ids", "attention_mask")},
+        method="latim",
+        target=-1,
+        tokens=tokenizer(side),
+    )
+    assert torch.equal(result.scores, expected.scores) and result.tokens == expected.tokens
+    assert result.mask is not None and expected.mask is not None and torch.equal(result.mask, expected.mask)
+    for row, text, real in zip(result.tokens or (), texts, result.mask, strict=True):
+        assert "".join(token for token, kept in zip(row, real.tolist(), strict=True) if kept) == text
+
+
+def test_one_text_is_a_batch_of_one() -> None:
+    assert explained().scores.shape[0] == 1 and explained().mask is None
+    assert torch.equal(explained().scores, explained([PARIS]).scores)
+
+
+@pytest.mark.parametrize(
+    "target", ["France", "rance", "of France", re.compile("F[a-z]+e"), re.compile(r"(?<=of )\w+")], ids=str
+)
+def test_a_target_text_is_its_last_token(target: str | re.Pattern[str]) -> None:
+    labels = explained().tokens
+    assert labels is not None
+    # The position behind which the text reads "The capital of France".
+    place = next(k for k in range(len(labels[0])) if "".join(labels[0][: k + 1]).endswith("France"))
+    result, expected = explained(target=target), explained(target=place)
+    assert torch.equal(result.scores, expected.scores) and result.options["target"] == [place]
+
+
+def test_a_target_text_has_one_place_in_each_sequence() -> None:
+    result = explained([PARIS, LONDON], target="capital")
+    assert result.options["target"] == [1, 1]
+    with pytest.raises(InputError, match=r"target 'France' does not occur in the text 'The capital of England"):
+        explained([PARIS, LONDON], target="France")
+
+
+def test_cls_is_the_token_that_class_logits_read() -> None:
+    bert = BertForSequenceClassification(BertConfig(**SMALL)).eval()
+    llama = LlamaForSequenceClassification(LlamaConfig(**SMALL, pad_token_id=0)).eval()
+    texts = [PARIS, "matters"]
+    ends = [len(tokenizer()(text)["input_ids"]) - 1 for text in texts]
+    for model, places in ((bert, [0, 0]), (llama, ends)):
+        result = ula.explain(model, texts, tokenizer=tokenizer(), method="rollout", target="cls")
+        assert result.options["target"] == places
+    with pytest.raises(InputError, match="has logits at every token"):
+        explained(target="cls")
+
+
+def test_a_logit_is_named_by_its_text() -> None:
+    ids = [tokenizer().convert_tokens_to_ids(token) for token in ("P", "L")]
+    assert explained(target=-1, logit="P").options["logit"] == ids[0]
+    pair = explained(target=-1, logit=("P", "L"))
+    assert pair.options["logit"] == ids
+    assert torch.equal(pair.scores, explained(target=-1, logit=tuple(ids)).scores)
+
+
+BAD: list[tuple[Any, dict[str, Any], type[UnilinattnError], str]] = [
+    (PARIS, {"target": "Rome"}, InputError, "target 'Rome' does not occur in the text"),
+    (PARIS, {"target": "is"}, InputError, "target 'is' occurs 2 times, at characters 22, 28"),
+    (PARIS, {"target": re.compile("x*")}, InputError, r"the pattern 'x\*' does not occur"),
+    (PARIS, {"logit": "Rome"}, OptionError, "logit 'Rome' is not one token of this tokenizer"),
+    (PARIS, {"tokenizer": None}, InputError, "the input is text, with no tokenizer; pass tokenizer="),
+    (PARIS, {"tokenizer": "gpt2"}, InputError, "with str as tokenizer"),
+    ("", {}, InputError, "text 0, '', has no tokens"),
+    ([PARIS, 3], {}, InputError, "the inputs hold texts and a int"),
+    (torch.tensor([[1, 2]]), {"target": "x"}, InputError, "the model was not given text"),
+    (torch.tensor([[1, 2]]), {"logit": "P", "tokenizer": None}, InputError, r"logit 'P' is a text; give .* tokenizer="),
+]
+
+
+@pytest.mark.parametrize(("inputs", "options", "error", "message"), BAD)
+def test_invalid_texts_are_refused(inputs: Any, options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        ula.explain(mamba(), inputs, **{"tokenizer": tokenizer(), **options})
+
+
+def test_a_text_longer_than_the_positions_is_refused() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=8)).eval()
+    with pytest.raises(InputError, match=r"have \d+ tokens, and GPT2LMHeadModel has positions for 8"):
+        ula.explain(model, PARIS, tokenizer=tokenizer())
+
+
+def test_words_add_up_their_tokens() -> None:
+    result = explained([PARIS, "matters"], target=-1)
+    words = result.words()
+    assert words.tokens == (("The", " capital", " of", " France", " is", " Paris"), ("matters", *[""] * 5))
+    assert words.mask is not None and words.mask.sum(1).tolist() == [6, 1]
+    assert torch.allclose(words.scores.sum(1), result.scores.sum(1), atol=1e-6)
+    labels, scores = result.tokens, result.scores[0].tolist()
+    assert labels is not None
+    begin, text = 0, ""
+    for word, score in zip(words.tokens[0], words.scores[0].tolist(), strict=True):
+        end = begin
+        while text != word:
+            text, end = text + labels[0][end], end + 1
+        assert score == pytest.approx(sum(scores[begin:end]), abs=1e-7)
+        begin, text = end, ""
+
+
+def test_the_query_of_a_word_is_its_last_token() -> None:
+    result = explained(method="latim")
+    words = result.words("max")
+    ids = result.word_ids
+    assert ids is not None and words.dims == result.dims and words.scores.shape[-2:] == (6, 6)
+    for row in range(6):
+        last = max(place for place, word in enumerate(ids[0]) if word == row)
+        assert torch.equal(words.extras["bias"][..., row], result.extras["bias"][..., last])
+        for column in range(6):
+            places = [place for place, word in enumerate(ids[0]) if word == column]
+            assert torch.equal(words.scores[..., row, column], result.scores[..., last, :][..., places].amax(-1))
+
+
+def test_words_are_kept_in_files_and_selections(tmp_path: Any) -> None:
+    result = explained([PARIS, LONDON], target=-1)
+    loaded = ula.Attribution.load(result.save(tmp_path / "result.safetensors"))
+    assert loaded.word_ids == result.word_ids
+    assert torch.equal(result.select(batch=1).words().scores, result.words().scores[1])
+    with pytest.raises(InputError, match="the words of this result are unknown"):
+        ula.explain(mamba(), torch.tensor([[1, 2]])).words()
+    with pytest.raises(OptionError, match="unknown reduction 'mean'"):
+        result.words("mean")

@@ -1,0 +1,64 @@
+"""Targets and logits named by text, turned into the positions and ids that methods take."""
+
+import re
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from unilinattn.errors import InputError
+from unilinattn.tracing.logits import logits_of
+from unilinattn.tracing.text import token_id
+from unilinattn.tracing.trace import Target, Trace
+
+NamedTarget = Target | str | re.Pattern[str]
+"""A position, "last", "cls", or a text or pattern whose last token is the position (see `position_of`)."""
+
+
+def position_of(trace: Trace, target: NamedTarget | None) -> Target | None:
+    """Return the position of a target in each sequence, counted over real tokens.
+
+    "last" is the last token and "cls" the only token that class logits read, wherever it stands. Another text, or a
+    compiled pattern, is the last token of the only place in each input text where it matches.
+
+    Raises `InputError` for a text that does not match once, for a text as target of other inputs than texts, and for
+    "cls" if the logits read several tokens or if each token has logits.
+    """
+    if isinstance(target, str) and target == "last":
+        return -1
+    if isinstance(target, str) and target == "cls":
+        return _read_position(trace)
+    if not isinstance(target, (str, re.Pattern)):
+        return target
+    if trace.text is None:
+        raise InputError(
+            f"target {target!r} is a text, and the model was not given text; give a position, or explain the text "
+            "itself: explain(model, text, tokenizer=tokenizer)."
+        )
+    return trace.text.positions(target)
+
+
+def logit_of(logit: Any, tokenizer: Any) -> Any:
+    """Return the option `logit` with the ids of tokens in place of their texts.
+
+    Raises `OptionError` for a text of several tokens, and `InputError` for a text without a tokenizer.
+    """
+    if isinstance(logit, (tuple, list)):
+        return type(logit)(logit_of(part, tokenizer) for part in logit)
+    if not isinstance(logit, str):
+        return logit
+    if tokenizer is None:
+        raise InputError(f"logit {logit!r} is a text; give the id of a token, or also tokenizer=.")
+    return token_id(tokenizer, logit)
+
+
+def _read_position(trace: Trace) -> Int[Tensor, " batch"]:
+    """Return the only token of each sequence at which the class logits have a gradient behind the last layer."""
+    if logits_of(trace.output, trace.model).ndim != 2:
+        raise InputError(f"target 'cls': {trace.model} has logits at every token, so none is CLS; give a position.")
+    read = (trace.gradient()[-1] != 0).any(-1)
+    if (most := int(read.sum(1).max())) != 1:
+        raise InputError(f"target 'cls': the class logits of {trace.model} read {most} tokens; give a position.")
+    place = read.long().argmax(1)
+    mask = trace.layers[-1].mask
+    return place.cpu() if mask is None else (mask.long().cumsum(1).gather(1, place[:, None])[:, 0] - 1).cpu()
