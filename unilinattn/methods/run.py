@@ -27,7 +27,7 @@ Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
 """Texts of the key tokens, padding included: a list for each sequence, a list for a single sequence, or a tokenizer."""
 
 COMPOSED = "alti"
-COMPOSED_OPTIONS: Mapping[str, Any] = MappingProxyType({"rollout": True})
+COMPOSED_OPTIONS: Mapping[str, Any] = MappingProxyType({"compose": "rollout"})
 """Default method of `explain` for models without logits, and its options.
 
 Among the methods that compose all layers from maps it finds the known answers of the trained Mamba models best, as
@@ -56,7 +56,7 @@ def explain(
         model_or_trace: the model, or a trace of it.
         inputs: inputs of the model as in `trace`; None for a trace.
         method: name of the method, by default `logit`, or for a model without logits `alti` composed over layers
-            (method="alti", rollout=True); the result names it.
+            (method="alti", compose="rollout"); the result names it.
         target: a position, or one for each sequence, counted over real tokens and negative from their end; None keeps
             every query.
         tokens: labels of the keys: texts, or a tokenizer for the texts of the model's ids.

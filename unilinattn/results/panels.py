@@ -94,7 +94,8 @@ def panels(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | No
 
 def counts_residual(result: Scores) -> bool:
     """Return whether a method adds the residual stream to the score of each query's own key."""
-    return result.method in COUNT_THE_RESIDUAL or result.options.get("residual") is True
+    composed = result.options.get("compose") == "rollout"
+    return composed or result.method in COUNT_THE_RESIDUAL or result.options.get("residual") is True
 
 
 def _one_pattern(result: Scores, batch: int, expected: Tensor) -> Bool[Array, "..."]:
