@@ -86,6 +86,9 @@ def test_attribution_without_its_gradients_agrees_with_counts(target: int | None
         ("rollout", {"scope": "unified", "start_layer": 1}),
         ("latim", {"layers": [-1], "p": 1, "bias": "query"}),
         ("alti", {"compose": "rollout"}),
+        ("latim", {"compose": "rollout"}),
+        ("raw", {"compose": "rollout", "layers": [1]}),
+        ("alti_logit", {"logit": 3}),
     ],
     ids=str,
 )

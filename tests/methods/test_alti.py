@@ -104,7 +104,7 @@ def test_perturbed_equations_give_other_scores(name: str, padding: str) -> None:
         assert not close(scores, torch.stack(biasless))
 
 
-@pytest.mark.parametrize(("name", "padding"), CASES)
+@pytest.mark.parametrize(("name", "padding"), [*CASES, ("delta rule", "none"), ("hybrid", "none")])
 def test_the_rollout_multiplies_maps_without_the_identity(name: str, padding: str) -> None:
     host_trace = traced(name, padding)
     first, second = maps(references(name, padding), padding)

@@ -178,7 +178,7 @@ def composed_map(r: Reference, padding: str, p: float = 2.0) -> Tensor:
     return rows / rows.sum(-1, keepdim=True).masked_fill(~real_tokens(padding)[..., None], 1)
 
 
-@pytest.mark.parametrize(("name", "padding"), CASES)
+@pytest.mark.parametrize(("name", "padding"), [*CASES, ("delta rule", "none"), ("hybrid", "none")])
 def test_the_rollout_multiplies_normalised_norms_with_the_residual(name: str, padding: str) -> None:
     trace = traced(name, padding)
     first, second = (composed_map(r, padding) for r in references(name, padding))

@@ -84,7 +84,7 @@ def rollout_of_maps(
 def rollout_cost(
     trace: Trace, method: str, layers: Sequence[Layer], target: Target | None, options: MapOptions
 ) -> Estimate:
-    """Return the cost of `rollout_of_maps`: a second product and blocks of a map, or a row's pass through each layer."""
+    """Return the cost of `rollout_of_maps`: a second product and blocks of a map, or the pass of a row."""
     composable_steps(trace, method, layers)
 
     def of(layer: Layer) -> tuple[int, int]:

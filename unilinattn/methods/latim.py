@@ -37,8 +37,8 @@ class LatimOptions(Composable):
     )
     residual: bool = Field(
         False,
-        description="whether T_ii includes the residual stream that the host adds outside the module; compose='rollout' "
-        "includes it",
+        description="whether T_ii includes the residual stream that the host adds outside the module; "
+        "compose='rollout' includes it",
     )
     discard: Discard = 0.0
     normalize: Normalize = "none"
@@ -100,8 +100,8 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
 
     With compose="rollout" the scores are A_n ... A_1 without a layer axis: A_ij = C_ij / sum_k C_ik of a step, T_ii
     with the residual stream (LaTIM Eq. 4). Layers that run in parallel are summed before the norm. LaTIM does not
-    compose its norms; the product of norms with the residual and normalised rows is GlobEnc's (Modarressi et al., 2022),
-    after Kobayashi et al. (2021) and Abnar and Zuidema (2020).
+    compose its norms; the product of norms with the residual and normalised rows is that of GlobEnc (Modarressi et
+    al., 2022), after Kobayashi et al. (2021) and Abnar and Zuidema (2020).
 
     Extras: "bias", the norm of the bias at each query (with bias="column"); "cancellation" at each query, the ratio
     sum_j ||T_i(x_j)||_p / ||sum_j T_i(x_j)||_p without bias and stream (see `vectors.cancellation`); and
@@ -197,8 +197,8 @@ def _fill(
     layer, ops = together[0], [only_port(layer) for layer in together]
     if options.bias == "query" and ops[0].ports != ("x",):
         raise UncoveredError(
-            f"latim: {layer.name} takes its keys from {ops[0].ports[0]!r}, so none of the keys is the query's own token; "
-            "use bias='column'."
+            f"latim: {layer.name} takes its keys from {ops[0].ports[0]!r}, so none of the keys is the query's own "
+            "token; use bias='column'."
         )
     factors = [other.multiplier if options.residual else 1.0 for other in together]
     parts = [factor * op.activation_bias(options.activation) for op, factor in zip(ops, factors, strict=True)]

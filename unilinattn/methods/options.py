@@ -114,7 +114,7 @@ class Composable(Layerwise):
 
     compose: Literal["none", "rollout"] = Field(
         "none",
-        description="'none' keeps a layer axis; 'rollout' multiplies the maps of the steps, the last one leftmost",
+        description="'none' keeps a layer axis; 'rollout' multiplies the steps' maps, the last one leftmost",
     )
 
     @model_validator(mode="after")

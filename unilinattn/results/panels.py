@@ -11,7 +11,7 @@ from unilinattn.errors import InputError
 from unilinattn.results.scores import Scores, count_kinds, score_array
 from unilinattn.viz.colours import Array, largest, shown
 
-COUNT_THE_RESIDUAL = ("alti", "attribution", "logit", "rollout")
+COUNT_THE_RESIDUAL = ("alti", "alti_logit", "attribution", "logit", "rollout")
 """Methods that add the residual stream to each query's own key, for any options."""
 
 
