@@ -121,7 +121,7 @@ def test_each_variant_of_a_method_is_a_row() -> None:
     rows = side_by_side.forms([method("alti"), method("raw")])
     assert [(name, dict(form.options)) for name, form in rows.items()] == [
         ("alti", {}),
-        ("alti (composed)", {"rollout": True}),
+        ("alti (composed)", {"compose": "rollout"}),
         ("raw", {}),
     ]
 

@@ -72,6 +72,20 @@ def test_gram_matrices_give_zero_for_fully_cancelling_vectors() -> None:
     assert torch.isfinite(actual).all() and float(actual.max()) <= 1e-6
 
 
+@pytest.mark.parametrize("part", [1, 100, tiled.PART])
+@pytest.mark.parametrize("keyed", [False, True])
+def test_the_norms_of_alti_are_two_orders(keyed: bool, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "PART", part)
+    vectors, reference = drawn("alti", 6, 2)
+    assert reference is not None
+    weight = torch.randn(6 if keyed else 1, 9, 6, dtype=torch.float64)
+    expected = naive.alti_norms(vectors, weight, reference)
+    assert torch.equal(expected[1], naive.norms(vectors, weight, order=1.0))
+    formed = (weight @ vectors.flatten(2)).unflatten(2, (5, 7))
+    for actual in (tiled.alti_norms(vectors, weight, reference), tiled.alti_norms(formed, None, reference)):
+        assert all(relative_error(one, other) < 1e-13 for one, other in zip(actual, expected, strict=True))
+
+
 @pytest.mark.parametrize("order", ["alti", "dot", -1.0, 0.0])
 def test_an_unsupported_order_is_refused(order: Order) -> None:
     vectors, _ = drawn(2.0, 1, 1)

@@ -78,6 +78,14 @@ def test_allocations_agree_with_the_documented_ones(outs: int, order: Order) -> 
     assert documented / 2 <= counted <= documented + 4
 
 
+def test_the_norms_of_alti_are_two_orders() -> None:
+    vectors, weight, y = torch.randn(2, 5, 9, 7), torch.randn(1, 12, 5), torch.randn(2, 9, 12)
+    formed = (weight @ vectors.flatten(2)).unflatten(2, (9, 7))
+    for actual in (form.alti_norms(vectors, weight, y), form.alti_norms(formed, None, y)):
+        for one, other in zip(actual, naive.alti_norms(vectors, weight, y), strict=True):
+            assert relative_error(one, other) < 1e-5
+
+
 @pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "mamba2", "gpt2"])
 @pytest.mark.parametrize(("method", "options"), [("latim", {"p": 1.0}), ("latim", {"p": 2.0}), ("alti", {})])
 def test_methods_use_the_kernel(

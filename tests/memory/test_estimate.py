@@ -87,7 +87,10 @@ def test_attribution_without_its_gradients_agrees_with_counts(target: int | None
         ("rollout", {"sign": "abs"}),
         ("rollout", {"scope": "unified", "start_layer": 1}),
         ("latim", {"layers": [-1], "p": 1, "bias": "query"}),
-        ("alti", {"rollout": True}),
+        ("alti", {"compose": "rollout"}),
+        ("latim", {"compose": "rollout"}),
+        ("raw", {"compose": "rollout", "layers": [1]}),
+        ("alti_logit", {"logit": 3}),
     ],
     ids=str,
 )
@@ -130,7 +133,7 @@ def test_an_estimate_is_printed_as_a_table() -> None:
     assert lines[0].startswith("Estimate of raw: result (2, 1, 192, 192), 288.0 KiB; ")
     assert [line.split()[0] for line in lines[1:]] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
     assert all(line.endswith("Mamba-1 (S6)") for line in lines[1:])
-    assert "all along" in repr(ula.estimate(traced("mamba", LENGTH), method="alti", rollout=True))
+    assert "all along" in repr(ula.estimate(traced("mamba", LENGTH), method="alti", compose="rollout"))
     assert "forward and backward pass" in repr(ula.estimate(traced("mamba", LENGTH)))
     with pytest.raises(AttributeError):
         estimate.result = 1  # type: ignore[misc]  # refused, as tested

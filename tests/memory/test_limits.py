@@ -31,7 +31,7 @@ MAP = 4 * LENGTH**2
         ("raw", {"layers": "mean"}, 1, "target=, or allow more"),
         ("rollout", {}, 1, "target=, or allow more with max_memory=147456"),
         ("attribution", {}, 1, "target="),
-        ("alti", {"rollout": True}, 1, "target="),
+        ("alti", {"compose": "rollout"}, 1, "target="),
     ],
     ids=str,
 )

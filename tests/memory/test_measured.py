@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("latim", {"target": -1}),
     ("latim", {"p": 1, "bias": "query"}),
     ("alti", {}),
-    ("alti", {"rollout": True, "target": -1}),
+    ("alti", {"compose": "rollout", "target": -1}),
 ]
 QUICK = [
     ("raw", {"heads": "max"}),

@@ -8,11 +8,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.architectures.recurrences import mamba2
+from tests.architectures.test_delta_rule import delta_rule
 from tests.methods.references import (
     gpt2_reference,
     llama_reference,
     mamba2_reference,
     mamba_reference,
+    recurrence_reference,
     s4d_reference,
 )
 from unilinattn.models import S4DConfig, S4DForCausalLM
@@ -53,6 +56,7 @@ class Host:
     projection: Callable[[nn.Module], nn.Module]
     reference: Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]
     positions: bool = False
+    norm: Callable[[nn.Module], nn.Module] = lambda model: model.model.norm
 
     def model(self) -> nn.Module:
         """Build the model with random weights, in float64 and evaluation mode."""
@@ -165,6 +169,7 @@ HOSTS = {
         mixer=lambda block: block.mixer,
         projection=lambda mixer: mixer.out_proj,
         reference=mamba_reference,
+        norm=lambda model: model.backbone.norm_f,
     ),
     "mamba2": Host(
         lambda: transformers.Mamba2ForCausalLM(
@@ -184,6 +189,7 @@ HOSTS = {
         mixer=lambda block: block.mixer,
         projection=lambda mixer: mixer.out_proj,
         reference=mamba2_reference,
+        norm=lambda model: model.backbone.norm_f,
     ),
     "s4d": Host(
         lambda: S4DForCausalLM(S4DConfig(vocab_size=VOCABULARY, d_model=6, n_layers=2, d_state=4)),
@@ -191,6 +197,7 @@ HOSTS = {
         mixer=lambda block: block.mixer,
         projection=lambda mixer: mixer.output_linear[0],
         reference=s4d_reference,
+        norm=lambda model: model.norm_f,
     ),
     "llama": Host(
         lambda: transformers.LlamaForCausalLM(
@@ -219,6 +226,58 @@ HOSTS = {
         projection=lambda mixer: mixer.c_proj,
         reference=gpt2_reference,
         positions=True,
+        norm=lambda model: model.transformer.ln_f,
+    ),
+}
+
+
+def _attention_or(reference: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """Return the reference of a hybrid, whose attention layers have a value projection."""
+    return lambda mixer, *given: (llama_reference if hasattr(mixer, "v_proj") else reference)(mixer, *given)
+
+
+_HYBRID = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+
+HOSTS |= {
+    "delta rule": Host(
+        lambda: transformers.Qwen3NextForCausalLM(
+            transformers.Qwen3NextConfig(
+                **_HYBRID,
+                **IDS,
+                head_dim=4,
+                layer_types=["linear_attention", "linear_attention"],
+                linear_key_head_dim=3,
+                linear_value_head_dim=4,
+                linear_num_key_heads=1,
+                linear_num_value_heads=2,
+                num_experts=0,
+                use_cache=False,
+            )
+        ),
+        blocks=lambda model: list(model.model.layers),
+        mixer=lambda block: block.linear_attn,
+        projection=lambda mixer: mixer.out_proj,
+        reference=recurrence_reference(delta_rule),
+    ),
+    "hybrid": Host(
+        lambda: transformers.BambaForCausalLM(
+            transformers.BambaConfig(
+                **_HYBRID,
+                **IDS,
+                attn_layer_indices=[1],
+                mamba_n_heads=4,
+                mamba_d_head=4,
+                mamba_n_groups=2,
+                mamba_d_state=3,
+                mamba_chunk_size=4,
+                attn_implementation="eager",
+            )
+        ),
+        blocks=lambda model: list(model.model.layers),
+        mixer=lambda block: block.mamba if hasattr(block, "mamba") else block.self_attn,
+        projection=lambda mixer: mixer.o_proj if hasattr(mixer, "o_proj") else mixer.out_proj,
+        reference=_attention_or(recurrence_reference(mamba2)),
+        norm=lambda model: model.model.final_layernorm,
     ),
 }
 
@@ -230,5 +289,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return bool((actual - expected).abs().max() <= 1e-10 * expected.abs().max())
 
 
-CASES = [(name, padding) for name in HOSTS for padding in ("none", "left", "right")]
-"""Every host, without padding and with padding on each side."""
+CASES = [
+    (name, padding) for name in ("mamba", "mamba2", "s4d", "llama", "gpt2") for padding in ("none", "left", "right")
+]
+"""Hosts whose references have maps, without padding and with padding on each side."""

@@ -179,3 +179,21 @@ def gpt2_reference(mixer: nn.Module, x: Tensor, weights: Tensor) -> dict[str, Te
         "shares": attention_shares(weights, x, into, out),
         "bias": bias @ out.T + mixer.c_proj.bias,
     }
+
+
+def recurrence_reference(recurrence: Callable[..., Tensor]) -> Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]:
+    """Return the reference of a token-by-token recurrence with a deciding and a carried stream.
+
+    T_i(x_j) is the output at i for a carried stream of only x_j, less the output without a carried stream.
+    """
+
+    def reference(mixer: nn.Module, x: Tensor, real: Tensor) -> dict[str, Tensor]:
+        bias = recurrence(mixer, x, torch.zeros_like(x), real)
+        shares = []
+        for j in range(x.shape[1]):
+            one = torch.zeros_like(x)
+            one[:, j] = x[:, j]
+            shares.append(recurrence(mixer, x, one, real) - bias)
+        return {"alpha": torch.empty(0), "shares": torch.stack(shares, dim=2), "bias": bias}
+
+    return reference

@@ -65,7 +65,7 @@ def test_scores_are_those_of_the_equation(name: str, padding: str) -> None:
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
 def test_real_rows_sum_to_one(name: str, padding: str) -> None:
-    for options in ({}, {"rollout": True}):
+    for options in ({}, {"compose": "rollout"}):
         scores = alti(traced(name, padding), **options).scores
         sums = scores.sum(-1)
         real = real_tokens(padding).expand_as(sums)
@@ -104,18 +104,18 @@ def test_perturbed_equations_give_other_scores(name: str, padding: str) -> None:
         assert not close(scores, torch.stack(biasless))
 
 
-@pytest.mark.parametrize(("name", "padding"), CASES)
+@pytest.mark.parametrize(("name", "padding"), [*CASES, ("delta rule", "none"), ("hybrid", "none")])
 def test_the_rollout_multiplies_maps_without_the_identity(name: str, padding: str) -> None:
     host_trace = traced(name, padding)
     first, second = maps(references(name, padding), padding)
-    result = alti(host_trace, rollout=True)
+    result = alti(host_trace, compose="rollout")
     assert result.dims == ("batch", "query", "key")
     assert close(result.scores, second @ first)
     assert not close(result.scores, second @ first + first)
-    row = alti(host_trace, rollout=True, target=-1)
+    row = alti(host_trace, compose="rollout", target=-1)
     assert row.dims == ("batch", "key")
     assert close(row.scores, (second @ first)[torch.arange(BATCH), host_trace.positions(-1)])
-    last = alti(host_trace, rollout=True, layers=[1])
+    last = alti(host_trace, compose="rollout", layers=[1])
     assert close(last.scores, second)
 
 
@@ -130,8 +130,8 @@ def test_without_residual_the_equation_uses_only_the_output(name: str, padding: 
 
 
 def test_a_rollout_without_residual_is_refused() -> None:
-    with pytest.raises(OptionError, match="rollout=True composes the layers along the residual stream"):
-        alti(traced("mamba"), residual=False, rollout=True)
+    with pytest.raises(OptionError, match="compose='rollout' multiplies maps along the residual stream"):
+        alti(traced("mamba"), residual=False, compose="rollout")
 
 
 def test_a_target_selects_its_row() -> None:
@@ -162,7 +162,22 @@ def test_parallel_layers_are_one_map() -> None:
     first, second = references("mamba")
     y = first.residual + first.output + second.output
     expected = mixing(first.shares + second.shares, first.residual, y, "none")
-    assert close(alti(host_trace, rollout=True).scores, expected)
+    assert close(alti(host_trace, compose="rollout").scores, expected)
+
+
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_cancellation_is_the_sum_of_norms_over_the_norm_of_the_sum(name: str, padding: str) -> None:
+    ratios = [r.shares.abs().sum((2, 3)) / r.shares.sum(2).abs().sum(2) for r in references(name, padding)]
+    host_trace, expected = traced(name, padding), torch.stack(ratios).masked_fill(~real_tokens(padding), 0)
+    whole = alti(host_trace)
+    assert close(whole.extras["cancellation"], expected)
+    assert close(alti(host_trace, compose="rollout").extras["cancellation"], expected)
+    rows = torch.arange(BATCH), host_trace.positions(-1)
+    for options in ({}, {"compose": "rollout"}, {"residual": False}):
+        assert close(alti(host_trace, target=-1, **options).extras["cancellation"], expected[:, *rows])
+    # Neither the stream nor the bias counts.
+    wrong = [r.shares.abs().sum((2, 3)) / (r.residual + r.output).abs().sum(2) for r in references(name, padding)]
+    assert not close(whole.extras["cancellation"], torch.stack(wrong).masked_fill(~real_tokens(padding), 0))
 
 
 def test_an_unknown_stream_is_refused_by_name() -> None:

@@ -1,5 +1,6 @@
 """LaTIM against norms of the vectors that the papers define."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from torch import Tensor
 from tests.methods.hosts import (
     BATCH,
     CASES,
+    HOSTS,
     LENGTH,
     PART,
     Reference,
     close,
+    inputs,
     part_added,
     real_map,
     real_tokens,
@@ -22,6 +25,10 @@ from tests.methods.hosts import (
 from unilinattn.errors import MemoryLimitError, UncoveredError
 from unilinattn.memory import max_memory
 from unilinattn.methods import latim
+from unilinattn.methods.vectors import cancellation
+from unilinattn.testing.promote import promoted
+from unilinattn.tracing.layer import Step
+from unilinattn.tracing.trace import trace as trace_of
 
 ORDERS = [1, 2.0, 3.5, float("inf")]
 
@@ -163,3 +170,64 @@ def test_a_limit_below_one_row_is_refused_with_the_size_of_a_row() -> None:
 def test_splitting_a_layer_without_an_activation_is_refused() -> None:
     with pytest.raises(UncoveredError, match="no convolution followed by an activation"):
         latim(traced("gpt2"), activation="silu")
+
+
+def composed_map(r: Reference, padding: str, p: float = 2.0) -> Tensor:
+    """||T_ij x_j + delta_ij x_i||_p over its row's sum."""
+    rows = norms(add_diagonal(r, r.residual), p, padding)
+    return rows / rows.sum(-1, keepdim=True).masked_fill(~real_tokens(padding)[..., None], 1)
+
+
+@pytest.mark.parametrize(("name", "padding"), [*CASES, ("delta rule", "none"), ("hybrid", "none")])
+def test_the_rollout_multiplies_normalised_norms_with_the_residual(name: str, padding: str) -> None:
+    trace = traced(name, padding)
+    first, second = (composed_map(r, padding) for r in references(name, padding))
+    result = latim(trace, compose="rollout")
+    assert result.dims == ("batch", "query", "key")
+    assert result.options["residual"] is True and result.options["normalize"] == "rows"
+    assert close(result.scores, second @ first)
+    assert not close(result.scores, first @ second)
+    without = [to_result(name, padding)[k] for k in range(2)]
+    assert not close(result.scores, without[1] @ without[0])
+    row = latim(trace, compose="rollout", target=-1)
+    assert row.dims == ("batch", "key")
+    assert close(row.scores, (second @ first)[torch.arange(BATCH), trace.positions(-1)])
+    assert row.extras["bias"].shape == row.extras["cancellation"].shape == (2, BATCH)
+    one = latim(trace, compose="rollout", p=1, layers=[1])
+    assert close(one.scores, composed_map(references(name, padding)[1], padding, 1))
+
+
+def test_the_rollout_sums_parallel_layers_before_the_norm() -> None:
+    model = HOSTS["mamba"].model()
+    with promoted():
+        trace = trace_of(model, inputs())
+        assert all(layer.operator for layer in trace.layers)
+    trace.steps = (Step(trace.layers),)
+    first, second = references("mamba")
+    shares = first.shares + second.shares
+    rows = norms(add_diagonal(replace(first, shares=shares), first.residual), 2, "none")
+    result = latim(trace, compose="rollout", layers=[0, 1])
+    assert close(result.scores, rows / rows.sum(-1, keepdim=True))
+    assert close(result.extras["cancellation"][0], shares.norm(dim=-1).sum(-1) / shares.sum(2).norm(dim=-1))
+    assert result.extras["decomposition_error"].shape == (1,) and result.completeness_gap <= 1e-10
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_cancellation_is_the_sum_of_norms_over_the_norm_of_the_sum(name: str, padding: str, p: float) -> None:
+    trace, layers = traced(name, padding), references(name, padding)
+    sizes = [torch.linalg.vector_norm(r.shares, p, dim=-1).sum(-1) for r in layers]
+    sums = [torch.linalg.vector_norm(r.shares.sum(2), p, dim=-1) for r in layers]
+    expected = (torch.stack(sizes) / torch.stack(sums)).masked_fill(~real_tokens(padding), 0)
+    options = {"bias": "query", "residual": True}
+    assert close(latim(trace, p=p).extras["cancellation"], expected)
+    assert close(latim(trace, p=p, **options).extras["cancellation"], expected)
+    assert (expected[:, real_tokens(padding)] >= 1 - 1e-12).all() and (expected > 1.001).any()
+
+
+def test_cancellation_of_zero_vectors_is_one_and_of_vectors_that_cancel_infinite() -> None:
+    layer = traced("mamba").layers[0]
+    rows = torch.tensor([[0, 1, 2]] * BATCH)
+    total = torch.tensor([[[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]] * BATCH)
+    ratio = cancellation(torch.tensor([[0.0, 10.0, 2.0]] * BATCH), total, 2.0, layer, rows)
+    assert ratio.tolist() == [[1.0, 2.0, float("inf")]] * BATCH

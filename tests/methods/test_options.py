@@ -47,7 +47,9 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("rollout", dict(scope="mixer", heads="max", sign="clamp", normalize="rows", start_layer=1)),
     ("attribution", dict(logit=(3, 1), sign="keep", discard=0.5)),
     ("latim", dict(p=float("inf"), activation="silu", bias="query", residual=True, normalize="rows", layers="mean")),
-    ("alti", dict(activation="relu", rollout=True)),
+    ("alti", dict(activation="relu", compose="rollout")),
+    ("latim", dict(p=1.0, compose="rollout")),
+    ("raw", dict(sign="abs", compose="rollout")),
     ("knockout", dict(logit=(3, 1), layers=[-1], window=1, heads=[0, 1], replace="mean", measure="log-probability")),
 ]
 
@@ -67,7 +69,7 @@ def test_a_saved_result_can_be_reproduced_from_its_options(name: str, options: d
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("raw", {"heds": "mean"}, r"raw takes no option 'heds'; did you mean 'heads'\? Accepted: discard, heads"),
+    ("raw", {"heds": "mean"}, r"raw takes no option 'heds'; did you mean 'heads'\? Accepted: compose, discard, heads"),
     ("raw", {"start_layer": 1}, r"raw takes no option 'start_layer'"),
     ("rollout", {"layers": "mean"}, r"rollout takes no option 'layers'"),
     ("latim", {"scope": "core"}, r"latim takes no option 'scope'"),
@@ -98,7 +100,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("latim", {"activation": "slu"}, r"activation='slu'; did you mean 'silu'\?"),
     ("latim", {"bias": "row"}, r"bias='row'.* Accepted: column, query"),
     ("latim", {"residual": 1}, r"latim does not accept residual=1"),
-    ("alti", {"rollout": True, "layers": "mean"}, r"alti: rollout=True composes the layers"),
+    ("alti", {"compose": "rollout", "layers": "mean"}, r"alti: compose='rollout' multiplies the layers' maps"),
+    ("alti", {"rollout": True}, r"alti takes no option 'rollout'"),
+    ("raw", {"compose": "rolout"}, r"raw does not accept compose='rolout'; did you mean 'rollout'\?"),
+    ("latim", {"compose": "rollout", "residual": False}, r"latim: compose='rollout' .* leave residual=False out"),
+    ("latim", {"compose": "rollout", "normalize": "none"}, r"latim: compose='rollout' .* leave normalize='none' out"),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.methods.hosts import CASES, close, real_map, references, traced
-from unilinattn.methods import raw
+from unilinattn.methods import raw, rollout
 
 
 @pytest.mark.parametrize(("name", "padding"), CASES)
@@ -63,3 +63,23 @@ def test_sign_applies_after_the_reduction_over_heads(sign: str) -> None:
     signed = raw(traced("mamba2")).scores
     assert (signed < 0).any()
     assert torch.equal(scores, {"keep": signed, "clamp": signed.clamp_min(0), "abs": signed.abs()}[sign])
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": "mixer", "sign": "abs", "discard": 0.3, "normalize": "rows"}])
+@pytest.mark.parametrize("target", [None, -1])
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_the_composed_maps_are_the_rollout(padding: str, target: int | None, options: dict) -> None:
+    trace = traced("mamba2", padding)
+    result = raw(trace, compose="rollout", target=target, **options)
+    expected = rollout(trace, target=target, **options)
+    assert result.dims == expected.dims
+    assert torch.equal(result.scores, expected.scores)
+    last = raw(trace, compose="rollout", target=target, layers=[1], **options)
+    assert torch.equal(last.scores, rollout(trace, target=target, start_layer=1, **options).scores)
+    assert not torch.equal(last.scores, result.scores)
+
+
+def test_the_composed_maps_have_the_identity() -> None:
+    first, second = (r.alpha.mean(1) for r in references("llama"))
+    identity = torch.eye(first.shape[-1], dtype=first.dtype)
+    assert close(raw(traced("llama"), compose="rollout").scores, (identity + second) @ (identity + first))

@@ -50,12 +50,12 @@ def test_the_default_is_logit(target: int | None) -> None:
 @pytest.mark.parametrize("target", [None, -1])
 def test_the_default_without_logits_is_alti_composed_over_layers(target: int | None) -> None:
     host_trace = trace(HOSTS["mamba2"].model().base_model, inputs())
-    result, named = explain(host_trace, target=target), alti(host_trace, target=target, rollout=True)
+    result, named = explain(host_trace, target=target), alti(host_trace, target=target, compose="rollout")
     assert torch.equal(result.scores, named.scores)
     assert (result.method, result.options) == ("alti", named.options)
-    assert explain(host_trace, rollout=False).dims == ("layer", "batch", "query", "key")
+    assert explain(host_trace, compose="none").dims == ("layer", "batch", "query", "key")
     assert repr(estimate(host_trace, target=target)) == repr(
-        estimate(host_trace, target=target, method="alti", rollout=True)
+        estimate(host_trace, target=target, method="alti", compose="rollout")
     )
     # `logit=` with a scalar of the output selects the method `logit`.
     assert explain(host_trace, logit=lambda out: out.last_hidden_state[:, -1].sum(-1)).method == "logit"
@@ -89,7 +89,7 @@ def test_a_model_outside_the_default_is_refused_with_the_methods_that_cover_it(a
     for name in named:
         assert explain(host_trace, method=name, target=-1).method == name
     with pytest.raises(UncoveredError) as plain:
-        ask(host_trace, method="alti", rollout=True, target=-1)
+        ask(host_trace, method="alti", compose="rollout", target=-1)
     assert "No method was named" not in str(plain.value)
 
 
@@ -161,7 +161,7 @@ def test_options_apply_to_all_methods_or_to_a_named_one() -> None:
         ({"p": 1}, "rollout takes no option 'p'"),
         ({"latim": {"scope": "core"}}, "latim takes no option 'scope'"),
         ({"latim": 1}, "latim=1: options under a method's name are a mapping"),
-        ({"alti": {"rollout": True}}, "for one of the methods that are compared: rollout, latim"),
+        ({"alti": {"compose": "rollout"}}, "for one of the methods that are compared: rollout, latim"),
     ],
 )
 def test_an_invalid_option_is_refused_with_the_method_s_name(options: dict, message: str) -> None:

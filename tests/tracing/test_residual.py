@@ -275,7 +275,7 @@ def test_a_wrongly_assigned_sibling_raises_stream_error() -> None:
         error = step.stream_error()
         assert error is not None
         assert error > step.stream_tolerance() == 1e-5
-        for method, options in (("alti", {}), ("alti", {"rollout": True}), ("latim", {"residual": True})):
+        for method, options in (("alti", {}), ("alti", {"compose": "rollout"}), ("latim", {"residual": True})):
             with pytest.raises(StreamError, match=rf"{method}: .* output of mixers.1 do not .* {error:.1e}, and 1e-05"):
                 ula.explain(found, method=method, **options)
         ula.explain(found, method="alti", layers=[0, 2])

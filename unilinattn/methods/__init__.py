@@ -1,6 +1,7 @@
 """Methods: functions from a trace to scores, one file each, registered by name and run by `explain` and `compare`."""
 
 from unilinattn.methods.alti import alti
+from unilinattn.methods.alti_logit import alti_logit
 from unilinattn.methods.attribution import attribution
 from unilinattn.methods.knockout import knockout
 from unilinattn.methods.latim import latim
@@ -9,4 +10,16 @@ from unilinattn.methods.raw import raw
 from unilinattn.methods.rollout import rollout
 from unilinattn.methods.run import compare, estimate, explain
 
-__all__ = ["alti", "attribution", "compare", "estimate", "explain", "knockout", "latim", "logit", "raw", "rollout"]
+__all__ = [
+    "alti",
+    "alti_logit",
+    "attribution",
+    "compare",
+    "estimate",
+    "explain",
+    "knockout",
+    "latim",
+    "logit",
+    "raw",
+    "rollout",
+]

@@ -5,16 +5,17 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from unilinattn.errors import StreamError, UncoveredError
+from unilinattn.methods.composition import product_cost, product_of_maps
 from unilinattn.methods.costs import estimated
-from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes
-from unilinattn.methods.options import Activation, Discard, Layerwise, Normalize
+from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
+from unilinattn.methods.options import Activation, Composable, Discard, Normalize
 from unilinattn.methods.results import score_layers, to_result
-from unilinattn.methods.selection import only_port, query_rows, stackable_layers
-from unilinattn.methods.vectors import contribution_tiles, shares_cost
+from unilinattn.methods.selection import composable_steps, only_port, stackable_layers
+from unilinattn.methods.vectors import at_target, cancellation, contribution_tiles, shares_cost
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -22,7 +23,7 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
-class LatimOptions(Layerwise):
+class LatimOptions(Composable):
     """Options of `latim`."""
 
     p: float = Field(2.0, ge=1, description="order of the norm, at least 1; float('inf') for the maximum")
@@ -35,29 +36,57 @@ class LatimOptions(Layerwise):
         "column", description="'column' returns the bias's norm in extras['bias']; 'query' adds its vector to T_ii"
     )
     residual: bool = Field(
-        False, description="whether T_ii includes the residual stream that the host adds outside the module"
+        False,
+        description="whether T_ii includes the residual stream that the host adds outside the module; "
+        "compose='rollout' includes it",
     )
     discard: Discard = 0.0
     normalize: Normalize = "none"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _composed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Include the stream and normalise rows for compose="rollout", and refuse other values."""
+        if given.get("compose") != "rollout":
+            return given
+        needed = {"residual": True, "normalize": "rows"}
+        for name, value in needed.items():
+            if given.get(name, value) != value:
+                raise ValueError(
+                    "compose='rollout' multiplies maps that include the residual stream and whose rows sum to 1: leave "
+                    f"{name}={given[name]!r} out"
+                )
+        return {**given, **needed}
+
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
-    """Return the cost of `latim`: tiles of vectors, or the vectors of a few rows."""
+    """Return the cost of `latim`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
     chosen = LatimOptions.of("latim", options)
     layers = stackable_layers(trace, "latim", chosen.layers)
     extremes, width = chosen.normalize == "min-max", layers[0].output.element_size()
+    exact = chosen.activation == "exact"
+    batch, queries, _ = map_shape(layers[0])
+    # The norms of the bias and the cancellation.
+    numbers = (2 if chosen.bias == "column" else 1) * batch * (queries if target is None else 1) * width
+    if chosen.compose == "rollout":
+
+        def of_step(step: Sequence[Layer]) -> tuple[int, int]:
+            size, operations = shares_cost(step, map_shape(step[0])[1], exact=exact)
+            return max(size, postprocess_bytes(map_shape(step[0]), width, chosen.discard)), operations
+
+        of_layer, held = product_cost(trace, "latim", layers, target, of_step)
+        extras = len(composable_steps(trace, "latim", layers)) * (8 + numbers)
+        return estimated("latim", layers, target, chosen, of_layer, held=held, extras=extras)
 
     def of(layer: Layer) -> tuple[int, int]:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None or extremes else 1
         apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" or target else 0
-        size, operations = shares_cost((layer,), rows, exact=chosen.activation == "exact")
+        size, operations = shares_cost((layer,), rows, exact=exact)
         treatment = postprocess_bytes((batch, rows, keys), layer.output.element_size(), chosen.discard)
         return apart + max(size, treatment), operations
 
-    batch, queries, _ = map_shape(layers[0])
-    biases = batch * (queries if target is None else 1) * (1 if chosen.layers == "mean" else len(layers))
-    extras = 8 * len(layers) + (width * biases if chosen.bias == "column" else 0)
+    extras = 8 * len(layers) + numbers * (1 if chosen.layers == "mean" else len(layers))
     return estimated("latim", layers, target, chosen, of, extras=extras)
 
 
@@ -69,28 +98,42 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     convolution's taps. Scores: (layer, batch, query, key), without `query` for a target. The residual inside a module
     is part of T_ii whatever `residual` is.
 
-    Extras: "bias", the norm of the bias at each query (with bias="column"), and "decomposition_error" of each layer:
-    ||sum_j T_i(x_j) + bias_i - y_i|| / ||y_i|| over the computed real rows, the worst sequence (LaTIM Table 4). The
-    completeness gap is that of the worst layer.
+    With compose="rollout" the scores are A_n ... A_1 without a layer axis: A_ij = C_ij / sum_k C_ik of a step, T_ii
+    with the residual stream (LaTIM Eq. 4). Layers that run in parallel are summed before the norm. LaTIM does not
+    compose its norms; the product of norms with the residual and normalised rows is that of GlobEnc (Modarressi et
+    al., 2022), after Kobayashi et al. (2021) and Abnar and Zuidema (2020).
+
+    Extras: "bias", the norm of the bias at each query (with bias="column"); "cancellation" at each query, the ratio
+    sum_j ||T_i(x_j)||_p / ||sum_j T_i(x_j)||_p without bias and stream (see `vectors.cancellation`); and
+    "decomposition_error" of each layer: ||sum_j T_i(x_j) + bias_i - y_i|| / ||y_i|| over the computed real rows, the
+    worst sequence. The completeness gap is that of the worst layer. Composed layers have one of each for a step.
 
     Options: `LatimOptions`. Raises `OptionError` for an unknown option or value, `UncoveredError` for layers that
-    cannot be stacked, that have no activation to split, or whose residual stream is unknown, and `StreamError` if
-    stream and output do not add up.
+    cannot be stacked or composed, that have no activation to split, or whose residual stream is unknown, and
+    `StreamError` if stream and output do not add up.
     """
     chosen = LatimOptions.of("latim", options)
     layers = stackable_layers(trace, "latim", chosen.layers)
     stream_error = stream_errors(trace, layers, "latim") if chosen.residual else None
-    biases: list[Tensor] = []
-    errors: list[float] = []
+    biases: dict[str, Tensor] = {}
+    ratios: dict[str, Tensor] = {}
+    errors: dict[str, float] = {}
 
-    def fill(layer: Layer, rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch row key"]) -> None:
-        bias, error = _fill(out, trace, layer, rows, chosen)
-        wanted = query_rows(trace, layer, target)
-        biases.append(bias.gather(1, wanted) if rows.shape[1] != wanted.shape[1] else bias)
-        errors.append(error)
+    def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch row key"]) -> None:
+        first = step[0]
+        bias, ratio, errors[first.name] = _fill(out, trace, step, rows, chosen)
+        biases[first.name], ratios[first.name] = (at_target(part, trace, first, target) for part in (bias, ratio))
 
-    # The map's minimum and maximum need the whole map.
-    scores = score_layers(trace, "latim", layers, target, chosen, fill, whole=chosen.normalize == "min-max")
+    if chosen.compose == "rollout":
+        scores = product_of_maps(trace, "latim", layers, target, fill)
+    else:
+        # The map's minimum and maximum need the whole map.
+        whole = chosen.normalize == "min-max"
+        scores = score_layers(
+            trace, "latim", layers, target, chosen, lambda layer, *part: fill((layer,), *part), whole=whole
+        )
+    names = [layer.name for layer in layers if layer.name in errors]
+    extras = {"bias": [biases[name] for name in names]} if chosen.bias == "column" else {}
     return to_result(
         trace,
         "latim",
@@ -99,8 +142,8 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
         options=chosen,
         target=target,
         scope="layer",
-        extras={"bias": biases} if chosen.bias == "column" else None,
-        decomposition_error=errors,
+        extras={**extras, "cancellation": [ratios[name] for name in names]},
+        decomposition_error=[errors[name] for name in names],
         stream_error=stream_error,
     )
 
@@ -146,30 +189,36 @@ def residual_of(layer: Layer, method: str) -> Float[Tensor, "batch query out"]:
 def _fill(
     out: Float[Tensor, "batch row key"],
     trace: Trace,
-    layer: Layer,
+    together: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
     options: LatimOptions,
-) -> tuple[Float[Tensor, "batch row"], float]:
-    """Write the scores of a layer; return the norms of its bias and its decomposition error."""
-    op = only_port(layer)
-    if options.bias == "query" and op.ports != ("x",):
+) -> tuple[Float[Tensor, "batch row"], Float[Tensor, "batch row"], float]:
+    """Write the scores of a step; return the norms of its bias, its cancellation and its decomposition error."""
+    layer, ops = together[0], [only_port(layer) for layer in together]
+    if options.bias == "query" and ops[0].ports != ("x",):
         raise UncoveredError(
-            f"latim: {layer.name} takes its keys from {op.ports[0]!r}, so none of the keys is the query's own token; "
-            "use bias='column'."
+            f"latim: {layer.name} takes its keys from {ops[0].ports[0]!r}, so none of the keys is the query's own "
+            "token; use bias='column'."
         )
-    bias = gather_rows(op.activation_bias(options.activation), rows)
-    factor, extra = 1.0, bias if options.bias == "query" else None
+    factors = [other.multiplier if options.residual else 1.0 for other in together]
+    parts = [factor * op.activation_bias(options.activation) for op, factor in zip(ops, factors, strict=True)]
+    bias = gather_rows(sum_on_first(parts), rows)
+    extra = bias if options.bias == "query" else None
     if options.residual:
-        factor, stream = layer.multiplier, gather_rows(residual_of(layer, "latim"), rows)
-        extra = stream if extra is None else stream + factor * extra
-    sums = layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
-    for tile in contribution_tiles((layer,), (factor,), rows, options.activation):
-        sums[:, tile.rows] += tile.total()
-        shift = None if extra is None else extra[:, tile.rows]
-        out[:, tile.rows, tile.cols] = tile.norms(options.p, extra=shift)
+        stream = gather_rows(residual_of(layer, "latim"), rows)
+        extra = stream if extra is None else stream + extra
+    sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
+    for tile in contribution_tiles(together, factors, rows, options.activation):
+        norms = tile.norms(options.p)
+        sizes[:, tile.rows] += norms.sum(-1)
+        total[:, tile.rows] += tile.total()
+        scores = norms if extra is None else tile.with_extra(norms, options.p, extra[:, tile.rows])
+        out[:, tile.rows, tile.cols] = scores
     postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
     real = torch.ones_like(rows, dtype=torch.bool) if layer.mask is None else layer.mask.gather(1, rows)
-    bias, output = bias * real.unsqueeze(-1), gather_rows(layer.output, rows) * real.unsqueeze(-1)
-    missed = (sums * real.unsqueeze(-1) + factor * (bias - output)).flatten(1).norm(dim=1)
-    size = (factor * output).flatten(1).norm(dim=1).clamp_min(torch.finfo(output.dtype).tiny)
-    return torch.linalg.vector_norm(bias, ord=options.p, dim=-1), float((missed / size).max())
+    output = sum_on_first(factor * other.output for other, factor in zip(together, factors, strict=True))
+    bias, output = bias * real.unsqueeze(-1), gather_rows(output, rows) * real.unsqueeze(-1)
+    missed = (total * real.unsqueeze(-1) + bias - output).flatten(1).norm(dim=1)
+    size = output.flatten(1).norm(dim=1).clamp_min(torch.finfo(output.dtype).tiny)
+    ratio = cancellation(sizes, total, options.p, layer, rows)
+    return torch.linalg.vector_norm(bias, ord=options.p, dim=-1), ratio, float((missed / size).max())

@@ -29,7 +29,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     """Return the cost of `logit`: a run of the model whose graph is kept, and a backward pass for each target."""
     chosen = LogitOptions.of("logit", options)
     layers = layers_from(trace, "logit", 0)
-    target = _only_target(trace, target, chosen)
+    target = only_target(trace, target, chosen)
     (batch, queries, keys), dtype = result_shape(layers, target, chosen)
     shape = (batch, queries, keys) if target is None else (batch, keys)
     run = trace.frozen_cost(queries)
@@ -59,7 +59,7 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     """
     chosen = LogitOptions.of("logit", options)
     layers = layers_from(trace, "logit", 0)
-    target = _only_target(trace, target, chosen)
+    target = only_target(trace, target, chosen)
     scores = allocate_scores("logit", layers, target)
     extras = {name: scores.new_zeros(scores.shape[:2], dtype=torch.float64) for name in EXTRAS}
     targets = every_position(trace) if target is None else [target]
@@ -67,9 +67,9 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     for position in progress(targets, "logit"):
         shares = run.complete_shares(position, chosen.logit)
         rows = query_rows(trace, layers[0], position) if target is None else torch.zeros_like(scores[:, :1, 0]).long()
-        _write(scores, rows, shares.tokens)
+        write_rows(scores, rows, shares.tokens)
         for name, field in EXTRAS.items():
-            _write(extras[name], rows, getattr(shares, field))
+            write_rows(extras[name], rows, getattr(shares, field))
     size = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
     gap = float((extras["gap"] / size).max())
     if target is not None:
@@ -87,7 +87,7 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     )
 
 
-def _only_target(trace: Trace, target: Target | None, options: LogitOptions) -> Target | None:
+def only_target(trace: Trace, target: Target | None, options: ScalarOptions) -> Target | None:
     """Return the target, by default the last token if all positions have the same scalar.
 
     Raises `InputError` for a model without logits, unless the option `logit` is a function.
@@ -96,6 +96,6 @@ def _only_target(trace: Trace, target: Target | None, options: LogitOptions) -> 
     return -1 if target is None and one else target
 
 
-def _write(out: Float[Tensor, "batch row *key"], rows: Tensor, values: Float[Tensor, "batch *key"]) -> None:
+def write_rows(out: Float[Tensor, "batch row *key"], rows: Tensor, values: Float[Tensor, "batch *key"]) -> None:
     """Write one row of each sequence."""
     out[torch.arange(len(out), device=out.device), rows.squeeze(1).to(out.device)] = values.to(out)

@@ -103,6 +103,31 @@ class Layerwise(Options):
         "all", description="every layer, the mean over all of them, or a list of indices or names"
     )
 
+    @property
+    def has_layer_axis(self) -> bool:
+        """Whether the scores have a layer axis."""
+        return self.layers != "mean"
+
+
+class Composable(Layerwise):
+    """Options of methods that keep a layer axis or compose the layers."""
+
+    compose: Literal["none", "rollout"] = Field(
+        "none",
+        description="'none' keeps a layer axis; 'rollout' multiplies the steps' maps, the last one leftmost",
+    )
+
+    @model_validator(mode="after")
+    def _one_axis(self) -> Self:
+        if self.compose == "rollout" and self.layers == "mean":
+            raise ValueError("compose='rollout' multiplies the layers' maps, so layers='mean' has none to average")
+        return self
+
+    @property
+    def has_layer_axis(self) -> bool:
+        """Whether the scores have a layer axis."""
+        return super().has_layer_axis and self.compose == "none"
+
 
 class Composed(Options):
     """Options of methods that compose layers."""

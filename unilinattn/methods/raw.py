@@ -5,9 +5,10 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unilinattn.methods.composition import rollout_cost, rollout_of_maps
 from unilinattn.methods.costs import estimated, map_cost
 from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
-from unilinattn.methods.options import Layerwise, MapOptions
+from unilinattn.methods.options import Composable, MapOptions
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import only_port, stackable_layers
 from unilinattn.operator.cost import rows_cost
@@ -18,14 +19,16 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
-class RawOptions(MapOptions, Layerwise):
+class RawOptions(MapOptions, Composable):
     """Options of `raw`."""
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
-    """Return the cost of `raw`: blocks of a map or a few rows, and their postprocessing."""
+    """Return the cost of `raw`: blocks of a map or a few rows, and their postprocessing; or that of `rollout`."""
     chosen = RawOptions.of("raw", options)
     layers = stackable_layers(trace, "raw", chosen.layers)
+    if chosen.compose == "rollout":
+        return rollout_cost(trace, "raw", layers, target, chosen)
     extremes = chosen.normalize == "min-max"
 
     def of(layer: Layer) -> tuple[int, int]:
@@ -48,13 +51,17 @@ def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attrib
     """The attention map of each layer, mean_h alpha_h (HMA ACL 4.2).
 
     Scores: (layer, batch, query, key), without `query` for a target, without `layer` for layers="mean", which HMA
-    found best.
+    found best. With compose="rollout" it is A_n ... A_1 with A_l = I + mean_h alpha_l: the method `rollout`, for a
+    choice of layers.
 
     Options: `RawOptions`. Raises `OptionError` for an unknown option or value, and `UncoveredError` if the maps of
-    the layers cannot be stacked.
+    the layers cannot be stacked or composed.
     """
     chosen = RawOptions.of("raw", options)
     layers = stackable_layers(trace, "raw", chosen.layers)
+    if chosen.compose == "rollout":
+        rho = rollout_of_maps(trace, "raw", layers, target, chosen)
+        return to_result(trace, "raw", layers, rho, options=chosen, target=target, scope=chosen.scope)
 
     def fill(layer: Layer, rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch row key"]) -> None:
         if rows.shape[1] == layer.output.shape[1]:

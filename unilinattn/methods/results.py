@@ -26,12 +26,12 @@ def result_shape(
 ) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the shape and dtype of a method's scores: ([layer,] batch, query, key), one query for a target.
 
-    They have a layer axis if `options` are those of a layer-wise method and not layers="mean".
+    They have a layer axis if `options` are those of a layer-wise method which is neither averaged nor composed.
     """
     batch, queries, keys = map_shape(layers[0])
     shape = (batch, queries if target is None else 1, keys)
     dtype = reduce(torch.promote_types, (layer.output.dtype for layer in layers))
-    layered = isinstance(options, Layerwise) and options.layers != "mean"
+    layered = isinstance(options, Layerwise) and options.has_layer_axis
     return ((len(layers), *shape) if layered else shape), dtype
 
 
@@ -100,17 +100,17 @@ def to_result(
     decomposition_error: Sequence[float] | None = None,
     stream_error: dict[str, float] | None = None,
 ) -> Attribution:
-    """Label the scores of `score_layers`.
+    """Label the scores of `score_layers`, or of the product of the layers' maps.
 
     `extras` have one number for each row of each layer, averaged here for layers="mean"; `decomposition_error` has one
-    for each layer, the worst of which is the completeness gap.
+    for each layer, the worst of which is the completeness gap. Composed methods have one of each for a step.
     """
     more = {name: torch.stack([part.to(scores.device) for part in parts]) for name, parts in (extras or {}).items()}
     if options.layers == "mean":
         more = {name: tensor.mean(0) for name, tensor in more.items()}
     if target is not None:
         scores, more = scores.squeeze(-2), {name: tensor.squeeze(-1) for name, tensor in more.items()}
-    axes = DIMS[1:] if options.layers == "mean" else DIMS
+    axes = DIMS if options.has_layer_axis else DIMS[1:]
     gap = None
     if decomposition_error is not None:
         more["decomposition_error"] = torch.tensor(decomposition_error, dtype=torch.float64)

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-from unilinattn.methods.costs import composed_cost, estimated, vecmat_cost
-from unilinattn.methods.maps import blank_padding, composed, map_bytes, sum_on_first, vecmat
+from unilinattn.methods.composition import rollout_cost, rollout_of_maps
 from unilinattn.methods.options import Composed, MapOptions
-from unilinattn.methods.results import allocate_scores, make_result
-from unilinattn.methods.selection import composable_steps, layers_from, query_rows
-from unilinattn.progress import progress
+from unilinattn.methods.results import make_result
+from unilinattn.methods.selection import layers_from
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
-from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
@@ -22,14 +19,7 @@ class RolloutOptions(MapOptions, Composed):
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
     """Return the cost of `rollout`: a second product and blocks of a map, or a row's pass through each layer."""
     chosen = RolloutOptions.of("rollout", options)
-    layers = layers_from(trace, "rollout", chosen.start_layer)
-    composable_steps(trace, "rollout", layers)
-
-    def of(layer: Layer) -> tuple[int, int]:
-        return composed_cost(layer, chosen) if target is None else vecmat_cost(layer, chosen)
-
-    held = map_bytes(layers[0]) if target is None else 0
-    return estimated("rollout", layers, target, chosen, of, held=held)
+    return rollout_cost(trace, "rollout", layers_from(trace, "rollout", chosen.start_layer), target, chosen)
 
 
 @register_method("rollout", options=RolloutOptions, cost=cost)
@@ -47,16 +37,6 @@ def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> At
     """
     chosen = RolloutOptions.of("rollout", options)
     layers = layers_from(trace, "rollout", chosen.start_layer)
-    steps = composable_steps(trace, "rollout", layers)
-    rows = query_rows(trace, layers[0], target)
-    rho = allocate_scores("rollout", layers, target).scatter_(2, rows.unsqueeze(-1), 1.0)
-    if target is None:
-        for step in progress(steps, "rollout"):
-            rho = composed(rho, trace, step, chosen)
-    else:
-        for step in progress(steps[::-1], "rollout"):
-            below = sum_on_first(vecmat(rho, trace, layer, chosen, target=rows) for layer in step)
-            rho = rho + below.to(rho)
-    blank_padding(rho, trace, layers[0], rows)
+    rho = rollout_of_maps(trace, "rollout", layers, target, chosen)
     rho = rho if target is None else rho.squeeze(1)
     return make_result(trace, "rollout", layers, rho, options=chosen, target=target, scope=chosen.scope)

@@ -29,7 +29,7 @@ Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
 """Texts of the key tokens, padding included: a list for each sequence, a list for a single sequence, or a tokenizer."""
 
 COMPOSED = "alti"
-COMPOSED_OPTIONS: Mapping[str, Any] = MappingProxyType({"rollout": True})
+COMPOSED_OPTIONS: Mapping[str, Any] = MappingProxyType({"compose": "rollout"})
 """Default method of `explain` for models without logits, and its options.
 
 Among the methods that compose all layers from maps it finds the known answers of the trained Mamba models best, as
@@ -60,7 +60,7 @@ def explain(
         inputs: inputs of the model as in `trace`, such as a text; None for a trace.
         tokenizer: the tokenizer of texts; it also labels the tokens and reads the option `logit` if that is a text.
         method: name of the method, by default `logit`, or for a model without logits `alti` composed over layers
-            (method="alti", rollout=True); the result names it.
+            (method="alti", compose="rollout"); the result names it.
         target: a position, or one for each sequence, counted over real tokens and negative from their end; "last";
             "cls" for the token that class logits read; a text or a compiled pattern, for the last token of the only
             place in each input text where it matches; None keeps every query.

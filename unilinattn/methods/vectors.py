@@ -3,16 +3,18 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.memory import allowed, rows_within
 from unilinattn.methods.maps import map_shape, sum_on_first
-from unilinattn.methods.selection import only_port
+from unilinattn.methods.selection import only_port, query_rows
 from unilinattn.operator.cost import TILE, apply_cost, rows_cost, tile_elements, tile_operations, tile_rows
 from unilinattn.operator.deferred import shapes_only
 from unilinattn.operator.pairwise import PairwiseContributions, Tile
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
 
 SUMMED = 3
 """Tiles of vectors beside those of each layer: the last layer's product before its axes are put in order, the sum so
@@ -74,6 +76,31 @@ def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool) -> tuple[i
     elements = max(taken, *(cost.elements for cost in passes)) + vectors
     inner = sum(op.width * (out + 8) for op in ops)
     return width * elements, batch * rows * keys * inner + sum(cost.operations for cost in passes)
+
+
+def cancellation(
+    sizes: Float[Tensor, "batch row"],
+    total: Float[Tensor, "batch row out"],
+    p: float,
+    layer: Layer,
+    rows: Int[Tensor, "batch row"],
+) -> Float[Tensor, "batch row"]:
+    """Return sum_j ||T_i(x_j)||_p / ||sum_j T_i(x_j)||_p of each row, at least 1; 0 for rows of padding.
+
+    `sizes` are the numerators and `total` the sums of the vectors. A row whose vectors are all zero has the ratio 1,
+    and one whose vectors cancel has infinity.
+    """
+    size = torch.linalg.vector_norm(total, ord=p, dim=-1)
+    ratio = torch.where(sizes == 0, torch.ones_like(sizes), sizes / size)
+    return ratio if layer.mask is None else ratio.masked_fill(~layer.mask.gather(1, rows), 0)
+
+
+def at_target(
+    values: Float[Tensor, "batch row"], trace: Trace, layer: Layer, target: Target | None
+) -> Float[Tensor, "batch wanted"]:
+    """Return the values of the target's row, given one for every row or only the target's."""
+    wanted = query_rows(trace, layer, target)
+    return values.gather(1, wanted) if values.shape[1] != wanted.shape[1] else values
 
 
 def _sum(tile: Tile, vectors: Sequence[Float[Tensor, "batch out row col"]]) -> Tile:

@@ -48,16 +48,35 @@ class Tile:
         reference: Float[Tensor, "batch row out"] | None = None,
     ) -> Float[Tensor, "batch row col"]:
         """Reduce each T_ij x_j by `kernels.contribution_norms`; `extra` is added to T_ii x_i beforehand."""
-        reduce = implementation("contribution_norms", self.inner).norms
         if order == 2 and self.squared is not None:
             norms = gram.norms(self.inner, self.squared)
         else:
+            reduce = implementation("contribution_norms", self.inner).norms
             norms = reduce(self.inner, self.weight, order=order, reference=reference)
-        norms = self._split(norms).transpose(1, 2).flatten(2)
-        if extra is None or not self.on_diagonal:
+        norms = self._by_pair(norms)
+        return norms if extra is None else self.with_extra(norms, order, extra, reference)
+
+    def alti_norms(
+        self, reference: Float[Tensor, "batch row out"]
+    ) -> tuple[Float[Tensor, "batch row col"], Float[Tensor, "batch row col"]]:
+        """Return the orders "alti" and 1 of `norms`, for less than both."""
+        reduce = implementation("contribution_norms", self.inner).alti_norms
+        scores, sizes = reduce(self.inner, self.weight, reference)
+        return self._by_pair(scores), self._by_pair(sizes)
+
+    def with_extra(
+        self,
+        norms: Float[Tensor, "batch row col"],
+        order: Order,
+        extra: Float[Tensor, "batch row out"],
+        reference: Float[Tensor, "batch row out"] | None = None,
+    ) -> Float[Tensor, "batch row col"]:
+        """Return `norms` with those of T_ii x_i + `extra` on the diagonal."""
+        if not self.on_diagonal:
             return norms
         col = self.diagonal.clamp(0, norms.shape[2] - 1)
         vectors = (self._vectors_at(col) + extra.transpose(1, 2)).unsqueeze(3)
+        reduce = implementation("contribution_norms", self.inner).norms
         with_extra = reduce(vectors, None, order=order, reference=reference)
         col, inside = col.unsqueeze(2), (col == self.diagonal).unsqueeze(2)
         return norms.scatter(2, col, torch.where(inside, with_extra, norms.gather(2, col)))
@@ -89,6 +108,9 @@ class Tile:
     def _weights(self, weight: Float[Tensor, "#group out channel"]) -> Float[Tensor, "#batch #col out channel"]:
         """Return W by sequence and key, with axes of size 1 if it is shared."""
         return weight.unflatten(0, (len(self.diagonal) if len(weight) == len(self.inner) else 1, -1))
+
+    def _by_pair(self, norms: Float[Tensor, "group row col"]) -> Float[Tensor, "batch row allcol"]:
+        return self._split(norms).transpose(1, 2).flatten(2)
 
     def _columns(self, tile: Float[Tensor, "group any row col"]) -> Float[Tensor, "batch any row allcol"]:
         return self._split(tile).permute(0, 2, 3, 1, 4).flatten(3)

@@ -11,7 +11,7 @@ from unilinattn.errors import InputError
 from unilinattn.results.scores import Scores, count_kinds, score_array
 from unilinattn.viz.colours import Array, largest, shown
 
-COUNT_THE_RESIDUAL = ("alti", "attribution", "logit", "rollout")
+COUNT_THE_RESIDUAL = ("alti", "alti_logit", "attribution", "logit", "rollout")
 """Methods that add the residual stream to each query's own key, for any options."""
 
 
@@ -94,7 +94,8 @@ def panels(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | No
 
 def counts_residual(result: Scores) -> bool:
     """Return whether a method adds the residual stream to the score of each query's own key."""
-    return result.method in COUNT_THE_RESIDUAL or result.options.get("residual") is True
+    composed = result.options.get("compose") == "rollout"
+    return composed or result.method in COUNT_THE_RESIDUAL or result.options.get("residual") is True
 
 
 def _one_pattern(result: Scores, batch: int, expected: Tensor) -> Bool[Array, "..."]:

@@ -34,6 +34,9 @@ LINEAR = _names("""
 """)
 """Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
 
+CASTS = _names("to type type_as float double half bfloat16 clone contiguous view reshape dropout")
+"""Functions after which the residual stream is still the residual stream."""
+
 CHOOSING = _names("max min amax amin maximum minimum where sort max_pool1d max_pool2d")
 """Functions that choose among their arguments, each of which is carried or a source."""
 
@@ -100,6 +103,7 @@ class Freezing(TorchFunctionMode):
 
     Attributes:
         shared: functions with two carried factors of equal rank, each of which got half.
+        last_sum: the latest sum of two carried tensors (batch, length, channel), None if there is none.
     """
 
     def __init__(self, where: Callable[[], str], mark: Callable[[Any, Any, Any], Any], *, half: bool = False) -> None:
@@ -108,6 +112,8 @@ class Freezing(TorchFunctionMode):
         self._ranks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._factors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.shared: set[str] = set()
+        self.last_sum: Tensor | None = None
+        self._stream: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply the rule of a function; raise `UncoveredError` if it has none."""
@@ -159,7 +165,10 @@ class Freezing(TorchFunctionMode):
         if name in FORMS:
             return FORMS[name](*args, **kwargs)
         if name in LINEAR:
-            return self._ranked(func(*args, **kwargs), rank)
+            result = self._ranked(func(*args, **kwargs), rank)
+            if name in CASTS and self.in_stream(args[0]):
+                self.enter_stream(result)
+            return result
         if name in CHOOSING or name in JOINING:
             like = next(tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad)
             args, kwargs = mapped((args, kwargs), lambda tensor: self._source(tensor, like))
@@ -185,6 +194,14 @@ class Freezing(TorchFunctionMode):
             )
         return result
 
+    def enter_stream(self, tensor: Tensor) -> None:
+        """Take a tensor as the residual stream: sums with it are the residual stream too."""
+        self._stream[tensor] = True
+
+    def in_stream(self, tensor: Any) -> bool:
+        """Tell whether a tensor is the residual stream, to which layers were only added."""
+        return isinstance(tensor, Tensor) and tensor in self._stream
+
     def rank(self, tensor: Tensor) -> int:
         """Return 0 for a tensor that is linear in the tokens, 1 after an activation, 2 after one with f(0) != 0."""
         return self._ranks.get(tensor, 0) if tensor.requires_grad else 0
@@ -204,8 +221,12 @@ class Freezing(TorchFunctionMode):
         else:
             function = getattr(torch.Tensor, name, None) or getattr(functional, name)
             value = self._apply(name, function, (target, *args), kwargs)
-        rank = self.rank(value)
-        return self._ranked(target.copy_(value), rank)
+        rank, in_stream = self.rank(value), self.in_stream(value)
+        self._stream.pop(target, None)
+        result = self._ranked(target.copy_(value), rank)
+        if in_stream:
+            self.enter_stream(result)
+        return result
 
     def _write(self, func: Callable[..., Any], target: Tensor, index: Any, value: Any) -> None:
         if not target.requires_grad:
@@ -219,7 +240,12 @@ class Freezing(TorchFunctionMode):
         like = x if carried(x) else other
         x, other = self._source(x, like), self._source(other, like)
         rank = max(self.rank(x), self.rank(other))
-        return self._ranked(torch.add(x, other, alpha=alpha), rank)
+        result = self._ranked(torch.add(x, other, alpha=alpha), rank)
+        if x.requires_grad and other.requires_grad and x.shape == other.shape and x.ndim == 3:
+            self.last_sum = result
+        if self.in_stream(x) or (alpha == 1 and self.in_stream(other)):
+            self.enter_stream(result)
+        return result
 
     @_rule("sub", "subtract")
     def _sub(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:

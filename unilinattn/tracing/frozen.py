@@ -20,7 +20,7 @@ from unilinattn.tracing.logits import Logit
 from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.recomputation import captures
 from unilinattn.tracing.recorder import MAIN, refuse_dropout
-from unilinattn.tracing.shares import Shares
+from unilinattn.tracing.shares import Shares, Unembedding
 from unilinattn.tracing.tokens import block_names, find_tokens, first_stream
 from unilinattn.tracing.trust import tolerance
 from unilinattn.tracing.wrappers import plain_run, require_gradients
@@ -41,6 +41,21 @@ class Stream:
 
     value: Tensor
     tangent: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class _LinearPart:
+    """A scalar of the output at the run's output: its slopes, value, linear part, and the part of the sources.
+
+    `observed` is its value in the trace, if the model computed it.
+    """
+
+    outputs: Sequence[Tensor]
+    slopes: Sequence[Tensor]
+    value: Float[Tensor, " batch"]
+    linear: Float[Tensor, " batch"]
+    bias: Float[Tensor, " batch"]
+    observed: Float[Tensor, " batch"]
 
 
 class FrozenRun:
@@ -89,6 +104,8 @@ class FrozenRun:
         self._blocks = block_names(model, layers)
         self._leaves: list[Tensor] = []
         self._suspect: str | None = None
+        self._last_stream: Stream | None = None
+        self._began = False
         self._model, self._given, self._rule = model, given, rule
         self._streams: dict[str, Stream] = {}
         self._path: list[tuple[str, nn.Module]] = []
@@ -123,25 +140,57 @@ class FrozenRun:
         """
         return in_gradient_mode(True, lambda: self._shares(target, logit, depth=depth))
 
-    def _shares(self, target: Any, logit: Logit, *, depth: bool) -> Shares:
+    def unembedding(self, target: Any = -1, logit: Logit = None) -> Unembedding:
+        """Return a logit, or another scalar of the output, as a function of the last residual stream.
+
+        The stream is the last sum of two carried tensors of one shape (batch, length, channel): every layer is added to
+        it, and the final norm reads it. Raises the errors of `shares`, and `UncoveredError` if the stream is normed or
+        multiplied between two layers, so that layers are not all added to the same stream.
+        """
+        return in_gradient_mode(True, lambda: self._unembedding(target, logit))
+
+    def _unembedding(self, target: Any, logit: Logit) -> Unembedding:
+        stream = self._last_stream
+        if stream is None:
+            raise UncoveredError(
+                f"{type(self._model).__name__} norms or multiplies its residual stream between its layers, or its last "
+                "residual sum is hidden in a kernel, so its layers are not added to one stream that the final norm "
+                "reads, and their contributions to a logit cannot be told apart there. Use the method 'logit'."
+            )
+        point = self._linear_part(target, logit)
+        (gradient,) = torch.autograd.grad(
+            point.outputs, stream.value, point.slopes, retain_graph=True, allow_unused=True
+        )
+        gradient = torch.zeros_like(stream.value) if gradient is None else gradient
+        constants = 0 if stream.tangent is None else _by_sequence(gradient * stream.tangent.detach())
+        return Unembedding(
+            stream.value.detach(), gradient.detach(), point.bias - constants, point.value - point.linear, point.observed
+        )
+
+    def _linear_part(self, target: Any, logit: Logit) -> "_LinearPart":
         point = mapped(self._output, lambda t: t.detach().requires_grad_(t.is_floating_point()))
         value = self._choose(point, target, logit)
         at = [tensor for tensor in tensors(point) if tensor.requires_grad]
         slopes = torch.autograd.grad(value.sum(), at, allow_unused=True)
         outputs = [tensor for tensor in tensors(self._output) if tensor.is_floating_point()]
         tangents = [tensor for tensor in tensors(self._tangents) if tensor.is_floating_point()]
-        used = [k for k, slope in enumerate(slopes) if slope is not None and outputs[k].requires_grad]
+        known = [(slope, k) for k, slope in enumerate(slopes) if slope is not None]
+        used = [(slope, k) for slope, k in known if outputs[k].requires_grad]
         if not used:
             raise UncoveredError("the scalar does not depend on an output of the model that depends on its tokens.")
-        linear = sum(_by_sequence(slopes[k] * outputs[k].detach()) for k in range(len(at)) if slopes[k] is not None)
-        bias = sum(_by_sequence(slopes[k] * tangents[k]) for k in range(len(at)) if slopes[k] is not None)
+        linear = torch.stack([_by_sequence(slope * outputs[k].detach()) for slope, k in known]).sum(0)
+        bias = torch.stack([_by_sequence(slope * tangents[k]) for slope, k in known]).sum(0)
+        value, observed = value.detach().double(), self._observe(target, logit)
+        observed = value if observed is None else observed.detach().to(value)
+        return _LinearPart([outputs[k] for _, k in used], [slope for slope, _ in used], value, linear, bias, observed)
+
+    def _shares(self, target: Any, logit: Logit, *, depth: bool) -> Shares:
+        point = self._linear_part(target, logit)
         # Of the modules in which the tokens' vectors arrive, the first; for `depth` those in lists, the blocks.
         streams = list(self._streams.values())[:1]
         blocks = [self._streams[name] for name in self._streams if name.rpartition(".")[2].isdigit()] if depth else []
         wanted = [*self._leaves, *(stream.value for stream in (*streams, *blocks))]
-        grads = torch.autograd.grad(
-            [outputs[k] for k in used], wanted, [slopes[k] for k in used], retain_graph=True, allow_unused=True
-        )
+        grads = torch.autograd.grad(point.outputs, wanted, point.slopes, retain_graph=True, allow_unused=True)
         given = zip(self._leaves, grads, strict=False)
         tokens = torch.stack([_by_token(leaf, g) for leaf, g in given if g is not None]).sum(0)
         embedding = torch.zeros_like(tokens)
@@ -150,15 +199,13 @@ class FrozenRun:
             constants = _by_token(entered[0][0].tangent, entered[0][1])
             if constants.shape == tokens.shape:
                 embedding = constants
-        value = value.detach().double()
-        observed = self._observe(target, logit)
         layers = [_by_token(stream.value.detach(), g) for stream, g in entered[len(streams) :] if g is not None]
         return Shares(
             tokens + embedding,
             embedding,
-            bias - embedding.sum(1),
-            value - linear,
-            value if observed is None else observed.detach().to(value),
+            point.bias - embedding.sum(1),
+            point.value - point.linear,
+            point.observed,
             torch.stack(layers) if layers else None,
         )
 
@@ -202,6 +249,7 @@ class FrozenRun:
                 if isinstance(self._place, str):
                     given[self._place] = self._leaf(given[self._place], whole)
                 with Freezing(self._where, self._marker(whole), half=self._rule == "half") as mode:
+                    self._mode = mode
                     try:
                         output = call_host(self._model, given)
                     except NotImplementedError as error:
@@ -213,6 +261,8 @@ class FrozenRun:
                             "method such as 'alti', or the module's plain code."
                         ) from error
                 self.shared = frozenset(mode.shared)
+                if mode.last_sum is not None and mode.in_stream(mode.last_sum):
+                    self._last_stream = Stream(mode.last_sum, forward_ad.unpack_dual(mode.last_sum).tangent)
                 tangents = mapped(output, _tangent)
                 values = mapped(output, lambda t: forward_ad.unpack_dual(t).primal if t.is_floating_point() else t)
             return values, tangents
@@ -247,6 +297,10 @@ class FrozenRun:
             if stream is not None and stream.requires_grad:
                 with torch._C.DisableTorchFunction():
                     self._streams[name] = Stream(stream, forward_ad.unpack_dual(stream).tangent)
+                # The code before the first block of a list may scale the embeddings.
+                if name.rpartition(".")[2].isdigit() and not self._began:
+                    self._began = True
+                    self._mode.enter_stream(stream)
 
     def _leave(self, output: Any) -> None:
         for tensor in tensors(output):

@@ -1,4 +1,4 @@
-"""`Shares`: the parts of a scalar of a model's output, which add up to it."""
+"""`Shares`: the parts of a scalar of a model's output, which add up to it; `Unembedding`: its last linear part."""
 
 from dataclasses import dataclass
 
@@ -35,3 +35,22 @@ class Shares:
     def size(self) -> Float[Tensor, " batch"]:
         """The sum of the parts' absolute values, whose rounding bounds that of the gap."""
         return self.tokens.abs().sum(1) + self.bias.abs() + self.remainder.abs()
+
+
+@dataclass(frozen=True, eq=False)
+class Unembedding:
+    """A scalar of the output as a function of the last residual stream: stream . gradient + bias + remainder = value.
+
+    Attributes:
+        stream: the residual stream after the last sum, before the final norm.
+        gradient: the gradient of the scalar at the stream, through the frozen final norm and head.
+        bias: the part of the biases and other constants after the stream.
+        remainder: the scalar less its linear part at the output; zero for a logit.
+        value: the scalar of the traced output; at length, that of the frozen run.
+    """
+
+    stream: Float[Tensor, "batch query out"]
+    gradient: Float[Tensor, "batch query out"]
+    bias: Float[Tensor, " batch"]
+    remainder: Float[Tensor, " batch"]
+    value: Float[Tensor, " batch"]

@@ -51,3 +51,12 @@ def norms(
         y = each.repeat_interleave(v.shape[0] // each.shape[0], dim=0)
         return (y * contributions).sum(1) if kind == "dot" else (y.abs() - (y - contributions).abs()).sum(1)
     return torch.linalg.vector_norm(contributions, torch.inf if kind == "max" else p, dim=1)
+
+
+def alti_norms(
+    vectors: Float[Tensor, "group channel row col"],
+    weight: Float[Tensor, "#group out channel"] | None,
+    reference: Float[Tensor, "batch row out"],
+) -> tuple[Float[Tensor, "group row col"], Float[Tensor, "group row col"]]:
+    """Return the orders "alti" and 1 of `norms`."""
+    return norms(vectors, weight, order="alti", reference=reference), norms(vectors, weight, order=1.0)

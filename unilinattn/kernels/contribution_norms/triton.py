@@ -63,6 +63,17 @@ def norms(
     return total if kind in ("l1", "alti", "dot") else total.pow_(1 / p)
 
 
+def alti_norms(
+    vectors: Float[Tensor, "group channel row col"],
+    weight: Float[Tensor, "#group out channel"] | None,
+    reference: Float[Tensor, "batch row out"],
+) -> tuple[Float[Tensor, "group row col"], Float[Tensor, "group row col"]]:
+    """Return the orders "alti" and 1 of `norms`, a product W v for each."""
+    if weight is None:
+        return tiled.alti_norms(vectors, weight, reference)
+    return norms(vectors, weight, order="alti", reference=reference), norms(vectors, weight, order=1.0)
+
+
 def held_elements(shape: Sequence[int], outs: int) -> int:
     """Return the elements that `norms` allocates besides its result; `shape` is (group, channel, row, col)."""
     groups, _, rows, cols = shape

@@ -1,0 +1,213 @@
+"""`alti_logit`: what each token adds to a logit through each layer, its own mixing followed back by ALTI."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unilinattn.errors import ExactnessError, UncoveredError
+from unilinattn.memory import reserved
+from unilinattn.methods.alti import AltiOptions, mixing
+from unilinattn.methods.composition import product_cost
+from unilinattn.methods.costs import estimated
+from unilinattn.methods.latim import residual_of, stream_errors
+from unilinattn.methods.logit import only_target, write_rows
+from unilinattn.methods.maps import ONE_ROW, blank_padding, gather_rows, map_bytes, map_shape, sum_on_first
+from unilinattn.methods.options import ScalarOptions
+from unilinattn.methods.results import allocate_scores, make_result
+from unilinattn.methods.selection import composable_steps, every_position, layers_from, only_port, query_rows
+from unilinattn.methods.vectors import contribution_tiles, shares_cost
+from unilinattn.operator.cost import apply_cost
+from unilinattn.progress import progress
+from unilinattn.registry import register_method
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
+from unilinattn.tracing.trust import tolerance
+
+NAME = "alti_logit"
+EXTRAS = ("bias", "remainder", "logit", "gap")
+"""Extras of a result, one number for each row."""
+
+
+class AltiLogitOptions(ScalarOptions):
+    """Options of `alti_logit`."""
+
+
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return the cost of `alti_logit`: a run of the model, and the map of every step with its product."""
+    chosen = AltiLogitOptions.of(NAME, options)
+    layers = _layers(trace)
+    target = only_target(trace, target, chosen)
+    batch, queries, keys = map_shape(layers[0])
+    rows, width = queries if target is None else 1, layers[0].output.element_size()
+
+    def of_step(step: Sequence[Layer]) -> tuple[int, int]:
+        size, operations = shares_cost(step, queries, exact=True)
+        if target is None:
+            return size, 2 * operations
+        passes = [apply_cost(op.chains, op.inputs) for op in map(only_port, step)]
+        return size, operations + 2 * sum(one.operations for one in passes)
+
+    of, held = product_cost(trace, NAME, layers, target, of_step)
+    run = trace.frozen_cost(rows)
+    # The head's backward pass, once for each row.
+    head = rows * (run.operations - trace.frozen_cost(0).operations)
+    before = LayerCost("frozen run", "forward pass", run.bytes, run.operations + head)
+    # The unembedding of every row, and one row for each number of the extras in float64.
+    held += batch * rows * keys * width + layers[0].output.numel() * width
+    return estimated(NAME, layers, target, None, of, held=held, extras=8 * batch * rows * len(EXTRAS), before=[before])
+
+
+@register_method(NAME, options=AltiLogitOptions, cost=cost)
+def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
+    """ALTI-Logit: C_it = sum_l sum_j (T^l_ij x_j . U) R^{l-1}_jt, token t's part of what layers add to a logit.
+
+    LaTIM Eq. 7-8; Ferrando et al. (2023). U is the gradient of the logit at the last residual sum, through the frozen
+    final norm and head; T^l_ij excludes the residual stream, which would be counted once a layer; R^l = P^l ... P^1 is
+    the product of ALTI's maps up to layer l, R^0 the identity. Two more parts make the scores complete: the stream that
+    enters the first layer, delta_it x0_i . U, and the vectors f^l that the host adds between two layers (MLPs, their
+    biases included), sum_l (f^l_i . U) R^l_it.
+
+    Scores: (batch, query, key), without `query` for a target. Extras, with the same axes but `key`: `bias`, the
+    biases of the layers, of the final norm and of the head; `remainder`, what is not linear in the output, zero for a
+    logit; `logit`, the value that scores, bias and remainder add up to; and `gap`, what they miss of it.
+    `completeness_gap` is the largest gap relative to the logit. Keys of padding that a host does not mask are no
+    tokens, so that their contributions are part of the gap.
+
+    Options: `AltiLogitOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model without
+    logits, `UncoveredError` for a layer without a residual stream outside its module, for a stream that is normed
+    between layers (post-norm) and for layers that cannot be composed, `StreamError` if stream and output do not add up,
+    and `ExactnessError` if the scores miss the logit.
+    """
+    chosen = AltiLogitOptions.of(NAME, options)
+    layers = _layers(trace)
+    errors = stream_errors(trace, layers, NAME)
+    target = only_target(trace, target, chosen)
+    stream, gradient, extras = _unembedded(trace, layers[0], target, chosen)
+    scores, biases = _accumulated(trace, layers, target, gradient, stream)
+    extras["bias"] += biases
+    known = scores.double().sum(-1) + extras["bias"] + extras["remainder"]
+    extras["gap"] = (known - extras["logit"]).abs()
+    _require_complete(trace, layers, scores, extras)
+    if target is not None:
+        scores, extras = scores.squeeze(1), {name: values.squeeze(1) for name, values in extras.items()}
+    value = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
+    return make_result(
+        trace,
+        NAME,
+        layers,
+        scores,
+        options=chosen,
+        target=target,
+        scope="layer",
+        extras=extras,
+        completeness_gap=float((extras["gap"] / value).max()),
+        stream_error=errors,
+    )
+
+
+def _accumulated(
+    trace: Trace,
+    layers: Sequence[Layer],
+    target: Target | None,
+    gradient: Float[Tensor, "batch query out"],
+    above: Float[Tensor, "batch query out"],
+) -> tuple[Float[Tensor, "batch row key"], Float[Tensor, "batch row"]]:
+    """Return the scores and the part of the layers' biases, from the last step to the first.
+
+    `gradient` is U of each row without a target, and of all positions for a target; `above` is the stream after the
+    last sum.
+    """
+    rows = query_rows(trace, layers[0])
+    scores = allocate_scores(NAME, layers, target)
+    biases = torch.zeros(scores.shape[:2], dtype=torch.float64, device=scores.device)
+
+    def along(vectors: Float[Tensor, "batch query out"]) -> Float[Tensor, "batch query"]:
+        return (vectors.to(gradient) * gradient).sum(-1, dtype=torch.float64).to(scores)
+
+    def add(vectors: Float[Tensor, "batch query out"]) -> None:
+        """Add vectors of the tokens themselves."""
+        (scores.diagonal(dim1=1, dim2=2) if target is None else scores[:, 0]).add_(along(vectors))
+
+    size = map_bytes(layers[0])
+    with reserved(size + scores.numel() * scores.element_size(), f"{NAME}: the map of a step and its product", ONE_ROW):
+        for step in progress(composable_steps(trace, NAME, layers)[::-1], NAME):
+            stream = residual_of(step[0], NAME)
+            factors = [layer.multiplier for layer in step]
+            after = sum_on_first([stream, *(f * layer.output for f, layer in zip(factors, step, strict=True))])
+            add(above.to(after) - after)
+            share = step[0].output.new_zeros(map_shape(step[0]))
+            mixing(share, trace, step, rows.to(share.device), AltiOptions())
+            scores = scores @ share.to(scores)
+            if target is None:
+                for tile in contribution_tiles(step, factors, rows, "exact"):
+                    reference = gather_rows(gradient, rows[:, tile.rows])
+                    scores[:, tile.rows, tile.cols] += tile.norms("dot", reference=reference)
+            for factor, layer in zip(factors, step, strict=True):
+                op = only_port(layer)
+                if target is not None:
+                    pulled = op.inputs["x"] * op.adjoint(gradient.to(op.output))
+                    scores[:, 0] += factor * pulled.sum(-1).to(scores)
+                part = factor * along(op.bias).double()
+                biases += part if target is None else part.sum(1, keepdim=True)
+            above = stream
+        add(above)
+    blank_padding(scores, trace, layers[0], query_rows(trace, layers[0], target))
+    return scores, biases
+
+
+def _unembedded(
+    trace: Trace, layer: Layer, target: Target | None, options: AltiLogitOptions
+) -> tuple[Float[Tensor, "batch query out"], Float[Tensor, "batch query out"], dict[str, Float[Tensor, "batch row"]]]:
+    """Return the stream after the last sum, U, and the extras without the layers' biases, of one frozen run.
+
+    U is that of the target's logit at every position, or without a target that of each position's own logit there.
+    """
+    targets = every_position(trace) if target is None else [target]
+    run = trace.frozen(None if callable(options.logit) else targets)
+    gradient = torch.zeros_like(layer.output)
+    count = layer.output.shape[1] if target is None else 1
+    extras = {name: gradient.new_zeros(len(gradient), count, dtype=torch.float64) for name in EXTRAS}
+    for position in progress(targets, NAME):
+        part = run.unembedding(position, options.logit)
+        if target is None:
+            rows = query_rows(trace, layer, position)
+            write_rows(gradient, rows, gather_rows(part.gradient.to(gradient), rows).squeeze(1))
+        else:
+            rows, gradient = torch.zeros_like(extras["bias"], dtype=torch.long), part.gradient.to(gradient)
+        for name, values in (("bias", part.bias), ("remainder", part.remainder), ("logit", part.value)):
+            write_rows(extras[name], rows, values)
+    return part.stream, gradient, extras
+
+
+def _layers(trace: Trace) -> tuple[Layer, ...]:
+    """Return all layers; raise `UncoveredError` for one whose residual stream is unknown or inside its module."""
+    layers = layers_from(trace, NAME, 0)
+    for layer in layers:
+        residual_of(layer, NAME)
+        if layer.stream is None:
+            raise UncoveredError(
+                f"{NAME}: the module of {layer.name} contains its residual, so the streams before and after it are "
+                "related by more than a sum (a norm after it), and the contributions of the layers to a logit cannot "
+                "be told apart at the last of them. Use the method 'logit'."
+            )
+    return layers
+
+
+def _require_complete(
+    trace: Trace, layers: Sequence[Layer], scores: Float[Tensor, "batch row key"], extras: dict[str, Tensor]
+) -> None:
+    """Raise `ExactnessError` if the scores of an unpadded input miss the logit."""
+    size = scores.double().abs().sum(-1) + extras["bias"].abs() + extras["remainder"].abs()
+    error = float((extras["gap"] / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
+    accepted = max(tolerance(layer.precision) for layer in layers)
+    # Written so that a NaN is refused too.
+    if trace.mask is None and not error <= accepted:
+        raise ExactnessError(
+            f"{NAME}: scores and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. "
+            "The host may add to its stream in a way that its last sum does not show; use the method 'logit'."
+        )

@@ -1,0 +1,100 @@
+"""Products of the maps of all steps, the last one leftmost."""
+
+from collections.abc import Callable, Sequence
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.memory import reserved
+from unilinattn.methods.costs import composed_cost, estimated, vecmat_cost
+from unilinattn.methods.maps import ONE_ROW, blank_padding, composed, map_bytes, map_shape, sum_on_first, vecmat
+from unilinattn.methods.options import MapOptions
+from unilinattn.methods.results import allocate_scores
+from unilinattn.methods.selection import composable_steps, query_rows
+from unilinattn.progress import progress
+from unilinattn.results.estimate import Estimate
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
+
+Fill = Callable[[Sequence[Layer], Int[Tensor, "batch row"], Float[Tensor, "batch row key"]], None]
+"""Writes the rows of a step's map at some positions into a tensor of zeros."""
+
+
+def product_of_maps(
+    trace: Trace, method: str, layers: Sequence[Layer], target: Target | None, fill: Fill
+) -> Float[Tensor, "batch row key"]:
+    """Return P_n ... P_1, or its row of a target; `fill` writes the map P of a step.
+
+    Raises `UncoveredError` if layers are on different streams.
+    """
+    steps = composable_steps(trace, method, layers)
+    rho = _identity(trace, method, layers, target)
+    size = map_bytes(layers[0])
+    with reserved(size + rho.numel() * rho.element_size(), f"{method}: the map of a step and its product", ONE_ROW):
+        for step in progress(steps if target is None else steps[::-1], method):
+            mixing = step[0].output.new_zeros(map_shape(step[0]))
+            fill(step, query_rows(trace, step[0]), mixing)
+            mixing = mixing.to(rho)
+            rho = mixing @ rho if target is None else rho @ mixing
+    blank_padding(rho, trace, layers[0], query_rows(trace, layers[0], target))
+    return rho
+
+
+def product_cost(
+    trace: Trace,
+    method: str,
+    layers: Sequence[Layer],
+    target: Target | None,
+    cost: Callable[[Sequence[Layer]], tuple[int, int]],
+) -> tuple[Callable[[Layer], tuple[int, int]], int]:
+    """Return the cost of each layer in `product_of_maps` and the bytes held throughout; `cost` is that of a map."""
+    step_of = {layer.name: step for step in composable_steps(trace, method, layers) for layer in step}
+
+    def of(layer: Layer) -> tuple[int, int]:
+        step = step_of[layer.name]
+        batch, queries, keys = map_shape(layer)
+        size, operations = cost(step)
+        return size, operations // len(step) + batch * queries * keys * (queries if target is None else 1)
+
+    return of, (2 if target is None else 1) * map_bytes(layers[0])
+
+
+def rollout_of_maps(
+    trace: Trace, method: str, layers: Sequence[Layer], target: Target | None, options: MapOptions
+) -> Float[Tensor, "batch row key"]:
+    """Return A_n ... A_1 with A = I + the sum of the maps of a step's layers, or its row of a target.
+
+    For a target only its row is multiplied by the maps: in linear time and without any map, if the options keep the
+    plain mean over heads. Raises `UncoveredError` if layers are on different streams.
+    """
+    steps = composable_steps(trace, method, layers)
+    rows = query_rows(trace, layers[0], target)
+    rho = _identity(trace, method, layers, target)
+    if target is None:
+        for step in progress(steps, method):
+            rho = composed(rho, trace, step, options)
+    else:
+        for step in progress(steps[::-1], method):
+            below = sum_on_first(vecmat(rho, trace, layer, options, target=rows) for layer in step)
+            rho = rho + below.to(rho)
+    blank_padding(rho, trace, layers[0], rows)
+    return rho
+
+
+def rollout_cost(
+    trace: Trace, method: str, layers: Sequence[Layer], target: Target | None, options: MapOptions
+) -> Estimate:
+    """Return the cost of `rollout_of_maps`: a second product and blocks of a map, or the pass of a row."""
+    composable_steps(trace, method, layers)
+
+    def of(layer: Layer) -> tuple[int, int]:
+        return composed_cost(layer, options) if target is None else vecmat_cost(layer, options)
+
+    return estimated(method, layers, target, None, of, held=map_bytes(layers[0]) if target is None else 0)
+
+
+def _identity(
+    trace: Trace, method: str, layers: Sequence[Layer], target: Target | None
+) -> Float[Tensor, "batch row key"]:
+    rows = query_rows(trace, layers[0], target)
+    return allocate_scores(method, layers, target).scatter_(2, rows.unsqueeze(-1), 1.0)
