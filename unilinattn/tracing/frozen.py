@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError, nearest
+from unilinattn.registry import architecture_of, plain_form_of
 from unilinattn.tracing.freezing import Freezing
 from unilinattn.tracing.frozen_layer import frozen_output
+from unilinattn.tracing.frozen_modules import plain_output
 from unilinattn.tracing.inputs import bound_arguments, call_host, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer
@@ -228,8 +231,11 @@ class FrozenRun:
                 lambda module, args, kwargs, name=name: self._enter(name, module, args, kwargs), with_kwargs=True
             )
             module.register_forward_hook(lambda module, args, output: self._leave(output if whole else None))
+            form = None if module in queues else plain_form_of(type(module))
+            if form is not None:
+                module.forward = partial(plain_output, self._where, module, form, module.forward)
         for module, queue in queues.items():
-            module.forward = lambda *args, module=module, queue=queue, **kwargs: self._layer(
+            module.forward = lambda *args, module=module, queue=queue, **kwargs: self._mixer(
                 queue.pop(0), bound_arguments(module, args, kwargs)
             )
 
@@ -254,6 +260,15 @@ class FrozenRun:
     def _where(self) -> str:
         name, module = self._path[-1]
         return f"{name or 'the model'} ({type(module).__name__})"
+
+    def _mixer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
+        """Return what a layer returned in the trace, with the tensors that depend on tokens in the graph."""
+        returned = self._layer(layer, arguments)
+        architecture = architecture_of(type(layer.module))
+        if architecture is None or architecture.shared_values is None:
+            return returned
+        values = architecture.shared_values(layer.module, arguments)
+        return mapped(returned, lambda t: values if t.shape == values.shape and not t.requires_grad else t)
 
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return what a layer returned in the trace, with its output in the graph."""
