@@ -48,6 +48,11 @@ class Options(BaseModel):
         """Convert numbers and arrays of NumPy and torch to plain Python values."""
         return {name: _plain(value) for name, value in given.items()}
 
+    @property
+    def has_layer_axis(self) -> bool:
+        """Whether the method's scores have a layer axis."""
+        return False
+
     @classmethod
     def of(cls, method: str, given: Mapping[str, Any]) -> Self:
         """Check the options given to a method.
@@ -102,6 +107,11 @@ class Layerwise(Options):
     layers: Literal["all", "mean"] | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
         "all", description="every layer, the mean over all of them, or a list of indices or names"
     )
+
+    @property
+    def has_layer_axis(self) -> bool:
+        """Whether the scores have a layer axis: not for the mean."""
+        return self.layers != "mean"
 
 
 class Composed(Options):
