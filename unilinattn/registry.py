@@ -1,7 +1,7 @@
 """Architectures and methods by name, registered by this package or by others through entry points."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -35,8 +35,16 @@ PaddingLeak = Callable[[nn.Module, Tensor], str | None]
 ExtraOutputs = int | Callable[[nn.Module], int]
 """Number of values that a module returns after its output, or a function from the module to it."""
 
+SharedValues = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+"""Computes, in plain torch, the tensor that a module returns for later layers, from the arguments of its call."""
+
+PlainForm = Callable[..., Any]
+"""Plain torch code of a module without token mixing: `form(module, *args, **kwargs)` returns the result of its call."""
+
 Adapter = TypeVar("Adapter", bound=Build)
 Function = TypeVar("Function", bound=Callable[..., Attribution])
+Form = TypeVar("Form", bound=PlainForm)
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Architecture:
         needs_capture: whether `build` needs a record of `capture`, so that it cannot replace the host's own forward.
         extra_outputs: number of values that the host's forward returns after its output, or a function from the module
             to this number. Each is None where an operator replaces the forward.
+        shared_values: `shared_values(module, arguments)` computes the tensor that the host's forward returns for later
+            layers, which read it through a port of their own, such as RWKV-7's values of the first layer.
     """
 
     name: str
@@ -68,6 +78,7 @@ class Architecture:
     padding_leak: PaddingLeak | None = None
     needs_capture: bool = False
     extra_outputs: ExtraOutputs = 0
+    shared_values: SharedValues | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ class Method:
 _architectures: dict[str, Architecture] = {}
 _hosts: dict[str, Architecture] = {}
 _methods: dict[str, Method] = {}
+_plain_forms: dict[str, PlainForm] = {}
 
 
 def register_architecture(
@@ -98,6 +110,7 @@ def register_architecture(
     padding_leak: PaddingLeak | None = None,
     needs_capture: bool = False,
     extra_outputs: ExtraOutputs = 0,
+    shared_values: SharedValues | None = None,
 ) -> Callable[[Adapter], Adapter]:
     """Register an adapter for host classes named as strings, "package.module.Class"; subclasses match by their MRO.
 
@@ -114,11 +127,39 @@ def register_architecture(
                 f"architecture {name!r} or its hosts {taken} are registered already; choose another name."
             )
         architecture = Architecture(
-            name, kind, hosts, _first_line(build), build, capture, padding_leak, needs_capture, extra_outputs
+            name,
+            kind,
+            hosts,
+            _first_line(build),
+            build,
+            capture,
+            padding_leak,
+            needs_capture,
+            extra_outputs,
+            shared_values,
         )
         _architectures[name] = architecture
         _hosts.update(dict.fromkeys(hosts, architecture))
         return build
+
+    return decorate
+
+
+def register_plain_form(*hosts: str) -> Callable[[Form], Form]:
+    """Register the plain form of modules between layers whose own code hides its computation, such as fused norms.
+
+    The frozen run (see `Trace.frozen`) calls `form(module, *args, **kwargs)` in place of the module's forward, and
+    compares the results. `hosts` are class names, "package.module.Class"; subclasses match by their MRO.
+
+    Raises `OptionError` if a host class has a plain form already.
+    """
+
+    def decorate(form: Form) -> Form:
+        taken = [host for host in hosts if host in _plain_forms]
+        if taken:
+            raise OptionError(f"{taken} have a plain form already; register the form of another class.")
+        _plain_forms.update(dict.fromkeys(hosts, form))
+        return form
 
     return decorate
 
@@ -157,12 +198,12 @@ def list_methods() -> dict[str, Method]:
 
 def architecture_of(cls: type) -> Architecture | None:
     """Return the architecture registered for a host class or its nearest ancestor, None if there is none."""
-    load_entry_points()
-    for ancestor in cls.__mro__:
-        architecture = _hosts.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
-        if architecture is not None:
-            return architecture
-    return None
+    return _nearest_ancestor(_hosts, cls)
+
+
+def plain_form_of(cls: type) -> PlainForm | None:
+    """Return the plain form registered for a host class or its nearest ancestor, None if there is none."""
+    return _nearest_ancestor(_plain_forms, cls)
 
 
 def method(name: str) -> Method:
@@ -177,7 +218,7 @@ def method(name: str) -> Method:
 def overridden(*entries: Architecture | Method) -> Iterator[None]:
     """Override or add entries inside the block, and restore the registry as it was before, to test an adapter."""
     load_entry_points()
-    tables: tuple[dict[str, Any], ...] = (_architectures, _hosts, _methods)
+    tables: tuple[dict[str, Any], ...] = (_architectures, _hosts, _methods, _plain_forms)
     before = [dict(table) for table in tables]
     try:
         for entry in entries:
@@ -191,6 +232,12 @@ def overridden(*entries: Architecture | Method) -> Iterator[None]:
         for table, old in zip(tables, before, strict=True):
             table.clear()
             table.update(old)
+
+
+def _nearest_ancestor(table: Mapping[str, Entry], cls: type) -> Entry | None:
+    load_entry_points()
+    names = (f"{ancestor.__module__}.{ancestor.__qualname__}" for ancestor in cls.__mro__)
+    return next((table[name] for name in names if name in table), None)
 
 
 def _first_line(function: Callable[..., object]) -> str:

@@ -125,6 +125,18 @@ def test_every_law_holds(host: Host) -> None:
 
 
 @every_host
+@pytest.mark.parametrize("form", ["plain", "padded"])
+def test_shares_add_up_to_the_logit(host: Host, form: str) -> None:
+    host_trace = traced(host, form)
+    run = host_trace.frozen()
+    shares = run.complete_shares(-1, 1)
+    assert float((shares.gap / shares.size).max()) <= tolerance("reconstruction", torch.float32)
+    assert bool((shares.tokens != 0).any()) and not run.shared
+    if host_trace.mask is not None:
+        assert not shares.tokens[~host_trace.mask].any()
+
+
+@every_host
 def test_the_bias_depends_only_on_biases(host: Host) -> None:
     bare = copy.deepcopy(model(host))
     sizes = [layer.operator.bias.abs().amax() for layer in traced(host, "plain").layers]

@@ -10,9 +10,11 @@ from transformers import T5ForConditionalGeneration as T5
 
 import unilinattn as ula
 from tests.methods.hosts import HOSTS, inputs, traced
-from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.errors import ExactnessError, ExactnessWarning, InputError, OptionError, UncoveredError
 from unilinattn.examples import TASKS, load
 from unilinattn.examples.tasks import HELD_OUT_SEED
+from unilinattn.tracing import freezing
+from unilinattn.tracing.frozen_forms import as_source
 
 SIDES = ("none", "left")
 
@@ -34,6 +36,57 @@ def test_each_row_is_the_target_at_its_position(side: str) -> None:
     assert not every.scores.triu(1).any()
     total = every.scores.double().sum(-1) + every.extras["bias"] + every.extras["remainder"]
     assert torch.allclose(total, every.extras["logit"], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("by", ["depth", "layer"])
+@pytest.mark.parametrize("side", SIDES)
+def test_rows_by_depth_and_by_layer_add_up(side: str, by: str) -> None:
+    trace = traced("llama", side)
+    every = ula.explain(trace, method="logit", by=by)
+    assert every.dims == ("layer", "batch", "query", "key") and len(every.layers) == every.sizes["layer"]
+    one = ula.explain(trace, method="logit", by=by, target=-1)
+    assert one.dims == ("layer", "batch", "key")
+    place = trace.positions(-1)
+    rows = torch.arange(len(place))
+    assert torch.allclose(one.scores, every.scores[:, rows, place], rtol=1e-9, atol=1e-12)
+    for name, values in one.extras.items():
+        assert torch.allclose(values, every.extras[name][:, rows, place], rtol=1e-9, atol=1e-9)
+    assert not every.scores.triu(1).any()
+    extras = one.extras
+    total = extras["part"] if by == "layer" else extras["logit"] - extras["remainder"]
+    assert torch.allclose(one.scores.double().sum(-1) + extras["bias"], total, rtol=1e-6, atol=1e-9)
+    plain = ula.explain(trace, method="logit", target=-1)
+    assert torch.allclose(extras["logit"], plain.extras["logit"].expand_as(extras["logit"]))
+    if by == "depth":
+        # Llama adds nothing to the tokens' embeddings.
+        assert torch.allclose(one.scores[0], plain.scores, rtol=1e-9)
+        assert torch.allclose(extras["bias"][0], plain.extras["bias"])
+    assert set(one.select(layer=0).extras) == set(extras)
+    estimated = ula.estimate(trace, method="logit", by=by, target=-1)
+    assert estimated.shape == tuple(one.scores.shape)
+    assert estimated.result == sum(t.numel() * t.element_size() for t in (one.scores, *extras.values()))
+
+
+def test_the_embedding_has_the_part_of_the_positions() -> None:
+    trace = traced("gpt2")
+    result = ula.explain(trace, target=-1)
+    assert result.extras["embedding"].shape == result.scores.shape
+    assert bool((result.extras["embedding"] != 0).all())
+    estimated = ula.estimate(trace, target=-1)
+    assert estimated.result == sum(t.numel() * t.element_size() for t in (result.scores, *result.extras.values()))
+    assert not ula.explain(traced("mamba2"), target=-1).extras["embedding"].any()
+
+
+def test_shares_that_miss_the_logit_are_kept_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = traced("gpt2")
+    monkeypatch.setattr(freezing, "as_source", lambda x, like: x if isinstance(x, Tensor) else as_source(x, like))
+    with pytest.raises(ExactnessError, match=r"miss the logit by .* pass trust='warn' to get them with this warning"):
+        ula.explain(trace)
+    with pytest.warns(ExactnessWarning, match="miss the logit by") as caught:
+        result = ula.explain(trace, trust="warn")
+    assert len(caught) == 1 and [str(caught[0].message)] == list(result.warnings)
+    assert result.completeness_gap is not None and result.completeness_gap > 1e-3
+    assert "WARNING: shares and biases miss" in repr(result)
 
 
 def test_the_logit_is_that_of_the_model() -> None:
@@ -102,6 +155,8 @@ def test_invalid_inputs_are_refused() -> None:
     trace = traced("mamba2")
     with pytest.raises(OptionError, match="logit takes no option 'scope'"):
         ula.explain(trace, method="logit", scope="core")
+    with pytest.raises(OptionError, match="logit does not accept by='head'"):
+        ula.explain(trace, method="logit", by="head")
     with pytest.raises(InputError, match=r"logit 999 is out of range: the model has logits 0 to"):
         ula.explain(trace, method="logit", target=-1, logit=999)
     with pytest.raises(InputError, match="target 99 is out of range"):

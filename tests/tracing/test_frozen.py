@@ -1,13 +1,20 @@
 """The frozen run: completeness of shares and biases on every host, and the choice of frozen factors."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 import unilinattn as ula
 from tests.hosts import cases, tables
@@ -75,6 +82,16 @@ def _llama() -> LlamaForCausalLM:
     return model
 
 
+def _gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    model = (
+        GPT2LMHeadModel(GPT2Config(vocab_size=17, n_embd=8, n_layer=2, n_head=2, n_positions=LENGTH)).double().eval()
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
 def _ids() -> Tensor:
     return torch.randint(17, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
@@ -84,11 +101,21 @@ def _rms(norm: nn.Module, x: Tensor) -> Tensor:
     return norm.weight * (x * scale)
 
 
-def _frozen_mamba(model: MambaForCausalLM, x: Tensor) -> Tensor:
+class _Steps(NamedTuple):
+    """The stream that enters each block, and the input and output of each mixer, of a model detached by hand."""
+
+    streams: list[Tensor]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def _frozen_mamba(model: MambaForCausalLM, x: Tensor, steps: _Steps) -> Tensor:
     """Return the logits of the last token with step sizes, B, C, slopes, gates and scales detached by hand."""
     for block in model.backbone.layers:
         mixer = block.mixer
-        inner, gate = mixer.in_proj(_rms(block.norm, x)).chunk(2, -1)
+        steps.streams.append(x)
+        steps.inputs.append(_rms(block.norm, x))
+        inner, gate = mixer.in_proj(steps.inputs[-1]).chunk(2, -1)
         taps = functional.conv1d(
             functional.pad(inner.mT, (mixer.conv_kernel_size - 1, 0)),
             mixer.conv1d.weight,
@@ -96,60 +123,183 @@ def _frozen_mamba(model: MambaForCausalLM, x: Tensor) -> Tensor:
             groups=inner.shape[-1],
         ).mT
         u = taps * torch.sigmoid(taps.detach())
-        steps, key, query = mixer.x_proj(u.detach()).split(
+        raw, key, query = mixer.x_proj(u.detach()).split(
             [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size], -1
         )
-        step = functional.softplus(mixer.dt_proj(steps))
+        step = functional.softplus(mixer.dt_proj(raw).detach())
         decay = torch.exp(step[..., None] * -torch.exp(mixer.A_log))
         state, outputs = torch.zeros_like(decay[:, 0]), []
         for t in range(x.shape[1]):
             state = decay[:, t] * state + (step[:, t] * u[:, t])[..., None] * key[:, t, None]
             outputs.append((state * query[:, t, None]).sum(-1))
         y = torch.stack(outputs, 1) + mixer.D * u
-        x = x + mixer.out_proj(y * functional.silu(gate.detach()))
+        steps.outputs.append(mixer.out_proj(y * functional.silu(gate.detach())))
+        x = x + steps.outputs[-1]
     return model.lm_head(_rms(model.backbone.norm_f, x)[:, -1])
 
 
-def _frozen_llama(model: LlamaForCausalLM, x: Tensor) -> Tensor:
+def _frozen_llama(model: LlamaForCausalLM, x: Tensor, steps: _Steps) -> Tensor:
     """Return the logits of the last token with attention weights, activated halves and scales detached by hand."""
     with torch.no_grad():
         weights = model(_ids(), output_attentions=True).attentions
     for block, attention in zip(model.model.layers, weights, strict=True):
-        value = block.self_attn.v_proj(_rms(block.input_layernorm, x))[:, None]
-        x = x + block.self_attn.o_proj((attention @ value).transpose(1, 2).flatten(2))
+        steps.streams.append(x)
+        steps.inputs.append(_rms(block.input_layernorm, x))
+        value = block.self_attn.v_proj(steps.inputs[-1])[:, None]
+        steps.outputs.append(block.self_attn.o_proj((attention @ value).transpose(1, 2).flatten(2)))
+        x = x + steps.outputs[-1]
         normed = _rms(block.post_attention_layernorm, x)
         active = functional.silu(block.mlp.gate_proj(normed)).detach()
         x = x + block.mlp.down_proj(active * block.mlp.up_proj(normed))
     return model.lm_head(_rms(model.model.norm, x)[:, -1])
 
 
-BY_HAND: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
-    "mamba": (_mamba, _frozen_mamba),
-    "llama": (_llama, _frozen_llama),
+def _frozen_gpt2(model: GPT2LMHeadModel, x: Tensor, steps: _Steps) -> Tensor:
+    """Return the logits of the last token with attention weights, GELU's slopes and deviations detached by hand."""
+    with torch.no_grad():
+        weights = model(_ids(), output_attentions=True).attentions
+    for block, attention in zip(model.transformer.h, weights, strict=True):
+        steps.streams.append(x)
+        steps.inputs.append(_layer_norm(block.ln_1, x))
+        value = block.attn.c_attn(steps.inputs[-1])[..., 16:].unflatten(-1, (2, 4)).transpose(1, 2)
+        steps.outputs.append(block.attn.c_proj((attention @ value).transpose(1, 2).flatten(2)))
+        x = x + steps.outputs[-1]
+        inner = block.mlp.c_fc(_layer_norm(block.ln_2, x))
+        x = x + block.mlp.c_proj(inner * (block.mlp.act(inner) / inner).detach())
+    return model.lm_head(_layer_norm(model.transformer.ln_f, x)[:, -1])
+
+
+def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return norm.weight * centred * torch.rsqrt(centred.detach().square().mean(-1, keepdim=True) + norm.eps) + norm.bias
+
+
+class _ByHand(NamedTuple):
+    """A model, its frozen form, and the constants in that form by the module whose share they are."""
+
+    build: Callable[[], Any]
+    logits: Callable[[Any, Tensor, _Steps], Tensor]
+    biases: Callable[[Any], dict[str, list[Tensor]]]
+
+
+def _mamba_biases(model: MambaForCausalLM) -> dict[str, list[Tensor]]:
+    blocks = enumerate(model.backbone.layers)
+    return {
+        f"backbone.layers.{k}.mixer": [getattr(block.mixer, name).bias for name in ("in_proj", "conv1d", "out_proj")]
+        for k, block in blocks
+    }
+
+
+def _llama_biases(model: LlamaForCausalLM) -> dict[str, list[Tensor]]:
+    biases = {}
+    for k, block in enumerate(model.model.layers):
+        biases[f"model.layers.{k}.self_attn"] = [block.self_attn.v_proj.bias, block.self_attn.o_proj.bias]
+        for name in ("up_proj", "down_proj"):
+            biases[f"model.layers.{k}.mlp.{name}"] = [getattr(block.mlp, name).bias]
+    return biases
+
+
+def _gpt2_biases(model: GPT2LMHeadModel) -> dict[str, list[Tensor]]:
+    biases = {"transformer.ln_f": [model.transformer.ln_f.bias]}
+    for k, block in enumerate(model.transformer.h):
+        biases[f"transformer.h.{k}.attn"] = [block.attn.c_attn.bias, block.attn.c_proj.bias]
+        for name in ("ln_1", "ln_2"):
+            biases[f"transformer.h.{k}.{name}"] = [getattr(block, name).bias]
+        for name in ("c_fc", "c_proj"):
+            biases[f"transformer.h.{k}.mlp.{name}"] = [getattr(block.mlp, name).bias]
+    return biases
+
+
+BY_HAND = {
+    "mamba": _ByHand(_mamba, _frozen_mamba, _mamba_biases),
+    "llama": _ByHand(_llama, _frozen_llama, _llama_biases),
+    "gpt2": _ByHand(_gpt2, _frozen_gpt2, _gpt2_biases),
 }
+
+
+def _detached(name: str) -> tuple[Any, Tensor, Tensor, Tensor, _Steps]:
+    """Return a model, the logit of its form detached by hand, the tokens' vectors, their positions' part, and steps."""
+    model = BY_HAND[name].build()
+    model.config._attn_implementation = "eager"
+    x = model.get_input_embeddings()(_ids()).detach()
+    positions = model.transformer.wpe.weight[:LENGTH].detach() if name == "gpt2" else torch.zeros(())
+    x = (x + positions).requires_grad_()
+    steps = _Steps([], [], [])
+    with promoted():
+        logit = BY_HAND[name].logits(model, x, steps)[:, 3]
+    return model, logit, x, positions.expand(x.shape), steps
+
+
+def _worst(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def _misses(name: str) -> float:
     """Return the largest difference of shares and biases from those of the detached model, relative to the largest."""
-    build, by_hand = BY_HAND[name]
-    model = build()
-    model.config._attn_implementation = "eager"
-    x = model.get_input_embeddings()(_ids()).detach().requires_grad_()
-    with promoted():
-        logit = by_hand(model, x)[:, 3]
+    model, logit, x, positions, _ = _detached(name)
     (grad,) = torch.autograd.grad(logit.sum(), x)
     expected = (grad * x).sum(-1).detach()
     with promoted():
         shares = ula.trace(model, _ids(), progress=False).frozen().shares(-1, 3)
     assert torch.allclose(logit.detach(), shares.value, rtol=1e-9)
     bias = logit.detach() - expected.sum(1)
-    worst = torch.maximum((shares.tokens - expected).abs().max(), (shares.bias - bias).abs().max())
-    return float(worst / expected.abs().max())
+    parts = torch.cat([expected, bias[:, None], (grad * positions).sum(-1)], 1)
+    return _worst(torch.cat([shares.tokens, shares.bias[:, None], shares.embedding], 1), parts)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_shares_equal_those_of_detached_models(name: str) -> None:
     assert _misses(name) <= 1e-12
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("by", ["depth", "layer"])
+def test_shares_by_depth_and_by_layer_equal_those_of_detached_models(name: str, by: Any) -> None:
+    model, logit, _, _, steps = _detached(name)
+    tokens, bias, value = [], [], []
+    for k in range(2):
+        if by == "depth":
+            (grad,) = torch.autograd.grad(logit.sum(), steps.streams[k], retain_graph=True)
+            source, total = steps.streams[k], logit
+        else:
+            (at,) = torch.autograd.grad(logit.sum(), steps.outputs[k], retain_graph=True)
+            (grad,) = torch.autograd.grad(steps.outputs[k], steps.inputs[k], at, retain_graph=True)
+            source, total = steps.inputs[k], (at * steps.outputs[k]).flatten(1).sum(1)
+        tokens.append((grad * source).sum(-1).detach())
+        bias.append(total.detach() - tokens[-1].sum(1))
+        value.append(total.detach())
+    with promoted():
+        parts = ula.trace(model, _ids(), progress=False).frozen().complete_shares(-1, 3, by=by).parts
+    assert parts is not None and parts.tokens.shape == (2, 2, LENGTH)
+    assert _worst(parts.tokens, torch.stack(tokens)) <= 1e-12
+    assert _worst(parts.bias, torch.stack(bias)) <= 1e-12
+    assert _worst(parts.value, torch.stack(value)) <= 1e-12
+    assert _worst(parts.tokens[0], parts.tokens[1]) > 1e-3
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_biases_by_source_equal_gradients_at_the_biases(name: str) -> None:
+    model, logit, _, _, _ = _detached(name)
+    expected = {}
+    for module, constants in BY_HAND[name].biases(model).items():
+        grads = [torch.autograd.grad(one, constants, retain_graph=True) for one in logit]
+        expected[module] = torch.stack(
+            [sum((g * c).sum() for g, c in zip(row, constants, strict=True)).detach() for row in grads]
+        )
+    with promoted():
+        run = ula.trace(model, _ids(), progress=False).frozen()
+        shares, biases = run.shares(-1, 3), run.bias_by_source(-1, 3)
+    assert set(biases) == set(expected)
+    assert _worst(torch.stack([biases[m] for m in expected]), torch.stack(list(expected.values()))) <= 1e-12
+    assert _worst(torch.stack(list(biases.values())).sum(0), shares.bias) <= 1e-12
+
+
+def test_a_model_that_feeds_its_embeddings_in_again_has_no_shares_by_depth() -> None:
+    host = next(case.values[0] for case in HOSTS if "zamba" in case.values[0].name.lower())
+    run = ula.trace(host.model(), host.inputs(), progress=False).frozen()
+    run.complete_shares(-1, 1, by="layer")
+    with pytest.raises(ExactnessError, match=r"shares by depth miss .*tokens reach the logit beside the"):
+        run.complete_shares(-1, 1, by="depth")
 
 
 def test_a_wrong_frozen_factor_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,15 +491,6 @@ def test_padding_has_no_share_and_does_not_change_shares() -> None:
     assert torch.allclose(padded.bias[1], single.bias[0], rtol=1e-10)
 
 
-def test_shares_of_every_depth_are_complete_with_later_biases() -> None:
-    shares = ula.trace(_mamba(), _ids(), progress=False).frozen().shares(-1, 3, depth=True)
-    assert shares.depth is not None
-    assert shares.depth.shape == (2, 2, LENGTH)
-    # No bias precedes the first block.
-    assert torch.allclose(shares.depth[0], shares.tokens)
-    assert not torch.allclose(shares.depth[1], shares.tokens)
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_shares_do_not_depend_on_the_gradient_mode(mode: Any) -> None:
     model = _mamba()
@@ -363,3 +504,5 @@ def test_shares_do_not_depend_on_the_gradient_mode(mode: Any) -> None:
 def test_an_unknown_rule_and_two_streams_are_errors() -> None:
     with pytest.raises(OptionError, match="unknown rule 'halves'"):
         ula.trace(_mamba(), _ids(), progress=False).frozen(rule="halves")
+    with pytest.raises(OptionError, match=r"unknown shares by 'layers'.*layer"):
+        ula.trace(_mamba(), _ids(), progress=False).frozen().shares(by="layers")

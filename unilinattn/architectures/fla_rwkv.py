@@ -1,5 +1,8 @@
 """RWKV-6 and RWKV-7 of flash-linear-attention: time mixing, and channel mixing, which also reads the previous token."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -43,7 +46,25 @@ def rwkv6(call: Call) -> Flow:
     return flow.matrix(call.tensor(host.o_proj.weight), role="output")
 
 
-@register_architecture("fla.layers.rwkv7.RWKV7Attention", name="fla_rwkv7", kind="RWKV-7", needs_capture=True)
+def _first_values(module: Any, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the values of the first layer, which every RWKV-7 layer passes on."""
+    values: Tensor
+    if module.layer_idx != 0:
+        values = arguments["v_first"]
+        return values
+    x, mask = arguments["hidden_states"], arguments.get("attention_mask")
+    x = x if mask is None else x * mask[:, -x.shape[1] :, None]
+    values = module.v_proj(x + (_previous(x) - x) * module.x_v)
+    return values
+
+
+@register_architecture(
+    "fla.layers.rwkv7.RWKV7Attention",
+    name="fla_rwkv7",
+    kind="RWKV-7",
+    needs_capture=True,
+    shared_values=_first_values,
+)
 def rwkv7(call: Call) -> Flow:
     """RWKV-7's time mixing in flash-linear-attention: a decayed memory with a generalised delta rule.
 

@@ -176,11 +176,11 @@ def _unembedded(
         part = run.unembedding(position, options.logit)
         if target is None:
             rows = query_rows(trace, layer, position)
-            write_rows(gradient, rows, gather_rows(part.gradient.to(gradient), rows).squeeze(1))
+            write_rows(gradient, rows.squeeze(1), gather_rows(part.gradient.to(gradient), rows).squeeze(1))
         else:
             rows, gradient = torch.zeros_like(extras["bias"], dtype=torch.long), part.gradient.to(gradient)
         for name, values in (("bias", part.bias), ("remainder", part.remainder), ("logit", part.value)):
-            write_rows(extras[name], rows, values)
+            write_rows(extras[name], rows.squeeze(1), values)
     return part.stream, gradient, extras
 
 

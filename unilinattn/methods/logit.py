@@ -1,9 +1,12 @@
 """`logit`: the exact share of each token in a logit, through the whole frozen model."""
 
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from unilinattn.memory import allowed
@@ -14,15 +17,32 @@ from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.tracing.frozen import By
 from unilinattn.tracing.logits import logits_of
+from unilinattn.tracing.shares import Shares
 from unilinattn.tracing.trace import Target, Trace
 
-EXTRAS = {"bias": "bias", "remainder": "remainder", "logit": "value", "gap": "gap"}
-"""Fields of `tracing.shares.Shares` by their name in a result's extras."""
+EXTRAS: Mapping[By, tuple[str, ...]] = {
+    "tokens": ("bias", "remainder", "logit", "gap"),
+    "depth": ("bias", "remainder", "logit", "gap"),
+    "layer": ("bias", "part", "logit", "gap"),
+}
+"""The extras with the axes of the scores but `key`."""
 
 
 class LogitOptions(ScalarOptions):
     """Options of `logit`."""
+
+    by: By = Field(
+        "tokens",
+        description="shares of the tokens' embeddings; by 'depth' of the stream that enters each layer's block; by "
+        "'layer' the part of the logit that passes through each layer's output, sum_i g_i . T_ij x_j",
+    )
+
+    @property
+    def has_layer_axis(self) -> bool:
+        """Whether the scores have a layer axis: by depth and by layer."""
+        return self.by != "tokens"
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
@@ -30,11 +50,14 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     chosen = LogitOptions.of("logit", options)
     layers = layers_from(trace, "logit", 0)
     target = only_target(trace, target, chosen)
-    (batch, queries, keys), dtype = result_shape(layers, target, chosen)
-    shape = (batch, queries, keys) if target is None else (batch, keys)
+    shape, dtype = result_shape(layers, target, chosen)
+    queries = shape[-2]
     run = trace.frozen_cost(queries)
-    row = LayerCost("frozen run", "forward and backward pass", run.bytes, run.operations * (1 + queries))
-    result = batch * queries * (keys * dtype.itemsize + len(EXTRAS) * torch.float64.itemsize)
+    passes = 2 * queries if chosen.by == "layer" else queries
+    row = LayerCost("frozen run", "forward and backward pass", run.bytes, run.operations * (1 + passes))
+    doubles = prod(shape[:-1]) * len(EXTRAS[chosen.by]) + (prod(shape) if chosen.by == "tokens" else 0)
+    result = prod(shape) * dtype.itemsize + doubles * torch.float64.itemsize
+    shape = shape if target is None else (*shape[:-2], shape[-1])
     return Estimate("logit", shape, result, 0, (row,), allowed())
 
 
@@ -49,42 +72,73 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     i, a backward pass for each token. A model with one vector of logits for each sequence, or a function as `logit`,
     has no query axis.
 
-    Scores: (batch, query, key), without `query` for a target. Extras, with the same axes but `key`: `bias`, the share
-    of biases and other constants; `remainder`, what is not linear in the output, zero for a logit; `logit`, the value
-    that shares, bias and remainder add up to; and `gap`, what they miss of it. `completeness_gap` is the largest gap
-    relative to the logit.
+    Scores: (batch, query, key), without `query` for a target, and with a `layer` axis in front by depth and by layer.
+    Extras, with the same axes but `key`: `bias`, the share of biases and other constants; `remainder`, what is not
+    linear in the output, zero for a logit; `logit`, the explained value; and `gap`, what the parts miss of their sum.
+
+    - by="tokens": shares + bias + remainder = logit. The extra `embedding`, with the axes of the scores, is the part of
+      each share from constants that are added to the token's embedding, such as its position.
+    - by="depth": row l has the shares of the stream that enters the block of layer l, and `bias` those of the constants
+      that are added later: shares + bias + remainder = logit in every row.
+    - by="layer": row l has sum_i g_i . T_ij x_j, where g is the gradient at the output y of layer l and x its input,
+      and `bias` is sum_i g_i . b_i: shares + bias = `part`, the part sum_i g_i . y_i of the logit that passes through
+      the layer. Parts of several layers overlap, since what passes through one layer may pass through later ones.
+
+    `completeness_gap` is the largest gap relative to the logit.
 
     Options: `LogitOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model without
-    logits, `UncoveredError` for code without a frozen form, and `ExactnessError` if the shares miss the logit.
+    logits, `UncoveredError` for code without a frozen form, and `ExactnessError` if the shares miss their sum; with
+    trust="warn" the result keeps a warning instead.
     """
     chosen = LogitOptions.of("logit", options)
     layers = layers_from(trace, "logit", 0)
     target = only_target(trace, target, chosen)
-    scores = allocate_scores("logit", layers, target)
-    extras = {name: scores.new_zeros(scores.shape[:2], dtype=torch.float64) for name in EXTRAS}
+    scores = allocate_scores("logit", layers, target, chosen)
+    extras = {name: scores.new_zeros(scores.shape[:-1], dtype=torch.float64) for name in EXTRAS[chosen.by]}
+    if chosen.by == "tokens":
+        extras["embedding"] = scores.new_zeros(scores.shape, dtype=torch.float64)
     targets = every_position(trace) if target is None else [target]
     run = trace.frozen(None if callable(chosen.logit) else targets)
     for position in progress(targets, "logit"):
-        shares = run.complete_shares(position, chosen.logit)
-        rows = query_rows(trace, layers[0], position) if target is None else torch.zeros_like(scores[:, :1, 0]).long()
-        write_rows(scores, rows, shares.tokens)
-        for name, field in EXTRAS.items():
-            write_rows(extras[name], rows, getattr(shares, field))
+        shares = run.complete_shares(position, chosen.logit, by=chosen.by)
+        if target is None:
+            rows = query_rows(trace, layers[0], position).squeeze(1).to(scores.device)
+        else:
+            rows = torch.zeros(scores.shape[-3], dtype=torch.long, device=scores.device)
+        tokens = shares.tokens if shares.parts is None else shares.parts.tokens
+        write_rows(scores, rows, tokens, layered=chosen.has_layer_axis)
+        for name, values in _extras(shares, chosen.by).items():
+            write_rows(extras[name], rows, values, layered=chosen.has_layer_axis)
     size = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
     gap = float((extras["gap"] / size).max())
     if target is not None:
-        scores, extras = scores.squeeze(1), {name: values.squeeze(1) for name, values in extras.items()}
+        scores = scores.squeeze(-2)
+        extras = {name: values.squeeze(-2 if name == "embedding" else -1) for name, values in extras.items()}
+    axes = ("layer", "batch", "query", "key") if chosen.has_layer_axis else ("batch", "query", "key")
     return make_result(
         trace,
         "logit",
         layers,
         scores,
+        dims=tuple(axis for axis in axes if target is None or axis != "query"),
         options=chosen,
         target=target,
         scope=None,
         extras=extras,
         completeness_gap=gap,
+        warnings=() if run.doubt is None else (run.doubt,),
     )
+
+
+def _extras(shares: Shares, by: By) -> dict[str, Tensor]:
+    """Return the extras of one target; those without a layer axis hold for every layer."""
+    parts, sums = shares.parts, {"remainder": shares.remainder, "logit": shares.value}
+    if parts is None:
+        return {**sums, "bias": shares.bias, "gap": shares.gap, "embedding": shares.embedding}
+    if by == "layer":
+        return {"bias": parts.bias, "part": parts.value, "logit": shares.value, "gap": parts.gap}
+    total = parts.tokens.sum(-1) + parts.bias + shares.remainder
+    return {**sums, "bias": parts.bias, "gap": (total - shares.value).abs()}
 
 
 def only_target(trace: Trace, target: Target | None, options: ScalarOptions) -> Target | None:
@@ -96,6 +150,9 @@ def only_target(trace: Trace, target: Target | None, options: ScalarOptions) -> 
     return -1 if target is None and one else target
 
 
-def write_rows(out: Float[Tensor, "batch row *key"], rows: Tensor, values: Float[Tensor, "batch *key"]) -> None:
-    """Write one row of each sequence."""
-    out[torch.arange(len(out), device=out.device), rows.squeeze(1).to(out.device)] = values.to(out)
+def write_rows(
+    out: Float[Tensor, "*axes"], rows: Int[Tensor, " batch"], values: Float[Tensor, "*part"], *, layered: bool = False
+) -> None:
+    """Write one row of each sequence into (batch, row[, key]), with a layer axis in front if `layered`."""
+    batch, rows = torch.arange(len(rows), device=out.device), rows.to(out.device)
+    out[(slice(None), batch, rows) if layered else (batch, rows)] = values.to(out)

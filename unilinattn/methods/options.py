@@ -48,6 +48,11 @@ class Options(BaseModel):
         """Convert numbers and arrays of NumPy and torch to plain Python values."""
         return {name: _plain(value) for name, value in given.items()}
 
+    @property
+    def has_layer_axis(self) -> bool:
+        """Whether the method's scores have a layer axis."""
+        return False
+
     @classmethod
     def of(cls, method: str, given: Mapping[str, Any]) -> Self:
         """Check the options given to a method.

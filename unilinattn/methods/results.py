@@ -31,8 +31,7 @@ def result_shape(
     batch, queries, keys = map_shape(layers[0])
     shape = (batch, queries if target is None else 1, keys)
     dtype = reduce(torch.promote_types, (layer.output.dtype for layer in layers))
-    layered = isinstance(options, Layerwise) and options.has_layer_axis
-    return ((len(layers), *shape) if layered else shape), dtype
+    return ((len(layers), *shape) if options is not None and options.has_layer_axis else shape), dtype
 
 
 def allocate_scores(
@@ -44,7 +43,7 @@ def allocate_scores(
     """
     shape, dtype = result_shape(layers, target, options)
     ways = [ONE_ROW] if target is None else ["take fewer sequences or a shorter one"]
-    if len(shape) == 4 and len(layers) > 1:
+    if len(shape) == 4 and len(layers) > 1 and isinstance(options, Layerwise):
         ways.append("for fewer layers with layers=[...]")
     what = f"{method}: the result ({', '.join(DIMS[4 - len(shape) :])})"
     require_result(shape, dtype.itemsize, what, ", ".join(ways))
@@ -143,6 +142,7 @@ def make_result(
     extras: dict[str, Tensor] | None = None,
     completeness_gap: float | None = None,
     stream_error: dict[str, float] | None = None,
+    warnings: tuple[str, ...] = (),
 ) -> Attribution:
     """Return a result of scores with labels, options and errors.
 
@@ -168,6 +168,7 @@ def make_result(
         model=trace.model,
         versions=trace.versions,
         reconstruction_error=errors,
+        warnings=warnings,
         stream_error=stream_error or {},
         completeness_gap=completeness_gap,
         extras=extras or {},

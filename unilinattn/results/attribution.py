@@ -39,7 +39,8 @@ class Attribution(Scores):
         model: name of the model.
         versions: package versions by name.
         reconstruction_error: ||op(x) - y|| / ||y|| against the host's output y, by layer.
-        warnings: a message for each layer whose error exceeds the tolerance (`explain(trust="warn")`).
+        warnings: a message for each layer whose error exceeds the tolerance, and for shares that miss their sum by more
+            than it (`explain(trust="warn")`).
         stream_error: for methods that read the residual stream, the relative error of the stream plus the outputs
             against the host's next stream, by layer.
         completeness_gap: the completeness gap that the method reports, if any.

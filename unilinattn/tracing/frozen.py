@@ -1,8 +1,8 @@
 """`FrozenRun`: a host run as one affine map of its tokens, whose shares and biases add up to its output."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from unilinattn.errors import ExactnessError, OptionError, UncoveredError, nearest
+from unilinattn.errors import OptionError, UncoveredError, nearest
+from unilinattn.registry import architecture_of, plain_form_of
 from unilinattn.tracing.freezing import Freezing
+from unilinattn.tracing.frozen_forms import recording_sources
 from unilinattn.tracing.frozen_layer import frozen_output
+from unilinattn.tracing.frozen_modules import plain_output
 from unilinattn.tracing.inputs import bound_arguments, call_host, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer
@@ -20,10 +23,26 @@ from unilinattn.tracing.logits import Logit
 from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.recomputation import captures
 from unilinattn.tracing.recorder import MAIN, refuse_dropout
-from unilinattn.tracing.shares import Shares, Unembedding
+from unilinattn.tracing.shares import (
+    Linearized,
+    Shares,
+    Stream,
+    Unembedding,
+    biases,
+    block_streams,
+    by_depth,
+    by_layer,
+    by_token,
+    doubt_of,
+    embedding_part,
+    linearized,
+)
 from unilinattn.tracing.tokens import block_names, find_tokens, first_stream
-from unilinattn.tracing.trust import tolerance
+from unilinattn.tracing.trust import require_trust, tolerance
 from unilinattn.tracing.wrappers import plain_run, require_gradients
+
+By = Literal["tokens", "depth", "layer"]
+"""Shares of the tokens' embeddings, of the stream that enters each layer's block, or through each layer's output."""
 
 RULES = ("freeze", "half")
 """Freeze the activated one of two factors, or let both share the relevance of their product."""
@@ -33,29 +52,6 @@ Observe = Callable[[Any, Logit], Float[Tensor, " batch"] | None]
 
 Choose = Callable[[Any, Any, Logit], Float[Tensor, " batch"]]
 """The scalar of an output that a target and a `Logit` name, for each sequence."""
-
-
-@dataclass(frozen=True, eq=False)
-class Stream:
-    """A tensor of the run's graph and its tangent, the part of it that comes from constants."""
-
-    value: Tensor
-    tangent: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class _LinearPart:
-    """A scalar of the output at the run's output: its slopes, value, linear part, and the part of the sources.
-
-    `observed` is its value in the trace, if the model computed it.
-    """
-
-    outputs: Sequence[Tensor]
-    slopes: Sequence[Tensor]
-    value: Float[Tensor, " batch"]
-    linear: Float[Tensor, " batch"]
-    bias: Float[Tensor, " batch"]
-    observed: Float[Tensor, " batch"]
 
 
 class FrozenRun:
@@ -80,6 +76,7 @@ class FrozenRun:
     Attributes:
         outputs: the layers' outputs in the run's graph.
         shared: names of functions that multiplied two factors of equal rank, each of which got half.
+        doubt: the first sentence of `complete_shares` about shares that miss their sum, None by default.
 
     Raises `UncoveredError` for a function without a rule, for opaque layers and for models with two streams of tokens.
     """
@@ -107,8 +104,11 @@ class FrozenRun:
         self._last_stream: Stream | None = None
         self._began = False
         self._model, self._given, self._rule = model, given, rule
-        self._streams: dict[str, Stream] = {}
-        self._path: list[tuple[str, nn.Module]] = []
+        self.doubt: str | None = None
+        self._entry: Stream | None = None
+        self._streams: list[Stream | None] = []
+        self._sources: list[tuple[str, Tensor]] | None = None
+        self._path: list[tuple[str, nn.Module, Stream | None]] = []
         self._ids = token_ids(given)
         self._place: int | str | None = None
         length = layers[0].output.shape[1]
@@ -131,14 +131,17 @@ class FrozenRun:
                 "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
             )
 
-    def shares(self, target: Any = -1, logit: Logit = None, *, depth: bool = False) -> Shares:
+    def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
         """Return the parts of a logit, or of another scalar of the output: one backward pass.
 
         A scalar that is not linear in the output is explained by its gradient there (see `Shares.remainder`). With
-        `depth` also the shares of the stream that enters each block. Raises `InputError` for a target or logit that
-        does not fit, and `UncoveredError` if the scalar does not depend on the tokens.
+        by="depth", `Shares.parts` has the shares of the stream that enters each layer's block, and with by="layer" the
+        part of the scalar that passes through each layer, for one more pass of each operator (see `Parts`).
+
+        Raises `InputError` for a target or logit that does not fit, `OptionError` for an unknown `by`, and
+        `UncoveredError` if the scalar does not depend on the tokens or a layer's block has no stream of tokens.
         """
-        return in_gradient_mode(True, lambda: self._shares(target, logit, depth=depth))
+        return in_gradient_mode(True, lambda: self._shares(target, logit, by))
 
     def unembedding(self, target: Any = -1, logit: Logit = None) -> Unembedding:
         """Return a logit, or another scalar of the output, as a function of the last residual stream.
@@ -157,75 +160,89 @@ class FrozenRun:
                 "residual sum is hidden in a kernel, so its layers are not added to one stream that the final norm "
                 "reads, and their contributions to a logit cannot be told apart there. Use the method 'logit'."
             )
-        point = self._linear_part(target, logit)
-        (gradient,) = torch.autograd.grad(
-            point.outputs, stream.value, point.slopes, retain_graph=True, allow_unused=True
-        )
-        gradient = torch.zeros_like(stream.value) if gradient is None else gradient
-        constants = 0 if stream.tangent is None else _by_sequence(gradient * stream.tangent.detach())
-        return Unembedding(
-            stream.value.detach(), gradient.detach(), point.bias - constants, point.value - point.linear, point.observed
-        )
+        scalar = self._linearized(target, logit)
+        (slope,) = scalar.gradients([stream.value])
+        gradient = torch.zeros_like(stream.value) if slope is None else slope
+        constant = 0 if stream.tangent is None else by_token(stream.tangent, gradient).sum(1)
+        bias, remainder = scalar.constant - constant, scalar.value - scalar.linear
+        return Unembedding(stream.value.detach(), gradient, bias, remainder, self._value(scalar, target, logit))
 
-    def _linear_part(self, target: Any, logit: Logit) -> "_LinearPart":
-        point = mapped(self._output, lambda t: t.detach().requires_grad_(t.is_floating_point()))
-        value = self._choose(point, target, logit)
-        at = [tensor for tensor in tensors(point) if tensor.requires_grad]
-        slopes = torch.autograd.grad(value.sum(), at, allow_unused=True)
-        outputs = [tensor for tensor in tensors(self._output) if tensor.is_floating_point()]
-        tangents = [tensor for tensor in tensors(self._tangents) if tensor.is_floating_point()]
-        known = [(slope, k) for k, slope in enumerate(slopes) if slope is not None]
-        used = [(slope, k) for slope, k in known if outputs[k].requires_grad]
-        if not used:
-            raise UncoveredError("the scalar does not depend on an output of the model that depends on its tokens.")
-        linear = torch.stack([_by_sequence(slope * outputs[k].detach()) for slope, k in known]).sum(0)
-        bias = torch.stack([_by_sequence(slope * tangents[k]) for slope, k in known]).sum(0)
-        value, observed = value.detach().double(), self._observe(target, logit)
-        observed = value if observed is None else observed.detach().to(value)
-        return _LinearPart([outputs[k] for _, k in used], [slope for slope, _ in used], value, linear, bias, observed)
+    def _value(self, scalar: Linearized, target: Any, logit: Logit) -> Float[Tensor, " batch"]:
+        """Return the scalar of the traced output, or that of this run if the trace did not compute it."""
+        observed = self._observe(target, logit)
+        return scalar.value if observed is None else observed.detach().to(scalar.value)
 
-    def _shares(self, target: Any, logit: Logit, *, depth: bool) -> Shares:
-        point = self._linear_part(target, logit)
-        # Of the modules in which the tokens' vectors arrive, the first; for `depth` those in lists, the blocks.
-        streams = list(self._streams.values())[:1]
-        blocks = [self._streams[name] for name in self._streams if name.rpartition(".")[2].isdigit()] if depth else []
-        wanted = [*self._leaves, *(stream.value for stream in (*streams, *blocks))]
-        grads = torch.autograd.grad(point.outputs, wanted, point.slopes, retain_graph=True, allow_unused=True)
+    def _shares(self, target: Any, logit: Logit, by: By) -> Shares:
+        if by not in get_args(By):
+            raise OptionError(f"unknown shares by {by!r}" + nearest(by, get_args(By)))
+        scalar = self._linearized(target, logit)
+        entry = [] if self._entry is None else [self._entry.value]
+        streams = block_streams(self._layers, self._streams, self._leaves[0].shape[1]) if by == "depth" else []
+        more = self.outputs if by == "layer" else [stream.value for stream in streams]
+        grads = scalar.gradients([*self._leaves, *entry, *more])
         given = zip(self._leaves, grads, strict=False)
-        tokens = torch.stack([_by_token(leaf, g) for leaf, g in given if g is not None]).sum(0)
-        embedding = torch.zeros_like(tokens)
-        entered = list(zip((*streams, *blocks), grads[len(self._leaves) :], strict=True))
-        if entered and entered[0][0].tangent is not None and entered[0][1] is not None:
-            constants = _by_token(entered[0][0].tangent, entered[0][1])
-            if constants.shape == tokens.shape:
-                embedding = constants
-        layers = [_by_token(stream.value.detach(), g) for stream, g in entered[len(streams) :] if g is not None]
+        tokens = torch.stack([by_token(leaf, g) for leaf, g in given if g is not None]).sum(0)
+        grads = grads[len(self._leaves) :]
+        constants = embedding_part(self._entry, grads[0] if entry else None, tokens.shape[1])
+        embedding = torch.zeros_like(tokens) if constants is None else constants
+        grads, parts = grads[len(entry) :], None
+        if by != "tokens":
+            parts = by_depth(scalar, streams, grads) if by == "depth" else by_layer(self._layers, grads)
         return Shares(
             tokens + embedding,
             embedding,
-            point.bias - embedding.sum(1),
-            point.value - point.linear,
-            point.observed,
-            torch.stack(layers) if layers else None,
+            scalar.constant - embedding.sum(1),
+            scalar.value - scalar.linear,
+            self._value(scalar, target, logit),
+            parts,
         )
 
-    def complete_shares(self, target: Any = -1, logit: Logit = None) -> Shares:
+    def complete_shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
         """Return `shares`, checked.
 
-        Raises `ExactnessError` if the gap exceeds the tolerance of the host's dtype (see `tracing.trust`) relative to
-        the parts' size; it names the first module that is not affine.
+        Raises `ExactnessError` if a gap exceeds the tolerance of the host's dtype (see `tracing.trust`) relative to the
+        parts' size; it names the first module that is not affine. Inside `trusting("warn")` the error's sentence is
+        kept in `doubt` instead.
         """
-        shares = self.shares(target, logit)
-        error = float((shares.gap / shares.size.clamp_min(torch.finfo(torch.float64).tiny)).max())
+        shares = self.shares(target, logit, by=by)
         accepted = max(tolerance(layer.precision) for layer in self._layers)
-        # Written so that a NaN is refused too.
-        if not error <= accepted:
-            raise ExactnessError(
-                f"shares and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. The "
-                f"first module that is not affine in the frozen run: {self.culprit() or 'none'}. A compiled "
-                "function or a custom autograd function hides its computation; use the module's plain code."
-            )
+        doubt = None if self.doubt else doubt_of(shares, by, self._layers, accepted, self.culprit)
+        if doubt is not None:
+            require_trust(doubt)
+            self.doubt = f"{doubt}."
         return shares
+
+    def bias_by_source(self, target: Any = -1, logit: Logit = None) -> dict[str, Float[Tensor, " batch"]]:
+        """Return the parts of `Shares.bias` by the module that adds them, which sum to it: path to (batch,), float64.
+
+        A traced layer is one source, and "" the model itself. Constants that are added to the tokens' embeddings are in
+        `Shares.embedding` and not here. Runs the host once more, and takes a backward pass for each sequence, because a
+        bias is the same tensor for all of them.
+        """
+        run = self._again(_sources=[])
+        return in_gradient_mode(True, lambda: run._bias_by_source(target, logit))
+
+    def _bias_by_source(self, target: Any, logit: Logit) -> dict[str, Tensor]:
+        self._output, self._tangents = self._run(whole=False)
+        assert self._sources is not None
+        return biases(self._linearized(target, logit), self._sources, self._layers, self.outputs, self._entry)
+
+    def _linearized(self, target: Any, logit: Logit) -> Linearized:
+        return linearized(self._output, self._tangents, lambda output: self._choose(output, target, logit))
+
+    def _again(self, **changed: Any) -> "FrozenRun":
+        """Return this run before it ran."""
+        run = FrozenRun.__new__(FrozenRun)
+        fresh: dict[str, Any] = {
+            "outputs": [],
+            "_leaves": [],
+            "_streams": [],
+            "_path": [],
+            "_entry": None,
+            "_began": False,
+        }
+        vars(run).update({**vars(self), **fresh, **changed})
+        return run
 
     def culprit(self) -> str | None:
         """Return the first module whose output is not the affine map of its tokens, None if every output is.
@@ -233,8 +250,7 @@ class FrozenRun:
         Runs the host once more with tangents that are equal to the values: where they differ, a part of the value took
         a path that torch functions do not see, such as a compiled function.
         """
-        run = FrozenRun.__new__(FrozenRun)
-        vars(run).update(vars(self), outputs=[], _leaves=[], _streams={}, _path=[], _suspect=None)
+        run = self._again(_suspect=None)
         in_gradient_mode(True, lambda: run._run(whole=True))
         return run._suspect
 
@@ -244,7 +260,14 @@ class FrozenRun:
         def run() -> tuple[Any, Any]:
             refuse_dropout(self._model)
             self._attach(whole)
-            with plain_run(self._model), captures(self._model), forward_ad.dual_level():
+            sources = self._sources
+            record = None if sources is None else lambda leaf: sources.append((self._path[-1][0], leaf))
+            with (
+                plain_run(self._model),
+                captures(self._model),
+                forward_ad.dual_level(),
+                recording_sources(record),
+            ):
                 given = dict(self._given)
                 if isinstance(self._place, str):
                     given[self._place] = self._leaf(given[self._place], whole)
@@ -285,22 +308,27 @@ class FrozenRun:
                 lambda module, args, kwargs, name=name: self._enter(name, module, args, kwargs), with_kwargs=True
             )
             module.register_forward_hook(lambda module, args, output: self._leave(output if whole else None))
+            form = None if module in queues else plain_form_of(type(module))
+            if form is not None:
+                module.forward = partial(plain_output, self._where, module, form, module.forward)
         for module, queue in queues.items():
-            module.forward = lambda *args, module=module, queue=queue, **kwargs: self._layer(
+            module.forward = lambda *args, module=module, queue=queue, **kwargs: self._mixer(
                 queue.pop(0), bound_arguments(module, args, kwargs)
             )
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._path.append((name, module))
-        if name in self._blocks and name not in self._streams:
+        entered = None
+        if name in self._blocks:
             stream = first_stream((*args, *kwargs.values()))
             if stream is not None and stream.requires_grad:
                 with torch._C.DisableTorchFunction():
-                    self._streams[name] = Stream(stream, forward_ad.unpack_dual(stream).tangent)
+                    entered = Stream(stream, forward_ad.unpack_dual(stream).tangent)
+                self._entry = self._entry or entered
                 # The code before the first block of a list may scale the embeddings.
                 if name.rpartition(".")[2].isdigit() and not self._began:
                     self._began = True
                     self._mode.enter_stream(stream)
+        self._path.append((name, module, entered))
 
     def _leave(self, output: Any) -> None:
         for tensor in tensors(output):
@@ -313,8 +341,19 @@ class FrozenRun:
         self._path.pop()
 
     def _where(self) -> str:
-        name, module = self._path[-1]
+        name, module, _ = self._path[-1]
         return f"{name or 'the model'} ({type(module).__name__})"
+
+    def _mixer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
+        """Return what a layer returned in the trace, with the tensors that depend on tokens in the graph."""
+        numbered = (stream for name, _, stream in self._path if name.rpartition(".")[2].isdigit())
+        self._streams.append(next((stream for stream in numbered if stream is not None), None))
+        returned = self._layer(layer, arguments)
+        architecture = architecture_of(type(layer.module))
+        if architecture is None or architecture.shared_values is None:
+            return returned
+        values = architecture.shared_values(layer.module, arguments)
+        return mapped(returned, lambda t: values if t.shape == values.shape and not t.requires_grad else t)
 
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return what a layer returned in the trace, with its output in the graph."""
@@ -358,11 +397,3 @@ def _tangent(tensor: Tensor) -> Tensor:
     if tangent is None:
         return torch.zeros_like(value) if tensor.requires_grad else value
     return tangent.detach().clone()
-
-
-def _by_sequence(product: Tensor) -> Float[Tensor, " batch"]:
-    return product.double().flatten(1).sum(1)
-
-
-def _by_token(x: Tensor, grad: Tensor) -> Float[Tensor, "batch key"]:
-    return (x.detach().double() * grad.double()).flatten(2).sum(2)

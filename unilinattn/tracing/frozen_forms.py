@@ -1,6 +1,8 @@
 """Frozen forms of norms and attention for `tracing.freezing`; their signatures are those of torch's functions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unilinattn.errors import ModelStateError
 
+_record: ContextVar[Callable[[Tensor], None] | None] = ContextVar("record", default=None)
+
 
 def as_source(value: Any, like: Tensor) -> Any:
     """Return a constant as a dual tensor whose tangent is its value; carried tensors and indices are unchanged."""
@@ -19,7 +23,20 @@ def as_source(value: Any, like: Tensor) -> Any:
     if not isinstance(value, Tensor) or value.requires_grad or not (value.is_floating_point() or value.is_complex()):
         return value
     value = value.detach().clone(memory_format=torch.contiguous_format)
-    return forward_ad.make_dual(value, value.clone())
+    tangent = value.clone()
+    if (record := _record.get()) is not None:
+        record(value.requires_grad_())
+    return forward_ad.make_dual(value, tangent)
+
+
+@contextmanager
+def recording_sources(record: Callable[[Tensor], None] | None) -> Iterator[None]:
+    """Call `record` with each source made inside, a leaf of the graph; None records nothing."""
+    token = _record.set(record)
+    try:
+        yield
+    finally:
+        _record.reset(token)
 
 
 def layer_norm(

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from unilinattn.errors import UncoveredError
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.module_calls import first_tensor
+from unilinattn.tracing.trust import tolerance
 
 
 def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
@@ -76,4 +77,19 @@ def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor
         if name is None or not isinstance(arguments.get(name), Tensor):
             raise UncoveredError(f"{layer.name}: the tensor of its port {port!r} is none of its arguments.")
         given[port] = arguments[name]
+        _require_recorded(layer, name, given[port].detach().to(recorded), recorded)
     return given
+
+
+def _require_recorded(layer: Layer, name: str, value: Tensor, recorded: Tensor) -> None:
+    """Raise `UncoveredError` for an argument that the run did not compute, such as one that an earlier layer returned.
+
+    In the run a layer returns only its output, and the shared values of its architecture.
+    """
+    missing = float((value - recorded).norm())
+    if not missing <= max(tolerance(layer.precision), tolerance(torch.float32)) * float(recorded.norm()):
+        raise UncoveredError(
+            f"{layer.name} reads {name!r}, whose value is not that of the trace: an earlier layer returned it in "
+            "addition to its output, and the adapter of that layer does not compute it (`shared_values` of "
+            "register_architecture). Use a layer-wise method such as 'alti'."
+        )

@@ -59,12 +59,15 @@ def require_exact(layers: Iterable[Checked]) -> tuple[str, ...]:
         ExactnessError: for an error above the tolerance of the layer's dtype.
     """
     doubts = tuple(doubt for layer in layers if (doubt := doubt_of(layer)) is not None)
-    if doubts and _trust.get() == "require":
-        raise ExactnessError(
-            f"{doubts[0]} No scores are computed from such an operator: remove the cause, or pass trust='warn' to get "
-            "them with this warning."
-        )
+    if doubts:
+        require_trust(f"{doubts[0]} No scores are computed from such an operator: remove the cause")
     return doubts
+
+
+def require_trust(doubt: str) -> None:
+    """Raise `ExactnessError` with the doubt about scores and the way to get them, unless `trusting("warn")`."""
+    if _trust.get() == "require":
+        raise ExactnessError(f"{doubt}, or pass trust='warn' to get them with this warning.")
 
 
 def doubt_of(layer: Checked) -> str | None:
