@@ -9,12 +9,11 @@ from torch import Tensor
 from unilinattn.memory import allowed
 from unilinattn.methods.options import ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result, result_shape
-from unilinattn.methods.selection import every_position, layers_from, query_rows
+from unilinattn.methods.selection import every_position, layers_from, only_target, query_rows
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
-from unilinattn.tracing.logits import logits_of
 from unilinattn.tracing.trace import Target, Trace
 
 EXTRAS = {"bias": "bias", "remainder": "remainder", "logit": "value", "gap": "gap"}
@@ -29,7 +28,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     """Return the cost of `logit`: a run of the model whose graph is kept, and a backward pass for each target."""
     chosen = LogitOptions.of("logit", options)
     layers = layers_from(trace, "logit", 0)
-    target = _only_target(trace, target, chosen)
+    target = only_target(trace, target, chosen.logit)
     (batch, queries, keys), dtype = result_shape(layers, target, chosen)
     shape = (batch, queries, keys) if target is None else (batch, keys)
     run = trace.frozen_cost(queries)
@@ -59,7 +58,7 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     """
     chosen = LogitOptions.of("logit", options)
     layers = layers_from(trace, "logit", 0)
-    target = _only_target(trace, target, chosen)
+    target = only_target(trace, target, chosen.logit)
     scores = allocate_scores("logit", layers, target)
     extras = {name: scores.new_zeros(scores.shape[:2], dtype=torch.float64) for name in EXTRAS}
     targets = every_position(trace) if target is None else [target]
@@ -85,15 +84,6 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
         extras=extras,
         completeness_gap=gap,
     )
-
-
-def _only_target(trace: Trace, target: Target | None, options: LogitOptions) -> Target | None:
-    """Return the target, by default the last token if all positions have the same scalar.
-
-    Raises `InputError` for a model without logits, unless the option `logit` is a function.
-    """
-    one = callable(options.logit) or logits_of(trace.output, trace.model).ndim == 2
-    return -1 if target is None and one else target
 
 
 def _write(out: Float[Tensor, "batch row *key"], rows: Tensor, values: Float[Tensor, "batch *key"]) -> None:

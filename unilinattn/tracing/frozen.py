@@ -236,9 +236,10 @@ class FrozenRun:
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._path.append((name, module))
         if name in self._blocks and name not in self._streams:
-            stream = first_stream((*args, *kwargs.values()))
-            if stream is not None and stream.requires_grad:
-                with torch._C.DisableTorchFunction():
+            # `_marker` counts the functions that the host calls.
+            with torch._C.DisableTorchFunction():
+                stream = first_stream((*args, *kwargs.values()))
+                if stream is not None and stream.requires_grad:
                     self._streams[name] = Stream(stream, forward_ad.unpack_dual(stream).tangent)
 
     def _leave(self, output: Any) -> None:
