@@ -3,12 +3,18 @@
 from unilinattn.methods.alti import alti
 from unilinattn.methods.alti_logit import alti_logit
 from unilinattn.methods.attribution import attribution
+from unilinattn.methods.gradient import gradient
+from unilinattn.methods.input_x_gradient import input_x_gradient
+from unilinattn.methods.integrated_gradients import integrated_gradients
+from unilinattn.methods.kernel_shap import kernel_shap
 from unilinattn.methods.knockout import knockout
 from unilinattn.methods.latim import latim
 from unilinattn.methods.logit import logit
+from unilinattn.methods.occlusion import occlusion
 from unilinattn.methods.raw import raw
 from unilinattn.methods.rollout import rollout
 from unilinattn.methods.run import compare, estimate, explain
+from unilinattn.methods.smoothgrad import smoothgrad
 
 __all__ = [
     "alti",
@@ -17,9 +23,15 @@ __all__ = [
     "compare",
     "estimate",
     "explain",
+    "gradient",
+    "input_x_gradient",
+    "integrated_gradients",
+    "kernel_shap",
     "knockout",
     "latim",
     "logit",
+    "occlusion",
     "raw",
     "rollout",
+    "smoothgrad",
 ]

@@ -13,11 +13,18 @@ from unilinattn.methods.alti import AltiOptions, mixing
 from unilinattn.methods.composition import product_cost
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.latim import residual_of, stream_errors
-from unilinattn.methods.logit import only_target, write_rows
+from unilinattn.methods.logit import write_rows
 from unilinattn.methods.maps import ONE_ROW, blank_padding, gather_rows, map_bytes, map_shape, sum_on_first
 from unilinattn.methods.options import ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result
-from unilinattn.methods.selection import composable_steps, every_position, layers_from, only_port, query_rows
+from unilinattn.methods.selection import (
+    composable_steps,
+    every_position,
+    layers_from,
+    only_port,
+    only_target,
+    query_rows,
+)
 from unilinattn.methods.vectors import contribution_tiles, shares_cost
 from unilinattn.operator.cost import apply_cost
 from unilinattn.progress import progress
@@ -41,7 +48,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     """Return the cost of `alti_logit`: a run of the model, and the map of every step with its product."""
     chosen = AltiLogitOptions.of(NAME, options)
     layers = _layers(trace)
-    target = only_target(trace, target, chosen)
+    target = only_target(trace, target, chosen.logit)
     batch, queries, keys = map_shape(layers[0])
     rows, width = queries if target is None else 1, layers[0].output.element_size()
 
@@ -86,7 +93,7 @@ def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) ->
     chosen = AltiLogitOptions.of(NAME, options)
     layers = _layers(trace)
     errors = stream_errors(trace, layers, NAME)
-    target = only_target(trace, target, chosen)
+    target = only_target(trace, target, chosen.logit)
     stream, gradient, extras = _unembedded(trace, layers[0], target, chosen)
     scores, biases = _accumulated(trace, layers, target, gradient, stream)
     extras["bias"] += biases

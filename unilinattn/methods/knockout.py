@@ -20,7 +20,7 @@ from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.cutting import Cut
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import logits_wanted
+from unilinattn.tracing.logits import chosen_ids, one_each, picked
 from unilinattn.tracing.rerun import Rerun, rerun
 from unilinattn.tracing.trace import Target, Trace
 
@@ -160,7 +160,7 @@ class _Measured:
 
     def _numbers(self, run: Rerun, sequences: Tensor) -> Float[Tensor, "run query"]:
         if callable(self._options.logit):
-            return _one_each(self._options.logit(run.output), len(sequences))
+            return one_each(self._options.logit(run.output), len(sequences)).unsqueeze(1)
         logits = run.logits(None if self._positions is None else self._positions[sequences])
         self.has_queries = logits.ndim == 3 and self._positions is None
         logits = logits if logits.ndim == 3 else logits.unsqueeze(1)
@@ -168,30 +168,8 @@ class _Measured:
         if self._options.measure == "log-probability":
             logits = logits.log_softmax(-1)
         if self._ids is None:
-            self._ids = self._wanted(logits)
-        picked = logits.gather(-1, self._ids[sequences.to(logits.device)])
-        return picked[..., 0] - (picked[..., 1] if picked.shape[-1] == 2 else 0)
-
-    def _wanted(self, logits: Float[Tensor, "batch query logit"]) -> Int[Tensor, "batch query id"]:
-        """Return the ids of the logits: those of the option, or the model's prediction without cuts."""
-        wanted = logits_wanted(self._options.logit)
-        if any(not 0 <= one < logits.shape[-1] for one in wanted):
-            raise InputError(
-                f"logit {self._options.logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}."
-            )
-        if not wanted:
-            return logits.argmax(-1, keepdim=True)
-        return torch.tensor(wanted, device=logits.device).expand(*logits.shape[:2], -1)
-
-
-def _one_each(value: Any, count: int) -> Float[Tensor, "run 1"]:
-    if not isinstance(value, Tensor) or value.shape != (count,):
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(
-            f"knockout: the function `logit` returned {shape} for {count} sequences; it returns a number for each "
-            "sequence, such as lambda out: out.logits[:, -1, 5]."
-        )
-    return value.to(torch.promote_types(value.dtype, torch.float32)).unsqueeze(1)
+            self._ids = chosen_ids(logits, self._options.logit)
+        return picked(logits, self._ids[sequences.to(logits.device)])
 
 
 def _windows(indices: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -12,13 +12,12 @@ from torch import Tensor
 from unilinattn.memory import allowed
 from unilinattn.methods.options import ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result, result_shape
-from unilinattn.methods.selection import every_position, layers_from, query_rows
+from unilinattn.methods.selection import every_position, layers_from, only_target, query_rows
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.frozen import By
-from unilinattn.tracing.logits import logits_of
 from unilinattn.tracing.shares import Shares
 from unilinattn.tracing.trace import Target, Trace
 
@@ -49,7 +48,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     """Return the cost of `logit`: a run of the model whose graph is kept, and a backward pass for each target."""
     chosen = LogitOptions.of("logit", options)
     layers = layers_from(trace, "logit", 0)
-    target = only_target(trace, target, chosen)
+    target = only_target(trace, target, chosen.logit)
     shape, dtype = result_shape(layers, target, chosen)
     queries = shape[-2]
     run = trace.frozen_cost(queries)
@@ -92,7 +91,7 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     """
     chosen = LogitOptions.of("logit", options)
     layers = layers_from(trace, "logit", 0)
-    target = only_target(trace, target, chosen)
+    target = only_target(trace, target, chosen.logit)
     scores = allocate_scores("logit", layers, target, chosen)
     extras = {name: scores.new_zeros(scores.shape[:-1], dtype=torch.float64) for name in EXTRAS[chosen.by]}
     if chosen.by == "tokens":
@@ -139,15 +138,6 @@ def _extras(shares: Shares, by: By) -> dict[str, Tensor]:
         return {"bias": parts.bias, "part": parts.value, "logit": shares.value, "gap": parts.gap}
     total = parts.tokens.sum(-1) + parts.bias + shares.remainder
     return {**sums, "bias": parts.bias, "gap": (total - shares.value).abs()}
-
-
-def only_target(trace: Trace, target: Target | None, options: ScalarOptions) -> Target | None:
-    """Return the target, by default the last token if all positions have the same scalar.
-
-    Raises `InputError` for a model without logits, unless the option `logit` is a function.
-    """
-    one = callable(options.logit) or logits_of(trace.output, trace.model).ndim == 2
-    return -1 if target is None and one else target
 
 
 def write_rows(

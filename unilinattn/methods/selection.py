@@ -9,6 +9,7 @@ from torch import Tensor
 from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.logits import Logit, logits_of
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_exact
 
@@ -96,6 +97,15 @@ def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[
             "target=None and read off the row."
         )
     return trace.positions(target).to(layer.output.device)[:, None]
+
+
+def only_target(trace: Trace, target: Target | None, logit: Logit) -> Target | None:
+    """Return the target, by default the last token if all positions have the same scalar.
+
+    Raises `InputError` for a model without logits, unless `logit` is a function.
+    """
+    one = callable(logit) or logits_of(trace.output, trace.model).ndim == 2
+    return -1 if target is None and one else target
 
 
 def every_position(trace: Trace) -> list[Int[Tensor, " batch"]]:

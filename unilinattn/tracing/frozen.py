@@ -14,7 +14,7 @@ from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.registry import architecture_of, plain_form_of
 from unilinattn.tracing.freezing import Freezing
 from unilinattn.tracing.frozen_forms import recording_sources
-from unilinattn.tracing.frozen_layer import frozen_output
+from unilinattn.tracing.frozen_layer import frozen_output, require_covered
 from unilinattn.tracing.frozen_modules import plain_output
 from unilinattn.tracing.inputs import bound_arguments, call_host, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
@@ -94,7 +94,7 @@ class FrozenRun:
         """Run the host."""
         if rule not in RULES:
             raise OptionError(f"unknown rule {rule!r}" + nearest(rule, RULES))
-        _require_covered(model, layers)
+        require_covered(model, layers)
         require_gradients(model)
         self.outputs: list[Tensor] = []
         self._layers, self._choose, self._observe = layers, choose, observe
@@ -319,15 +319,16 @@ class FrozenRun:
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entered = None
         if name in self._blocks:
-            stream = first_stream((*args, *kwargs.values()))
-            if stream is not None and stream.requires_grad:
-                with torch._C.DisableTorchFunction():
+            # `_marker` counts the functions that the host calls.
+            with torch._C.DisableTorchFunction():
+                stream = first_stream((*args, *kwargs.values()))
+                if stream is not None and stream.requires_grad:
                     entered = Stream(stream, forward_ad.unpack_dual(stream).tangent)
-                self._entry = self._entry or entered
-                # The code before the first block of a list may scale the embeddings.
-                if name.rpartition(".")[2].isdigit() and not self._began:
-                    self._began = True
-                    self._mode.enter_stream(stream)
+            self._entry = self._entry or entered
+            # The code before the first block of a list may scale the embeddings.
+            if entered is not None and name.rpartition(".")[2].isdigit() and not self._began:
+                self._began = True
+                self._mode.enter_stream(entered.value)
         self._path.append((name, module, entered))
 
     def _leave(self, output: Any) -> None:
@@ -376,17 +377,6 @@ class FrozenRun:
             return self._leaf(result, whole) if is_tokens else result
 
         return mark
-
-
-def _require_covered(model: nn.Module, layers: Sequence[Layer]) -> None:
-    for layer in layers:
-        if layer.opaque:
-            raise UncoveredError(f"{layer.name} is opaque: no adapter knows it, so its part in the output is unknown.")
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UncoveredError(
-            f"{type(model).__name__} has two streams of tokens, and shares are those of one; trace the decoder with "
-            "its encoder's output, or use a layer-wise method."
-        )
 
 
 def _tangent(tensor: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """A traced layer in a frozen run: its recorded output, whose derivative is its operator."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
@@ -12,6 +12,18 @@ from unilinattn.errors import UncoveredError
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.module_calls import first_tensor
 from unilinattn.tracing.trust import tolerance
+
+
+def require_covered(model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Raise `UncoveredError` for opaque layers and for a model with two streams of tokens."""
+    for layer in layers:
+        if layer.opaque:
+            raise UncoveredError(f"{layer.name} is opaque: no adapter knows it, so its part in the output is unknown.")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UncoveredError(
+            f"{type(model).__name__} has two streams of tokens, and shares are those of one; trace the decoder with "
+            "its encoder's output, or use a layer-wise method."
+        )
 
 
 def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:

@@ -149,3 +149,36 @@ def scalar(
     if not wanted:
         return logits.gather(-1, logits.detach().argmax(-1, keepdim=True)).squeeze(-1)
     return logits[:, wanted[0]] - (logits[:, wanted[1]] if len(wanted) == 2 else 0)
+
+
+def chosen_ids(logits: Float[Tensor, "*batch token"], logit: Logit) -> Int[Tensor, "*batch id"]:
+    """Return the ids of one logit or of a pair, by default those of the predictions; not for a function.
+
+    Raises `InputError` for an id that is out of range.
+    """
+    wanted = logits_wanted(logit)
+    if any(not 0 <= one < logits.shape[-1] for one in wanted):
+        raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
+    if not wanted:
+        return logits.argmax(-1, keepdim=True)
+    return torch.tensor(wanted, device=logits.device).expand(*logits.shape[:-1], -1)
+
+
+def picked(logits: Float[Tensor, "*batch token"], ids: Int[Tensor, "*batch id"]) -> Float[Tensor, "*batch"]:
+    """Return one logit, or the difference of two."""
+    values = logits.gather(-1, ids)
+    return values[..., 0] - (values[..., 1] if values.shape[-1] == 2 else 0)
+
+
+def one_each(value: Any, count: int) -> Float[Tensor, " run"]:
+    """Return the numbers of a function of the output, in float32 or more.
+
+    Raises `InputError` unless there is a number for each of `count` sequences.
+    """
+    if not isinstance(value, Tensor) or value.shape != (count,):
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(
+            f"the function `logit` returned {shape} for {count} sequences; it returns a number for each sequence, such "
+            "as lambda out: out.logits[:, -1, 5]."
+        )
+    return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -62,15 +62,21 @@ def rerun(
 
     Raises `ModelStateError` if a weight changed since the trace, and the errors of a call inside `cut`.
     """
-    model, batch = found.host, found.layers[-1].output.shape[0]
+    model = found.host
     found._weights.require_same(model, found.model, "this run would not be that of the traced model")
-    given = {
+    given = of_sequences(found, sequences)
+    if positions is not None:
+        given = logits_at(model, given, lambda: [positions[sequences]], above=0)
+    output = run_without(model, partial(call_host, model, given), given, cuts, found._opaque)
+    return Rerun(output, kept_positions(given, found.layers[-1].output.shape[1]))
+
+
+def of_sequences(found: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]:
+    """Return the arguments of a traced call for some of its sequences, each any number of times."""
+    batch = found.layers[-1].output.shape[0]
+    return {
         name: value[sequences.to(value.device)]
         if isinstance(value, Tensor) and value.ndim and len(value) == batch and name != KEEP
         else value
         for name, value in found.arguments.items()
     }
-    if positions is not None:
-        given = logits_at(model, given, lambda: [positions[sequences]], above=0)
-    output = run_without(model, partial(call_host, model, given), given, cuts, found._opaque)
-    return Rerun(output, kept_positions(given, found.layers[-1].output.shape[1]))

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -26,7 +27,9 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], blocks: Collection[s
         pass
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stream = first_stream((*args, *kwargs.values()))
+        # The functions that the host calls are counted, not those of this hook.
+        with torch._C.DisableTorchFunction():
+            stream = first_stream((*args, *kwargs.values()))
         if stream is not None:
             raise Entered(stream)
 

@@ -1,0 +1,410 @@
+"""The methods of captum against plain loops over `inputs_embeds`, on hosts of five kinds."""
+
+import sys
+from functools import cache, partial
+from itertools import combinations
+from math import factorial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.methods.hosts import HOSTS, inputs
+from unilinattn import explain, trace
+from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.optional import MissingExtraError
+from unilinattn.results.attribution import Attribution
+from unilinattn.testing import left_as_found, promoted, relative_error
+from unilinattn.testing.hosts import delta, host, mamba, transformers_model
+from unilinattn.tracing.trace import Trace
+
+METHODS = ("gradient", "input_x_gradient", "integrated_gradients", "smoothgrad", "occlusion", "kernel_shap")
+KINDS = ("mamba", "mamba2", "llama", "qwen3.5", "zamba2")
+LENGTH = 6
+LIMIT = 1e-8
+
+
+@cache
+def hosted(name: str, padding: str = "none") -> tuple[nn.Module, dict[str, Tensor], Trace]:
+    others = {each.name: each for each in (*delta.HOSTS, *mamba.HOSTS)}
+    model = HOSTS[name].model() if name in HOSTS else others[name].model().double()
+    given = inputs(padding)
+    with promoted():
+        return model, given, trace(model, given)
+
+
+class Plain:
+    """The predicted logit at the last token as a function of `inputs_embeds`, for one sequence of a host."""
+
+    def __init__(self, name: str, padding: str, sequence: int) -> None:
+        self.model, given, _ = hosted(name, padding)
+        self.given = {key: value[sequence : sequence + 1] for key, value in given.items() if key != "input_ids"}
+        self.real = self.given.get("attention_mask", torch.ones(1, LENGTH))[0].bool()
+        if padding == "left" and name in HOSTS and HOSTS[name].positions:
+            self.given["position_ids"] = (self.real.long().cumsum(0) - 1).clamp_min(0)[None]
+        self.table = self.model.get_input_embeddings().weight.detach()
+        self.x = self.table[given["input_ids"][sequence]]
+        self.last = int(self.real.nonzero()[-1])
+        self.best = int(self.logits(self.x).argmax())
+
+    def logits(self, x: Tensor) -> Tensor:
+        with promoted():
+            return self.model(inputs_embeds=x[None], **self.given).logits[0, self.last]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.logits(x)[self.best]
+
+    def gradient(self, x: Tensor) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(self(leaf), leaf)[0] * self.real[:, None]
+
+    def without(self, baseline: Tensor, tokens: list[int]) -> Tensor:
+        x = self.x.clone()
+        x[tokens] = baseline
+        return x
+
+
+def plain(method: str, f: Plain, options: dict[str, Any]) -> Tensor:
+    """The scores of one sequence from their definition."""
+    baseline = {"zero": torch.zeros_like(f.table[0]), "mean-embedding": f.table.mean(0)}.get(
+        options.get("baseline", "zero"), f.table[3]
+    )
+    if method == "gradient":
+        return f.gradient(f.x).abs().sum(-1)
+    if method == "input_x_gradient":
+        return (f.x * f.gradient(f.x)).sum(-1)
+    if method == "integrated_gradients":
+        start = torch.where(f.real[:, None], baseline, f.x)
+        points, weights = np.polynomial.legendre.leggauss(options["n_steps"])
+        total = torch.zeros_like(f.x)
+        for point, weight in zip((points + 1) / 2, weights / 2, strict=True):
+            total += float(weight) * f.gradient(start + float(point) * (f.x - start))
+        return ((f.x - start) * total).sum(-1)
+    if method == "smoothgrad":
+        torch.manual_seed(options["seed"])
+        spread = f.x[f.real].max() - f.x[f.real].min()
+        noise = torch.normal(0.0, torch.full((options["n_samples"], *f.x.shape), 0.15, dtype=torch.float64) * spread)
+        return torch.stack([f.gradient(f.x + each).abs().sum(-1) for each in noise]).mean(0)
+    with torch.no_grad():
+        if method == "occlusion":
+            return occluded(f, baseline, options.get("window", 1))
+        return shapley_regression(f, baseline, options)
+
+
+def occluded(f: Plain, baseline: Tensor, window: int) -> Tensor:
+    drops: list[list[Tensor]] = [[] for _ in range(LENGTH)]
+    for start in range(LENGTH - window + 1):
+        tokens = [j for j in range(start, start + window) if f.real[j]]
+        drop = f(f.x) - f(f.without(baseline, tokens))
+        for j in range(start, start + window):
+            drops[j].append(drop)
+    return torch.stack([sum(each, torch.zeros(())) / len(each) for each in drops]) * f.real
+
+
+def shapley_regression(f: Plain, baseline: Tensor, options: dict[str, Any]) -> Tensor:
+    """Least squares over coalitions drawn as captum draws them: a size, then normal numbers above a threshold."""
+    real = f.real.nonzero().flatten().tolist()
+    count = len(real)
+    torch.manual_seed(options["seed"])
+    size = torch.arange(count, dtype=torch.float64)
+    chances = (count - 1) / (size * (count - size))
+    chances[0] = 0
+    coalitions = [torch.ones(count), torch.zeros(count)]
+    with promoted():
+        drawn = torch.distributions.Categorical(chances)
+        while len(coalitions) < options["n_samples"]:
+            chosen = int(drawn.sample())
+            numbers = torch.randn(1, count)
+            coalitions.append((numbers > torch.kthvalue(numbers, count - chosen).values)[0].double())
+    design = torch.stack([torch.cat([c.double(), torch.ones(1, dtype=torch.float64)]) for c in coalitions])
+    values = torch.stack([f(f.without(baseline, [real[k] for k in range(count) if not c[k]])) for c in coalitions])
+    weight = torch.ones(len(coalitions), dtype=torch.float64)
+    weight[:2] = 1e6
+    normal = design.T @ (weight[:, None] * design)
+    scores = torch.zeros(LENGTH, dtype=torch.float64)
+    scores[real] = torch.linalg.solve(normal, design.T @ (weight * values))[:-1]
+    return scores
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "integrated_gradients": {"n_steps": 7, "baseline": "mean-embedding"},
+    "smoothgrad": {"n_samples": 4, "seed": 3},
+    "kernel_shap": {"n_samples": 30, "seed": 5},
+}
+
+
+def compared(name: str, padding: str, method: str, options: dict[str, Any]) -> None:
+    _, given, found = hosted(name, padding)
+    with promoted():
+        result = explain(found, method=method, target=-1, **options)
+    assert result.dims == ("batch", "key")
+    expected = torch.stack([plain(method, Plain(name, padding, b), options) for b in range(len(given["input_ids"]))])
+    assert float(expected.abs().max()) > 1e-3
+    assert relative_error(result.scores, expected) <= LIMIT
+
+
+QUICK = {("gradient", name) for name in KINDS} | {(method, "mamba2") for method in METHODS}
+CASES = [
+    pytest.param(method, name, marks=() if (method, name) in QUICK else pytest.mark.slow)
+    for method in METHODS
+    for name in KINDS
+]
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_scores_equal_their_definition(method: str, name: str) -> None:
+    compared(name, "none", method, OPTIONS.get(method, {}))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [
+        ("llama", "left"),
+        pytest.param("mamba2", "left", marks=pytest.mark.slow),
+        pytest.param("llama", "right", marks=pytest.mark.slow),
+    ],
+)
+def test_padding_takes_no_part(name: str, padding: str, method: str) -> None:
+    compared(name, padding, method, OPTIONS.get(method, {}))
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("occlusion", {"window": 2, "baseline": 3}),
+        ("integrated_gradients", {"n_steps": 1, "baseline": 3}),
+        ("kernel_shap", {"n_samples": 12, "seed": 1, "baseline": "mean-embedding"}),
+    ],
+)
+def test_options(method: str, options: dict[str, Any]) -> None:
+    compared("mamba2", "left", method, options)
+
+
+def test_other_definitions_give_other_scores() -> None:
+    found, f = hosted("llama")[2], Plain("llama", "none", 0)
+    with promoted():
+        signed = explain(found, method="gradient", target=-1, sign="keep").scores[0]
+        product = explain(found, method="input_x_gradient", target=-1).scores[0]
+        shares = explain(found, method="logit", target=-1).scores[0]
+        path = explain(found, method="integrated_gradients", target=-1, n_steps=7).scores[0]
+    assert relative_error(signed[None], f.gradient(f.x).sum(-1)[None]) <= LIMIT
+    assert relative_error(signed.abs()[None], plain("gradient", f, {})[None]) > 1e-2
+    assert relative_error(product[None], shares[None]) > 1e-2, "the frozen model has another gradient"
+    assert relative_error(path[None], plain("integrated_gradients", f, {"n_steps": 8})[None]) > 1e-6
+    assert relative_error(path[None], plain("integrated_gradients", f, OPTIONS["integrated_gradients"])[None]) > 1e-2
+
+
+def test_the_convergence_delta_is_reported() -> None:
+    found = hosted("mamba2")[2]
+    with promoted():
+        result = explain(found, method="integrated_gradients", target=-1, n_steps=5)
+        fine = explain(found, method="integrated_gradients", target=-1, n_steps=400, baseline="mean-embedding")
+    plains = [Plain("mamba2", "none", b) for b in range(2)]
+    start, end = torch.stack([torch.stack([f(0 * f.x), f(f.x)]) for f in plains]).detach().unbind(1)
+    missed = result.scores.sum(1) - (end - start)
+    for name, expected in {"delta": missed, "logit": end, "baseline": start}.items():
+        assert torch.allclose(result.extras[name], expected, rtol=LIMIT)
+    assert result.completeness_gap == pytest.approx(float((missed / (end - start)).abs().max()), rel=1e-8)
+    assert f"completeness gap: {result.completeness_gap:.1e}" in repr(result)
+    assert fine.completeness_gap is not None and fine.completeness_gap < 1e-3 < result.completeness_gap
+
+
+def test_without_a_target_each_row_explains_its_position() -> None:
+    for name, padding in (("mamba2", "left"), ("llama", "right")):
+        found = hosted(name, padding)[2]
+        for method in ("gradient", "integrated_gradients"):
+            options = OPTIONS.get(method, {})
+            with promoted():
+                whole = explain(found, method=method, **options)
+                assert whole.dims == ("batch", "query", "key")
+                for target in (0, -1, [2, 1]):
+                    row = explain(found, method=method, target=target, **options)
+                    at = torch.arange(2), found.positions(target)
+                    assert relative_error(whole.scores[at], row.scores) <= LIMIT
+                    assert all(torch.allclose(whole.extras[k][at], v) for k, v in row.extras.items())
+
+
+def test_shapley_values() -> None:
+    """Exact for a number that is additive in the tokens, and near the sum over all coalitions for a model."""
+    model, given, _ = hosted("llama")
+    with promoted():
+        found = trace(model, {**given, "output_hidden_states": True})
+        sums = explain(found, method="kernel_shap", n_samples=40, logit=lambda out: out.hidden_states[0].sum((1, 2)))
+        many = explain(found, method="kernel_shap", target=-1, n_samples=1500)
+    table = model.get_input_embeddings().weight.detach()
+    assert relative_error(sums.scores, table[given["input_ids"]].sum(-1)) <= LIMIT
+    assert sums.dims == ("batch", "key") and sums.completeness_gap is not None and sums.completeness_gap < 1e-8
+    assert many.completeness_gap is not None and many.completeness_gap < 1e-3
+    f = Plain("llama", "none", 1)
+    with torch.no_grad():
+        value = {
+            subset: f(f.without(torch.zeros_like(table[0]), [j for j in range(LENGTH) if j not in subset]))
+            for size in range(LENGTH + 1)
+            for subset in combinations(range(LENGTH), size)
+        }
+    expected = torch.zeros(LENGTH, dtype=torch.float64)
+    for subset, before in value.items():
+        share = factorial(len(subset)) * factorial(LENGTH - len(subset) - 1) if len(subset) < LENGTH else 0
+        for j in set(range(LENGTH)) - set(subset):
+            expected[j] += share * (value[tuple(sorted((*subset, j)))] - before) / factorial(LENGTH)
+    error = relative_error(many.scores[1:], expected[None])
+    assert 1e-8 < error < 0.1
+
+
+def test_one_token_has_the_whole_difference() -> None:
+    model = HOSTS["mamba"].model()
+    with promoted():
+        result = explain(model, torch.tensor([[4]]), method="kernel_shap", target=-1)
+        logits = model(torch.tensor([[4]])).logits[0, -1]
+        empty = model(inputs_embeds=torch.zeros(1, 1, 6)).logits[0, -1]
+    assert torch.allclose(result.scores[0, 0], (logits - empty)[logits.argmax()])
+
+
+@pytest.mark.parametrize("method", ["smoothgrad", "kernel_shap"])
+def test_a_seed_repeats_its_numbers(method: str) -> None:
+    found, options = hosted("mamba2")[2], {**OPTIONS[method], "target": -1}
+    before = torch.get_rng_state()
+    one, two = (explain(found, method=method, **options) for _ in range(2))
+    other = explain(found, method=method, **{**options, "seed": 17})
+    assert torch.equal(one.scores, two.scores) and not torch.equal(one.scores, other.scores)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_model_is_left_as_found(method: str) -> None:
+    model, _, found = hosted("mamba2")
+    parameter = next(model.parameters())
+    parameter.requires_grad_(False)
+    with left_as_found(model):
+        explain(found, method=method, target=-1, **OPTIONS.get(method, {}))
+    assert not parameter.requires_grad
+    parameter.requires_grad_(True)
+    with left_as_found(model), pytest.raises(ZeroDivisionError):
+        explain(found, method=method, logit=lambda out: 1 / 0)
+    assert all(each.requires_grad and each.grad is None for each in model.parameters())
+
+
+def test_the_logit_can_be_a_token_a_difference_or_a_function() -> None:
+    found = hosted("mamba2")[2]
+    with promoted():
+        run = partial(explain, found, method="input_x_gradient")
+        tokens = [run(target=-1, logit=token).scores for token in (4, 2)]
+        assert relative_error(run(target=-1, logit=(4, 2)).scores, tokens[0] - tokens[1]) <= LIMIT
+        own = run(logit=lambda out: out.logits[:, -1, 4])
+        assert relative_error(own.scores, tokens[0]) <= LIMIT and own.dims == ("batch", "key")
+        dropped = explain(found, method="occlusion", logit=lambda out: out.logits[:, -1, 4] * 2).scores
+        assert relative_error(dropped, 2 * explain(found, method="occlusion", target=-1, logit=4).scores) <= LIMIT
+
+
+def test_patches_of_an_image_are_tokens() -> None:
+    model, x = host("vit").model().double(), host("vit").inputs().double()
+    with promoted():
+        found = trace(model, x)
+        result = explain(found, method="input_x_gradient", logit=1)
+        dropped = explain(found, method="occlusion", logit=1)
+        streams: list[Tensor] = []
+        keep = model.vit.embeddings.register_forward_hook(lambda _, args, out: streams.append(out.requires_grad_()))
+        logits = model(x).logits[:, 1]
+        keep.remove()
+        (slope,) = torch.autograd.grad(logits.sum(), streams[0])
+        expected = (slope * streams[0]).detach().sum(-1)
+        hide = torch.ones_like(streams[0])
+        hide[:, 2] = 0
+        cover = model.vit.embeddings.register_forward_hook(lambda _, args, out: out * hide)
+        with torch.no_grad():
+            without = model(x).logits[:, 1]
+        cover.remove()
+    assert result.dims == ("batch", "key")
+    assert relative_error(result.scores, expected) <= LIMIT
+    assert relative_error(dropped.scores[:, 2:3], (logits - without).detach()[:, None]) <= LIMIT
+    with pytest.raises(OptionError, match=r"needs a table of embeddings.* use 'zero'"):
+        explain(found, method="occlusion", logit=1, baseline="mean-embedding")
+
+
+def test_results_can_be_saved(tmp_path: Any) -> None:
+    result = explain(hosted("mamba2")[2], method="integrated_gradients", target=-1, baseline=3, n_steps=2)
+    stored = Attribution.load(result.save(tmp_path / "result.safetensors"))
+    again = explain(hosted("mamba2")[2], method=stored.method, **stored.options)
+    assert torch.equal(again.scores, result.scores)
+    assert set(stored.extras) == {"logit", "baseline", "delta"}
+    result.to_html()
+
+
+def test_half_precision_runs_in_the_hosts_dtype() -> None:
+    model = HOSTS["llama"].model().bfloat16()
+    for method in METHODS:
+        result = explain(model, inputs(), method=method, target=-1, trust="warn", **OPTIONS.get(method, {}))
+        assert result.scores.dtype == torch.float32 and bool(result.scores.isfinite().all())
+
+
+BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("gradient", {"sign": "clamp"}, OptionError, r"gradient does not accept sign='clamp'.* Accepted: abs, keep"),
+    ("gradient", {"target": 99}, InputError, "target 99 is out of range"),
+    ("gradient", {"logit": 99}, InputError, r"logit 99 is out of range: the model has logits 0 to 16"),
+    ("gradient", {"logit": lambda out: out.logits.sum()}, InputError, r"returned \(\) for 2 sequences"),
+    ("gradient", {"logit": lambda out: torch.ones(2)}, UncoveredError, "does not depend on the tokens' vectors"),
+    ("occlusion", {"target": None}, OptionError, r"occlusion runs the model many times.* such as target=-1"),
+    ("kernel_shap", {"target": None}, OptionError, "kernel_shap runs the model many times"),
+    ("occlusion", {"window": 7}, OptionError, "window=7 is longer than the 6 tokens"),
+    ("occlusion", {"baseline": "men"}, OptionError, r"does not accept baseline='men'.* Accepted: mean-embedding, zero"),
+    ("occlusion", {"baseline": 17}, InputError, "baseline 17 is out of range: the model knows ids 0 to 16"),
+    ("kernel_shap", {"n_samples": 7}, OptionError, "n_samples=7 is too few for 6 tokens.* at least 8"),
+    ("integrated_gradients", {"n_steps": 0}, OptionError, "n_steps=0"),
+    ("smoothgrad", {"noise": 0.0}, OptionError, "noise=0.0"),
+    ("occlusion", {"logit": lambda out: out.logits[:, 0, 0] / 0}, InputError, "NaN or infinite"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "error", "message"), BAD)
+def test_bad_options_say_what_is_accepted(
+    method: str, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        explain(hosted("mamba2")[2], method=method, **{"target": -1, **options})
+
+
+def test_models_that_are_not_covered() -> None:
+    with pytest.raises(InputError, match="returns no logits"):
+        explain(HOSTS["mamba2"].model().backbone, inputs(), method="gradient", target=-1)
+    settings = dict(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = transformers_model("T5ForConditionalGeneration", "T5Config", **settings)().eval()
+    ids = torch.randint(17, (1, 5))
+    with pytest.raises(UncoveredError, match="has two streams of tokens"):
+        explain(model, {"input_ids": ids, "decoder_input_ids": ids}, method="gradient", target=-1)
+
+
+class Rounded(nn.Module):
+    """A linear layer with int8 weights, whose kernel has no backward pass."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = float(linear.weight.detach().abs().max()) / 127
+        self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x @ self.weight.to(x).mT
+
+
+def test_quantised_weights_pass_no_gradient() -> None:
+    model = HOSTS["llama"].model()
+    model.model.layers[0].mlp.down_proj = Rounded(model.model.layers[0].mlp.down_proj)
+    with promoted():
+        found = trace(model, inputs())
+        for method in METHODS[:4]:
+            message = r"model.layers.0.mlp.down_proj \(.*Rounded\) passes no gradient.*'occlusion'"
+            with left_as_found(model), pytest.raises(UncoveredError, match=message):
+                explain(found, method=method, target=-1)
+        assert bool((explain(found, method="occlusion", target=-1).scores != 0).any())
+
+
+def test_without_captum_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "captum"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "captum", None)
+    for method in METHODS:
+        with pytest.raises(MissingExtraError, match=r"needs captum.*pip install 'unilinattn\[captum\]'"):
+            explain(hosted("mamba2")[2], method=method, target=-1)

@@ -1,0 +1,199 @@
+"""The explained number as a function of the tokens' vectors, for the algorithms of captum."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Annotated, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from pydantic import Field
+from torch import Tensor
+
+from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.memory import require_result
+from unilinattn.methods.maps import ONE_ROW
+from unilinattn.methods.options import ScalarOptions
+from unilinattn.methods.selection import every_position, only_target
+from unilinattn.optional import import_extra
+from unilinattn.progress import progress
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.embedded import EmbeddedModel
+from unilinattn.tracing.isolation import in_gradient_mode, with_own_random_numbers
+from unilinattn.tracing.logits import Logit, chosen_ids, one_each, picked
+from unilinattn.tracing.trace import Target, Trace
+
+TOKENS = 4096
+"""Tokens in one run of the model on several variants of its inputs."""
+
+Baseline = Annotated[
+    Literal["zero", "mean-embedding"] | Annotated[int, Field(ge=0)],
+    Field(description="vector of an absent token: zero, the mean of the embedding table, or that of a token id"),
+]
+Seed = Annotated[int, Field(ge=0, description="seed of the random numbers")]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of one target.
+
+    Attributes:
+        tokens: one score for each token.
+        extras: further numbers of each sequence, by name.
+        gap: the completeness gap, None for methods that state none.
+    """
+
+    tokens: Float[Tensor, "batch token"]
+    extras: Mapping[str, Float[Tensor, " batch"]] = field(default_factory=dict)
+    gap: float | None = None
+
+
+class TokenFunction:
+    """The explained number of each sequence as a function of the vectors of its tokens.
+
+    The logit is that of the model's prediction on the traced inputs, whatever the vectors.
+
+    Attributes:
+        vectors: the vectors of the traced inputs; they require a gradient.
+        sequences: the indices of the traced sequences, the function's second argument.
+        real: the real tokens.
+        value: the number on the traced inputs.
+    """
+
+    vectors: Float[Tensor, "batch token channel"]
+    sequences: Int[Tensor, " batch"]
+    real: Bool[Tensor, "batch token"]
+    value: Float[Tensor, " batch"]
+
+    def __init__(self, trace: Trace, model: EmbeddedModel, target: Target, logit: Logit) -> None:
+        """Run the model once on the traced inputs; inside `EmbeddedModel.isolated`."""
+        self._model, self._logit = model, logit
+        self._positions = None if callable(logit) else trace.positions(target)
+        self._ids: Int[Tensor, "batch id"] | None = None
+        self.vectors = model.vectors.clone().requires_grad_()
+        self.sequences = torch.arange(len(self.vectors), device=self.vectors.device)
+        mask = trace.layers[-1].mask
+        shape, device = self.vectors.shape[:2], self.vectors.device
+        self.real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device)
+        self.value = in_gradient_mode(False, lambda: self(self.vectors, self.sequences))
+
+    def __call__(
+        self, vectors: Float[Tensor, "run token channel"], sequences: Int[Tensor, " run"]
+    ) -> Float[Tensor, " run"]:
+        """Return the number of each run; `sequences` are the traced sequences whose vectors these replace."""
+        sequences = sequences.long().cpu()
+        run = self._model.run(vectors, sequences, self._positions)
+        if callable(self._logit):
+            value = one_each(self._logit(run.output), len(sequences))
+        else:
+            assert self._positions is not None
+            logits = run.logits(self._positions[sequences])
+            logits = logits.flatten(0, 1) if logits.ndim == 3 else logits
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            if self._ids is None:
+                self._ids = chosen_ids(logits, self._logit)
+            value = picked(logits, self._ids[sequences.to(logits.device)])
+        if not bool(value.isfinite().all()):
+            raise InputError("the explained number is NaN or infinite in a run of the model, so it has no scores.")
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise UncoveredError("the explained number does not depend on the tokens' vectors, so it has no gradient.")
+        return value
+
+    def baseline(self, baseline: str | int) -> Float[Tensor, "batch token channel"]:
+        """Return the vectors with every real token replaced by a baseline (see `EmbeddedModel.baseline`)."""
+        absent = self._model.baseline(baseline).expand_as(self.vectors)
+        return torch.where(self.real.unsqueeze(-1), absent, self.vectors.detach())
+
+    def of_presence(
+        self, baseline: str | int
+    ) -> Callable[[Float[Tensor, "run token"], Int[Tensor, " run"]], Float[Tensor, " run"]]:
+        """Return the number as a function of which tokens are present (1) or replaced by a baseline (0)."""
+        present, absent = self.vectors.detach(), self.baseline(baseline)
+
+        def function(presence: Tensor, sequences: Tensor) -> Tensor:
+            weight = presence.unsqueeze(-1).to(present)
+            return self(weight * present[sequences] + (1 - weight) * absent[sequences], sequences)
+
+        return function
+
+    def runs(self, sequences: int = 1) -> int:
+        """Return the number of variants of `sequences` sequences that fit in one run of the model."""
+        return max(1, TOKENS // (sequences * self.vectors.shape[1]))
+
+    def seeded(self, seed: int, compute: Callable[[], Tensor]) -> Tensor:
+        """Return `compute()` with random numbers from a seed; the generators are restored afterwards."""
+
+        def run() -> Tensor:
+            torch.manual_seed(seed)
+            return compute()
+
+        devices = [self.vectors.device] if self.vectors.is_cuda else []
+        return with_own_random_numbers(devices, run)
+
+
+def captum() -> ModuleType:
+    """Import captum's algorithms; raise `MissingExtraError` if captum is not installed."""
+    return import_extra("captum.attr", "captum")
+
+
+def explained(
+    trace: Trace,
+    method: str,
+    target: Target | None,
+    options: ScalarOptions,
+    score: Callable[[TokenFunction], Scores],
+    *,
+    every_query: bool = True,
+) -> Attribution:
+    """Return the result of an algorithm that scores the tokens of one number, target after target.
+
+    Without a target each position with a logit is one; with every_query=False this raises `OptionError`. Padding has a
+    score of zero. The result names no layers, since no operator takes part.
+    """
+    target = only_target(trace, target, options.logit)
+    if target is None and not every_query:
+        raise OptionError(
+            f"{method} runs the model many times for each target; give a position as target, such as target=-1."
+        )
+    model = EmbeddedModel(trace)
+    targets = every_position(trace) if target is None else [target]
+    batch, length = model.vectors.shape[:2]
+    shape = (batch, length if target is None else 1, length)
+    require_result(shape, model.vectors.element_size(), f"{method}: the result (batch, query, key)", ONE_ROW)
+    scores = model.vectors.new_zeros(shape)
+    extras: dict[str, Tensor] = {}
+    gaps: list[float] = []
+
+    def run() -> None:
+        for position in progress(targets, method):
+            function = TokenFunction(trace, model, position, options.logit)
+            found = score(function)
+            rows = trace.positions(position) if target is None else torch.zeros(batch, dtype=torch.long)
+            at = torch.arange(batch), rows
+            scores[at] = found.tokens.detach().to(scores).masked_fill(~function.real, 0)
+            for name, values in found.extras.items():
+                extras.setdefault(name, scores.new_zeros(shape[:2], dtype=torch.float64))[at] = values.to(torch.float64)
+            gaps.extend([] if found.gap is None else [found.gap])
+
+    in_gradient_mode(True, lambda: model.isolated(run))
+    if target is not None:
+        scores, extras = scores.squeeze(1), {name: values.squeeze(1) for name, values in extras.items()}
+    return Attribution(
+        scores=scores,
+        dims=("batch", *(("query",) if target is None else ()), "key"),
+        method=method,
+        options=options.stored(target),
+        mask=trace.layers[-1].mask,
+        model=trace.model,
+        versions=trace.versions,
+        completeness_gap=max(gaps, default=None),
+        extras=extras,
+    )
+
+
+def relative_gap(
+    missed: Float[Tensor, " batch"], value: Float[Tensor, " batch"], baseline: Float[Tensor, " batch"]
+) -> float:
+    """Return the largest gap relative to the difference between the number and that of the baseline."""
+    size = (value - baseline).abs().clamp_min(torch.finfo(value.dtype).tiny)
+    return float((missed.abs() / size).max())
