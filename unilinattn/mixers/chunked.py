@@ -35,6 +35,8 @@ class Chunked(CoreMixer):
     data_controlled = True
     has_fine_decay: bool = False
     """Whether each coordinate of the state has a separate decay."""
+    boundaries: Sequence[Float[Tensor, "batch 1 head"]] = ()
+    """A factor at each chunk's beginning and at the end, which `chunk` takes after the others; empty for none."""
 
     @property
     @abstractmethod
@@ -112,7 +114,11 @@ class Chunked(CoreMixer):
     def _factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
         """Cut the factors of consecutive chunks at once, because the gradient of each slice is as long as its base."""
         first, last, _ = chunks.indices(len(self._chunks()))
-        return cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self.chunk_factors))
+        parts = cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self.chunk_factors))
+        if not self.boundaries:
+            return parts
+        ends = zip(parts, self.boundaries[first:last], self.boundaries[first + 1 : last + 1], strict=True)
+        return [(*factors, before, after) for factors, before, after in ends]
 
     def _over_heads(self, run: Callable[[slice], Tensor]) -> Tensor:
         """Concatenate the outputs (batch, token, head, channel) of a pass over `heads_at_once` heads at a time."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
+from unilinattn.kernels.scan.pairs import from_token
 from unilinattn.kernels.subnormal import decays, flushed_
 
 LEAF = 8
@@ -189,7 +190,7 @@ def _add_far(
     for stop in range(start, 0, -COLUMNS):
         tokens = slice(max(0, stop - COLUMNS), stop)
         _, key, decay = factors(tokens, heads)
-        exponent = _from_token(decay)
+        exponent = from_token(decay)
         if crossed is not None:
             exponent = exponent + crossed
         crossed = exponent[:, :1] + decay[:, :1]
@@ -203,8 +204,3 @@ def _add_far(
                 write[:, at : at + faded.shape[1]] += faded * of_tokens(tap, tokens)[..., heads, None]
             flushed_(write)
         flushed_(block[:, :, tokens.start : tokens.stop + reach]).baddbmm_(read, write.flatten(2).mT)
-
-
-def _from_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
-    """Return the log-decay from after each token to the end, by sums only, never as a difference of sums."""
-    return functional.pad(log_decay[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 0, 0, 1))
