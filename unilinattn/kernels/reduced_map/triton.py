@@ -14,6 +14,7 @@ from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.reduced_map.tiled import Factors
 from unilinattn.kernels.reduced_map.triton_kernels import SUB, chunk_factors, diagonal_tiles, far_tiles
 from unilinattn.kernels.row_product.naive import Sign
+from unilinattn.memory import parts
 
 CHUNK = 64
 """Tokens per chunk, whose factors share a reference: the chunk's end for writes, its beginning for reads."""
@@ -71,14 +72,12 @@ def reduced_rows(
         return
     batch, length, heads, state = shape
     step = max(1, INNER // state)
-    for start in range(0, length, rows):
-        part = slice(start, min(start + rows, length))
+    for part in parts(length, rows):
         block: Tensor | None = None
-        for first in range(0, heads, step):
-            tile = slice(first, min(first + step, heads))
+        for tile in parts(heads, step):
             for panel in panels(factors, part, tile, left, taps, COLUMNS):
                 if block is None:
-                    block = panel.read.new_zeros(batch, part.stop - start, length)
+                    block = panel.read.new_zeros(batch, part.stop - part.start, length)
                 add_far(block, panel, precision)
             assert block is not None
             add_diagonal(block, factors, part, tile, left, taps, precision)

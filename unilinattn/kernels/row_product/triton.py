@@ -11,6 +11,7 @@ from unilinattn.kernels.reduced_map.tiled import Factors
 from unilinattn.kernels.reduced_map.triton import Panel, add_diagonal, add_far, launch_far, panels
 from unilinattn.kernels.row_product import tiled
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
+from unilinattn.memory import parts
 
 ROWS = 512
 """Rows per block."""
@@ -48,9 +49,8 @@ def row_product(
     max_rows = max(1, NUMBERS // max(1, batch * heads * state * chunk)) * chunk
     rows = max(1, min(rows, max_rows))
     everything = slice(0, heads)
-    for start in range(0, length, rows):
-        part = slice(start, min(start + rows, length))
-        padded = -(-(part.stop - start) // chunk) * chunk
+    for part in parts(length, rows):
+        padded = -(-(part.stop - part.start) // chunk) * chunk
         near = total.new_zeros(batch, padded, 2 * chunk)
         for panel in panels(factors, part, everything, left, taps, max_rows):
             add_far(near, panel, precision, band=True)
