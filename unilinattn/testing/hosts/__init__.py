@@ -8,8 +8,8 @@ from unilinattn.testing.hosts.basic import (
     causal_model,
     family,
     host,
+    plain_experts,
     randomize,
-    text_model,
     transformers_model,
 )
 
@@ -21,7 +21,7 @@ __all__ = [
     "causal_model",
     "family",
     "host",
+    "plain_experts",
     "randomize",
-    "text_model",
     "transformers_model",
 ]

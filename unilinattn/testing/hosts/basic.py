@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -75,33 +74,32 @@ def family(
     return make
 
 
-def transformers_model(
-    model: str, config: str, module: str = "transformers", **settings: Any
-) -> Callable[[], nn.Module]:
-    """Return a builder of a transformers model, given the names of its class and of its configuration class.
-
-    Its experts, if any, run in turn, because the grouped product has no float64.
-    """
+def transformers_model(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Return a builder of a transformers model, given the names of its class and of its configuration class."""
 
     def build() -> nn.Module:
-        package = import_module(module)
-        built = getattr(package, model)(getattr(package, config)(**settings))
-        if hasattr(built, "set_experts_implementation"):
-            built.set_experts_implementation("eager")
-        return built
+        import transformers
+
+        return getattr(transformers, model)(getattr(transformers, config)(**settings))
 
     return build
 
 
 def causal_model(name: str, **settings: Any) -> Callable[[], nn.Module]:
     """Return a builder of a transformers language model, given the common name of its class and configuration."""
-    return transformers_model(f"{name}ForCausalLM", f"{name}Config", **{**IDS, **settings})
+    return plain_experts(transformers_model(f"{name}ForCausalLM", f"{name}Config", **{**IDS, **settings}))
 
 
-def text_model(folder: str, name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Return a builder of the text model of a transformers family without a text-only causal model."""
-    module = f"transformers.models.{folder}.modeling_{folder}"
-    return transformers_model(f"{name}TextModel", f"{name}TextConfig", module, **settings)
+def plain_experts(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a builder of a model whose experts, if any, run in turn; the grouped product has no float64."""
+
+    def built() -> nn.Module:
+        model: Any = build()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        return model
+
+    return built
 
 
 def _s4d_model(**settings: Any) -> Callable[[], nn.Module]:

@@ -1,6 +1,11 @@
 """Tiny hosts of the delta-rule family: hybrids of gated delta rule and attention, most with expert layers."""
 
-from unilinattn.testing.hosts import IDS, Host, causal_model, family, text_model, transformers_model
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from unilinattn.testing.hosts import IDS, Host, causal_model, family, plain_experts, transformers_model
 
 _HYBRID = dict(hidden_size=16, intermediate_size=12, num_attention_heads=4, max_position_embeddings=80, **IDS)
 _LINEAR, _FULL = "linear_attention", "full_attention"
@@ -31,14 +36,24 @@ _bailing_hybrid = family(
 )
 
 
-_qwen3_5_moe = family(
-    "qwen3_5", transformers_model, "Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", layers=3, **_GATED, **_EXPERTS
-)
+def _qwen3_5_moe_model(**settings: Any) -> Callable[[], nn.Module]:
+    return plain_experts(transformers_model("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **settings))
+
+
+def _glm5_next_model(**settings: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+        from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
+
+        return Glm5NextTextModel(Glm5NextTextConfig(**settings))
+
+    return plain_experts(build)
+
+
+_qwen3_5_moe = family("qwen3_5", _qwen3_5_moe_model, layers=3, **_GATED, **_EXPERTS)
 _glm5_next = family(
     "kimi_delta",
-    text_model,
-    "glm5_next",
-    "Glm5Next",
+    _glm5_next_model,
     layers=4,
     **dict(_LATENT, layer_types=[_LINEAR, "indexed_attention", "indexed_attention", _LINEAR], num_hidden_layers=4),
     **dict(mlp_layer_types=["dense", "sparse", "dense", "sparse"], q_lora_rank=6, n_routed_experts=4, index_topk=4),

@@ -1,8 +1,12 @@
 """Tiny hosts of latent and gated attention: values from a normed latent, outputs behind a gate."""
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-from unilinattn.testing.hosts import IDS, Host, causal_model, family, text_model
+from torch import nn
+
+from unilinattn.testing.hosts import IDS, Host, causal_model, family
 
 _ATTENTION = dict(
     hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=40, **IDS
@@ -30,12 +34,24 @@ _LONGCAT = dict(
 )
 
 
+def _text_model(folder: str, family: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Return a builder of the text model of a family without a text-only causal model."""
+
+    def built() -> nn.Module:
+        package = f"transformers.models.{folder}"
+        config = getattr(import_module(f"{package}.configuration_{folder}"), f"{family}TextConfig")
+        model = getattr(import_module(f"{package}.modeling_{folder}"), f"{family}TextModel")
+        return model(config(**settings))
+
+    return built
+
+
 def _host(name: str, model: str, **settings: Any) -> Host:
     return family("latent_attention", causal_model, model, **_ATTENTION, **_LATENT)(name, **settings)
 
 
 def _text_host(name: str, *model: str, **settings: Any) -> Host:
-    return family("latent_attention", text_model, *model, **_ATTENTION, **_LATENT)(name, **settings)
+    return family("latent_attention", _text_model, *model, **_ATTENTION, **_LATENT)(name, **settings)
 
 
 def _gated_host(name: str, model: str, **settings: Any) -> Host:
