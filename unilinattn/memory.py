@@ -88,6 +88,11 @@ def rows_within(size: Callable[[int], int], most: int, what: str | None) -> int:
     return rows
 
 
+def parts(length: int, size: int) -> Iterator[slice]:
+    """Yield consecutive slices of `size` positions of `length`, the last one of the rest."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
 def return_free_pages() -> None:
     """Return the pages of freed tensors to the operating system; does nothing unless the C library is glibc.
 

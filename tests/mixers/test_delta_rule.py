@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.mixers import laws
+from tests.mixers import laws, recurrences
 from unilinattn.errors import FactorError
-from unilinattn.kernels.scan import recurrences
 from unilinattn.mixers.delta_rule import DeltaRule
 
 BATCH, GROUPS, HEADS, STATE = 2, 2, 4, 6

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.mixers import laws
+from tests.mixers import laws, recurrences
 from unilinattn.errors import FactorError
-from unilinattn.kernels.scan import recurrences
 from unilinattn.mixers.normalized_exponential import NormalizedExponential
 
 BATCH, HEADS = 2, 5

@@ -11,30 +11,20 @@ from unilinattn.errors import OptionError, nearest
 
 Comparison = Literal["layer", "stream", "attention", "reconstruction", "unpromoted", "padding", "law"]
 
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+_LIMITS: Mapping[Comparison, tuple[float, ...]] = {
+    "layer": (1e-5, 1e-4, 2e-2, 5e-2),
+    "stream": (2e-6, 1e-5, 2e-2, 2e-2),
+    "attention": (4096 * torch.finfo(torch.float64).eps, 4096 * torch.finfo(torch.float32).eps, 0.05, 0.05),
+    "reconstruction": (1e-10, 1e-5, 2e-2, 2e-2),
+    "unpromoted": (2e-6,),
+    "padding": (1e-10, 1e-5),
+    "law": (1e-12, 1e-5),
+}
+
 TOLERANCES: Mapping[tuple[str, torch.dtype], float] = MappingProxyType(
-    {
-        ("layer", torch.float64): 1e-5,
-        ("layer", torch.float32): 1e-4,
-        ("layer", torch.float16): 2e-2,
-        ("layer", torch.bfloat16): 5e-2,
-        ("stream", torch.float64): 2e-6,
-        ("stream", torch.float32): 1e-5,
-        ("stream", torch.float16): 2e-2,
-        ("stream", torch.bfloat16): 2e-2,
-        ("attention", torch.float64): 4096 * torch.finfo(torch.float64).eps,
-        ("attention", torch.float32): 4096 * torch.finfo(torch.float32).eps,
-        ("attention", torch.float16): 0.05,
-        ("attention", torch.bfloat16): 0.05,
-        ("reconstruction", torch.float64): 1e-10,
-        ("reconstruction", torch.float32): 1e-5,
-        ("reconstruction", torch.bfloat16): 2e-2,
-        ("reconstruction", torch.float16): 2e-2,
-        ("unpromoted", torch.float64): 2e-6,
-        ("padding", torch.float64): 1e-10,
-        ("padding", torch.float32): 1e-5,
-        ("law", torch.float64): 1e-12,
-        ("law", torch.float32): 1e-5,
-    }
+    {(name, dtype): limit for name, limits in _LIMITS.items() for dtype, limit in zip(_DTYPES, limits, strict=False)}
 )
 """Largest relative error that passes, by comparison and dtype; no argument or environment variable relaxes it.
 

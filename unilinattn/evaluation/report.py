@@ -121,7 +121,10 @@ def numbers(measured: Sequence[Measured], counts: Counts, methods: Sequence[str]
             "random_draws": RANDOM_DRAWS,
             "layer_chosen_by": "average precision on the selection sequences",
         },
-        "versions": {"python": platform.python_version(), **_versions(measured)},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version for one in measured for name, version in one.versions.items()},
+        },
         "machine": machine(),
     }
 
@@ -250,10 +253,6 @@ def _score(one: Measured, row: str) -> dict[str, Any]:
         "scope": None if result is None else result.scope,
         "options": {} if result is None else dict(result.options),
     }
-
-
-def _versions(measured: Sequence[Measured]) -> dict[str, str]:
-    return {name: version for one in measured for name, version in one.versions.items()}
 
 
 def _scores_section(measured: Sequence[Measured], sequences: Mapping[str, int]) -> str:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from unilinattn.errors import FactorError
 from unilinattn.kernels.reduced_map.dense import Taps, reduced, weighted
-from unilinattn.kernels.row_product.naive import Sign, apply_sign
-from unilinattn.kernels.subnormal import flushed_
+from unilinattn.kernels.row_product.naive import Sign
+from unilinattn.kernels.row_product.tiled import folded
+from unilinattn.memory import parts
 
 ALL = slice(None)
 
@@ -89,9 +90,7 @@ class CoreMixer(ABC):
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
         """Yield the rows in order, in blocks of at most `rows` rows."""
-        queries = self.shape[2]
-        for start in range(0, queries, rows):
-            part = slice(start, min(start + rows, queries))
+        for part in parts(self.shape[2], rows):
             yield part, partial(self.tile, part)
 
     def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
@@ -126,21 +125,14 @@ class CoreMixer(ABC):
         taps: Taps | None = None,
     ) -> Float[Tensor, "batch key"]:
         """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, in the memory of `rows` rows of m."""
-        total = row.new_zeros(row.shape[0], self.shape[3])
-        start = 0
-        for block in self.reduced_rows(rows, left, taps):
-            part = slice(start, start + block.shape[1])
-            scaled = flushed_(apply_sign(sign, block * weight[:, part, None]))
-            total = total + torch.einsum("bi,bij->bj", row[:, part], scaled)
-            start = part.stop
-        return total
+        return folded(self.reduced_rows(rows, left, taps), self.shape[3], row, weight, sign)
 
 
 def split_heads(heads: slice, total: int, count: int) -> list[slice]:
     """Split a selection of `total` heads into slices of at most `count` heads; an empty selection is one slice."""
     chosen = range(total)[heads]
-    parts = [chosen[start : start + count] for start in range(0, max(1, len(chosen)), count)]
-    return [slice(part.start, part.stop, part.step) for part in parts]
+    pieces = [chosen[start : start + count] for start in range(0, max(1, len(chosen)), count)]
+    return [slice(piece.start, piece.stop, piece.step) for piece in pieces]
 
 
 def check_factors(**factors: Tensor | None) -> None:

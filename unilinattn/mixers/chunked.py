@@ -13,7 +13,7 @@ from unilinattn.kernels.reduced_map.dense import Taps, reduced
 from unilinattn.kernels.scan.chunks import Chunk, Reading, fill, held_elements
 from unilinattn.kernels.scan.tiled import CHUNK, cut
 from unilinattn.kernels.subnormal import flushed_
-from unilinattn.memory import allowed
+from unilinattn.memory import allowed, parts
 from unilinattn.mixers.base import ALL, Block, CoreMixer, split_heads
 
 KEPT = 8192
@@ -35,6 +35,8 @@ class Chunked(CoreMixer):
     data_controlled = True
     has_fine_decay: bool = False
     """Whether each coordinate of the state has a separate decay."""
+    boundaries: Sequence[Float[Tensor, "batch 1 head"]] = ()
+    """A factor at each chunk's beginning and at the end, which `chunk` takes after the others; empty for none."""
 
     @property
     @abstractmethod
@@ -111,13 +113,17 @@ class Chunked(CoreMixer):
 
     def _factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
         """Cut the factors of consecutive chunks at once, because the gradient of each slice is as long as its base."""
-        first, last, _ = chunks.indices(len(self._chunks()))
-        return cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self.chunk_factors))
+        first, last, _ = chunks.indices(-(-self.shape[2] // CHUNK))
+        by_chunk = cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self.chunk_factors))
+        if not self.boundaries:
+            return by_chunk
+        ends = zip(by_chunk, self.boundaries[first:last], self.boundaries[first + 1 : last + 1], strict=True)
+        return [(*factors, before, after) for factors, before, after in ends]
 
     def _over_heads(self, run: Callable[[slice], Tensor]) -> Tensor:
         """Concatenate the outputs (batch, token, head, channel) of a pass over `heads_at_once` heads at a time."""
-        parts = split_heads(ALL, self.heads, self.heads_at_once)
-        return run(ALL) if len(parts) == 1 else torch.cat([run(part) for part in parts], dim=2)
+        some_heads = split_heads(ALL, self.heads, self.heads_at_once)
+        return run(ALL) if len(some_heads) == 1 else torch.cat([run(some) for some in some_heads], dim=2)
 
     def _pass(
         self,
@@ -134,8 +140,8 @@ class Chunked(CoreMixer):
         # For the gradient of a long pass only the states are saved; its matrices are computed again.
         recompute = torch.is_grad_enabled() and vectors.shape[1] > KEPT
         outputs, state = [], None
-        parts = vectors[:, :, heads].split(CHUNK, dim=1)
-        for vector, factors in list(zip(parts, self._factors_by_chunk(), strict=True))[::order]:
+        by_chunk = zip(vectors[:, :, heads].split(CHUNK, dim=1), self._factors_by_chunk(), strict=True)
+        for vector, factors in list(by_chunk)[::order]:
             if recompute:
                 output, state = checkpoint(run, state, vector, factors, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -152,16 +158,12 @@ class Chunked(CoreMixer):
         none = self.zeros((batch, heads, self.state_size, 0))
         identity = torch.diag_embed(self.zeros((batch, heads, self.state_size)) + 1)
         far, near, transition = none, none, identity
-        for number, (tokens, factors) in enumerate(zip(self._chunks(), self._factors_by_chunk(), strict=True)):
+        chunks = zip(parts(keys, CHUNK), self._factors_by_chunk(), strict=True)
+        for number, (tokens, factors) in enumerate(chunks):
             if number % WAIT == 0:
                 far, near, transition = torch.cat([flushed_(transition @ far), near], dim=-1), none, identity
             chunk = self.chunk(factors)
             reading = Reading(((flushed_(chunk.read @ transition), far), (chunk.read, near)), chunk, keys)
-            for start in range(tokens.start, tokens.stop, rows):
-                part = slice(start, min(start + rows, tokens.stop))
-                yield part, reading, slice(part.start - tokens.start, part.stop - tokens.start)
+            for row in parts(tokens.stop - tokens.start, rows):
+                yield slice(tokens.start + row.start, tokens.start + row.stop), reading, row
             near, transition = torch.cat([chunk.advance(near), chunk.write], dim=-1), chunk.advance(transition)
-
-    def _chunks(self) -> list[slice]:
-        length = self.shape[2]
-        return [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]

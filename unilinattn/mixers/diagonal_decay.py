@@ -15,7 +15,7 @@ from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
 from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors
 from unilinattn.kernels.subnormal import decays, flushed_
-from unilinattn.memory import allowed
+from unilinattn.memory import allowed, parts
 from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors, split_heads
 
 SQUARES = 128
@@ -95,8 +95,8 @@ class DiagonalDecay(CoreMixer):
             return self.zeros((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
         hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
         size = LEAF * len(row) + len(col)
-        parts = split_heads(heads, self.heads, self.heads_at_once(size))
-        block = torch.cat([self._block(*hull, part) for part in parts], dim=1)
+        some_heads = split_heads(heads, self.heads, self.heads_at_once(size))
+        block = torch.cat([self._block(*hull, some) for some in some_heads], dim=1)
         return block[:, :, :: row.step, :: col.step]
 
     def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
@@ -104,8 +104,7 @@ class DiagonalDecay(CoreMixer):
         if not self._is_per_head(None, taps):
             yield from super().weighted_blocks(rows, left, taps)
             return
-        for start in range(0, self.shape[2], rows):
-            part = slice(start, min(start + rows, self.shape[2]))
+        for part in parts(self.shape[2], rows):
             near, read = self._squares(part, left, taps)
             yield part, partial(self._near_and_far, part, near, read, taps)
 
@@ -117,8 +116,7 @@ class DiagonalDecay(CoreMixer):
         near = self.zeros((batch, self.heads, count, count + max(taps)))
         read = self.zeros((batch, self.heads, count, self.state_size))
         places = Places()
-        for first in range(0, self.heads, SQUARES):
-            heads = slice(first, min(first + SQUARES, self.heads))
+        for heads in parts(self.heads, SQUARES):
             query, key, decay = self.factors(tokens, heads)
             shape = decay.shape[:3]
             squares = square(
@@ -213,13 +211,13 @@ class DiagonalDecay(CoreMixer):
         return batch, length, heads, self.state_size
 
     def _block(self, rows: slice, cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
-        cut, parts = rows.start, []
+        cut, sides = rows.start, []
         query, _, decay = self.factors(rows, heads)
         batch, _, count, _ = decay.shape
         if cols.start < cut:
             read = flushed_(decays(decay.cumsum(1)) * query)
             write = self._decayed_keys(slice(cols.start, min(cols.stop, cut)), cut, heads)
-            parts.append(torch.einsum("bihn,bjhn->bhij", read, write))
+            sides.append(torch.einsum("bihn,bjhn->bhij", read, write))
         if cols.stop > cut:
             start = max(cols.start, cut)
             near = query.new_zeros(batch, count, rows.stop - cut, cols.stop - start)
@@ -227,8 +225,8 @@ class DiagonalDecay(CoreMixer):
                 query, key, decay = self.factors(slice(start, rows.stop), heads)
                 causal = pairs(query.expand_as(decay), key.expand_as(decay), decay)[..., : cols.stop - start]
                 near[:, :, start - cut :, : causal.shape[-1]] = causal
-            parts.append(near)
-        return torch.cat(parts, dim=-1)
+            sides.append(near)
+        return torch.cat(sides, dim=-1)
 
     def _decayed_keys(self, tokens: slice, cut: int, heads: slice = ALL) -> Float[Tensor, "batch token head state"]:
         """Return the keys of `tokens`, decayed to the time just before token `cut`."""

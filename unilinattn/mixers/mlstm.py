@@ -47,13 +47,13 @@ class MLSTM(Chunked):
         self.log_forget, self.log_input = log_forget.double(), log_input.double()
         # Weights are relative to the largest weight of the tokens and not to m, whose initial value of 0 makes all of
         # them underflow if every input gate is strongly negative.
-        peak = torch.full_like(self.log_input[:, 0], -torch.inf)
-        self._boundary_peaks, peaks = [peak], []
+        peak = torch.full_like(self.log_input[:, :1], -torch.inf)
+        self.boundaries, peaks = [peak], []
         for forget, gate in cut(CHUNK, self.log_forget.unsqueeze(-1), self.log_input):
             weights = between(forget).squeeze(-1) + gate.unsqueeze(1)
-            peaks.append(torch.maximum(weights.amax(2), peak.unsqueeze(1) + to_token(forget).squeeze(-1)))
-            peak = peaks[-1][:, -1]
-            self._boundary_peaks.append(peak)
+            peaks.append(torch.maximum(weights.amax(2), peak + to_token(forget).squeeze(-1)))
+            peak = peaks[-1][:, -1:]
+            self.boundaries.append(peak)
         self._peak = torch.cat(peaks, dim=1)
         self._scale = torch.ones_like(log_input)
         total = self.apply(torch.ones_like(log_input).unsqueeze(-1)).squeeze(-1)
@@ -90,12 +90,6 @@ class MLSTM(Chunked):
     def chunk_factors(self) -> tuple[Tensor, ...]:
         """Query, key, both gates, the running maximum and the scale of each row."""
         return self.query, self.key, self.log_forget.unsqueeze(-1), self.log_input, self._peak, self._scale
-
-    def _factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
-        """Add the running maximum before and at the end of each chunk."""
-        peaks = [peak.unsqueeze(1) for peak in self._boundary_peaks]
-        pieces = zip(super()._factors_by_chunk(chunks), peaks[:-1][chunks], peaks[1:][chunks], strict=True)
-        return [(*factors, *ends) for factors, *ends in pieces]
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the weight of each token on itself."""

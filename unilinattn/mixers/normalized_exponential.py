@@ -41,13 +41,13 @@ class NormalizedExponential(Chunked):
         # Differences of large logarithms are exponentiated, for which float32 has too few digits.
         self.key, self.log_decay, self.bonus = key.double(), log_decay.double(), bonus.double()
         mass = torch.full_like(self.key[:, 0], -torch.inf)
-        self._boundary_masses, totals = [mass], []
+        self.boundaries, totals = [mass.unsqueeze(1)], []
         for part in self.key.split(CHUNK, dim=1):
             scores = self._scores(part, ALL)
             totals.append(torch.logaddexp(scores.logsumexp(-1), self._arriving(mass, scores.shape[-1], ALL)))
             ending = self._leaving(part, ALL).logsumexp(-1)
             mass = torch.logaddexp(mass + scores.shape[-1] * self.log_decay, ending)
-            self._boundary_masses.append(mass)
+            self.boundaries.append(mass.unsqueeze(1))
         self._total = torch.cat(totals, dim=-1).transpose(1, 2)
 
     @property
@@ -58,9 +58,8 @@ class NormalizedExponential(Chunked):
 
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
         """Return the normalised weights of one chunk; the state is divided by the running sum of weights."""
-        key, total, entering, ending = factors
-        key, total = key[:, :, heads], total[:, :, heads].transpose(1, 2)
-        entering, ending = entering[:, heads], ending[:, heads]
+        key, total, entering, ending = (factor[:, :, heads] for factor in factors)
+        total, entering, ending = total.transpose(1, 2), entering.squeeze(1), ending.squeeze(1)
         length = total.shape[-1]
         within = self._scores(key, heads) - total.unsqueeze(-1)
         read = self._arriving(entering, length, heads) - total
@@ -77,12 +76,6 @@ class NormalizedExponential(Chunked):
     def chunk_factors(self) -> tuple[Tensor, ...]:
         """The keys and the logarithm of each row's sum."""
         return self.key, self._total
-
-    def _factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
-        """Add the logarithm of the running sum before and at the end of each chunk."""
-        masses = self._boundary_masses
-        pieces = zip(super()._factors_by_chunk(chunks), masses[:-1][chunks], masses[1:][chunks], strict=True)
-        return [(*factors, *ends) for factors, *ends in pieces]
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the weight of each token on itself."""

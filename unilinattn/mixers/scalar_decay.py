@@ -12,6 +12,7 @@ from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.subnormal import decays
+from unilinattn.memory import parts
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
@@ -104,8 +105,7 @@ class ScalarDecay(CoreMixer):
             for lag, tap in lags.items():
                 weighted = _of_group(group, groups, left, tap)
                 streams.append((group, lag, decay_mixer.reduced_rows(rows, *weighted)))
-        for start in range(0, length, rows):
-            part = slice(start, min(start + rows, length))
+        for part in parts(length, rows):
             scores = self._scores(part, ALL)
             total = scores.new_zeros(())
             for group, lag, reduced_decays in streams:

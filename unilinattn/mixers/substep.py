@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from unilinattn.errors import InputError
 from unilinattn.kernels.scan.tiled import CHUNK
+from unilinattn.memory import parts
 from unilinattn.mixers.base import ALL, CoreMixer
 
 
@@ -64,9 +65,8 @@ class Substep(CoreMixer):
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the weight of each token on itself, from square blocks, because it lies off the expanded diagonal."""
-        length = self.shape[2]
-        parts = [slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK)]
-        return torch.cat([self.tile(part, part).diagonal(dim1=-2, dim2=-1) for part in parts], dim=-1)
+        squares = [self.tile(part, part) for part in parts(self.shape[2], CHUNK)]
+        return torch.cat([square.diagonal(dim1=-2, dim2=-1) for square in squares], dim=-1)
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Return zeros with the dtype and device of the matrix."""

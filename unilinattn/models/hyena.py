@@ -38,14 +38,13 @@ class PositionalFeatures(nn.Module):
 
 
 class DecayWindow(nn.Module):
-    """The decay rates of the exponential windows, from slow to fast over the channels."""
+    """The decay rates of the exponential windows, which fall to 1% at 1.5 (slow channels) to 0.3 (fast) of `l_max`."""
 
     deltas: Tensor
 
-    def __init__(self, channels: int, fast_decay_pct: float, slow_decay_pct: float, target: float) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        slow, fast = math.log(target) / slow_decay_pct, math.log(target) / fast_decay_pct
-        self.register_buffer("deltas", torch.linspace(slow, fast, channels)[None, None])
+        self.register_buffer("deltas", torch.linspace(math.log(1e-2) / 1.5, math.log(1e-2) / 0.3, channels)[None, None])
 
 
 class HyenaFilter(nn.Module):
@@ -65,9 +64,6 @@ class HyenaFilter(nn.Module):
         w: float = 1.0,
         modulate: bool = True,
         shift: float = 0.0,
-        fast_decay_pct: float = 0.3,
-        slow_decay_pct: float = 1.5,
-        target: float = 1e-2,
     ) -> None:
         super().__init__()
         if emb_dim < 3 or emb_dim % 2 == 0:
@@ -82,7 +78,7 @@ class HyenaFilter(nn.Module):
         self.implicit_filter = nn.Sequential(
             nn.Linear(emb_dim, filter_order), sine, *inner, nn.Linear(filter_order, channels, bias=False)
         )
-        self.modulation = DecayWindow(channels, fast_decay_pct, slow_decay_pct, target)
+        self.modulation = DecayWindow(channels)
 
     def forward(self, length: int) -> Float[Tensor, "channel length"]:
         """Return the first `length` taps of each channel, tap 0 first, in float32 at least.

@@ -9,8 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.groups import repeat_groups
-from unilinattn.kernels.row_product.naive import Sign, apply_sign
+from unilinattn.kernels.row_product.naive import Sign
+from unilinattn.kernels.row_product.tiled import folded
 from unilinattn.kernels.subnormal import flushed_
+from unilinattn.memory import parts
 from unilinattn.mixers import CoreMixer
 from unilinattn.operator.bands import Band, add_band, band
 from unilinattn.operator.stages import Branch, Chain, Mix, Scale, Stage
@@ -112,9 +114,8 @@ def reduced_blocks(
             wide = term.at_width(channels)
             streams.append((term.mixer.reduced_rows(rows, wide.left, wide.taps), channels))
     bands = [{lag: tap.mean(-1) for lag, tap in (term.taps or {}).items()} for term in terms if term.mixer is None]
-    for start in range(0, queries, rows):
-        part = slice(start, min(start + rows, queries))
-        block = like.new_zeros(batch, part.stop - start, keys)
+    for part in parts(queries, rows):
+        block = like.new_zeros(batch, part.stop - part.start, keys)
         for stream, channels in streams:
             block.add_(next(stream), alpha=1 / channels)
         for by_lag in bands:
@@ -136,11 +137,8 @@ def row_product(
         channels = terms[0].channels
         wide = terms[0].at_width(channels)
         return mixer.row_product(row, weight / channels, sign, rows, wide.left, wide.taps)
-    total = row.new_zeros(shape[0], shape[2])
-    for part, block in reduced_blocks(terms, shape, rows, row):
-        scaled = flushed_(apply_sign(sign, block * weight[:, part, None]))
-        total = total + torch.einsum("bi,bij->bj", row[:, part], scaled)
-    return total
+    blocks = (block for _, block in reduced_blocks(terms, shape, rows, row))
+    return folded(blocks, shape[2], row, weight, sign)
 
 
 def _product_of(chain: Sequence[Stage]) -> Tensor | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
-from unilinattn.memory import rows_within
+from unilinattn.memory import parts, rows_within
 from unilinattn.operator.cost import block_cut, map_cut, reduced_elements
 from unilinattn.operator.factored import factored, reduced_blocks, row_product
 from unilinattn.operator.rows import block_of, rows_of
@@ -35,15 +35,15 @@ def map_rows(scope: ScopedMap, index: Int[Tensor, "batch row"], heads: Heads) ->
     """Return the rows (batch, [head,] row, key) at the positions `index`, in time linear in length."""
     selected = checked_heads(heads, scope.heads)
     count, channels, _ = block_cut(scope, 0, index.shape[1], None)
-    parts = []
+    pieces = []
     for positions in index.split(count, dim=1):
         rows = as_slice(positions)
         if rows is None:
             every = _by_head(rows_of(scope.chain, scope.groups, positions, scope.like))
-            parts.append(_over_heads(every, selected, scope.repeat))
+            pieces.append(_over_heads(every, selected, scope.repeat))
         else:
-            parts.append(_block(scope, rows, selected, channels))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+            pieces.append(_block(scope, rows, selected, channels))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
 
 
 def map_blocks(
@@ -64,8 +64,7 @@ def map_blocks(
     if terms is not None:
         yield from reduced_blocks(terms, scope.shape, rows, scope.like)
         return
-    for start in range(0, queries, rows):
-        part = slice(start, min(start + rows, queries))
+    for part in parts(queries, rows):
         yield part, _block(scope, part, selected, channels)
 
 
@@ -83,8 +82,8 @@ def map_row_product(
     terms = factored(scope.chain)
     if terms is None:
         blocks = map_blocks(scope, "mean", subject)
-        parts = (row[:, None, part] @ apply_sign(sign, block * weight[:, part, None]) for part, block in blocks)
-        return torch.stack([product.squeeze(1) for product in parts]).sum(0)
+        products = (row[:, None, part] @ apply_sign(sign, block * weight[:, part, None]) for part, block in blocks)
+        return torch.stack([product.squeeze(1) for product in products]).sum(0)
     element_bytes = scope.like.element_size()
     rows = rows_within(lambda count: element_bytes * reduced_elements(terms, scope.shape, count), ROWS, subject)
     return row_product(terms, scope.shape, rows, row, weight, sign)
@@ -93,19 +92,19 @@ def map_row_product(
 def _block(scope: ScopedMap, rows: slice, heads: CheckedHeads, step: int) -> Float[Tensor, "..."]:
     """Return consecutive rows (batch, [head,] row, key), computed for `step` channels at a time."""
     groups, repeat = scope.groups, scope.repeat
-    parts = [slice(start, min(start + step, groups)) for start in range(0, groups, step)]
+    channels_of = list(parts(groups, step))
     if isinstance(heads, str):
         total: Tensor | None = None
-        for part in parts:
+        for part in channels_of:
             reduced = REDUCTIONS[heads](_by_head(block_of(scope.chain, groups, rows, scope.like, part)))
-            if len(parts) > 1 and heads in ("mean", "abs-mean"):
+            if len(channels_of) > 1 and heads in ("mean", "abs-mean"):
                 reduced = reduced * ((part.stop - part.start) / groups)
             total = reduced if total is None else JOINS[heads](total, reduced)
         assert total is not None
         return total**repeat if heads == "product" else total
     chosen = chosen_heads(heads, scope.heads)
     selected: Tensor | None = None
-    for part in parts:
+    for part in channels_of:
         places = [place for place, head in enumerate(chosen) if part.start <= head // repeat < part.stop]
         if not places and part.stop < groups:
             continue

@@ -12,6 +12,7 @@ from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.contribution_norms import gram
 from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.kernels.subnormal import flushed, flushed_
+from unilinattn.memory import parts
 from unilinattn.mixers.base import Block
 from unilinattn.operator.bands import add_band, shifted
 from unilinattn.operator.cost import tile_columns, tile_rows
@@ -144,12 +145,11 @@ class PairwiseContributions(PairwiseForm):
         columns = tile_columns(self, columns)
         rows = tile_rows(self, columns=columns) if rows is None else rows
         streams = [_stream(term, rows) for term in self.terms]
-        for start in range(0, queries, rows):
-            part = slice(start, min(start + rows, queries))
+        for part in parts(queries, rows):
             blocks = [None if stream is None else next(stream)[1] for stream in streams]
             for cols in _columns(keys, columns, part if causal else None):
                 # A causal column is zero in the block's rows before it.
-                yield self._tile(part, slice(max(start, cols.start), part.stop) if causal else part, cols, blocks)
+                yield self._tile(part, slice(max(part.start, cols.start), part.stop) if causal else part, cols, blocks)
 
     def _tile(self, part: slice, rows: slice, cols: slice, blocks: Sequence[Block | None]) -> Tile:
         """Return the tile of `rows`, which end the block of rows `part`."""

@@ -43,7 +43,8 @@ def model_state(model: nn.Module) -> State:
     """
     modules = dict(model.named_modules())
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = {**named, **_plain_tensors(modules)}
+    plain = {f"{name}.{key}": value for name, key, value in _attributes(modules) if isinstance(value, Tensor)}
+    tensors = {**named, **plain}
     classes = {ancestor for module in modules.values() for ancestor in type(module).__mro__ if ancestor is not object}
     configs = {name: getattr(module, "config", None) for name, module in modules.items()}
     return {
@@ -52,7 +53,7 @@ def model_state(model: nn.Module) -> State:
         "requires_grad": {name: t.requires_grad for name, t in tensors.items()},
         "gradients": {name: None if t.grad is None else t.grad.clone() for name, t in named.items()},
         "training flags": {name: module.training for name, module in modules.items()},
-        "hooks": {f"{name}.{key}": _mark(value) for name, key, value in _attributes(modules) if _holds_hooks(key)},
+        "hooks": {f"{name}.{key}": _mark(value) for name, key, value in _attributes(modules) if "_hooks" in key},
         "forward methods": {name: _mark(vars(module).get("forward")) for name, module in modules.items()},
         "attention implementation": {n: getattr(c, "_attn_implementation", None) for n, c in configs.items()},
         "attributes": {f"{name}.{key}": _mark(value) for name, key, value in _attributes(modules)},
@@ -109,14 +110,6 @@ _ABSENT = object()
 
 def _attributes(modules: Mapping[str, nn.Module]) -> list[tuple[str, str, Any]]:
     return [(name, key, value) for name, module in modules.items() for key, value in vars(module).items()]
-
-
-def _plain_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    return {f"{name}.{key}": value for name, key, value in _attributes(modules) if isinstance(value, Tensor)}
-
-
-def _holds_hooks(attribute: str) -> bool:
-    return "_hooks" in attribute
 
 
 def _mark(value: Any) -> Any:

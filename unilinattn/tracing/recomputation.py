@@ -14,6 +14,7 @@ from unilinattn.registry import architecture_of
 from unilinattn.tracing.inputs import CACHES
 from unilinattn.tracing.isolation import current_run
 from unilinattn.tracing.module_calls import first_tensor
+from unilinattn.tracing.nested import mapped
 from unilinattn.tracing.recorder import captured
 from unilinattn.tracing.substitution import Forward, through_operators, within
 
@@ -113,22 +114,11 @@ class _Segment:
         if not self._begun:
             # The parameters require no gradient, so the first segment's input has to.
             live = None if stream is None or stream.requires_grad else stream.detach().requires_grad_().clone()
-            args, kwargs = _replaced((args, kwargs), lambda t: live if t is stream and live is not None else t)
+            args, kwargs = mapped((args, kwargs), lambda t: live if t is stream and live is not None else t)
             # A host may write into the tensors that it passes on.
-            self._given, self._begun = _replaced((args, kwargs), _copied), True
+            self._given, self._begun = mapped((args, kwargs), _copied), True
         return self._own(*args, **kwargs)
 
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_() if tensor.requires_grad else tensor
-
-
-def _replaced(value: Any, by: Callable[[Tensor], Tensor]) -> Any:
-    """Return arguments with `by` applied to every tensor."""
-    if isinstance(value, Tensor):
-        return by(value)
-    if type(value) in (tuple, list):
-        return type(value)(_replaced(part, by) for part in value)
-    if type(value) is dict:
-        return {key: _replaced(part, by) for key, part in value.items()}
-    return value

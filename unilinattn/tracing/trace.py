@@ -22,6 +22,7 @@ from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of, scalar
 from unilinattn.tracing.module_calls import CallRecord, first_tensor
+from unilinattn.tracing.nested import mapped
 from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
 from unilinattn.tracing.recorder import Recorder, refuse_dropout
@@ -225,7 +226,8 @@ class _GradientRecorder(Recorder):
         leaf = result if result.requires_grad else result.detach().requires_grad_()
         self.outputs.append(leaf)
         # The host may write into the output, and a leaf must not be written into.
-        return _with_tensor(output, result, leaf.clone())
+        given = leaf.clone()
+        return mapped(output, lambda t: given if t is result else t)
 
 
 def trace(
@@ -277,8 +279,12 @@ def trace(
     replaces a host's forward differs from it.
     """
     model = unwrapped(model)
-    _check_dtype(dtype)
-    _check_length(substitute_above)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"dtype={dtype!r}; give torch.float32, torch.float64, or None for the model's own.")
+    if isinstance(substitute_above, bool) or not isinstance(substitute_above, int) or substitute_above < 1:
+        raise OptionError(
+            f"substitute_above={substitute_above!r}; give a positive number of tokens, such as {SUBSTITUTE_ABOVE}."
+        )
     text = encoded(inputs, tokenizer) if is_text(inputs) else None
     if text is not None:
         inputs = {name: ids.to(next(model.parameters()).device) for name, ids in text.arguments.items()}
@@ -334,29 +340,8 @@ def recorded_run(
     return in_gradient_mode(False, lambda: isolated(model, run))
 
 
-def _check_dtype(dtype: Any) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError(f"dtype={dtype!r}; give torch.float32, torch.float64, or None for the model's own.")
-
-
-def _check_length(above: Any) -> None:
-    if isinstance(above, bool) or not isinstance(above, int) or above < 1:
-        raise OptionError(f"substitute_above={above!r}; give a positive number of tokens, such as {SUBSTITUTE_ABOVE}.")
-
-
 def _last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:
     """Return the position of each sequence's last real token; a single -1 without a mask."""
     if mask is None:
         return torch.tensor([-1])
     return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)
-
-
-def _with_tensor(output: Any, old: Tensor, new: Tensor) -> Any:
-    if output is old:
-        return new
-    if isinstance(output, (tuple, list)):
-        return type(output)(new if item is old else item for item in output)
-    for key, value in output.items():
-        if value is old:
-            output[key] = new
-    return output

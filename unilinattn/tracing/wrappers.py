@@ -3,10 +3,9 @@
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from unilinattn.errors import InputError, ModelStateError
@@ -53,7 +52,8 @@ def plain_run(model: nn.Module) -> Iterator[None]:
                 stack.callback(setattr, module, "gradient_checkpointing", True)
                 setattr(module, "gradient_checkpointing", False)  # noqa: B010  a Module's attributes have no type
         # The argument `use_cache` does not reach a model inside a wrapper.
-        for config in _configs(model):
+        configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        for config in configs.values():
             if getattr(config, "use_cache", None):
                 stack.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
@@ -70,18 +70,14 @@ def require_gradients(model: nn.Module) -> None:
         )
 
 
-def _configs(model: nn.Module) -> list[Any]:
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in configs if config is not None}.values())
-
-
 def _check_readable(model: nn.Module) -> None:
     title = type(model).__name__
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ModelStateError(
             f"{title} holds TorchScript, whose modules run without being called; trace the model that it was made of."
         )
-    sharded = [name for name, tensor in model.named_parameters() if _is_sharded(tensor)]
+    distributed = sys.modules.get("torch.distributed.tensor")
+    sharded = [n for n, p in model.named_parameters() if distributed is not None and isinstance(p, distributed.DTensor)]
     if sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ModelStateError(
             f"the weights of {title} are sharded over processes (FSDP, tensor parallelism), so none of them holds a "
@@ -96,8 +92,3 @@ def _check_readable(model: nn.Module) -> None:
             "weights in memory: load it without offloading, or call accelerate.hooks.remove_hook_from_module(model, "
             "recurse=True)."
         )
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    distributed = sys.modules.get("torch.distributed.tensor")
-    return distributed is not None and isinstance(tensor, distributed.DTensor)

@@ -12,30 +12,16 @@ SEQUENTIAL: dict[str, tuple[str, ...]] = {
 }
 """Colours from score 0, the page's background, to the largest score, by theme."""
 
-DIVERGING: dict[str, tuple[str, ...]] = {
-    "light": (
-        "#6b0f1f",
-        "#b3283a",
-        "#e07a6d",
-        "#f6d3c9",
-        "#ffffff",
-        "#d3defa",
-        "#809ae8",
-        "#3d4fc0",
-        "#1c1a63",
-    ),
-    "dark": (
-        "#ffd9cf",
-        "#fb9a86",
-        "#d1503f",
-        "#6b2520",
-        "#14171f",
-        "#1f2f5f",
-        "#3a63c4",
-        "#7fb2f5",
-        "#e8f5ff",
-    ),
+_NEGATIVE = {
+    "light": ("#6b0f1f", "#b3283a", "#e07a6d", "#f6d3c9"),
+    "dark": ("#ffd9cf", "#fb9a86", "#d1503f", "#6b2520"),
 }
+_POSITIVE = {
+    "light": ("#d3defa", "#809ae8", "#3d4fc0", "#1c1a63"),
+    "dark": ("#1f2f5f", "#3a63c4", "#7fb2f5", "#e8f5ff"),
+}
+
+DIVERGING = {theme: (*_NEGATIVE[theme], SEQUENTIAL[theme][0], *_POSITIVE[theme]) for theme in SEQUENTIAL}
 """Colours from the most negative score through 0, the page's background, to the most positive one, by theme."""
 
 OUTLINE = {"light": "#f07c00", "dark": "#ffb340"}

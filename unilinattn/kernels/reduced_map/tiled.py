@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
+from unilinattn.kernels.scan.pairs import from_token
 from unilinattn.kernels.subnormal import decays, flushed_
+from unilinattn.memory import parts
 
 LEAF = 8
 """Rows of a diagonal block that is filled row by row; a larger block is two halves and a matrix product."""
@@ -59,12 +61,10 @@ def reduced_rows(
     step = max(1, INNER // state)
     reach = max(taps, default=0) if taps else 0
     places = Places()
-    for start in range(0, length, rows):
-        stop = min(start + rows, length)
+    for tokens in parts(length, rows):
+        start, stop = tokens.start, tokens.stop
         block: Tensor | None = None
-        for first in range(0, heads, step):
-            part = slice(first, min(first + step, heads))
-            tokens = slice(start, stop)
+        for part in parts(heads, step):
             near, read = square(
                 *factors(tokens, part),
                 None if left is None else of_tokens(left, tokens)[..., part],
@@ -76,7 +76,7 @@ def reduced_rows(
             block[:, :, start : stop + reach] += near
             _add_far(block, read, factors, start, part, taps, reach)
         assert block is not None
-        yield slice(start, stop), block[:, :, reach:]
+        yield tokens, block[:, :, reach:]
 
 
 def held_elements(rows: int, shape: tuple[int, int, int, int]) -> int:
@@ -189,7 +189,7 @@ def _add_far(
     for stop in range(start, 0, -COLUMNS):
         tokens = slice(max(0, stop - COLUMNS), stop)
         _, key, decay = factors(tokens, heads)
-        exponent = _from_token(decay)
+        exponent = from_token(decay)
         if crossed is not None:
             exponent = exponent + crossed
         crossed = exponent[:, :1] + decay[:, :1]
@@ -203,8 +203,3 @@ def _add_far(
                 write[:, at : at + faded.shape[1]] += faded * of_tokens(tap, tokens)[..., heads, None]
             flushed_(write)
         flushed_(block[:, :, tokens.start : tokens.stop + reach]).baddbmm_(read, write.flatten(2).mT)
-
-
-def _from_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
-    """Return the log-decay from after each token to the end, by sums only, never as a difference of sums."""
-    return functional.pad(log_decay[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 0, 0, 1))

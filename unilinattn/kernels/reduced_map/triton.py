@@ -1,7 +1,7 @@
 """The reduced map on a GPU: tiles of tokens as products over (head, state); see README.md."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,8 @@ from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.reduced_map.tiled import Factors
 from unilinattn.kernels.reduced_map.triton_kernels import SUB, chunk_factors, diagonal_tiles, far_tiles
+from unilinattn.kernels.row_product.naive import Sign
+from unilinattn.memory import parts
 
 CHUNK = 64
 """Tokens per chunk, whose factors share a reference: the chunk's end for writes, its beginning for reads."""
@@ -70,14 +72,12 @@ def reduced_rows(
         return
     batch, length, heads, state = shape
     step = max(1, INNER // state)
-    for start in range(0, length, rows):
-        part = slice(start, min(start + rows, length))
+    for part in parts(length, rows):
         block: Tensor | None = None
-        for first in range(0, heads, step):
-            tile = slice(first, min(first + step, heads))
+        for tile in parts(heads, step):
             for panel in panels(factors, part, tile, left, taps, COLUMNS):
                 if block is None:
-                    block = panel.read.new_zeros(batch, part.stop - start, length)
+                    block = panel.read.new_zeros(batch, part.stop - part.start, length)
                 add_far(block, panel, precision)
             assert block is not None
             add_diagonal(block, factors, part, tile, left, taps, precision)
@@ -130,13 +130,25 @@ def add_far(out: Float[Tensor, "batch row col"], panel: Panel, precision: Precis
 
     `out` is the map of the rows or, with `band`, the part of each row in its own chunk and the one before.
     """
+    launch_far(out, panel, out, out, "band" if band else "add", "keep", precision)
+
+
+def launch_far(
+    out: Float[Tensor, "batch _ col"],
+    panel: Panel,
+    row: Float[Tensor, "batch row *col"],
+    scale: Float[Tensor, "batch row *col"],
+    kind: Literal["add", "band", "fold"],
+    sign: Sign,
+    precision: Precision,
+) -> None:
+    """Run `far_tiles` on a panel; `row`, which has the number of rows, and `scale` are factors for "fold" only."""
     first, last = panel.chunks
     batch, padded, inner = panel.read.shape
-    planes = panel.write.shape[0]
     row_chunks = padded // CHUNK
 
     def grid(sizes: dict[str, int]) -> tuple[int, int]:
-        across = 1 if band else last - first
+        across = 1 if kind == "band" else last - first
         return across * (CHUNK // sizes["COLS"]), batch * row_chunks * (CHUNK // sizes["ROWS"])
 
     with on(out):
@@ -145,8 +157,8 @@ def add_far(out: Float[Tensor, "batch row col"], panel: Panel, precision: Precis
             panel.write,
             panel.fade,
             out,
-            out,
-            out,
+            row,
+            scale,
             inner,
             first,
             last,
@@ -156,15 +168,13 @@ def add_far(out: Float[Tensor, "batch row col"], panel: Panel, precision: Precis
             panel.origin,
             panel.stop,
             *out.stride()[:2],
-            out.shape[1],
-            0,
-            0,
-            0,
-            0,
-            PLANES=planes,
+            row.shape[1],
+            *row.stride()[:2],
+            *scale.stride()[:2],
+            PLANES=panel.write.shape[0],
             CHUNK=CHUNK,
-            KIND="band" if band else "add",
-            PHI="keep",
+            KIND=kind,
+            PHI=sign,
             PRECISION=precision,
         )
 

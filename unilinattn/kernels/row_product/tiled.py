@@ -1,5 +1,7 @@
 """The row product from blocks of rows of the reduced map, one at a time; see README.md."""
 
+from collections.abc import Iterable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -28,8 +30,22 @@ def row_product(
 
     Time: that of the map. Memory: linear in length, a block of rows.
     """
-    total = torch.zeros_like(row)
-    for part, block in reduced_rows(factors, shape, left, taps, rows=rows):
+    blocks = (block for _, block in reduced_rows(factors, shape, left, taps, rows=rows))
+    return folded(blocks, shape[1], row, weight, sign)
+
+
+def folded(
+    blocks: Iterable[Float[Tensor, "batch row key"]],
+    keys: int,
+    row: Float[Tensor, "batch query"],
+    weight: Float[Tensor, "batch query"] | None,
+    sign: Sign,
+) -> Float[Tensor, "batch key"]:
+    """Return sum_i row_i sign(weight_i m_ij) for the consecutive blocks of rows of a map m with `keys` columns."""
+    total, start = row.new_zeros(row.shape[0], keys), 0
+    for block in blocks:
+        part = slice(start, start + block.shape[1])
         scaled = block if weight is None else block * weight[:, part, None]
         total = total + torch.einsum("bi,bij->bj", row[:, part], flushed_(apply_sign(sign, scaled)))
+        start = part.stop
     return total

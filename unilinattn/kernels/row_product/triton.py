@@ -4,14 +4,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.kernels.launch import Precision, on
+from unilinattn.kernels.launch import Precision
 from unilinattn.kernels.reduced_map import triton as reduced
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.reduced_map.tiled import Factors
-from unilinattn.kernels.reduced_map.triton import Panel, add_diagonal, add_far, panels
-from unilinattn.kernels.reduced_map.triton_kernels import far_tiles
+from unilinattn.kernels.reduced_map.triton import Panel, add_diagonal, add_far, launch_far, panels
 from unilinattn.kernels.row_product import tiled
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
+from unilinattn.memory import parts
 
 ROWS = 512
 """Rows per block."""
@@ -49,9 +49,8 @@ def row_product(
     max_rows = max(1, NUMBERS // max(1, batch * heads * state * chunk)) * chunk
     rows = max(1, min(rows, max_rows))
     everything = slice(0, heads)
-    for start in range(0, length, rows):
-        part = slice(start, min(start + rows, length))
-        padded = -(-(part.stop - start) // chunk) * chunk
+    for part in parts(length, rows):
+        padded = -(-(part.stop - part.start) // chunk) * chunk
         near = total.new_zeros(batch, padded, 2 * chunk)
         for panel in panels(factors, part, everything, left, taps, max_rows):
             add_far(near, panel, precision, band=True)
@@ -70,42 +69,11 @@ def _fold(
     precision: Precision,
 ) -> None:
     """Add the part of the rows more than one chunk before their own."""
-    chunk = reduced.CHUNK
-    first, last = panel.chunks
-    batch, padded, inner = panel.read.shape
-    if first >= panel.row + padded // chunk - 2:
+    batch, padded, _ = panel.read.shape
+    if panel.chunks[0] >= panel.row + padded // reduced.CHUNK - 2:
         return
     sums = total.new_zeros(batch, padded // LEAST, panel.stop)
-
-    def grid(sizes: dict[str, int]) -> tuple[int, int]:
-        return (last - first) * (chunk // sizes["COLS"]), batch * (padded // sizes["ROWS"])
-
-    with on(sums):
-        far_tiles[grid](
-            panel.read,
-            panel.write,
-            panel.fade,
-            sums,
-            row,
-            scale,
-            inner,
-            first,
-            last,
-            panel.row,
-            padded // chunk,
-            panel.fade.shape[2],
-            panel.origin,
-            panel.stop,
-            *sums.stride()[:2],
-            row.shape[1],
-            *row.stride(),
-            *scale.stride(),
-            PLANES=panel.write.shape[0],
-            CHUNK=chunk,
-            KIND="fold",
-            PHI=sign,
-            PRECISION=precision,
-        )
+    launch_far(sums, panel, row, scale, "fold", sign, precision)
     total[:, : panel.stop] += sums.sum(1)
 
 
