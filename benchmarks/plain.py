@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tests.mixers.recurrences import delta_rule
 from unilinattn.kernels.scan.naive import decay_map, decay_scan
+from unilinattn.kernels.scan.recurrences import delta_rule
 from unilinattn.mixers import CoreMixer, DeltaRule, Dense, DiagonalDecay, ScalarDecay, Toeplitz
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, run, walk

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.mixers import laws, recurrences
+from tests.mixers import laws
 from unilinattn.errors import FactorError
+from unilinattn.kernels.scan import recurrences
 from unilinattn.mixers.delta_rule import DeltaRule
 
 BATCH, GROUPS, HEADS, STATE = 2, 2, 4, 6

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tests.mixers import laws, recurrences
+from tests.mixers import laws
 from unilinattn.errors import FactorError
+from unilinattn.kernels.scan import recurrences
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 from unilinattn.mixers.exclusive_bonus import ExclusiveBonus
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
-from tests.mixers import laws, recurrences
+from tests.mixers import laws
 from unilinattn.errors import FactorError
+from unilinattn.kernels.scan import recurrences
 from unilinattn.mixers.delta_rule import DeltaRule
 from unilinattn.mixers.low_rank_update import LowRankUpdate
 

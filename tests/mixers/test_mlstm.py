@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tests.mixers import laws, recurrences
+from tests.mixers import laws
 from unilinattn.errors import FactorError
+from unilinattn.kernels.scan import recurrences
 from unilinattn.mixers.mlstm import MLSTM
 
 BATCH, HEADS, STATE, EPS = 2, 3, 6, 1e-6

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.mixers import laws, recurrences
+from tests.mixers import laws
 from unilinattn.errors import FactorError
+from unilinattn.kernels.scan import recurrences
 from unilinattn.mixers.normalized_exponential import NormalizedExponential
 
 BATCH, HEADS = 2, 5

@@ -1,4 +1,4 @@
-"""The definitions of the chunked memories, token by token in float64."""
+"""The definitions of the other memories, token by token in float64: the references of the fast implementations."""
 
 import torch
 from jaxtyping import Float
