@@ -12,6 +12,9 @@ SEQUENTIAL: dict[str, tuple[str, ...]] = {
 }
 """Colours from score 0, the page's background, to the largest score, by theme."""
 
+LINES = ("#3d4fc0", "#be185d", "#b45309", "#0f766e", "#7c3aed", "#737a8c")
+"""Colours of the lines of a plot, in order."""
+
 DIVERGING: dict[str, tuple[str, ...]] = {
     "light": (
         "#6b0f1f",
