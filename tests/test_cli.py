@@ -270,3 +270,23 @@ def test_the_module_runs_as_a_program() -> None:
     failed = run("compare", "--task", "copyng")
     assert failed.returncode == 2 and "did you mean" in failed.stderr and "Traceback" not in failed.stderr
     assert run().returncode == 2
+
+
+def test_decomposition_prints_the_errors_of_a_checkpoint(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["decomposition", str(checkpoints / "mamba"), "--text", TEXT, "--out", str(tmp_path / "out")]
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[3:] == ["exact", "silu", "relu", "identity", "taylor1", "taylor2"]
+    assert [line.split()[1] for line in lines[2:4]] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
+    assert (tmp_path / "out" / "decomposition.json").is_file()
+    assert "give PATH and --text, or neither" in fails(capsys, "decomposition", checkpoints / "mamba")
+    assert "give PATH and --text, or neither" in fails(capsys, "decomposition", "--text", TEXT)
+
+
+@pytest.mark.slow
+def test_decomposition_measures_the_trained_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["decomposition"]) == 0
+    printed = capsys.readouterr().out
+    assert "induction/mamba2 " in printed and "copying/s4d " in printed

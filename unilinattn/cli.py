@@ -1,4 +1,4 @@
-"""The command line: `unilinattn compare`, `unilinattn explain` and `unilinattn list`."""
+"""The command line: `unilinattn compare`, `explain`, `decomposition` and `list`."""
 
 import argparse
 import json
@@ -25,8 +25,8 @@ from unilinattn.errors import (
     UnilinattnError,
     nearest,
 )
-from unilinattn.evaluation import report
-from unilinattn.evaluation.side_by_side import Counts, measure, quiet_hosts, select
+from unilinattn.evaluation import decomposition, decomposition_errors, report
+from unilinattn.evaluation.side_by_side import Counts, example_decompositions, measure, quiet_hosts, select
 from unilinattn.methods.run import COMPOSED, explain
 from unilinattn.optional import import_extra
 from unilinattn.registry import list_architectures, list_methods
@@ -128,6 +128,20 @@ def explain_checkpoint(options: argparse.Namespace) -> None:
     if options.out is not None:
         _save(result, options.out)
         print(f"\nSaved to {options.out}")
+
+
+def decompose(options: argparse.Namespace) -> None:
+    """Print the decomposition errors of a checkpoint on a text, or of the trained models; write them with --out."""
+    if (options.path is None) != (options.text is None):
+        raise OptionError("a checkpoint is measured on a text: give PATH and --text, or neither.")
+    with quiet_hosts(), _one_thread():
+        if options.path is not None:
+            host, tokenizer = load_checkpoint(options.path)
+            found = trace(host, {"input_ids": tokenizer(options.text, return_tensors="pt")["input_ids"].long()})
+        errors = {options.path.name: decomposition_errors(found)} if options.path else example_decompositions()
+    print(decomposition.text_table(errors))
+    if options.out is not None:
+        decomposition.write(errors, options.out)
 
 
 def list_registered(options: argparse.Namespace) -> None:
@@ -234,8 +248,13 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, help="file for the result: .html, .png or .safetensors")
     one.set_defaults(run=explain_checkpoint)
 
-    every = commands.add_parser("list", help="the registered architectures and methods")
-    every.set_defaults(run=list_registered)
+    split = commands.add_parser("decomposition", help="errors of LaTIM's splits of the activation, by layer")
+    split.add_argument("path", type=Path, nargs="?", metavar="PATH", help="a checkpoint (default: the trained models)")
+    split.add_argument("--text", help="the input of the checkpoint")
+    split.add_argument("--out", type=Path, help=f"folder for {decomposition.PICTURE} and {decomposition.NUMBERS}")
+    split.set_defaults(run=decompose)
+
+    commands.add_parser("list", help="the registered architectures and methods").set_defaults(run=list_registered)
     return parser
 
 

@@ -34,6 +34,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("latim", {"p": 1, "bias": "query"}),
     ("alti", {}),
     ("alti", {"compose": "rollout", "target": -1}),
+    ("latim", {"compose": "rollout"}),
 ]
 QUICK = [
     ("raw", {"heads": "max"}),

@@ -1,5 +1,6 @@
 """Metrics of results: against known answers, foreground masks, gold links and logits, and by changing the input."""
 
+from unilinattn.evaluation.decomposition import DecompositionErrors, decomposition_errors
 from unilinattn.evaluation.intervention import replacement_effects
 from unilinattn.evaluation.metrics import (
     CompletenessGap,
@@ -17,6 +18,7 @@ from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_
 
 __all__ = [
     "CompletenessGap",
+    "DecompositionErrors",
     "PerturbationCurve",
     "PerturbationTest",
     "RankCorrelation",
@@ -24,6 +26,7 @@ __all__ = [
     "SegmentationScores",
     "alignment_error_rate",
     "completeness_gap",
+    "decomposition_errors",
     "earlier_keys",
     "gold_links",
     "rank_correlation",

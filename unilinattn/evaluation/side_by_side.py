@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unilinattn import examples
 from unilinattn.errors import OptionError, nearest
+from unilinattn.evaluation.decomposition import DecompositionErrors, decomposition_errors
 from unilinattn.evaluation.intervention import replacement_effects
 from unilinattn.evaluation.metrics import RankCorrelation, RowScores, earlier_keys, rank_correlation, row_scores
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED, Task, TaskBatch
@@ -25,6 +26,8 @@ INTERVENTION = "intervention"
 """Row of the ground truth by intervention: the drop in the answer's log-probability when a token is replaced."""
 DRAWS = 4
 """Replacements per token, over which the effect is averaged."""
+SEQUENCES = 8
+"""Sequences on which decompositions are measured."""
 RANDOM_DRAWS = 32
 """Random draws per sequence, over which the metrics are averaged."""
 RANDOM_SEED, INTERVENTION_SEED = 0, 1
@@ -156,6 +159,15 @@ def select(task: str, models: Sequence[str] | None) -> list[tuple[str, str]]:
         if model not in trained:
             raise OptionError(f"no model {model!r} was trained on {_these(tasks, task)}{nearest(model, trained)}")
     return [(name, model) for name, model in pairs if not models or model in models]
+
+
+def example_decompositions() -> dict[str, DecompositionErrors]:
+    """Return the decomposition errors of the shipped models on held-out sequences, by "task/model"."""
+    found = {}
+    for task, model in examples.names():
+        batch = examples.TASKS[task].sample(SEQUENCES, HELD_OUT_SEED)
+        found[f"{task}/{model}"] = decomposition_errors(trace(examples.load(task, model), batch.input_ids))
+    return found
 
 
 def measure(task: str, model: str, methods: Sequence[Method], counts: Counts) -> Measured:

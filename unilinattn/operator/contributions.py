@@ -80,6 +80,18 @@ def tapwise(
     return _through_taps(taps, after, index, run(before, x, bias=False), like, name, function)
 
 
+def tapwise_sum(
+    chain: Chain, x: Float[Tensor, "batch key in"], name: str, function: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "batch length out"]:
+    """Return the sum of `tapwise` over the tokens for every row, in linear time."""
+    before, conv, after = split_taps(chain, name)
+    taps = band((conv,))
+    assert taps is not None
+    value = run(before, x, bias=False)
+    terms = [function(shifted(value, lag) * repeat_groups(factor, value.shape[2])) for lag, factor in taps.items()]
+    return run(after, torch.stack(terms).sum(0), bias=False)
+
+
 def _through_taps(
     taps: Band,
     rest: Sequence[Stage],

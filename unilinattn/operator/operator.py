@@ -10,7 +10,7 @@ from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.kernels.precision import full_precision, in_full_precision
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.memory import require_result
-from unilinattn.operator.contributions import contributions, split_taps, tap_function, tapwise
+from unilinattn.operator.contributions import contributions, split_taps, tap_function, tapwise, tapwise_sum
 from unilinattn.operator.maps import map_blocks, map_row_product, map_rows, map_shape
 from unilinattn.operator.pairwise import PairwiseContributions, pairwise_of
 from unilinattn.operator.reconstruction import worst_error
@@ -208,6 +208,14 @@ class MixerOperator:
         before, conv, after = split_taps(chain, self.name)
         level = conv.apply(run(before, torch.zeros_like(x), bias=True))
         return run(after, tap_function(activation)(level))
+
+    @full_precision()
+    def decomposed_output(self, activation: str, *, port: str | None = None) -> Float[Tensor, "batch query out"]:
+        """Return the sum of `contributions(activation=...)` over the tokens and `activation_bias`, in linear time."""
+        chain, x = self._port(port)
+        if activation == "exact":
+            return run(chain, x, bias=True)
+        return tapwise_sum(chain, x, self.name, tap_function(activation)) + self.activation_bias(activation, port=port)
 
     @full_precision()
     def reconstruction_error(self) -> float:

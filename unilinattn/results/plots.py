@@ -1,8 +1,9 @@
 """Matplotlib figures of results, made without pyplot, which would change global state."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from unilinattn.optional import import_extra
 from unilinattn.results.panels import Panel, panels
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
-from unilinattn.viz.colours import DIVERGING, OUTLINE, SEQUENTIAL, outline, relative
+from unilinattn.viz.colours import DIVERGING, LINES, OUTLINE, SEQUENTIAL, outline, relative
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,6 +96,39 @@ def comparison(results: ScoreTable[Any], *, batch: int = 0, expected: Bool[Tenso
         kinds = count_kinds(next(iter(results[model].values())).kinds)
         _top_title(axes, model, kinds)
     _legend(figure, list(grid.flat), signed, any(panel.expected is not None for panel in every))
+    return figure
+
+
+def by_layer(series: Mapping[str, Mapping[str, Sequence[float | None]]], *, title: str, label: str) -> "Figure":
+    """Draw numbers by layer on a logarithmic axis: a panel for each model, a line for each of its series.
+
+    `series` maps models to named series with one number a layer, None where there is none; `label` is that of the
+    numbers.
+
+    Raises `MissingExtraError` if matplotlib is missing.
+    """
+    columns = min(len(series), 4)
+    rows = -(-len(series) // columns)
+    figure = _figure(columns * 2.6 + 1.1, rows * 2.4 + 0.6)
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for axes, (model, named) in zip(grid.flat, series.items(), strict=False):
+        for colour, (name, values) in zip(cycle(LINES), named.items(), strict=False):
+            heights = [np.nan if value is None else value for value in values]
+            axes.plot(range(len(heights)), heights, color=colour, marker="o", markersize=3, linewidth=1.2, label=name)
+        axes.set_yscale("log")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.tick_params(labelsize=6.5, colors=FAINT)
+        axes.set_xlabel("layer", fontsize=7, color=FAINT)
+        axes.set_title(_math_free(model), loc="left", fontsize=8, color=INK)
+        for side in axes.spines.values():
+            side.set_color("#c9cdd8")
+    for axes in list(grid.flat)[len(series) :]:
+        axes.set_axis_off()
+    for line in grid:
+        line[0].set_ylabel(label, fontsize=7, color=FAINT)
+    figure.suptitle(_math_free(title), x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize=7, labelcolor=FAINT)
     return figure
 
 

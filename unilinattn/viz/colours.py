@@ -21,6 +21,9 @@ _POSITIVE = {
     "dark": ("#1f2f5f", "#3a63c4", "#7fb2f5", "#e8f5ff"),
 }
 
+LINES = ("#3d4fc0", "#be185d", "#b45309", "#0f766e", "#7c3aed", "#737a8c")
+"""Colours of the lines of a plot, in order."""
+
 DIVERGING: dict[str, tuple[str, ...]] = {
     theme: (*_NEGATIVE[theme], SEQUENTIAL[theme][0], *_POSITIVE[theme]) for theme in SEQUENTIAL
 }
