@@ -166,7 +166,7 @@ class Freezing(TorchFunctionMode):
             return FORMS[name](*args, **kwargs)
         if name in LINEAR:
             result = self._ranked(func(*args, **kwargs), rank)
-            if name in CASTS and self.in_stream(args[0]):
+            if name in CASTS and args and self.in_stream(args[0]):
                 self.enter_stream(result)
             return result
         if name in CHOOSING or name in JOINING:
