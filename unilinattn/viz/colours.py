@@ -21,7 +21,9 @@ _POSITIVE = {
     "dark": ("#1f2f5f", "#3a63c4", "#7fb2f5", "#e8f5ff"),
 }
 
-DIVERGING = {theme: (*_NEGATIVE[theme], SEQUENTIAL[theme][0], *_POSITIVE[theme]) for theme in SEQUENTIAL}
+DIVERGING: dict[str, tuple[str, ...]] = {
+    theme: (*_NEGATIVE[theme], SEQUENTIAL[theme][0], *_POSITIVE[theme]) for theme in SEQUENTIAL
+}
 """Colours from the most negative score through 0, the page's background, to the most positive one, by theme."""
 
 OUTLINE = {"light": "#f07c00", "dark": "#ffb340"}
