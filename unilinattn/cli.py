@@ -1,23 +1,19 @@
-"""The command line: `unilinattn compare`, `unilinattn explain` and `unilinattn list`."""
+"""The command line: `unilinattn compare`, `evaluate`, `explain` and `list`."""
 
 import argparse
-import json
 import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from unilinattn import __version__
 from unilinattn.errors import (
-    CheckpointError,
     ExactnessWarning,
     OptionError,
     ResultFileError,
@@ -25,8 +21,9 @@ from unilinattn.errors import (
     UnilinattnError,
     nearest,
 )
-from unilinattn.evaluation import report
-from unilinattn.evaluation.side_by_side import Counts, measure, quiet_hosts, select
+from unilinattn.evaluation import command, report
+from unilinattn.evaluation.checkpoints import DTYPES, load_checkpoint
+from unilinattn.evaluation.side_by_side import Counts, measure, one_thread, quiet_hosts, select
 from unilinattn.methods.run import COMPOSED, explain, token_text
 from unilinattn.optional import import_extra
 from unilinattn.registry import list_architectures, list_methods
@@ -42,7 +39,6 @@ METHODS = ("logit", "raw", "rollout", "attribution", "latim", "alti")
 """Default methods of `compare`."""
 
 OUT = Path("unilinattn-report")
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BAR = 40
 
 
@@ -65,11 +61,11 @@ def compare(options: argparse.Namespace) -> None:
     """Measure the trained models side by side, print the table and write the report."""
     for module, extra in (("transformers", "hf"), ("matplotlib.figure", "plot")):
         import_extra(module, extra)
-    wanted = [registered(name) for name in _names(options.methods) or METHODS]
-    pairs = select(options.task, _names(options.models))
+    wanted = [registered(name) for name in command.names(options.methods) or METHODS]
+    pairs = select(options.task, command.names(options.models))
     counts = Counts()
     start = time.perf_counter()
-    with report.staged(options.out) as folder, _one_thread():
+    with report.staged(options.out) as folder, one_thread():
         measured = []
         with tqdm(pairs, disable=None, leave=False, unit="model") as progress:
             for task, model in progress:
@@ -143,52 +139,6 @@ def list_registered(options: argparse.Namespace) -> None:
         print(f"  {method.name.ljust(width)}  {method.summary}")
 
 
-def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a local folder that `save_pretrained` wrote.
-
-    `dtype` is a name of `DTYPES`, by default that of the stored weights. Nothing is downloaded, and no code from the
-    folder is run.
-
-    Raises `OptionError` for an unknown dtype, and `CheckpointError` if the folder has no checkpoint or no tokenizer, or
-    if the checkpoint cannot be loaded or lacks weights.
-    """
-    transformers = import_extra("transformers", "hf")
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
-    if not (path / "config.json").is_file():
-        what = "is not a folder" if not path.is_dir() else "holds no config.json"
-        raise CheckpointError(
-            f"{path} {what}; give a local folder with a checkpoint (config.json, weights and tokenizer, as "
-            "`save_pretrained` writes them). Nothing is downloaded."
-        )
-    settings = {"local_files_only": True, "trust_remote_code": False}
-    kind = "auto" if dtype is None else DTYPES[dtype]
-    # transformers, tokenizers and safetensors share no error class for a damaged folder.
-    try:
-        host, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=kind, output_loading_info=True, **settings
-        )
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
-    if absent := sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"])):
-        raise CheckpointError(
-            f"{path} lacks {len(absent)} weights of {type(host).__name__} ({', '.join(absent[:3])}); they would be "
-            "random numbers, and their explanation meaningless."
-        )
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **settings)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} has no tokenizer that can be loaded ({_first_line(error)}); save one there with "
-            "`tokenizer.save_pretrained`."
-        ) from error
-    # Without files some tokenizers load empty instead of raising an error.
-    files = ("tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values())
-    if not any((path / file).is_file() for file in files):
-        raise CheckpointError(f"{path} has no tokenizer; save one there with `tokenizer.save_pretrained`.")
-    return host.eval(), tokenizer
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="unilinattn",
@@ -203,6 +153,8 @@ def _parser() -> argparse.ArgumentParser:
     side.add_argument("--methods", nargs="+", metavar="METHOD", help=f"methods (default: {' '.join(METHODS)})")
     side.add_argument("--out", type=Path, default=OUT, help=f"folder of the report (default: {OUT})")
     side.set_defaults(run=compare)
+
+    command.add(commands, METHODS)
 
     one = commands.add_parser("explain", help="explain a local checkpoint on a text")
     one.add_argument("path", type=Path, metavar="PATH", help="folder with a causal language model and its tokenizer")
@@ -238,29 +190,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute in one thread, which is faster for tensors this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _names(given: Sequence[str] | None) -> list[str]:
-    """Return the names of a list separated by spaces or commas, without repetitions."""
-    return list(dict.fromkeys(name for part in given or () for name in part.split(",") if name))
-
-
 def _method_options(options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    chosen: dict[str, Any] = {}
-    for pair in options.option:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise OptionError(f"--option {pair!r} is not NAME=VALUE, such as p=1.")
-        chosen[name] = _value(value)
+    chosen: dict[str, Any] = dict(command.option("--option", pair) for pair in options.option)
     if options.scope is not None:
         chosen["scope"] = options.scope
     if options.logit is not None:
@@ -271,13 +202,6 @@ def _method_options(options: argparse.Namespace, tokenizer: Any) -> dict[str, An
     return chosen
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _token_id(tokenizer: Any, token: str) -> int:
     if token.isdecimal():
         return int(token)
@@ -286,7 +210,10 @@ def _token_id(tokenizer: Any, token: str) -> int:
         return vocabulary[token]
     ids: list[int] = tokenizer.encode(token, add_special_tokens=False)
     if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-        raise OptionError(f"--logit {token!r} is not one token of this tokenizer{_nearest_token(token, vocabulary)}")
+        count = f": it has {len(ids)}" if len(ids) > 1 else ""
+        raise OptionError(
+            f"--logit {token!r} is not one token of this tokenizer{count}{_nearest_token(token, vocabulary)}"
+        )
     return ids[0]
 
 
@@ -375,7 +302,3 @@ def _save(result: Attribution, out: Path) -> None:
             result.save(out)
     except OSError as error:
         raise ResultFileError(f"Cannot save to {out}: {error.strerror or error}.") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(": ") or type(error).__name__

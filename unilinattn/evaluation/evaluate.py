@@ -1,23 +1,21 @@
 """`evaluate`: models x methods x samples x metrics as one table, resumable and spread over processes."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
-from unilinattn.evaluation.measures import Case, Measurement, Metric, function_metric, metric, require_fields
+from unilinattn.errors import InputError, OptionError, UnilinattnError
+from unilinattn.evaluation.measures import Case, Measurement
+from unilinattn.evaluation.plan import Entry, Model, Plan
 from unilinattn.evaluation.processes import Processes
 from unilinattn.evaluation.samples import Sample, fingerprint
-from unilinattn.evaluation.scorers import BASELINES, Scorer, baseline, scorer
+from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
 from unilinattn.evaluation.table import PARTS, Table, pool
 from unilinattn.progress import bars
@@ -25,12 +23,6 @@ from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import Trust
-
-Model = nn.Module | Callable[[], nn.Module]
-"""A model, or a function that loads it when its turn comes."""
-
-Entry = str | tuple[str, Mapping[str, Any]] | Callable[..., Any]
-"""A method or a metric: its name, its name and options, or a function."""
 
 VALUES = 4096
 """Values of each weight that tell models apart."""
@@ -85,7 +77,7 @@ def evaluate(
     for a sample in both data and selection; `ResultFileError` for an `out` of another evaluation, naming the
     differences; and the errors of `explain`.
     """
-    plan = _Plan.of(models, data, methods, metrics, selection, select_by, baselines, seed, trust, max_memory)
+    plan = Plan.of(models, data, methods, metrics, selection, select_by, baselines, seed, trust, max_memory)
     processes = Processes()
     store = Store(out, plan.configuration())
     rows: list[dict[str, Any]] = []
@@ -101,85 +93,10 @@ def evaluate(
     return table
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A checked request."""
-
-    models: Mapping[str, Model]
-    samples: Sequence[Sample]
-    selection: Sequence[Sample] | None
-    scorers: tuple[Scorer, ...]
-    metrics: Mapping[str, Metric]
-    select_by: str
-    seed: int
-    trust: Trust
-    max_memory: int | None
-
-    @classmethod
-    def of(
-        cls,
-        models: Mapping[str, Model],
-        data: Iterable[Sample],
-        methods: Any,
-        metrics: Any,
-        selection: Iterable[Sample] | None,
-        select_by: str | None,
-        baselines: Sequence[str],
-        seed: int,
-        trust: Trust,
-        max_memory: int | None,
-    ) -> "_Plan":
-        if not isinstance(models, Mapping) or not models:
-            raise InputError("models must be a mapping from names to models, with at least one.")
-        for name, model in models.items():
-            if not callable(model):
-                raise InputError(
-                    f"model {name!r} is a {type(model).__name__}; give a model or a function that loads it."
-                )
-        samples = _samples(data, "data")
-        chosen = {label: _metric(label, *entry) for label, entry in _labelled(metrics, "metrics").items()}
-        select_by = next(iter(chosen)) if select_by is None else select_by
-        if select_by not in chosen:
-            raise OptionError(f"select_by={select_by!r} is none of the metrics{nearest(select_by, chosen)}")
-        require_fields(list(chosen.values()), samples)
-        others = None if selection is None else _samples(selection, "selection")
-        if others is not None:
-            if chosen[select_by].larger_is_better is None:
-                raise OptionError(f"layers cannot be chosen by the function {select_by!r}; name a metric in select_by.")
-            require_fields([chosen[select_by]], others)
-            _require_disjoint(samples, others)
-        scorers = [*map(baseline, baselines)]
-        scorers += [scorer(label, *entry) for label, entry in _labelled(methods, "methods").items()]
-        for one in scorers:
-            if [other.label for other in scorers].count(one.label) > 1:
-                raise OptionError(f"two rows are called {one.label!r}; give a mapping with another label for one.")
-        return cls(models, samples, others, tuple(scorers), chosen, select_by, seed, trust, max_memory)
-
-    def configuration(self) -> dict[str, Any]:
-        """Return the request as JSON values: results of the same configuration belong together."""
-        return {
-            "models": list(self.models),
-            "methods": {one.label: _plain(one.described) for one in self.scorers},
-            "metrics": {label: _plain([one.name, one.options]) for label, one in self.metrics.items()},
-            "select_by": self.select_by,
-            "data": {self.name_of(at): fingerprint(sample) for at, sample in enumerate(self.samples)},
-            "selection": None if self.selection is None else fingerprint(*self.selection),
-            "seed": self.seed,
-            "versions": {"unilinattn": version("unilinattn"), "torch": torch.__version__},
-        }
-
-    def name_of(self, at: int) -> str:
-        return self.samples[at].name or str(at)
-
-    def seed_of(self, *path: object) -> int:
-        text = "/".join(map(str, (self.seed, *path)))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-
-
 class _Work:
     """The samples of one model, in units that are stored and spread over the processes."""
 
-    def __init__(self, plan: _Plan, name: str, at: int, store: Store, processes: Processes) -> None:
+    def __init__(self, plan: Plan, name: str, at: int, store: Store, processes: Processes) -> None:
         self._plan, self._name, self._at, self._store, self._processes = plan, name, at, store, processes
         if isinstance(plan.models[name], nn.Module):
             # Also where nothing is left to compute.
@@ -319,60 +236,6 @@ class _Work:
             raise type(error)(f"model {self._name}, {where}: {error}") from error
 
 
-def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return (name or function, options) by label."""
-    if isinstance(entries, str) or not isinstance(entries, Mapping | Sequence) or not entries:
-        raise OptionError(f"{kind}={entries!r}; give a list of names or of (name, options), or a mapping from labels.")
-    if isinstance(entries, Mapping):
-        return {label: _entry(entry, kind) for label, entry in entries.items()}
-    labelled = {}
-    for given in entries:
-        name, options = _entry(given, kind)
-        if callable(name):
-            raise OptionError(f"{kind} holds the function {name!r}; give it a label in a mapping.")
-        label = f"{name} ({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
-        if label in labelled:
-            raise OptionError(f"{kind} names {label!r} twice.")
-        labelled[label] = (name, options)
-    return labelled
-
-
-def _entry(given: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
-    if isinstance(given, str) or callable(given):
-        return given, {}
-    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping):
-        return given[0], given[1]
-    raise OptionError(f"{kind} holds {given!r}; give a name, (name, options) with a mapping, or a labelled function.")
-
-
-def _metric(label: str, name: Any, options: Mapping[str, Any]) -> Metric:
-    return function_metric(label, name) if callable(name) else metric(name, options)
-
-
-def _samples(given: Iterable[Sample], kind: str) -> Sequence[Sample]:
-    samples = given if isinstance(given, Sequence) else list(given)
-    if not samples:
-        raise InputError(f"{kind} is empty; give at least one sample.")
-    names: dict[str, int] = {}
-    for at, sample in enumerate(samples):
-        if not isinstance(sample, Sample):
-            raise InputError(f"{kind} holds a {type(sample).__name__}; give `unilinattn.evaluation.Sample`s.")
-        name = sample.name or str(at)
-        if name in names:
-            raise InputError(f"samples {names[name]} and {at} of {kind} have the same name {name!r}.")
-        names[name] = at
-    return samples
-
-
-def _require_disjoint(samples: Sequence[Sample], selection: Sequence[Sample]) -> None:
-    scored = {fingerprint(sample.inputs): at for at, sample in enumerate(samples)}
-    for at, sample in enumerate(selection):
-        if (same := scored.get(fingerprint(sample.inputs))) is not None:
-            raise InputError(
-                f"selection sample {at} is sample {same} of data; layers are chosen on samples that are not scored."
-            )
-
-
 def _has_layers(result: Attribution) -> bool:
     return "layer" in result.dims and result.sizes["layer"] > 1
 
@@ -383,17 +246,6 @@ def _merged(measured: Sequence[Measurement]) -> dict[str, Any]:
         [sum(numbers) for numbers in zip(*part, strict=True)] for part in zip(*(m.parts for m in measured), strict=True)
     ]
     return {"value": sum(m.value for m in measured) / len(measured), PARTS: parts}
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON values, with functions by name and other objects as text."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return getattr(value, "__qualname__", None) or (fingerprint(value) if isinstance(value, Tensor) else repr(value))
 
 
 def _described(host: nn.Module) -> dict[str, str]:

@@ -243,8 +243,9 @@ def metric(name: str, options: Mapping[str, Any]) -> Metric:
     return Metric(name, found.measure, found.needs, found.larger_is_better, dict(options))
 
 
-def function_metric(name: str, function: Callable[[Case], float]) -> Metric:
+def function_metric(function: Callable[[Case], float]) -> Metric:
     """Return a function from a case to a number as a metric, which is averaged over samples."""
+    name = getattr(function, "__qualname__", repr(function))
     return Metric(name, lambda case: Measurement.mean(float(function(case))))
 
 

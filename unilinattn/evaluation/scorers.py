@@ -49,7 +49,8 @@ def scorer(label: str, method: str | Callable[[Trace, Sample], Any], options: Ma
     Raises `OptionError` for an unknown method or option.
     """
     if callable(method):
-        return Scorer(label, ["function", getattr(method, "__qualname__", repr(method))], _of_function(label, method))
+        name = getattr(method, "__qualname__", repr(method))
+        return Scorer(label, {"function": name}, _of_function(label, method))
     entry = registered(method)
     described = dict(options)
     if entry.options is not None and issubclass(entry.options, Options):
@@ -59,7 +60,7 @@ def scorer(label: str, method: str | Callable[[Trace, Sample], Any], options: Ma
         arguments = {"trust": trust, "max_memory": max_memory, "progress": False, **options}
         return [explain(trace, method=method, target=sample.target, **arguments)]
 
-    return Scorer(label, [method, described], run)
+    return Scorer(label, {"method": method, "options": described}, run)
 
 
 def baseline(name: str) -> Scorer:
@@ -79,7 +80,7 @@ def baseline(name: str) -> Scorer:
         drawn = scores[name] if name in scores else [torch.rand(shape, dtype=torch.float64) for _ in range(DRAWS)]
         return [_result(name, one, trace) for one in drawn]
 
-    return Scorer(name, "baseline", run)
+    return Scorer(name, {"baseline": name}, run)
 
 
 def _of_function(label: str, function: Callable[[Trace, Sample], Any]) -> Callable[..., list[Attribution]]:
