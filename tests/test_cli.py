@@ -292,7 +292,7 @@ def test_evaluate_refuses_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_
     assert "did you mean 'mamba2'" in fails(capsys, "evaluate", "--models", "mamba22")
     assert "did you mean 'rollout'" in fails(capsys, "evaluate", "--methods", "rolout")
     assert "did you mean 'auc'" in fails(capsys, "evaluate", "--metrics", "aucc")
-    assert "'raw:scope' 'scope' is not NAME=VALUE" in fails(capsys, "evaluate", "--methods", "raw:scope")
+    assert "raw:scope 'scope' is not NAME=VALUE" in fails(capsys, "evaluate", "--methods", "raw:scope")
     assert "is for --data" in fails(capsys, "evaluate", "--selection", tmp_path)
     assert "--data needs --models" in fails(capsys, "evaluate", "--data", tmp_path)
     assert "are for the trained models" in fails(capsys, "evaluate", "--data", tmp_path, "--task", "copying")

@@ -50,7 +50,8 @@ def evaluate(
 
     Each sample is traced and scored by itself, with its own seed, so that neither an interruption nor the number of
     processes changes a number (with the same number of threads). A program that `accelerate launch` or `torchrun`
-    starts in several processes shares the samples among them, and each process returns the whole table.
+    starts in several processes shares the samples among them; each process makes the same call and returns the whole
+    table.
 
     A method that keeps a layer axis is scored at one layer: the best by `select_by` on the samples of `selection`, none
     of which may be in `data`.
@@ -98,9 +99,9 @@ class _Work:
 
     def __init__(self, plan: Plan, name: str, at: int, store: Store, processes: Processes) -> None:
         self._plan, self._name, self._at, self._store, self._processes = plan, name, at, store, processes
-        if isinstance(plan.models[name], nn.Module):
+        if isinstance(model := plan.models[name], nn.Module):
             # Also where nothing is left to compute.
-            self._require_same(plan.models[name])
+            self._require_same(model)
 
     @cached_property
     def _host(self) -> nn.Module:

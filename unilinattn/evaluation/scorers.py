@@ -72,7 +72,7 @@ def baseline(name: str) -> Scorer:
         raise OptionError(f"unknown baseline {name!r}{nearest(name, BASELINES)}")
 
     def run(trace: Trace, sample: Sample, **_: Any) -> list[Attribution]:
-        _, queries, keys = map_shape(trace.layers[-1])
+        queries, keys = map_shape(trace.layers[-1])[1:]
         every = sample.target is None and sample.relevant is not None and sample.relevant.ndim == 2
         shape = (queries, keys) if every else (keys,)
         position = torch.arange(keys, dtype=torch.float64).expand(shape)
