@@ -30,8 +30,8 @@ class Table(Sequence[Mapping[str, Any]]):
     """The numbers of an evaluation: a row for each model, method, sample and metric.
 
     A row is a mapping with the columns `model`, `method`, `layer` (the scored layer; "all" for a method that composes
-    or averages them, "" for one that reads none), `sample`, `metric` and `value`. Printed, a table shows its summary: a line for
-    each model and method, and a column for each metric.
+    or averages them, "" for one that reads none), `sample`, `metric` and `value`. Printed, a table shows its summary:
+    a line for each model and method, and a column for each metric.
 
     Attributes:
         rows: the rows.
