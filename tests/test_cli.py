@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 from transformers.utils import logging
 
 from unilinattn import cli
+from unilinattn.evaluation.checkpoints import load_checkpoint
 from unilinattn.results.attribution import Attribution
 
 WORDS = ["[UNK]", "<s>", "the", "cat", "sat", "on", "a", "mat"]
@@ -185,9 +186,9 @@ def test_the_logit_is_a_token_an_id_or_two(checkpoints: Path, tmp_path: Path) ->
 
 
 def test_the_default_dtype_is_that_of_the_checkpoint(checkpoints: Path) -> None:
-    host, _ = cli.load_checkpoint(checkpoints / "llama")
+    host, _ = load_checkpoint(checkpoints / "llama")
     assert host.dtype is torch.bfloat16
-    assert cli.load_checkpoint(checkpoints / "llama", "float64")[0].dtype is torch.float64
+    assert load_checkpoint(checkpoints / "llama", "float64")[0].dtype is torch.float64
 
 
 def test_explain_refuses_paths_without_a_complete_checkpoint(
@@ -240,6 +241,81 @@ def test_explain_refuses_bad_options(checkpoints: Path, tmp_path: Path, capsys: 
     assert ".safetensors" in refused("--out", tmp_path / "result.txt")
     assert "no folder" in refused("--out", tmp_path / "nowhere" / "result.html")
     assert "at least one" in fails(capsys, "explain", checkpoints / "mamba", "--text", "")
+
+
+def test_the_logit_is_a_text_of_one_token(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "result.safetensors"
+    arguments = ["explain", str(checkpoints / "mamba"), "--text", TEXT, "--out", str(out)]
+    assert cli.main([*arguments, "--logit", " mat"]) == 0
+    assert Attribution.load(out).options["logit"] == 7
+    capsys.readouterr()
+    assert "'the cat' is not one token of this tokenizer: it has 2" in fails(capsys, *arguments, "--logit", "the cat")
+
+
+def test_evaluate_continues_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = ["evaluate", "--task", "copying", "--models", "s4d", "--samples", "2", "--out", str(out)]
+    chosen = ["--methods", "raw", "rollout:sign=abs", "--metrics", "ap", "hit_at_1", "--baselines", "recency"]
+    assert cli.main([*arguments, *chosen]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split()[:2] for line in printed.splitlines() if line.startswith("s4d ")]
+    assert rows == [["s4d", "recency"], ["s4d", "raw"], ["s4d", "rollout"]]
+    assert "rollout (sign='abs')" in printed and "copying, 2 samples" in printed and "table.csv" in printed
+    files = {path: path.read_bytes() for path in out.rglob("*.json")}
+    assert cli.main([*arguments, *chosen]) == 0
+    assert capsys.readouterr().out == printed
+    assert {path: path.read_bytes() for path in out.rglob("*.json")} == files
+    assert "seed is 0 there, 1 now" in fails(capsys, *arguments, *chosen, "--seed", "1")
+
+
+def test_evaluate_reads_texts_for_checkpoints(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "texts.jsonl"
+    data.write_text('{"text": "the cat sat", "relevant": [1]}\n{"text": "a mat on the cat", "relevant": [0, 1]}\n')
+    arguments = ["evaluate", "--models", str(checkpoints / "mamba"), str(checkpoints / "llama"), "--data", str(data)]
+    assert cli.main([*arguments, "--methods", "logit", "--metrics", "ap", "--baselines"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[:3] for line in printed.splitlines() if " logit " in line] == [
+        ["mamba", "logit", "all"],
+        ["llama", "logit", "all"],
+    ]
+    assert "give `selection`" in fails(capsys, *arguments, "--methods", "raw", "--metrics", "ap")
+    data.write_text('{"text": "the cat", "relevant": [2]}\n')
+    assert "texts.jsonl, line 1: the gold link (0, 2) lies outside" in fails(capsys, *arguments)
+
+
+def test_evaluate_refuses_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "did you mean 'copying'" in fails(capsys, "evaluate", "--task", "copyng")
+    assert "did you mean 'mamba2'" in fails(capsys, "evaluate", "--models", "mamba22")
+    assert "did you mean 'rollout'" in fails(capsys, "evaluate", "--methods", "rolout")
+    assert "did you mean 'auc'" in fails(capsys, "evaluate", "--metrics", "aucc")
+    assert "raw:scope 'scope' is not NAME=VALUE" in fails(capsys, "evaluate", "--methods", "raw:scope")
+    assert "is for --data" in fails(capsys, "evaluate", "--selection", tmp_path)
+    assert "--data needs --models" in fails(capsys, "evaluate", "--data", tmp_path)
+    assert "are for the trained models" in fails(capsys, "evaluate", "--data", tmp_path, "--task", "copying")
+
+
+@pytest.mark.slow
+def test_compare_takes_methods_beyond_its_default(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    arguments = ["--task", "copying", "--models", "s4d", "--out", str(out), "--methods", "knockout", "logit"]
+    assert cli.main(["compare", *arguments]) == 0
+    scores = json.loads((out / "compare.json").read_text())["scores"]["copying/s4d"]
+    assert list(scores) == ["random", "recency", "primacy", "knockout", "logit", "intervention"]
+    assert 0.5 < scores["knockout"]["auc"] <= 1
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert {"compare", "evaluate", "explain", "list"} <= set(out.split())
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "--help"])
+    assert "positive_perturbation" in capsys.readouterr().out
 
 
 def test_list_names_every_architecture_and_method(capsys: pytest.CaptureFixture[str]) -> None:

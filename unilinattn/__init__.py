@@ -1,8 +1,9 @@
 """unilinattn: the attention matrix hidden in linear RNNs and Transformers, extracted exactly and explained.
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
-turn them into scores, and `estimate` returns the memory and operations of `explain` beforehand. `cut` runs a model
-without some edges between tokens. `list_architectures` and `list_methods` return the registry.
+turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory and operations of
+`explain` beforehand. `cut` runs a model without some edges between tokens. `list_architectures` and `list_methods`
+return the registry.
 """
 
 # Imported first: torch takes seconds to import, and Ctrl-C may arrive meanwhile.
@@ -11,6 +12,7 @@ from unilinattn import startup as _startup  # noqa: F401  the import installs th
 # isort: split
 from unilinattn import architectures, methods  # noqa: F401  importing them registers the adapters and the methods
 from unilinattn.errors import UnilinattnError
+from unilinattn.evaluation.evaluate import evaluate
 from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.operator import MixerOperator
@@ -33,6 +35,7 @@ __all__ = [
     "compare",
     "cut",
     "estimate",
+    "evaluate",
     "explain",
     "list_architectures",
     "list_methods",

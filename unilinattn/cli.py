@@ -1,33 +1,37 @@
-"""The command line: `unilinattn compare`, `explain`, `decomposition` and `list`."""
+"""The command line: `unilinattn compare`, `evaluate`, `explain`, `decomposition` and `list`."""
 
 import argparse
-import json
 import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from unilinattn import __version__
 from unilinattn.errors import (
-    CheckpointError,
     ExactnessWarning,
     OptionError,
     ResultFileError,
     UncoveredError,
     UnilinattnError,
-    nearest,
 )
-from unilinattn.evaluation import decomposition, decomposition_errors, report
-from unilinattn.evaluation.side_by_side import Counts, example_decompositions, measure, quiet_hosts, select
+from unilinattn.evaluation import command, decomposition, decomposition_errors, report
+from unilinattn.evaluation.checkpoints import DTYPES, load_checkpoint
+from unilinattn.evaluation.side_by_side import (
+    Counts,
+    example_decompositions,
+    measure,
+    one_thread,
+    quiet_hosts,
+    select,
+)
 from unilinattn.methods.run import COMPOSED, explain
+from unilinattn.methods.targets import position_of
 from unilinattn.optional import import_extra
 from unilinattn.registry import list_architectures, list_methods
 from unilinattn.registry import method as registered
@@ -35,7 +39,7 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.panels import counts_residual
 from unilinattn.startup import INTERRUPTED, interrupts_raise
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.text import token_id, token_text
+from unilinattn.tracing.text import token_text
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import Trust
 
@@ -43,7 +47,6 @@ METHODS = ("logit", "raw", "rollout", "attribution", "latim", "alti")
 """Default methods of `compare`."""
 
 OUT = Path("unilinattn-report")
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BAR = 40
 
 
@@ -66,11 +69,11 @@ def compare(options: argparse.Namespace) -> None:
     """Measure the trained models side by side, print the table and write the report."""
     for module, extra in (("transformers", "hf"), ("matplotlib.figure", "plot")):
         import_extra(module, extra)
-    wanted = [registered(name) for name in _names(options.methods) or METHODS]
-    pairs = select(options.task, _names(options.models))
+    wanted = [registered(name) for name in command.names(options.methods) or METHODS]
+    pairs = select(options.task, command.names(options.models))
     counts = Counts()
     start = time.perf_counter()
-    with report.staged(options.out) as folder, _one_thread():
+    with report.staged(options.out) as folder, one_thread():
         measured = []
         with tqdm(pairs, disable=None, leave=False, unit="model") as progress:
             for task, model in progress:
@@ -101,17 +104,15 @@ def explain_checkpoint(options: argparse.Namespace) -> None:
     _check_out(options.out)
     with quiet_hosts():
         host, tokenizer = load_checkpoint(options.path, options.dtype)
-        ids = tokenizer(options.text, return_tensors="pt")["input_ids"].long()
-        observed = trace(host, {"input_ids": ids})
-        texts = [token_text(tokenizer, token) for token in ids[0].tolist()]
-        chosen = _method_options(options, tokenizer)
+        observed = trace(host, options.text, tokenizer=tokenizer)
+        target = position_of(observed, _integer(options.target))
+        chosen = _method_options(options)
         with warnings.catch_warnings():
             # The doubts are printed below.
             warnings.simplefilter("ignore", ExactnessWarning)
-            result = explain(
-                observed, method=options.method, target=options.target, tokens=texts, trust=options.trust, **chosen
-            )
-    place = int(observed.positions(options.target)[0])
+            result = explain(observed, method=options.method, target=target, trust=options.trust, **chosen)
+    assert result.tokens is not None
+    texts, place = result.tokens[0], int(observed.positions(-1 if target is None else target)[0])
     column, scores = _shown_scores(result, options.layer)
     scope = f", scope {result.scope}" if result.scope else ""
     print(f"{observed.model} from {options.path}, {len(observed.layers)} layers")
@@ -134,10 +135,10 @@ def decompose(options: argparse.Namespace) -> None:
     """Print the decomposition errors of a checkpoint on a text, or of the trained models; write them with --out."""
     if (options.path is None) != (options.text is None):
         raise OptionError("a checkpoint is measured on a text: give PATH and --text, or neither.")
-    with quiet_hosts(), _one_thread():
+    with quiet_hosts(), one_thread():
         if options.path is not None:
             host, tokenizer = load_checkpoint(options.path)
-            found = trace(host, {"input_ids": tokenizer(options.text, return_tensors="pt")["input_ids"].long()})
+            found = trace(host, options.text, tokenizer=tokenizer)
         errors = {options.path.name: decomposition_errors(found)} if options.path else example_decompositions()
     print(decomposition.text_table(errors))
     if options.out is not None:
@@ -158,52 +159,6 @@ def list_registered(options: argparse.Namespace) -> None:
         print(f"  {method.name.ljust(width)}  {method.summary}")
 
 
-def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a local folder that `save_pretrained` wrote.
-
-    `dtype` is a name of `DTYPES`, by default that of the stored weights. Nothing is downloaded, and no code from the
-    folder is run.
-
-    Raises `OptionError` for an unknown dtype, and `CheckpointError` if the folder has no checkpoint or no tokenizer, or
-    if the checkpoint cannot be loaded or lacks weights.
-    """
-    transformers = import_extra("transformers", "hf")
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
-    if not (path / "config.json").is_file():
-        what = "is not a folder" if not path.is_dir() else "holds no config.json"
-        raise CheckpointError(
-            f"{path} {what}; give a local folder with a checkpoint (config.json, weights and tokenizer, as "
-            "`save_pretrained` writes them). Nothing is downloaded."
-        )
-    settings = {"local_files_only": True, "trust_remote_code": False}
-    kind = "auto" if dtype is None else DTYPES[dtype]
-    # transformers, tokenizers and safetensors share no error class for a damaged folder.
-    try:
-        host, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=kind, output_loading_info=True, **settings
-        )
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
-    if absent := sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"])):
-        raise CheckpointError(
-            f"{path} lacks {len(absent)} weights of {type(host).__name__} ({', '.join(absent[:3])}); they would be "
-            "random numbers, and their explanation meaningless."
-        )
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **settings)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} has no tokenizer that can be loaded ({_first_line(error)}); save one there with "
-            "`tokenizer.save_pretrained`."
-        ) from error
-    # Without files some tokenizers load empty instead of raising an error.
-    files = ("tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values())
-    if not any((path / file).is_file() for file in files):
-        raise CheckpointError(f"{path} has no tokenizer; save one there with `tokenizer.save_pretrained`.")
-    return host.eval(), tokenizer
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="unilinattn",
@@ -219,6 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     side.add_argument("--out", type=Path, default=OUT, help=f"folder of the report (default: {OUT})")
     side.set_defaults(run=compare)
 
+    command.add(commands, METHODS)
+
     one = commands.add_parser("explain", help="explain a local checkpoint on a text")
     one.add_argument("path", type=Path, metavar="PATH", help="folder with a causal language model and its tokenizer")
     one.add_argument("--text", required=True, help="the input")
@@ -226,7 +183,11 @@ def _parser() -> argparse.ArgumentParser:
         "--method",
         help=f"name of a method, see `unilinattn list` (default: logit; without logits {COMPOSED} over all layers)",
     )
-    one.add_argument("--target", type=int, default=-1, help="position to explain, negative from the end (default: -1)")
+    one.add_argument(
+        "--target",
+        default="-1",
+        help="position to explain, negative from the end, or a text that occurs once, for its last token (default: -1)",
+    )
     one.add_argument(
         "--logit",
         nargs="+",
@@ -258,44 +219,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute in one thread, which is faster for tensors this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _integer(text: str) -> int | str:
+    """Return a number as an int, another text as it is."""
+    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
-def _names(given: Sequence[str] | None) -> list[str]:
-    """Return the names of a list separated by spaces or commas, without repetitions."""
-    return list(dict.fromkeys(name for part in given or () for name in part.split(",") if name))
-
-
-def _method_options(options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    chosen: dict[str, Any] = {}
-    for pair in options.option:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise OptionError(f"--option {pair!r} is not NAME=VALUE, such as p=1.")
-        chosen[name] = _value(value)
+def _method_options(options: argparse.Namespace) -> dict[str, Any]:
+    chosen: dict[str, Any] = dict(command.option("--option", pair) for pair in options.option)
     if options.scope is not None:
         chosen["scope"] = options.scope
     if options.logit is not None:
-        ids = [int(token) if token.isdecimal() else token_id(tokenizer, token) for token in options.logit]
-        if len(ids) > 2:
-            raise OptionError(f"--logit takes one token, or two for their difference; got {len(ids)}.")
-        chosen["logit"] = ids[0] if len(ids) == 1 else tuple(ids)
+        tokens = tuple(map(_integer, options.logit))
+        if len(tokens) > 2:
+            raise OptionError(f"--logit takes one token, or two for their difference; got {len(tokens)}.")
+        chosen["logit"] = tokens[0] if len(tokens) == 1 else tokens
     return chosen
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:
@@ -377,7 +315,3 @@ def _save(result: Attribution, out: Path) -> None:
             result.save(out)
     except OSError as error:
         raise ResultFileError(f"Cannot save to {out}: {error.strerror or error}.") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(": ") or type(error).__name__

@@ -1,7 +1,8 @@
-"""Metrics of results: against known answers, foreground masks, gold links and logits, and by changing the input."""
+"""Metrics of results, against known answers and by changing the input, and tables of them over data sets."""
 
 from unilinattn.evaluation.decomposition import DecompositionErrors, decomposition_errors
 from unilinattn.evaluation.intervention import replacement_effects
+from unilinattn.evaluation.measures import METRICS, Case
 from unilinattn.evaluation.metrics import (
     CompletenessGap,
     RankCorrelation,
@@ -14,23 +15,31 @@ from unilinattn.evaluation.metrics import (
     row_scores,
 )
 from unilinattn.evaluation.perturbation import PerturbationCurve, PerturbationTest
+from unilinattn.evaluation.samples import Sample, read_samples, task_samples
 from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
+from unilinattn.evaluation.table import Table
 
 __all__ = [
+    "METRICS",
+    "Case",
     "CompletenessGap",
     "DecompositionErrors",
     "PerturbationCurve",
     "PerturbationTest",
     "RankCorrelation",
     "RowScores",
+    "Sample",
     "SegmentationScores",
+    "Table",
     "alignment_error_rate",
     "completeness_gap",
     "decomposition_errors",
     "earlier_keys",
     "gold_links",
     "rank_correlation",
+    "read_samples",
     "replacement_effects",
     "row_scores",
     "segmentation_scores",
+    "task_samples",
 ]

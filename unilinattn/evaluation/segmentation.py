@@ -47,20 +47,38 @@ def segmentation_scores(
     _check(relevance, foreground)
     maps = relevance.detach().double()
     masks = foreground.to(maps.device)
-    predicted = maps > maps.mean((1, 2), keepdim=True)
-    ious = [
-        ((predicted == side) & (masks == side)).sum() / ((predicted == side) | (masks == side)).sum().double()
-        for side in (True, False)
-    ]
+    predicted = foreground_of(maps)
+    ious = [shared / either for shared, either in overlaps(predicted, masks)]
     # One image at a time: the ranking of a data set's pixels takes several times its memory.
     both, front = zip(*(_precisions(*pair) for pair in zip(maps, masks, strict=True)), strict=True)
     return SegmentationScores(
         pixel_accuracy=float((predicted == masks).double().mean()),
-        mean_iou=float(sum(ious) / 2),
+        mean_iou=sum(ious) / 2,
         mean_ap=sum(both) / len(maps),
         foreground_ap=sum(front) / len(maps),
         images=len(maps),
     )
+
+
+def foreground_of(relevance: Float[Tensor, "image height width"]) -> Bool[Tensor, "image height width"]:
+    """Return the predicted foreground: the pixels above the mean of their map."""
+    return relevance > relevance.mean((1, 2), keepdim=True)
+
+
+def overlaps(
+    predicted: Bool[Tensor, "image height width"], foreground: Bool[Tensor, "image height width"]
+) -> list[tuple[int, int]]:
+    """Return the pixels in the intersection and in the union, of the foreground and of the background.
+
+    They are counted over all images, so that those of several calls add up.
+    """
+    return [
+        (
+            int(((predicted == side) & (foreground == side)).sum()),
+            int(((predicted == side) | (foreground == side)).sum()),
+        )
+        for side in (True, False)
+    ]
 
 
 def _precisions(

@@ -1,0 +1,410 @@
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import unilinattn as ula
+from tests.evaluation import tiny
+from unilinattn.errors import InputError, OptionError, ResultFileError, UnilinattnError
+from unilinattn.evaluation import (
+    Case,
+    PerturbationTest,
+    Sample,
+    Table,
+    alignment_error_rate,
+    segmentation_scores,
+    task_samples,
+)
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.trace import Trace
+
+RANKINGS = ("auc", "ap", "recall_at_k", "hit_at_1", "aer")
+
+
+def ranked_row(scores: list[float], relevant: list[bool], valid: list[bool]) -> dict[str, float]:
+    """The ranking metrics of one row of different scores, by loops over its keys."""
+    keys = sorted((j for j in range(len(scores)) if valid[j]), key=lambda j: -scores[j])
+    hits = [j for j in keys if relevant[j]]
+    others = [j for j in keys if not relevant[j]]
+    precisions = [sum(relevant[k] for k in keys[: keys.index(j) + 1]) / (keys.index(j) + 1) for j in hits]
+    return {
+        "auc": sum(scores[j] > scores[k] for j in hits for k in others) / (len(hits) * len(others)),
+        "ap": sum(precisions) / len(hits),
+        "recall_at_k": sum(relevant[j] for j in keys[: len(hits)]) / len(hits),
+        "hit_at_1": float(relevant[keys[0]]),
+        # One link and one sure link a row, so that the error rate is the mean over rows.
+        "aer": 1.0 - float(relevant[keys[0]]),
+    }
+
+
+def ranked(scores: Tensor, sample: Sample) -> list[dict[str, float]]:
+    assert sample.relevant is not None
+    length = scores.shape[-1]
+    rows = []
+    for i in range(length):
+        relevant = [bool(sample.relevant[i, j]) for j in range(length)]
+        valid = [j < i and any(relevant) for j in range(length)]
+        if any(relevant):
+            rows.append(ranked_row(scores[i].tolist(), relevant, valid))
+    return rows
+
+
+def mean(rows: list[dict[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def rows_of(table: Table) -> list[Any]:
+    return json.loads(json.dumps([dict(row) for row in table]))
+
+
+def test_the_table_equals_plain_loops() -> None:
+    model, data, selection = tiny.model(), tiny.data(), tiny.selection()
+    table = ula.evaluate(
+        {"s4d": model}, data, ["logit", "raw"], RANKINGS, selection=selection, select_by="ap", baselines=["recency"]
+    )
+    precision = [0.0, 0.0]
+    for layer in range(2):
+        results = [ula.explain(model, sample.inputs, method="raw").scores[layer, 0] for sample in selection]
+        rows = [row for scores, one in zip(results, selection, strict=True) for row in ranked(scores, one)]
+        precision[layer] = mean(rows, "ap")
+    best = precision.index(max(precision))
+    expected: dict[str, Callable[[Sample], Tensor]] = {
+        "recency": lambda sample: torch.arange(7.0).expand(7, 7),
+        "logit": lambda sample: ula.explain(model, sample.inputs, method="logit").scores[0],
+        "raw": lambda sample: ula.explain(model, sample.inputs, method="raw").scores[best, 0],
+    }
+    assert len(table) == 3 * 3 * len(RANKINGS)
+    for method, score in expected.items():
+        by_sample = [ranked(score(sample), sample) for sample in data]
+        for name in RANKINGS:
+            chosen = table.select(method=method, metric=name)
+            assert [row["sample"] for row in chosen] == ["0", "1", "2"]
+            for row, rows in zip(chosen, by_sample, strict=True):
+                assert row["value"] == pytest.approx(mean(rows, name), abs=1e-12)
+            (total,) = table.summary().select(method=method, metric=name)
+            assert total["value"] == pytest.approx(mean([row for rows in by_sample for row in rows], name), abs=1e-12)
+    assert {row["layer"] for row in table.select(method="raw")} == {f"layers.{best}.mixer"}
+    assert [{row["layer"] for row in table.select(method=name)} for name in ("logit", "recency")] == [{"all"}, {""}]
+
+
+def layered(trace: Trace, sample: Sample) -> Attribution:
+    """Layer 0 finds the answer of a sample named "0", layer 1 that of the others."""
+    relevant = sample.relevant.double()  # type: ignore[union-attr]
+    order = [relevant, -relevant] if sample.name.startswith("first") else [-relevant, relevant]
+    return Attribution(
+        scores=torch.stack(order)[:, None], dims=("layer", "batch", "query", "key"), method="l", layers=("a", "b")
+    )
+
+
+def test_the_layer_is_chosen_on_the_selection_alone() -> None:
+    def named(name: str, seed: int) -> list[Sample]:
+        (one,) = task_samples(tiny.TASK, 1, seed=seed)
+        return [Sample(inputs=one.inputs, relevant=one.relevant, valid=one.valid, name=name)]
+
+    arguments = ({"m": tiny.model()}, named("second", 1), {"layered": layered})
+    for select_by, chosen in ((None, ("a", 0.0)), ("aer", ("a", 0.0))):
+        table = ula.evaluate(
+            *arguments, ["hit_at_1", "aer"], selection=named("first", 2), select_by=select_by, baselines=[]
+        )
+        assert (table[0]["layer"], table[0]["value"]) == chosen
+    with pytest.raises(OptionError, match=r"model m, sample second, layered: .* 2 layers; give `selection`"):
+        ula.evaluate(*arguments, ["ap"], baselines=[])
+    with pytest.raises(InputError, match="selection sample 0 is sample 0 of data"):
+        ula.evaluate(*arguments, ["ap"], selection=named("first", 1), baselines=[])
+    one_layer = ula.evaluate(arguments[0], arguments[1], [("raw", {"layers": [1]})], ["ap"], baselines=[])
+    assert one_layer[0]["layer"] == "layers.1.mixer" and one_layer[0]["method"] == "raw (layers=[1])"
+
+
+DRAWN: list[str] = []
+
+
+def draw(trace: Trace, sample: Sample) -> Tensor:
+    """Random scores, counted in `DRAWN`."""
+    DRAWN.append(sample.name)
+    return torch.rand(7, 7)
+
+
+def test_random_scores_depend_on_the_sample_and_the_seed_alone() -> None:
+    data, methods = tiny.data(3), {"draw": draw}
+    metrics = {"sum": lambda case: float(case.scores.sum())}
+    three = ula.evaluate({"m": tiny.model()}, data, methods, metrics)
+    two = ula.evaluate({"m": tiny.model()}, data[:2], methods, metrics, baselines=["random"])
+    for method in ("random", "draw"):
+        values = [row["value"] for row in three.select(method=method)]
+        assert len(set(values)) == 3
+        assert [row["value"] for row in two.select(method=method)] == values[:2]
+    other = ula.evaluate({"m": tiny.model()}, data, methods, metrics, seed=1)
+    assert rows_of(other.select(method="draw")) != rows_of(three.select(method="draw"))
+
+
+def test_the_callers_generator_is_left_alone() -> None:
+    model = tiny.model()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    ula.evaluate({"m": model}, tiny.data(1), {"draw": draw}, ["auc"])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_perturbation_metrics_are_those_of_the_test() -> None:
+    model, target = tiny.model(), 4
+    (sample,) = task_samples(tiny.TASK, 1, target=target)
+    options = {"masking": "token", "mask_token_id": 0}
+    names = {
+        "positive_perturbation": lambda test: test.positive().area,
+        "negative_perturbation": lambda test: test.negative().area,
+        "activation_auac": lambda test: test.activation().area,
+        "pruning_au_mse": lambda test: test.pruning().area,
+        "comprehensiveness": lambda test: test.comprehensiveness(),
+        "sufficiency": lambda test: test.sufficiency(),
+    }
+    metrics = {name: (name, options) for name in names}
+    table = ula.evaluate(
+        {"m": model},
+        [sample],
+        ["logit"],
+        {**metrics, "other": ("pruning_au_mse", {**options, "mask_token_id": 1})},
+        baselines=[],
+    )
+    scores = ula.explain(model, sample.inputs, method="logit", target=target).scores
+    valid = (torch.arange(7) < target)[None]
+    arguments = {"target": target, "valid": valid, "labels": torch.tensor([sample.label])}
+    test = PerturbationTest(model, sample.inputs, scores, masking="token", mask_token_id=0, **arguments)
+    for name, measure in names.items():
+        assert table.select(metric=name)[0]["value"] == measure(test)
+    other = PerturbationTest(model, sample.inputs, scores, masking="token", mask_token_id=1, **arguments)
+    assert table.select(metric="other")[0]["value"] == other.pruning().area != test.pruning().area
+
+
+def patches(sample: Sample) -> Tensor:
+    """The scores of six patches after one other token."""
+    return torch.cat([torch.tensor([9.0]), sample.inputs[0, 1:].double() + torch.arange(6) / 10])
+
+
+def test_segmentation_over_samples_counts_the_pixels_of_all() -> None:
+    masks = torch.zeros(2, 4, 6, dtype=torch.bool)
+    masks[0, :2, :3] = masks[1, :, 2:] = True
+    valid = torch.arange(7) > 0
+    data = [
+        Sample(inputs=one.inputs, target=-1, valid=valid, grid=(2, 3), foreground=mask)
+        for one, mask in zip(tiny.data(2), masks, strict=True)
+    ]
+    names = ("pixel_accuracy", "mean_iou", "mean_ap", "foreground_ap")
+    table = ula.evaluate({"m": tiny.model()}, data, {"map": lambda t, s: patches(s)}, names, baselines=[])
+    maps = torch.stack([patches(sample)[1:].view(2, 3) for sample in data])
+    maps = torch.nn.functional.interpolate(maps[:, None], (4, 6), mode="bilinear")[:, 0]
+    both = segmentation_scores(maps, masks)
+    for name in names:
+        (total,) = table.summary().select(metric=name)
+        assert total["value"] == pytest.approx(getattr(both, name), abs=1e-12)
+        for at, row in enumerate(table.select(metric=name)):
+            assert row["value"] == getattr(segmentation_scores(maps[at : at + 1], masks[at : at + 1]), name)
+    ious = [row["value"] for row in table.select(metric="mean_iou")]
+    assert sum(ious) / 2 != pytest.approx(both.mean_iou, abs=1e-3)
+
+
+def test_alignment_errors_count_the_links_of_all_samples() -> None:
+    torch.manual_seed(1)
+    scores = {"a": torch.rand(7, 7), "b": torch.rand(7, 7)}
+    sure, valid = torch.rand(2, 7, 7) < 0.1, torch.ones(7, 7, dtype=torch.bool)
+    possible = sure | (torch.rand(2, 7, 7) < 0.3)
+    valid[5:] = False
+    sure, possible = sure & valid, possible & valid
+    data = [
+        Sample(inputs=one.inputs, relevant=sure[at], possible=possible[at], valid=valid, name=name)
+        for at, (name, one) in enumerate(zip(scores, tiny.data(2), strict=True))
+    ]
+    table = ula.evaluate({"m": tiny.model()}, data, {"f": lambda t, s: scores[s.name]}, ["aer"], baselines=[])
+    wrong = links = 0.0
+    for at, name in enumerate(scores):
+        best = [max(range(7), key=lambda j: float(scores[name][i, j])) for i in range(5)]
+        hits = sum(bool(sure[at, i, j]) + bool(possible[at, i, j]) for i, j in enumerate(best))
+        count = 5 + int(sure[at].sum())
+        assert table[at]["value"] == pytest.approx(1 - hits / count, abs=1e-12)
+        wrong, links = wrong + count - hits, links + count
+    (total,) = table.summary()
+    assert total["value"] == pytest.approx(wrong / links, abs=1e-12)
+    stacked = alignment_error_rate(torch.stack(list(scores.values())), sure, possible, valid)
+    assert total["value"] == pytest.approx(stacked, abs=1e-12)
+
+
+def test_the_completeness_gap_has_rows_for_shares_of_a_logit() -> None:
+    (sample,) = task_samples(tiny.TASK, 1, target=4)
+    model = tiny.model()
+    table = ula.evaluate({"m": model}, [sample], ["logit", "rollout"], ["completeness_gap", "auc"])
+    (row,) = table.select(metric="completeness_gap")
+    result = ula.explain(model, sample.inputs, method="logit", target=4)
+    total = sum(result.scores[0].double().tolist()) + float(result.extras["bias"])
+    exact = float(result.extras["logit"])
+    assert row["method"] == "logit"
+    assert row["value"] == pytest.approx(abs(total - exact) / abs(exact), abs=1e-15) and row["value"] < 1e-5
+    with pytest.raises(InputError, match="no method has a completeness_gap"):
+        ula.evaluate({"m": model}, [sample], ["rollout"], ["completeness_gap"])
+
+
+def test_default_keys_are_those_that_reach_the_query() -> None:
+    model, (one,) = tiny.model(), tiny.data(1)
+    seen: dict[str, Tensor] = {}
+
+    def look(case: Case) -> float:
+        seen[case.sample.name] = case.valid
+        return 0.0
+
+    data = [Sample(inputs=one.inputs, target=target, name=name) for name, target in (("all", None), ("one", 4))]
+    ula.evaluate({"m": model}, data, ["rollout"], {"look": look}, baselines=[])
+    assert torch.equal(seen["all"], torch.ones(7, 7, dtype=torch.bool).tril(-1))
+    assert seen["one"].tolist() == [True] * 4 + [False] * 3
+
+
+UNITS = 9
+"""Files of the evaluation below: configuration, model, two of the selection, three of the samples, two tables."""
+
+
+def stored_evaluation(out: Path | None, **changed: Any) -> Table:
+    arguments: dict[str, Any] = {
+        "models": {"s4d": tiny.model()},
+        "data": tiny.data(),
+        "methods": {"raw": "raw", "draw": draw},
+        "metrics": ["ap", "auc"],
+        "selection": tiny.selection(),
+        **changed,
+    }
+    return ula.evaluate(**arguments, out=out)
+
+
+def test_an_interruption_at_every_file_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = rows_of(stored_evaluation(None))
+    replace = Path.replace
+    for stop in range(UNITS):
+        out, written = tmp_path / str(stop), []
+
+        def interrupted(self: Path, target: Path) -> Path:
+            if len(written) == stop:  # noqa: B023
+                raise KeyboardInterrupt
+            written.append(target)  # noqa: B023
+            return replace(self, target)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Path, "replace", interrupted)
+            stored_evaluation(out)
+        files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        assert len(files) == len(written) == stop
+        DRAWN.clear()
+        assert rows_of(stored_evaluation(out)) == expected
+        # Samples that were stored are not computed again; each process finds out once that `draw` has no layers.
+        left = min(3, max(0, UNITS - 2 - stop))
+        assert len(DRAWN) == left + (stop < 4)
+        assert all(path.read_bytes() == content for path, content in files.items())
+        assert rows_of(Table.load(out / "table.json")) == expected
+        assert not list(out.rglob("*.tmp"))
+    assert stop == UNITS - 1 and len(files) == UNITS - 1
+
+
+def test_another_configuration_is_refused_with_its_differences(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stored_evaluation(out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    changes: dict[str, tuple[str, Any]] = {
+        r'methods\.raw\.options\.scope is "core" there, "mixer" now': (
+            "methods",
+            {"raw": ("raw", {"scope": "mixer"}), "draw": draw},
+        ),
+        r"methods\.raw is stored, and not asked for": ("methods", {"draw": draw}),
+        r"metrics\.aer is asked for, and not stored": ("metrics", ["ap", "auc", "aer"]),
+        r"data\.3 is asked for": ("data", tiny.data(4)),
+        r"data\.0 is .* now": ("data", task_samples(tiny.TASK, 3, seed=7)),
+        r"selection is .* now": ("selection", tiny.selection(3)),
+        r"seed is 0 there, 1 now": ("seed", 1),
+        r'models is \["s4d"\] there, \["s4d", "other"\] now': ("models", {"s4d": tiny.model(), "other": tiny.model()}),
+        r"s4d\.weights is .* now": ("models", {"s4d": tiny.model(1)}),
+    }
+    for message, (name, value) in changes.items():
+        with pytest.raises(ResultFileError, match=f"another evaluation: .*{message}"):
+            stored_evaluation(out, **{name: value})
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_folders_of_others_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ResultFileError, match=r"holds 'notes\.txt' and no configuration\.json"):
+        stored_evaluation(tmp_path)
+    with pytest.raises(ResultFileError, match="is no folder"):
+        stored_evaluation(tmp_path / "notes.txt")
+    out = tmp_path / "out"
+    stored_evaluation(out)
+    (out / "samples" / "0-000001.json").write_text('[{"model"')
+    with pytest.raises(ResultFileError, match=r"0-000001\.json is damaged .* delete it"):
+        stored_evaluation(out)
+
+
+def test_models_are_loaded_when_there_is_work_for_them(tmp_path: Path) -> None:
+    loaded = []
+
+    def load() -> Any:
+        loaded.append(1)
+        return tiny.model()
+
+    for _ in range(2):
+        stored_evaluation(tmp_path / "out", models={"s4d": load})
+    assert len(loaded) == 1
+    with pytest.raises(InputError, match="returned a int, no model"):
+        stored_evaluation(None, models={"s4d": lambda: 3})
+
+
+def refused(error: type[UnilinattnError], message: str, **changed: Any) -> None:
+    with pytest.raises(error, match=message):
+        stored_evaluation(None, **changed)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_requests_are_refused() -> None:
+    (one,) = tiny.data(1)
+    refused(OptionError, "unknown method 'rolout'; did you mean 'rollout'", methods=["rolout"])
+    refused(OptionError, "did you mean 'scope'", methods=[("raw", {"scop": "core"})])
+    refused(OptionError, "unknown metric 'aucc'; did you mean 'auc'", metrics=["aucc"])
+    refused(OptionError, "metric auc takes no option 'masking'", metrics=[("auc", {"masking": "zero"})])
+    refused(OptionError, "did you mean 'zero'", metrics=[("sufficiency", {"masking": "zeros"})])
+    refused(OptionError, "unknown baseline 'chance'", baselines=["chance"])
+    refused(OptionError, "two rows are called 'random'", methods={"random": "raw"})
+    refused(OptionError, "names 'raw' twice", methods=["raw", "raw"])
+    refused(OptionError, "give it a label", metrics=[lambda case: 0.0])
+    refused(OptionError, "methods='raw'; give a list", methods="raw")
+    refused(OptionError, "select_by='ape' is none of the metrics; did you mean 'ap'", select_by="ape")
+    refused(OptionError, "by the function 'mine'", metrics={"mine": lambda case: 0.0})
+    refused(InputError, "models must be a mapping", models={})
+    refused(InputError, "model 's4d' is a str", models={"s4d": "path"})
+    refused(InputError, "data is empty", data=[])
+    refused(InputError, "data holds a Tensor", data=[one.inputs])
+    refused(InputError, "needs `relevant`, and sample 1 has none", data=[one, Sample(inputs=one.inputs)])
+    named = Sample(inputs=one.inputs, relevant=one.relevant, name="a")
+    refused(InputError, "samples 0 and 1 of data have the same name 'a'", data=[named, named])
+    refused(InputError, "needs `foreground`", metrics=["mean_iou"])
+
+
+def test_errors_name_model_sample_method_and_metric() -> None:
+    (one,) = tiny.data(1)
+    nothing = Sample(inputs=one.inputs, relevant=torch.zeros(7, 7, dtype=torch.bool), name="empty")
+    refused(InputError, "model s4d, sample empty, rollout, ap: None of the 7 rows", data=[nothing], methods=["rollout"],
+            baselines=[], selection=None)  # fmt: skip
+    half = Sample(inputs=one.inputs.repeat(2, 1))
+    looks = {"look": lambda case: 0.0}
+    quiet: dict[str, Any] = {"metrics": looks, "selection": None, "baselines": [], "methods": ["rollout"]}
+    refused(InputError, "sample 0: a sample is one sequence or image; its inputs hold 2", **quiet | {"data": [half]})
+    for value in (math.nan, math.inf):
+        refused(InputError, f"rollout, bad: the value is {value}", **quiet | {"metrics": {"bad": lambda case: value}})  # noqa: B023
+    refused(InputError, "activation_auac: the metric needs the scores of one query; give the sample a target",
+            **quiet | {"metrics": ["activation_auac"]})  # fmt: skip
+    refused(InputError, r"f: the function returned \(7, 7, 7\)",
+            **quiet | {"methods": {"f": lambda t, s: torch.rand(7, 7, 7)}})  # fmt: skip
+    ragged = Sample(inputs=one.inputs, target=-1, grid=(2, 2), valid=torch.ones(7, dtype=torch.bool),
+                    foreground=torch.eye(4, dtype=torch.bool))  # fmt: skip
+    refused(InputError, "mean_iou: a grid of 2 x 2 patches does not fit 7 valid keys",
+            **quiet | {"data": [ragged], "metrics": ["mean_iou"]})  # fmt: skip
+    short = Sample(inputs=one.inputs, relevant=one.relevant[4])  # type: ignore[index]
+    refused(InputError, r"ap: relevant of shape \(7,\) does not fit scores of shape \(7, 7\); give the sample a target",
+            **quiet | {"data": [short], "metrics": ["ap"]})  # fmt: skip

@@ -1,0 +1,61 @@
+"""Local checkpoints of Hugging Face models with their tokenizers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unilinattn.errors import CheckpointError, OptionError, nearest
+from unilinattn.optional import import_extra
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer from a local folder that `save_pretrained` wrote.
+
+    `dtype` is a name of `DTYPES`, by default that of the stored weights. Nothing is downloaded, and no code from the
+    folder is run.
+
+    Raises `OptionError` for an unknown dtype, and `CheckpointError` if the folder has no checkpoint or no tokenizer, or
+    if the checkpoint cannot be loaded or lacks weights.
+    """
+    transformers = import_extra("transformers", "hf")
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
+    if not (path / "config.json").is_file():
+        what = "is not a folder" if not path.is_dir() else "holds no config.json"
+        raise CheckpointError(
+            f"{path} {what}; give a local folder with a checkpoint (config.json, weights and tokenizer, as "
+            "`save_pretrained` writes them). Nothing is downloaded."
+        )
+    settings = {"local_files_only": True, "trust_remote_code": False}
+    kind = "auto" if dtype is None else DTYPES[dtype]
+    # transformers, tokenizers and safetensors share no error class for a damaged folder.
+    try:
+        host, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=kind, output_loading_info=True, **settings
+        )
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
+    if absent := sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"])):
+        raise CheckpointError(
+            f"{path} lacks {len(absent)} weights of {type(host).__name__} ({', '.join(absent[:3])}); they would be "
+            "random numbers, and their explanation meaningless."
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **settings)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} has no tokenizer that can be loaded ({_first_line(error)}); save one there with "
+            "`tokenizer.save_pretrained`."
+        ) from error
+    # Without files some tokenizers load empty instead of raising an error.
+    files = ("tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values())
+    if not any((path / file).is_file() for file in files):
+        raise CheckpointError(f"{path} has no tokenizer; save one there with `tokenizer.save_pretrained`.")
+    return host.eval(), tokenizer
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(": ") or type(error).__name__

@@ -1,0 +1,138 @@
+"""The command `unilinattn evaluate`: methods and metrics on the trained examples or on local checkpoints."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from unilinattn import examples
+from unilinattn.errors import OptionError
+from unilinattn.evaluation.checkpoints import DTYPES, load_checkpoint
+from unilinattn.evaluation.evaluate import evaluate
+from unilinattn.evaluation.measures import METRICS
+from unilinattn.evaluation.plan import Model
+from unilinattn.evaluation.processes import Processes
+from unilinattn.evaluation.samples import Sample, read_samples, task_samples
+from unilinattn.evaluation.scorers import BASELINES
+from unilinattn.evaluation.side_by_side import one_thread, quiet_hosts, select
+from unilinattn.evaluation.table import Table
+from unilinattn.examples.tasks import SELECTION_SEED
+
+DEFAULT_METRICS = ("hit_at_1", "ap", "auc")
+
+TASK = "induction"
+"""The default task."""
+
+
+def add(commands: Any, methods: Sequence[str]) -> None:
+    """Add the command to the subparsers of the command line; `methods` are its default methods."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="methods and metrics on the trained models or on local checkpoints: one table",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"metrics: {', '.join(METRICS)}\n\n"
+        "Options of a method or metric follow its name: alti:rollout=true, latim:p=1:layers=mean,\n"
+        "positive_perturbation:masking=token:mask_token_id=0",
+    )
+    parser.add_argument("--task", help=f"task of the trained models: copying, induction or all (default: {TASK})")
+    parser.add_argument(
+        "--models", nargs="+", metavar="MODEL", help="trained models (default: all), or with --data folders"
+    )
+    parser.add_argument("--data", type=Path, metavar="FILE", help="JSON lines with text, target, relevant, label, name")
+    parser.add_argument(
+        "--selection", type=Path, metavar="FILE", help="the same, other texts: layers are chosen on them"
+    )
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"methods (default: {' '.join(methods)})")
+    parser.add_argument("--metrics", nargs="+", metavar="METRIC", help=f"default: {' '.join(DEFAULT_METRICS)}")
+    parser.add_argument("--baselines", nargs="*", default=BASELINES, metavar="NAME", help=f"of {', '.join(BASELINES)}")
+    parser.add_argument("--samples", type=int, default=16, help="sequences of a task (default: 16)")
+    parser.add_argument("--target", type=int, help="the one explained position of a task (default: every answer)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random choices (default: 0)")
+    parser.add_argument("--dtype", help=f"of checkpoints: {', '.join(DTYPES)} (default: as stored)")
+    parser.add_argument("--out", type=Path, help="folder of the results; the same command continues there")
+    parser.set_defaults(run=run, default_methods=methods)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Evaluate, and print the summary of the table."""
+    asked = {
+        "methods": [entry(text) for text in options.methods or options.default_methods],
+        "metrics": [entry(text) for text in options.metrics or DEFAULT_METRICS],
+        "baselines": options.baselines,
+        "seed": options.seed,
+    }
+    if options.data is None:
+        with one_thread(), quiet_hosts():
+            for task, arguments in _tasks(options):
+                out = options.out / task if options.task == "all" and options.out is not None else options.out
+                _print(evaluate(**arguments, **asked, out=out), task, out)
+        return
+    if options.task is not None or options.target is not None:
+        raise OptionError("--task and --target are for the trained models; with --data, each line has its target.")
+    if not options.models:
+        raise OptionError("--data needs --models: local folders, each with a causal language model and its tokenizer.")
+    with quiet_hosts():
+        for path in map(Path, options.models):
+            # A folder at a time: positions and ids are those of its own tokenizer.
+            host, tokenizer = load_checkpoint(path, options.dtype)
+            data = read_samples(options.data, tokenizer)
+            others = None if options.selection is None else read_samples(options.selection, tokenizer)
+            out = options.out
+            if out is not None and len(options.models) > 1:
+                out = out / path.name
+            table = evaluate({path.name: host}, data, **asked, selection=others, out=out)
+            _print(table, str(options.data), out)
+
+
+def _tasks(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the models and the samples of each task."""
+    if options.selection is not None:
+        raise OptionError("--selection is for --data; a task has its own sequences for the choice of layers.")
+    by_task: dict[str, dict[str, Model]] = {}
+    for task, model in select(options.task or TASK, names(options.models)):
+        by_task.setdefault(task, {})[model] = partial(examples.load, task, model)
+    for task, models in by_task.items():
+        draw = partial(task_samples, task, options.samples, target=options.target)
+        data: list[Sample] = draw()
+        yield task, {"models": models, "data": data, "selection": draw(seed=SELECTION_SEED)}
+
+
+def _print(table: Table, data: str, out: Path | None) -> None:
+    if Processes().rank:
+        return
+    samples = len({row["sample"] for row in table})
+    print(f"{data}, {samples} samples\n\n{table}")
+    print(
+        "\nlayer: the best by the first metric on other samples; all: the method composes the layers"
+        + (f"\nTables: {out / 'table.csv'}, {out / 'table.json'}\n" if out is not None else "\n")
+    )
+
+
+def names(given: Sequence[str] | None) -> list[str]:
+    """Return the names of a list separated by spaces or commas, without repetitions."""
+    return list(dict.fromkeys(name for part in given or () for name in part.split(",") if name))
+
+
+def entry(text: str) -> str | tuple[str, Mapping[str, Any]]:
+    """Return a name, or the name and the options of NAME:OPTION=VALUE:OPTION=VALUE.
+
+    Raises `OptionError` for an option without a value.
+    """
+    name, *pairs = text.split(":")
+    return (name, dict(option(text, pair) for pair in pairs)) if pairs else name
+
+
+def option(where: str, pair: str) -> tuple[str, Any]:
+    """Return the name and the value, as JSON or text, of NAME=VALUE.
+
+    Raises `OptionError`, which begins with `where`, for another text.
+    """
+    name, equals, value = pair.partition("=")
+    if not equals:
+        raise OptionError(f"{where} {pair!r} is not NAME=VALUE, such as p=1.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

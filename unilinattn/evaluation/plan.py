@@ -1,0 +1,167 @@
+"""The checked request of an evaluation: its samples, rows and metrics, and what tells it from others."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.evaluation.measures import Metric, function_metric, metric, require_fields
+from unilinattn.evaluation.samples import Sample, fingerprint
+from unilinattn.evaluation.scorers import Scorer, baseline, scorer
+from unilinattn.tracing.trust import Trust
+
+Model = nn.Module | Callable[[], nn.Module]
+"""A model, or a function that loads it when its turn comes."""
+
+Entry = str | tuple[str, Mapping[str, Any]] | Callable[..., Any]
+"""A method or a metric: its name, its name and options, or a function."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The checked arguments of `evaluate`."""
+
+    models: Mapping[str, Model]
+    samples: Sequence[Sample]
+    selection: Sequence[Sample] | None
+    scorers: tuple[Scorer, ...]
+    metrics: Mapping[str, Metric]
+    select_by: str
+    seed: int
+    trust: Trust
+    max_memory: int | None
+
+    @classmethod
+    def of(
+        cls,
+        models: Mapping[str, Model],
+        data: Iterable[Sample],
+        methods: Any,
+        metrics: Any,
+        selection: Iterable[Sample] | None,
+        select_by: str | None,
+        baselines: Sequence[str],
+        seed: int,
+        trust: Trust,
+        max_memory: int | None,
+    ) -> "Plan":
+        """Check the arguments of `evaluate`; see there for the errors."""
+        if not isinstance(models, Mapping) or not models:
+            raise InputError("models must be a mapping from names to models, with at least one.")
+        for name, model in models.items():
+            if not callable(model):
+                raise InputError(
+                    f"model {name!r} is a {type(model).__name__}; give a model or a function that loads it."
+                )
+        samples = _samples(data, "data")
+        chosen = {label: _metric(*entry) for label, entry in _labelled(metrics, "metrics").items()}
+        select_by = next(iter(chosen)) if select_by is None else select_by
+        if select_by not in chosen:
+            raise OptionError(f"select_by={select_by!r} is none of the metrics{nearest(select_by, chosen)}")
+        require_fields(list(chosen.values()), samples)
+        others = None if selection is None else _samples(selection, "selection")
+        if others is not None:
+            if chosen[select_by].larger_is_better is None:
+                raise OptionError(f"layers cannot be chosen by the function {select_by!r}; name a metric in select_by.")
+            require_fields([chosen[select_by]], others)
+            _require_disjoint(samples, others)
+        scorers = [*map(baseline, baselines)]
+        scorers += [scorer(label, *entry) for label, entry in _labelled(methods, "methods").items()]
+        for one in scorers:
+            if [other.label for other in scorers].count(one.label) > 1:
+                raise OptionError(f"two rows are called {one.label!r}; give a mapping with another label for one.")
+        return cls(models, samples, others, tuple(scorers), chosen, select_by, seed, trust, max_memory)
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the request as JSON values: results of the same configuration belong together."""
+        return {
+            "models": list(self.models),
+            "methods": {one.label: _plain(one.described) for one in self.scorers},
+            "metrics": {
+                label: _plain({"metric": one.name, "options": one.options}) for label, one in self.metrics.items()
+            },
+            "select_by": self.select_by,
+            "data": {self.name_of(at): fingerprint(sample) for at, sample in enumerate(self.samples)},
+            "selection": None if self.selection is None else fingerprint(*self.selection),
+            "seed": self.seed,
+            "versions": {"unilinattn": version("unilinattn"), "torch": torch.__version__},
+        }
+
+    def name_of(self, at: int) -> str:
+        """Return the name of a sample."""
+        return self.samples[at].name or str(at)
+
+    def seed_of(self, *path: object) -> int:
+        """Return the seed of a unit of work, from the seed of the evaluation."""
+        text = "/".join(map(str, (self.seed, *path)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Return (name or function, options) by label."""
+    if isinstance(entries, str) or not isinstance(entries, Mapping | Sequence) or not entries:
+        raise OptionError(f"{kind}={entries!r}; give a list of names or of (name, options), or a mapping from labels.")
+    if isinstance(entries, Mapping):
+        return {label: _entry(entry, kind) for label, entry in entries.items()}
+    labelled = {}
+    for given in entries:
+        name, options = _entry(given, kind)
+        if callable(name):
+            raise OptionError(f"{kind} holds the function {name!r}; give it a label in a mapping.")
+        label = f"{name} ({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
+        if label in labelled:
+            raise OptionError(f"{kind} names {label!r} twice.")
+        labelled[label] = (name, options)
+    return labelled
+
+
+def _entry(given: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
+    if isinstance(given, str) or callable(given):
+        return given, {}
+    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping):
+        return given[0], given[1]
+    raise OptionError(f"{kind} holds {given!r}; give a name, (name, options) with a mapping, or a labelled function.")
+
+
+def _metric(name: Any, options: Mapping[str, Any]) -> Metric:
+    return function_metric(name) if callable(name) else metric(name, options)
+
+
+def _samples(given: Iterable[Sample], kind: str) -> Sequence[Sample]:
+    samples = given if isinstance(given, Sequence) else list(given)
+    if not samples:
+        raise InputError(f"{kind} is empty; give at least one sample.")
+    names: dict[str, int] = {}
+    for at, sample in enumerate(samples):
+        if not isinstance(sample, Sample):
+            raise InputError(f"{kind} holds a {type(sample).__name__}; give `unilinattn.evaluation.Sample`s.")
+        name = sample.name or str(at)
+        if name in names:
+            raise InputError(f"samples {names[name]} and {at} of {kind} have the same name {name!r}.")
+        names[name] = at
+    return samples
+
+
+def _require_disjoint(samples: Sequence[Sample], selection: Sequence[Sample]) -> None:
+    scored = {fingerprint(sample.inputs): at for at, sample in enumerate(samples)}
+    for at, sample in enumerate(selection):
+        if (same := scored.get(fingerprint(sample.inputs))) is not None:
+            raise InputError(
+                f"selection sample {at} is sample {same} of data; layers are chosen on samples that are not scored."
+            )
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON values, with functions by name and other objects as text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return getattr(value, "__qualname__", None) or (fingerprint(value) if isinstance(value, Tensor) else repr(value))

@@ -1,0 +1,66 @@
+"""Processes of one run, as `accelerate launch` and `torchrun` start them, on one machine or several."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from unilinattn.errors import UnilinattnError
+
+Key = TypeVar("Key")
+
+
+class Processes:
+    """The processes that share a run; a program that was started alone is one of one.
+
+    Joins the processes of `torch.distributed`. If a launcher started several and the program has not connected them
+    (with accelerate, an `Accelerator` or `PartialState` does), connects them by gloo.
+
+    Attributes:
+        rank: number of this process, from 0.
+        count: number of processes.
+    """
+
+    def __init__(self) -> None:
+        """Connect the processes."""
+        self.rank, self.count, self._group = 0, 1, None
+        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ
+        if not distributed.is_available() or not (distributed.is_initialized() or launched):
+            return
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo")
+        self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
+        # Objects travel over the CPU, also where the program's own group is NCCL's.
+        self._group = None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every process, in each of them."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def spread(
+        self, keys: Sequence[Key], stored: Callable[[Key], Any], compute: Callable[[Sequence[Key]], dict[Key, Any]]
+    ) -> dict[Key, Any]:
+        """Return the value of every key: the stored ones, and the others computed by the processes in turn.
+
+        `stored` returns None for a key without a value. Every process returns all values. An error in one process is
+        raised in each of them, after the others have computed their keys.
+        """
+        values: dict[Key, Any] = {}
+        for part in self.gather({key: value for key in keys if (value := stored(key)) is not None}):
+            values.update(part)
+        missing = [key for key in keys if key not in values][self.rank :: self.count]
+        error: Exception | None = None
+        try:
+            computed = compute(missing)
+        except Exception as raised:
+            error, computed = raised, {}
+        for rank, (part, message) in enumerate(self.gather((computed, None if error is None else str(error)))):
+            if message is not None:
+                raise error or UnilinattnError(f"process {rank} of {self.count}: {message}")
+            values.update(part)
+        return {key: values[key] for key in keys}

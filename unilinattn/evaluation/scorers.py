@@ -1,0 +1,104 @@
+"""The rows of an evaluation: registered methods with options, functions, and baselines that ignore the model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.evaluation.samples import Sample
+from unilinattn.evaluation.side_by_side import BASELINES
+from unilinattn.methods.maps import map_shape
+from unilinattn.methods.options import Options
+from unilinattn.methods.run import explain
+from unilinattn.registry import method as registered
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.trace import Trace
+from unilinattn.tracing.trust import Trust
+
+__all__ = ["BASELINES", "DRAWS", "Scorer", "baseline", "scorer"]
+
+DRAWS = 4
+"""Random scores for each sample, over which its metrics are averaged."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """One row of an evaluation.
+
+    Attributes:
+        label: its label.
+        described: what it is, to compare with a stored evaluation.
+        function: `function(trace, sample, trust=, max_memory=)` returns its results, several for random draws.
+    """
+
+    label: str
+    described: Any
+    function: Callable[..., list[Attribution]]
+
+    def run(self, trace: Trace, sample: Sample, *, trust: Trust, max_memory: int | None) -> list[Attribution]:
+        """Score a sample."""
+        return self.function(trace, sample, trust=trust, max_memory=max_memory)
+
+
+def scorer(label: str, method: str | Callable[[Trace, Sample], Any], options: Mapping[str, Any]) -> Scorer:
+    """Return a row of a registered method with options, or of a function.
+
+    Raises `OptionError` for an unknown method or option.
+    """
+    if callable(method):
+        name = getattr(method, "__qualname__", repr(method))
+        return Scorer(label, {"function": name}, _of_function(label, method))
+    entry = registered(method)
+    described = dict(options)
+    if entry.options is not None and issubclass(entry.options, Options):
+        described = entry.options.of(method, options).model_dump()
+
+    def run(trace: Trace, sample: Sample, *, trust: Trust, max_memory: int | None) -> list[Attribution]:
+        arguments = {"trust": trust, "max_memory": max_memory, "progress": False, **options}
+        return [explain(trace, method=method, target=sample.target, **arguments)]
+
+    return Scorer(label, {"method": method, "options": described}, run)
+
+
+def baseline(name: str) -> Scorer:
+    """Return the row of a baseline: scores by chance, or by the keys' positions.
+
+    Raises `OptionError` for an unknown name.
+    """
+    if name not in BASELINES:
+        raise OptionError(f"unknown baseline {name!r}{nearest(name, BASELINES)}")
+
+    def run(trace: Trace, sample: Sample, **_: Any) -> list[Attribution]:
+        queries, keys = map_shape(trace.layers[-1])[1:]
+        every = sample.target is None and sample.relevant is not None and sample.relevant.ndim == 2
+        shape = (queries, keys) if every else (keys,)
+        position = torch.arange(keys, dtype=torch.float64).expand(shape)
+        scores = {"recency": [position], "primacy": [-position]}
+        drawn = scores[name] if name in scores else [torch.rand(shape, dtype=torch.float64) for _ in range(DRAWS)]
+        return [_result(name, one, trace) for one in drawn]
+
+    return Scorer(name, {"baseline": name}, run)
+
+
+def _of_function(label: str, function: Callable[[Trace, Sample], Any]) -> Callable[..., list[Attribution]]:
+    def run(trace: Trace, sample: Sample, **_: Any) -> list[Attribution]:
+        scores = function(trace, sample)
+        if isinstance(scores, Attribution):
+            return [scores]
+        if not isinstance(scores, Tensor) or scores.ndim not in (1, 2) or not scores.is_floating_point():
+            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise InputError(
+                f"the function returned {got}; it returns floating-point scores (key,) or (query, key), or an "
+                "`Attribution`."
+            )
+        return [_result(label, scores, trace)]
+
+    return run
+
+
+def _result(label: str, scores: Tensor, trace: Trace) -> Attribution:
+    dims = ("batch", "key") if scores.ndim == 1 else ("batch", "query", "key")
+    return Attribution(scores=scores[None], dims=dims, method=label, mask=trace.layers[-1].mask, model=trace.model)
