@@ -113,8 +113,8 @@ def token_id(tokenizer: Any, token: str) -> int:
         hint = nearest(token, vocabulary).partition(" Accepted:")[0]
         count = f": it has {len(ids)}" if len(ids) > 1 else ""
         raise OptionError(
-            f"logit {token!r} is not one token of this tokenizer{count}{hint} Give a token as the vocabulary spells it, "
-            "or its id."
+            f"logit {token!r} is not one token of this tokenizer{count}{hint} Give a token as the vocabulary spells "
+            "it, or its id."
         )
     return ids[0]
 
