@@ -9,7 +9,7 @@ without some edges between tokens. `list_architectures` and `list_methods` retur
 from unilinattn import startup as _startup  # noqa: F401  the import installs the handler
 
 # isort: split
-from unilinattn import architectures, methods  # noqa: F401  importing them registers the adapters and the methods
+from unilinattn import analysis, architectures, methods  # noqa: F401  importing them registers adapters and methods
 from unilinattn.errors import UnilinattnError
 from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.operator.flow import Flow
