@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.analysis.pictures import Where, draw, lines, text_table
+from unilinattn.analysis.pictures import Where, draw, points, text_table
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import InputError
 from unilinattn.kernels.precision import full_precision
@@ -60,15 +60,15 @@ class Taxonomy:
 
     def plot(self, where: Where = None) -> "Figure":
         """Draw the changes of each layer, with the limit of rounding; save them to a path or draw into given axes."""
+        limit = min(x.limit for x in self.layers)
         # A logarithmic axis has no zero: changes below a thousandth of the limit are drawn there.
-        floor = min(x.limit for x in self.layers) / 1e3
         series = {
-            "token mixers": [max(x.mixing, floor) for x in self.layers],
-            "gates": [max(x.gating, floor) for x in self.layers],
-            "rounding": [x.limit for x in self.layers],
+            "token mixers": [max(x.mixing, limit / 1e3) for x in self.layers],
+            "gates": [max(x.gating, limit / 1e3) for x in self.layers],
         }
         title = f"{self.model}: change between inputs"
-        return draw(where, [lines(series, title, across="layer", upwards="relative change", log=True)], size=(4.6, 3.0))
+        panel = points(series, title, across="layer", upwards="relative change", limit=limit)
+        return draw(where, [panel], size=(4.6, 3.0))
 
 
 @full_precision()

@@ -92,11 +92,16 @@ def lines(
     *,
     across: str,
     upwards: str,
-    places: Mapping[str, Sequence[float]] | None = None,
-    log: bool = False,
+    depth: bool = False,
+    legend: bool = True,
 ) -> Paint:
-    """Return a panel with a line for each series, over its index or over its `places`."""
-    return partial(_lines, series=series, title=title, names=(upwards, across), places=places or {}, log=log)
+    """Return a panel with a line for each series over its index, or with `depth` from 0 to 1."""
+    return partial(_lines, series=series, title=title, names=(upwards, across), depth=depth, legend=legend)
+
+
+def points(series: Mapping[str, Sequence[float]], title: str, *, across: str, upwards: str, limit: float) -> Paint:
+    """Return a panel with the points of each series over its index, on a logarithmic axis with a `limit`."""
+    return partial(_points, series=series, title=title, names=(upwards, across), limit=limit)
 
 
 def _heat_map(
@@ -127,15 +132,28 @@ def _lines(
     series: Mapping[str, Sequence[float]],
     title: str,
     names: tuple[str, str],
-    places: Mapping[str, Sequence[float]],
-    log: bool,
+    depth: bool,
+    legend: bool,
 ) -> None:
     for number, (name, values) in enumerate(series.items()):
-        across = places.get(name, range(len(values)))
+        across = np.linspace(0, 1, len(values)) if depth else np.arange(len(values))
         axes.plot(across, values, "o-", color=LINES[number % len(LINES)], label=name, linewidth=1.4, markersize=3.5)
-    if log:
-        axes.set_yscale("log")
     axes.grid(axis="y", color="#e6e8ef", linewidth=0.6)
+    if legend:
+        axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
+    _dress(axes, title, names)
+
+
+def _points(
+    axes: "Axes", series: Mapping[str, Sequence[float]], title: str, names: tuple[str, str], limit: float
+) -> None:
+    for number, (name, values) in enumerate(series.items()):
+        # Equal values of two series stay visible side by side.
+        across = np.arange(len(values)) + 0.08 * number
+        axes.plot(across, values, "os"[number % 2], color=LINES[number], label=name, markersize=5)
+    axes.axhline(limit, color=FAINT, linewidth=0.9, linestyle="--", label="rounding")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(import_extra("matplotlib.ticker", "plot").MaxNLocator(integer=True))
     axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
     _dress(axes, title, names)
 
@@ -144,7 +162,7 @@ def _dress(axes: "Axes", title: str, names: tuple[str, str]) -> None:
     axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=8.5, color=INK)
     axes.set_ylabel(names[0], fontsize=7, color=FAINT)
     axes.set_xlabel(names[1], fontsize=7, color=FAINT)
-    axes.tick_params(length=0, labelsize=6.5, colors=FAINT)
+    axes.tick_params(which="both", length=0, labelsize=6.5, colors=FAINT)
     for side in axes.spines.values():
         side.set_color("#c9cdd8")
         side.set_linewidth(0.6)

@@ -60,16 +60,18 @@ class LayerSimilarity:
         return "LayerSimilarity\n" + text_table(("layer", "layer", "rank correlation", "divergence"), rows, texts=2)
 
     def plot(self, where: Where = None) -> "Figure":
-        """Draw both matrices; rows and columns are numbered in the order of `names`."""
-        labels = [str(number) for number in range(len(self.names))]
+        """Draw both matrices; layers are numbered in the order of `names`."""
+        numbers = [str(number) for number in range(len(self.names))]
+        labels = [f"{name}  {number}" for name, number in zip(self.names, numbers, strict=True)]
+        drawn = (
+            ("rank correlation", self.rank_correlation, labels),
+            ("Jensen-Shannon divergence, bits", self.divergence, numbers),
+        )
         panels = [
-            heat_map(values, title, rows="layer", columns="layer", row_labels=labels, column_labels=labels, limit=1.0)
-            for title, values in (
-                ("rank correlation", self.rank_correlation),
-                ("Jensen-Shannon divergence, bits", self.divergence),
-            )
+            heat_map(values, title, rows="", columns="layer", row_labels=rows, column_labels=numbers, limit=1.0)
+            for title, values, rows in drawn
         ]
-        return draw(where, panels, size=(3.6, 3.0))
+        return draw(where, panels, size=(4.4, 3.2))
 
 
 def map_similarity(

@@ -38,9 +38,8 @@ class Oversmoothing:
     def plot(self, where: Where = None) -> "Figure":
         """Draw the mean over sequences against the relative depth (HMA arXiv Fig. 6)."""
         series = {name: values.mean(1).tolist() for name, values in self.similarity.items()}
-        places = {name: torch.linspace(0, 1, len(values)).tolist() for name, values in series.items()}
         title = "mean cosine similarity of tokens"
-        panel = lines(series, title, across="relative depth", upwards="cosine similarity", places=places)
+        panel = lines(series, title, across="relative depth", upwards="cosine similarity", depth=True)
         return draw(where, [panel], size=(4.2, 3.0))
 
 

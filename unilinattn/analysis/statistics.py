@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.analysis.maps import candidate_keys, is_causal, row_distributions
-from unilinattn.analysis.pictures import Where, draw, lines, text_table
+from unilinattn.analysis.pictures import Paint, Where, draw, lines, text_table
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.methods.selection import only_port
 from unilinattn.operator.selection import Heads
@@ -73,11 +73,11 @@ class MapStatistics:
 
     def plot(self, where: Where = None) -> "Figure":
         """Draw each statistic against the relative depth, a line for each model."""
-        panels = []
+        panels: list[Paint] = []
         for name, unit in STATISTICS.items():
             series = {m: [float(getattr(x, name).mean()) for x in layers] for m, layers in self.models.items()}
-            places = {m: torch.linspace(0, 1, len(values)).tolist() for m, values in series.items()}
-            panels.append(lines(series, name, across="relative depth", upwards=unit, places=places))
+            legend = not panels
+            panels.append(lines(series, name, across="relative depth", upwards=unit, depth=True, legend=legend))
         return draw(where, panels, size=(3.0, 2.7))
 
 
