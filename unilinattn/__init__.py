@@ -2,14 +2,18 @@
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
 turn them into scores, and `estimate` returns the memory and operations of `explain` beforehand. `cut` runs a model
-without some edges between tokens. `list_architectures` and `list_methods` return the registry.
+without some edges between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has
+measurements of layers and models beyond scores.
 """
+
+import importlib
+from types import ModuleType
 
 # Imported first: torch takes seconds to import, and Ctrl-C may arrive meanwhile.
 from unilinattn import startup as _startup  # noqa: F401  the import installs the handler
 
 # isort: split
-from unilinattn import analysis, architectures, methods  # noqa: F401  importing them registers adapters and methods
+from unilinattn import architectures, methods  # noqa: F401  importing them registers the adapters and the methods
 from unilinattn.errors import UnilinattnError
 from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.operator.flow import Flow
@@ -41,3 +45,10 @@ __all__ = [
     "through_operators",
     "trace",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Imported on first use: it would take half as long as all other modules together.
+    if name == "analysis":
+        return importlib.import_module("unilinattn.analysis")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

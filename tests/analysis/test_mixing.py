@@ -42,9 +42,7 @@ def test_the_change_is_that_of_whole_matrices_of_separate_runs(name: str) -> Non
     model = MODELS[name].model()
     both = two(name)
     singles = [trace(model, both[at : at + 1]) for at in range(2)]
-    for row, *layers in zip(
-        analysis.taxonomy(trace(model, both)).layers, *(x.layers for x in singles), strict=True
-    ):
+    for row, *layers in zip(analysis.taxonomy(trace(model, both)).layers, *(x.layers for x in singles), strict=True):
         first, second = (layer.operator.matrix(heads=None) for layer in layers)
         assert torch.equal(first, second) == (row.kind != CONTROLLED)
 
@@ -87,7 +85,7 @@ def test_undefined_comparisons_are_errors() -> None:
     ids = two("mamba")
     with pytest.raises(InputError, match="holds 1 sequence; trace a batch of two"):
         analysis.taxonomy(trace(model, ids[:1]))
-    with pytest.raises(InputError, match="same input at backbone.layers.0.mixer"):
+    with pytest.raises(InputError, match=r"same input at backbone.layers.0.mixer"):
         analysis.taxonomy(trace(model, ids[:1].expand(2, -1)))
     mask = torch.ones_like(ids)
     mask[0, -1] = 0

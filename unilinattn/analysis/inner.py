@@ -1,7 +1,7 @@
 """The N inner attention matrices of a head, and its query, key and history factors (HMA ACL Eq. 15-20)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -118,9 +118,7 @@ def inner_matrices(layer: Layer, head: int, *, core: int = 0) -> InnerMatrices:
 
 
 @full_precision()
-def query_key_history(
-    layer: Layer, head: int, *, core: int = 0, step: Literal["exact", "relu"] = "exact"
-) -> QueryKeyHistory:
+def query_key_history(layer: Layer, head: int, *, core: int = 0, step: str = "exact") -> QueryKeyHistory:
     """Return the query, key and history factors of one head (HMA ACL Eq. 17-20).
 
     `step="exact"` has the model's step sizes softplus(s), so the product of the factors is the attention matrix;

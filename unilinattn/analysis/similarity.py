@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import log
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +76,7 @@ class LayerSimilarity:
 
 
 def map_similarity(
-    a: Float[Tensor, "batch query key"], b: Float[Tensor, "batch query key"], valid: Bool[Tensor, "batch query key"]
+    a: Float[Tensor, "batch query key"], b: Float[Tensor, "..."], valid: Bool[Tensor, "batch query key"]
 ) -> MapSimilarity:
     """Return the rank correlation and the divergence of two maps over their valid keys.
 
@@ -95,7 +96,7 @@ def map_similarity(
         raise InputError("no row has two or more valid keys, so there is nothing to compare.")
     p, q = (row_distributions(x, valid, "a map") for x in (a, b.to(a.device)))
     entropy = [torch.special.entr(x).sum(-1) for x in ((p + q) / 2, p, q)]
-    divergence = (entropy[0] - (entropy[1] + entropy[2]) / 2).clamp(min=0) / torch.log(torch.tensor(2.0))
+    divergence = (entropy[0] - (entropy[1] + entropy[2]) / 2).clamp(min=0) / log(2)
     ordered = valid & _varies(p, valid) & _varies(q, valid)
     return MapSimilarity(rank_correlation(p, q, ordered).mean, float(divergence.sum() / rows))
 
