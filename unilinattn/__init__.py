@@ -48,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    # Imported on first use: it would take half as long as all other modules together.
+    # Imported on first use, so that the import of the package stays quick.
     if name == "analysis":
         return importlib.import_module("unilinattn.analysis")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
