@@ -40,6 +40,13 @@ def test_means_by_token(name: str, padding: str, lag: int) -> None:
     assert close(found.vectors, expected)
 
 
+def test_centred_vectors_have_no_mean_and_the_same_differences() -> None:
+    keys = analysis.token_keys(traced("mamba2"), 0, lag=1)
+    assert keys.centred.vectors.mean(0).abs().max() < 1e-14
+    assert close(keys.centred.vectors[1] - keys.centred.vectors[0], keys.vectors[1] - keys.vectors[0])
+    assert keys.basis.shape == (len(keys.tokens), 2, 3)
+
+
 def test_similarity_is_the_cosine() -> None:
     run = traced("mamba")
     keys, queries = analysis.token_keys(run, 0, lag=0), analysis.token_queries(run, 0)

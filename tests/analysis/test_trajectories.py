@@ -164,5 +164,5 @@ def test_bad_requests_are_named() -> None:
 def test_the_pictures(tmp_path) -> None:
     layer = traced("mamba").layers[0]
     analysis.states(layer).plot(tmp_path / "states.png")
-    analysis.project_states(layer, torch.randn(3, 12)).plot(tmp_path / "projection.png", token=1)
+    analysis.project_states(layer, torch.randn(3, 12)).plot(tmp_path / "projection.png", token=1, labels=list("abcdef"))
     assert image(tmp_path / "states.png") and image(tmp_path / "projection.png")

@@ -1,6 +1,6 @@
 """Token vectors inside a layer: the keys that tokens write with, the queries and values, and their similarity."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +44,11 @@ class TokenVectors:
     def basis(self) -> Float[Tensor, "token group state"]:
         """The vectors by key group, the S of `Projection.change_basis` if they are keys (Induction Eq. A.1)."""
         return self.vectors.unflatten(1, (self.groups, -1))
+
+    @property
+    def centred(self) -> "TokenVectors":
+        """The vectors less their mean over tokens, which holds the parts that do not depend on the token."""
+        return replace(self, vectors=self.vectors - self.vectors.mean(0))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,6 +1,6 @@
 """The states H_t of recurrent memories, and their projections on token vectors (Induction, sections 4-5 and A.1)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,11 +76,14 @@ class Projection:
             )
         return Projection(self.layer, torch.einsum("wgn,btgnv->btgwv", basis.to(self.values), self.values))
 
-    def plot(self, where: Where = None, *, token: int, batch: int = 0, group: int = 0) -> "Figure":
-        """Draw the projection on one token's vector, rows over positions (Induction Fig. 6)."""
+    def plot(
+        self, where: Where = None, *, token: int, batch: int = 0, group: int = 0, labels: Sequence[str] | None = None
+    ) -> "Figure":
+        """Draw the projection on one token's vector, rows over positions, which `labels` name (Induction Fig. 6)."""
         values = self.values[batch, :, group, :, token].T
         title = f"{self.layer}: projection on token {token}"
-        return draw(where, [heat_map(values, title, rows="row", columns="position")], size=(5.6, 2.8))
+        panel = heat_map(values, title, rows="row", columns="position" if labels is None else "", column_labels=labels)
+        return draw(where, [panel], size=(7.2, 2.8))
 
 
 @full_precision()
