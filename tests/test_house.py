@@ -29,6 +29,7 @@ LAYERS = (
     ("methods",),
     ("examples",),
     ("evaluation",),
+    ("analysis",),
     (SURFACE,),
     ("cli", "testing"),
     ("__main__",),

@@ -3,8 +3,11 @@
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
 turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory and operations of
 `explain` beforehand. `cut` runs a model without some edges between tokens. `list_architectures` and `list_methods`
-return the registry.
+return the registry. `analysis` has measurements of layers and models beyond scores.
 """
+
+import importlib
+from types import ModuleType
 
 # Imported first: torch takes seconds to import, and Ctrl-C may arrive meanwhile.
 from unilinattn import startup as _startup  # noqa: F401  the import installs the handler
@@ -44,3 +47,10 @@ __all__ = [
     "through_operators",
     "trace",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Imported on first use, so that the import of the package stays quick.
+    if name == "analysis":
+        return importlib.import_module("unilinattn.analysis")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

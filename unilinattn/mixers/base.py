@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
-from unilinattn.errors import FactorError
+from unilinattn.errors import FactorError, InputError, UncoveredError
 from unilinattn.kernels.reduced_map.dense import Taps, reduced, weighted
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.kernels.row_product.tiled import folded
@@ -76,6 +77,31 @@ class CoreMixer(ABC):
         """Whether the matrix is complex."""
         return self.zeros(()).is_complex()
 
+    def factors(self, tokens: slice = ALL, heads: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and g of alpha_ij = sum_n q_in exp(g_(j+1)n + ... + g_in) k_jn for j <= i (HMA ACL Eq. 16).
+
+        They broadcast to (batch, token, head, state). Raises `UncoveredError` for a structure of another form.
+        """
+        raise UncoveredError(
+            f"the matrix of the structure {self.structure!r} is no sum of products of a query, decays and a key; "
+            "diagonal and scalar decays are."
+        )
+
+    def with_query(self, query: Inexact[Tensor, "batch length group state"]) -> "CoreMixer":
+        """Return a mixer that reads the same memory with another query; all other factors stay frozen.
+
+        The matrix is linear in the query. With the n-th unit vector as query of every token, `apply` returns
+        coordinate n of the memory H_t that token t reads, y_t = H_t^T q_t (Induction Eq. 7).
+
+        Raises `UncoveredError` for a structure without a query, and `InputError` for a query of another shape.
+        """
+        frozen = query_of(self)
+        if query.shape != frozen.shape:
+            raise InputError(f"query has shape {tuple(query.shape)}, and this mixer's has {tuple(frozen.shape)}.")
+        other = copy(self)
+        vars(other)["query"] = query
+        return other
+
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Return the rows at the positions `index` of each sequence, by an adjoint pass over one-hot vectors."""
         batch, heads, queries, _ = self.shape
@@ -126,6 +152,17 @@ class CoreMixer(ABC):
     ) -> Float[Tensor, "batch key"]:
         """Return sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`, in the memory of `rows` rows of m."""
         return folded(self.reduced_rows(rows, left, taps), self.shape[3], row, weight, sign)
+
+
+def query_of(mixer: CoreMixer) -> Inexact[Tensor, "batch length group state"]:
+    """Return the factor that reads a mixer's memory; raise `UncoveredError` for a structure without one."""
+    query = getattr(mixer, "query", None)
+    if isinstance(query, Tensor):
+        return query
+    raise UncoveredError(
+        f"the structure {mixer.structure!r} has no factor `query` that reads a memory; recurrent memories with queries "
+        "have one, such as selective state spaces and linear attention."
+    )
 
 
 def split_heads(heads: slice, total: int, count: int) -> list[slice]:

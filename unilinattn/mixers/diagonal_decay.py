@@ -59,7 +59,10 @@ class DiagonalDecay(CoreMixer):
         check_factors(query=query, key=key, log_decay=log_decay, key_scale=key_scale, rate=rate)
         self.query, self.key, self.log_decay = query, key, log_decay
         self.key_scale, self.rate, self.reset = key_scale, rate, reset
-        self._factors = (query, key, log_decay, key_scale, rate, reset)
+
+    @property
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.query, self.key, self.log_decay, self.key_scale, self.rate, self.reset
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

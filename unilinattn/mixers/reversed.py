@@ -29,6 +29,16 @@ class Reversed(CoreMixer):
         """(batch, heads, queries, keys)."""
         return self.mixer.shape
 
+    @property
+    def query(self) -> Tensor | None:
+        """The inner mixer's query in the order of the tokens, None if it has none."""
+        query = getattr(self.mixer, "query", None)
+        return None if query is None else query.flip(1)
+
+    def with_query(self, query: Float[Tensor, "batch length group state"]) -> "Reversed":
+        """Read the inner mixer's memory with another query."""
+        return Reversed(self.mixer.with_query(query.flip(1)))
+
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Reverse time, mix, reverse time back."""
         return self.mixer.apply(value.flip(1)).flip(1)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.kernels.scan.tiled import diagonal_factors
 from unilinattn.kernels.subnormal import decays
 from unilinattn.memory import parts
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
@@ -53,6 +54,11 @@ class ScalarDecay(CoreMixer):
         """(batch, heads, length, length)."""
         batch, length, heads = self.log_decay.shape
         return batch, heads, length, length
+
+    def factors(self, tokens: slice = ALL, heads: slice = ALL) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, scaled key and log-decay, broadcastable to (batch, token, head, state)."""
+        decay = self.log_decay.unsqueeze(-1)
+        return diagonal_factors(self.query, self.key, decay, self.key_scale, tokens=tokens, heads=heads)
 
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the chunked recurrence forward in time."""

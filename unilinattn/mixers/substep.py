@@ -47,6 +47,16 @@ class Substep(CoreMixer):
         batch, heads, length, _ = self.mixer.shape
         return batch, heads, length // self.count, length // self.count
 
+    @property
+    def query(self) -> Tensor | None:
+        """The query of each token's last sub-step, None if the expanded mixer has none."""
+        query = getattr(self.mixer, "query", None)
+        return None if query is None else self._take(query, self.count - 1)
+
+    def with_query(self, query: Float[Tensor, "batch length group state"]) -> "Substep":
+        """Read the expanded mixer's memory after each token's last sub-step with another query."""
+        return Substep(self.mixer.with_query(self._put(query, self.count - 1)), self.count, self.index)
+
     def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
         """Run the expanded mixer on values at sub-step `index`, and read the last sub-step of each token."""
         return self._take(self.mixer.apply(self._put(value, self.index)), self.count - 1)

@@ -42,7 +42,7 @@ def attribution(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."]
     rows = -(-len(drawn) // columns)
     named = strips or len(drawn) <= 6
     width, height = _panel_size(drawn[0], named)
-    figure = _figure(columns * width + 0.9, rows * height + 0.6)
+    figure = new_figure(columns * width + 0.9, rows * height + 0.6)
     grid = figure.subplots(rows, columns, squeeze=False)
     signed = any(panel.signed for panel in drawn)
     for index, axes in enumerate(grid.flat):
@@ -78,7 +78,7 @@ def comparison(results: ScoreTable[Any], *, batch: int = 0, expected: Bool[Tenso
     rows = sorted(cells, key=lambda row: (results.methods.index(row[0]), row[1]))
     sizes = [max(_panel_size(panel, False) for panel in cells[row].values()) for row in rows]
     width, heights = max(size[0] for size in sizes), [size[1] for size in sizes]
-    figure = _figure(len(results) * width + 1.1, sum(heights) + 0.9)
+    figure = new_figure(len(results) * width + 1.1, sum(heights) + 0.9)
     grid = figure.subplots(len(rows), len(results), squeeze=False, height_ratios=heights)
     every = [panel for row in cells.values() for panel in row.values()]
     signed = any(panel.signed for panel in every)
@@ -109,7 +109,7 @@ def by_layer(series: Mapping[str, Mapping[str, Sequence[float | None]]], *, titl
     """
     columns = min(len(series), 4)
     rows = -(-len(series) // columns)
-    figure = _figure(columns * 2.6 + 1.1, rows * 2.4 + 0.6)
+    figure = new_figure(columns * 2.6 + 1.1, rows * 2.4 + 0.6)
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
     for axes, (model, named) in zip(grid.flat, series.items(), strict=False):
         for colour, (name, values) in zip(cycle(LINES), named.items(), strict=False):
@@ -132,7 +132,8 @@ def by_layer(series: Mapping[str, Mapping[str, Sequence[float | None]]], *, titl
     return figure
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of a size in inches, which notebooks display."""
     figure = import_extra("matplotlib.figure", "plot").Figure(
         figsize=(width, height), layout="constrained", dpi=120, facecolor="white"
     )

@@ -1,0 +1,60 @@
+"""Rows of attention maps as distributions over their keys, by absolute values."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from unilinattn.errors import InputError
+from unilinattn.methods.selection import query_rows, real_pairs
+from unilinattn.operator.stages import Mix, walk
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Trace
+
+
+def row_distributions(
+    scores: Float[Tensor, "*batch row key"], valid: Bool[Tensor, "*batch row key"], name: str
+) -> Float[Tensor, "*batch row key"]:
+    """Return p_ij = |a_ij| / sum_j |a_ij| over the valid keys, in float64; rows without a valid key are zero.
+
+    Hidden attention has signs and rows that sum to anything, so absolute values are the one normalisation that is
+    defined for every map. Raises `InputError` for a row that is zero at all valid keys, with the `name` of the map.
+    """
+    size = scores.double().abs().masked_fill(~valid, 0)
+    total = size.sum(-1, keepdim=True)
+    empty = (total == 0) & valid.any(-1, keepdim=True)
+    if bool(empty.any()):
+        place = tuple(empty.squeeze(-1).nonzero()[0].tolist())
+        raise InputError(f"{name} has a row of zeros, which is no distribution over keys: index {place}.")
+    return size / total.masked_fill(total == 0, 1)
+
+
+def candidate_keys(trace: Trace, layer: Layer, rows: slice, causal: bool) -> Bool[Tensor, "batch row key"]:
+    """Return the keys that each of some rows may weight: real ones, and in a causal map no later ones.
+
+    Rows with fewer than two such keys have none, because their weights are a single number.
+    """
+    positions = query_rows(trace, layer)[:, rows]
+    valid = real_pairs(trace, layer, positions)
+    if causal:
+        valid = valid & (torch.arange(valid.shape[-1], device=valid.device) <= positions.unsqueeze(-1))
+    return valid & (valid.sum(-1, keepdim=True) > 1)
+
+
+def is_causal(trace: Trace, layer: Layer) -> bool:
+    """Return whether the layer's map is lower triangular at real tokens.
+
+    Only dense maps with padding, whose padded rows may weight later keys, are computed for this.
+    """
+    op = layer.operator
+    stages = (stage for chain in op.chains.values() for stage in walk(chain))
+    if all(stage.mixer.is_lower_triangular for stage in stages if isinstance(stage, Mix)):
+        return True
+    if layer.mask is None:
+        return False
+    every = query_rows(trace, layer)
+    for rows, block in op.row_blocks(heads="abs-mean"):
+        real = real_pairs(trace, layer, every[:, rows])
+        later = torch.arange(block.shape[-1], device=block.device) > every[:, rows].unsqueeze(-1)
+        if bool(block.masked_fill(~(real & later), 0).any()):
+            return False
+    return True

@@ -1,0 +1,168 @@
+"""Text tables and matplotlib figures of the analyses."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from unilinattn.errors import OptionError
+from unilinattn.optional import import_extra
+from unilinattn.results.file import place_for_file
+from unilinattn.results.plots import FAINT, INK, new_figure
+from unilinattn.viz.colours import DIVERGING, SEQUENTIAL
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    Where = str | os.PathLike[str] | Axes | None
+else:
+    Where = object
+
+LINES = ("#3d4fc0", "#d1503f", "#2a9d76", "#b07cc6", "#c98a00", "#4b5563")
+"""Colours of lines, in order."""
+
+Paint = Callable[["Axes"], None]
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1) -> str:
+    """Return rows of text in columns; the first `texts` columns are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    sides = ["<"] * texts + [">"] * (len(head) - texts)
+    return "\n".join(
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
+        for row in (head, *rows)
+    )
+
+
+def draw(
+    where: Where, panels: Sequence[Paint], *, columns: int = 4, size: tuple[float, float] = (3.4, 3.0)
+) -> "Figure":
+    """Draw panels of a size in inches in a new figure, or a single panel into given axes; save it to a given path.
+
+    Raises `MissingExtraError` if matplotlib is missing, `OptionError` for one axes and several panels, and
+    `ResultFileError` if the path cannot be written.
+    """
+    if where is not None and not isinstance(where, (str, os.PathLike)):
+        if len(panels) > 1:
+            raise OptionError(f"this picture has {len(panels)} panels, which one axes cannot hold; pass a path.")
+        panels[0](where)
+        return cast("Figure", where.get_figure(root=True))
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(columns * size[0], rows * size[1])
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    for paint, axes in zip(panels, grid, strict=False):
+        paint(axes)
+    if where is not None:
+        figure.savefig(place_for_file(where, "picture.png"))
+    return figure
+
+
+def heat_map(
+    values: Float[Tensor, "row column"],
+    title: str,
+    *,
+    rows: str,
+    columns: str,
+    row_labels: Sequence[str] | None = None,
+    column_labels: Sequence[str] | None = None,
+    limit: float | None = None,
+) -> Paint:
+    """Return a panel with a heat map, whose colours diverge around zero if a value is negative; `limit` ends them."""
+    return partial(
+        _heat_map,
+        values=values.detach().double().cpu().numpy(),
+        title=title,
+        names=(rows, columns),
+        labels=(row_labels, column_labels),
+        limit=limit,
+    )
+
+
+def lines(
+    series: Mapping[str, Sequence[float]],
+    title: str,
+    *,
+    across: str,
+    upwards: str,
+    depth: bool = False,
+    legend: bool = True,
+) -> Paint:
+    """Return a panel with a line for each series over its index, or with `depth` from 0 to 1."""
+    return partial(_lines, series=series, title=title, names=(upwards, across), depth=depth, legend=legend)
+
+
+def points(series: Mapping[str, Sequence[float]], title: str, *, across: str, upwards: str, limit: float) -> Paint:
+    """Return a panel with the points of each series over its index, on a logarithmic axis with a `limit`."""
+    return partial(_points, series=series, title=title, names=(upwards, across), limit=limit)
+
+
+def _heat_map(
+    axes: "Axes",
+    values: np.ndarray,
+    title: str,
+    names: tuple[str, str],
+    labels: tuple[Sequence[str] | None, Sequence[str] | None],
+    limit: float | None,
+) -> None:
+    signed, top = bool((values < 0).any()), limit or float(np.abs(values).max()) or 1.0
+    stops = (DIVERGING if signed else SEQUENTIAL)["light"]
+    colours = import_extra("matplotlib.colors", "plot").LinearSegmentedColormap.from_list("unilinattn", stops)
+    image = axes.imshow(
+        values, cmap=colours, vmin=-top if signed else 0, vmax=top, aspect="auto", interpolation="nearest"
+    )
+    for axis, texts in zip((axes.yaxis, axes.xaxis), labels, strict=True):
+        if texts is not None:
+            axis.set_ticks(range(len(texts)), texts)
+    bar = axes.figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03)
+    bar.ax.tick_params(length=0, labelsize=6.5, colors=FAINT)
+    bar.outline.set_visible(False)
+    _dress(axes, title, names)
+
+
+def _lines(
+    axes: "Axes",
+    series: Mapping[str, Sequence[float]],
+    title: str,
+    names: tuple[str, str],
+    depth: bool,
+    legend: bool,
+) -> None:
+    for number, (name, values) in enumerate(series.items()):
+        across = np.linspace(0, 1, len(values)) if depth else np.arange(len(values))
+        axes.plot(across, values, "o-", color=LINES[number % len(LINES)], label=name, linewidth=1.4, markersize=3.5)
+    axes.grid(axis="y", color="#e6e8ef", linewidth=0.6)
+    if legend:
+        axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
+    _dress(axes, title, names)
+
+
+def _points(
+    axes: "Axes", series: Mapping[str, Sequence[float]], title: str, names: tuple[str, str], limit: float
+) -> None:
+    for number, (name, values) in enumerate(series.items()):
+        # Equal values of two series stay visible side by side.
+        across = np.arange(len(values)) + 0.08 * number
+        axes.plot(across, values, "os"[number % 2], color=LINES[number], label=name, markersize=5)
+    axes.axhline(limit, color=FAINT, linewidth=0.9, linestyle="--", label="rounding")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(import_extra("matplotlib.ticker", "plot").MaxNLocator(integer=True))
+    axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
+    _dress(axes, title, names)
+
+
+def _dress(axes: "Axes", title: str, names: tuple[str, str]) -> None:
+    axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=8.5, color=INK)
+    axes.set_ylabel(names[0], fontsize=7, color=FAINT)
+    axes.set_xlabel(names[1], fontsize=7, color=FAINT)
+    axes.tick_params(which="both", length=0, labelsize=6.5, colors=FAINT)
+    for side in axes.spines.values():
+        side.set_color("#c9cdd8")
+        side.set_linewidth(0.6)

@@ -1,0 +1,140 @@
+"""Similarity of attention maps: rank correlation and Jensen-Shannon divergence, between layers and models."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import log
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from unilinattn.analysis.maps import candidate_keys, is_causal, row_distributions
+from unilinattn.analysis.pictures import Where, draw, heat_map, text_table
+from unilinattn.errors import InputError
+from unilinattn.evaluation.metrics import rank_correlation
+from unilinattn.memory import reserved
+from unilinattn.methods.maps import map_bytes
+from unilinattn.methods.selection import only_port
+from unilinattn.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class MapSimilarity:
+    """Similarity of two attention maps.
+
+    Attributes:
+        rank_correlation: Spearman's correlation of the absolute weights of each row, averaged over rows.
+        divergence: Jensen-Shannon divergence of each row's distributions in bits, 0 to 1, averaged over rows.
+    """
+
+    rank_correlation: float
+    divergence: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerSimilarity:
+    """Similarity of the maps of all layers of one or several models.
+
+    Attributes:
+        names: "model: layer" of each row and column.
+        rank_correlation: (layer, layer).
+        divergence: (layer, layer), in bits.
+    """
+
+    names: tuple[str, ...]
+    rank_correlation: Float[Tensor, "layer layer"]
+    divergence: Float[Tensor, "layer layer"]
+
+    def __repr__(self) -> str:
+        """Show each pair of layers, the most similar by rank first."""
+        pairs = torch.triu_indices(len(self.names), len(self.names), 1).T.tolist()
+        pairs.sort(key=lambda pair: -float(self.rank_correlation[tuple(pair)]))
+        rows = [
+            (self.names[a], self.names[b], f"{self.rank_correlation[a, b]:.2f}", f"{self.divergence[a, b]:.2f}")
+            for a, b in pairs
+        ]
+        return "LayerSimilarity\n" + text_table(("layer", "layer", "rank correlation", "divergence"), rows, texts=2)
+
+    def plot(self, where: Where = None) -> "Figure":
+        """Draw both matrices; layers are numbered in the order of `names`."""
+        numbers = [str(number) for number in range(len(self.names))]
+        labels = [f"{name}  {number}" for name, number in zip(self.names, numbers, strict=True)]
+        drawn = (
+            ("rank correlation", self.rank_correlation, labels),
+            ("Jensen-Shannon divergence, bits", self.divergence, numbers),
+        )
+        panels = [
+            heat_map(values, title, rows="", columns="layer", row_labels=rows, column_labels=numbers, limit=1.0)
+            for title, values, rows in drawn
+        ]
+        return draw(where, panels, size=(4.4, 3.2))
+
+
+def map_similarity(
+    a: Float[Tensor, "batch query key"], b: Float[Tensor, "..."], valid: Bool[Tensor, "batch query key"]
+) -> MapSimilarity:
+    """Return the rank correlation and the divergence of two maps over their valid keys.
+
+    Both compare sizes: a row is ranked by |a_ij|, and is the distribution p_ij = |a_ij| / sum_j |a_ij|. The divergence
+    is H((p + q) / 2) - (H(p) + H(q)) / 2 with the entropy H in bits. Rows with fewer than two valid keys are left out,
+    and of the ranks also rows where all weights of a map are equal.
+
+    Raises `InputError` for different shapes, a row of zeros, and if no row is left.
+    Source: Spearman (1904); Lin, "Divergence Measures Based on the Shannon Entropy" (1991).
+    """
+    if a.shape != b.shape:
+        raise InputError(f"the maps have shapes {tuple(a.shape)} and {tuple(b.shape)}; compare maps of equal shape.")
+    valid = valid.to(a.device).expand(a.shape)
+    valid = valid & (valid.sum(-1, keepdim=True) > 1)
+    rows = int(valid.any(-1).sum())
+    if not rows:
+        raise InputError("no row has two or more valid keys, so there is nothing to compare.")
+    p, q = (row_distributions(x, valid, "a map") for x in (a, b.to(a.device)))
+    entropy = [torch.special.entr(x).sum(-1) for x in ((p + q) / 2, p, q)]
+    divergence = (entropy[0] - (entropy[1] + entropy[2]) / 2).clamp(min=0) / log(2)
+    ordered = valid & _varies(p, valid) & _varies(q, valid)
+    return MapSimilarity(rank_correlation(p, q, ordered).mean, float(divergence.sum() / rows))
+
+
+def layer_similarity(traces: Trace | Mapping[str, Trace], *, scope: str = "core") -> LayerSimilarity:
+    """Return the similarity of every two layers' maps, reduced over heads by their mean, within and between models.
+
+    The traces hold the same sequences. Keys are those of the real tokens, and if both maps are causal those up to the
+    row's token. Takes the time of all maps and of each pair, and holds all maps.
+
+    Raises `InputError` for traces of different shapes or padding and for a row of zeros, `UncoveredError` for a layer
+    with several inputs, and `MemoryLimitError` if the maps are larger than `max_memory` allows.
+    """
+    models = {traces.model: traces} if isinstance(traces, Trace) else traces
+    layers = [(name, trace, layer) for name, trace in models.items() for layer in trace.layers if not layer.opaque]
+    names = tuple(f"{name}: {layer.name}" if len(models) > 1 else layer.name for name, _, layer in layers)
+    maps, keys = [], []
+    with ExitStack() as stack:
+        for _, trace, layer in layers:
+            # Besides the map, its mask is held.
+            size = map_bytes(layer) + map_bytes(layer) // layer.output.element_size()
+            stack.enter_context(reserved(size, f"the map of {layer.name}", "compare fewer or shorter sequences"))
+            maps.append(only_port(layer).matrix(scope))
+            keys.append(candidate_keys(trace, layer, slice(None), is_causal(trace, layer)))
+        if any(each.shape != maps[0].shape for each in maps):
+            shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in zip(names, maps, strict=True))
+            raise InputError(f"the maps have different shapes ({shapes}); trace the same sequences with every model.")
+        ranks, divergence = torch.eye(len(maps), dtype=torch.float64), torch.zeros(len(maps), len(maps)).double()
+        for a, b in torch.triu_indices(len(maps), len(maps), 1).T.tolist():
+            # The union: a causal map compared with one that is not weights later keys by zero.
+            found = map_similarity(maps[a], maps[b], keys[a] | keys[b].to(keys[a].device))
+            ranks[a, b] = ranks[b, a] = found.rank_correlation
+            divergence[a, b] = divergence[b, a] = found.divergence
+    return LayerSimilarity(names, ranks, divergence)
+
+
+def _varies(share: Float[Tensor, "batch query key"], valid: Bool[Tensor, "batch query key"]) -> Tensor:
+    """Return whether the valid weights of each row differ, (batch, query, 1)."""
+    high = share.masked_fill(~valid, -torch.inf).amax(-1, keepdim=True)
+    low = share.masked_fill(~valid, torch.inf).amin(-1, keepdim=True)
+    return high > low
