@@ -10,6 +10,7 @@ import torch
 import unilinattn as ula
 from tests.memory.hosts import NAMES, linear, traced
 from unilinattn.errors import InputError, MemoryLimitError, OptionError, UncoveredError
+from unilinattn.methods.maps import Weight
 from unilinattn.registry import Method
 from unilinattn.testing.hosts import host
 from unilinattn.testing.peak import Peak, peak_of
@@ -26,9 +27,9 @@ METHODS = ("alti", "attribution", "latim", "logit", "raw", "rollout")
 def gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the gradients by ones: `max_memory` does not bound the run of the model."""
 
-    def ones(trace: Trace, layers: Sequence[Layer], targets: Sequence[Any], logit: Any) -> Iterator[dict[str, Any]]:
+    def ones(trace: Trace, layers: Sequence[Layer], targets: Sequence[Any], options: Any) -> Iterator[dict[str, Any]]:
         for _ in targets:
-            yield {layer.name: torch.ones(layer.output.shape[:2]) for layer in layers}
+            yield {layer.name: Weight(torch.ones(layer.output.shape[:2])) for layer in layers}
 
     monkeypatch.setattr(import_module("unilinattn.methods.attribution"), "gradient_weights", ones)
 

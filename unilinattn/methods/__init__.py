@@ -2,6 +2,7 @@
 
 from unilinattn.methods.alti import alti
 from unilinattn.methods.attribution import attribution
+from unilinattn.methods.contribution import contribution
 from unilinattn.methods.gradient import gradient
 from unilinattn.methods.input_x_gradient import input_x_gradient
 from unilinattn.methods.integrated_gradients import integrated_gradients
@@ -19,6 +20,7 @@ __all__ = [
     "alti",
     "attribution",
     "compare",
+    "contribution",
     "estimate",
     "explain",
     "gradient",
