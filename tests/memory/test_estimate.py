@@ -68,6 +68,23 @@ def test_estimates_agree_with_counts(name: str, method: str, target: int | None)
     compared(name, length, method=method, target=target)
 
 
+@pytest.mark.parametrize(
+    ("name", "method", "options"),
+    [
+        ("mamba2", "contribution", {"target": -1}),
+        ("gpt2", "contribution", {"target": -1, "sign": "keep"}),
+        ("mamba2", "attribution", {"target": -1, "gradient": "per-head"}),
+        ("gpt2", "attribution", {"target": -1, "gradient_axis": "key"}),
+        pytest.param("mamba", "contribution", {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "contribution", {}, marks=pytest.mark.slow),
+        pytest.param("mamba", "attribution", {"gradient": "per-head"}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "attribution", {"variant": "published-code"}, marks=pytest.mark.slow),
+    ],
+)
+def test_estimates_of_variants_agree_with_counts(name: str, method: str, options: dict[str, Any]) -> None:
+    compared(name, LENGTH if "target" in options else SHORT, method=method, **options)
+
+
 @pytest.mark.parametrize("target", [None, -1])
 def test_attribution_without_its_gradients_agrees_with_counts(target: int | None, gradients: None) -> None:
     trace = traced("s4d", SHORT if target is None else LENGTH)

@@ -1,6 +1,7 @@
 """`attribution`: attention maps weighted by the gradient of a class or token logit, composed like a rollout."""
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, Literal, Self
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import composed_cost, estimated, map_cost, vecmat_cost
+from unilinattn.methods.costs import composed_cost, estimated, head_cost, map_cost, vecmat_cost
 from unilinattn.methods.maps import (
     ONE_ROW,
     Weight,
@@ -18,6 +19,7 @@ from unilinattn.methods.maps import (
     blank_padding,
     composed,
     map_bytes,
+    map_shape,
     sum_on_first,
     unit_rows,
     vecmat,
@@ -94,22 +96,24 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     gradient = trace.gradient_cost(chosen.logit)
     maps, passes = 0, 1
     weights = sum(layer.output.shape[0] * layer.output.shape[1] * layer.output.element_size() for layer in layers)
-    if target is not None:
+    length = layers[0].output.shape[1]
+    if target is None:
+        one = one_scalar(trace, chosen.logit)
+        kept = [] if chosen.is_linear or chosen.by_head else layers
+        maps, passes = (map_bytes(layers[0]), 1) if one else (sum(map(map_bytes, kept)), length)
 
-        def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> tuple[int, int]:
+        if chosen.by_head:
+            size, operations = head_cost(layer, chosen)
+            rows = length if target is None and passes == 1 else 1
+            return size, passes * (operations + rows * prod(map_shape(layer)))
+        if target is not None:
             return vecmat_cost(layer, chosen)
-    elif one_scalar(trace, chosen.logit):
-        maps = map_bytes(layers[0])
-
-        def of(layer: Layer) -> tuple[int, int]:
+        if passes == 1:
             return composed_cost(layer, chosen)
-    else:
-        maps, passes = 0 if chosen.is_linear else sum(map(map_bytes, layers)), layers[0].output.shape[1]
-
-        def of(layer: Layer) -> tuple[int, int]:
-            size, operations = vecmat_cost(layer, chosen, known=not chosen.is_linear)
-            filling, once = (0, 0) if chosen.is_linear else map_cost(layer, chosen)
-            return max(size, filling), once + layer.output.shape[1] * operations
+        size, operations = vecmat_cost(layer, chosen, known=not chosen.is_linear)
+        filling, once = (0, 0) if chosen.is_linear else map_cost(layer, chosen)
+        return max(size, filling), once + passes * operations
 
     passed = LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)
     return estimated("attribution", layers, target, chosen, of, held=maps + weights, before=[passed])
