@@ -12,7 +12,7 @@ import unilinattn as ula
 from benchmarks import models, plain
 from benchmarks.models import Sizes
 from unilinattn.methods.attribution import AttributionOptions, gradient_weights
-from unilinattn.methods.maps import unit_rows, vecmat
+from unilinattn.methods.maps import Weight, unit_rows, vecmat
 from unilinattn.methods.selection import query_rows
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.substitution import through_operators
@@ -205,9 +205,9 @@ def attribution(structure: str, length: int, place: Place) -> Prepared:
     return Prepared(call, {"map": Rival(operator.matrix)})
 
 
-def last_weights(trace: Trace) -> Tensor:
+def last_weights(trace: Trace) -> Weight:
     """Return the gradients of the last token that weight the rows of a map in `attribution`."""
-    return next(gradient_weights(trace, trace.layers, [-1], None))[trace.layers[0].name]
+    return next(gradient_weights(trace, trace.layers, [-1], AttributionOptions()))[trace.layers[0].name]
 
 
 def gradient(structure: str, length: int, place: Place) -> Prepared:

@@ -10,6 +10,7 @@ import torch
 import unilinattn as ula
 from tests.memory.hosts import NAMES, linear, traced
 from unilinattn.errors import InputError, MemoryLimitError, OptionError, UncoveredError
+from unilinattn.methods.maps import Weight
 from unilinattn.registry import Method
 from unilinattn.testing.hosts import host
 from unilinattn.testing.peak import Peak, peak_of
@@ -28,9 +29,9 @@ METHODS = ("alti", *PASSES, "latim", "raw", "rollout")
 def gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the gradients by ones: `max_memory` does not bound the run of the model."""
 
-    def ones(trace: Trace, layers: Sequence[Layer], targets: Sequence[Any], logit: Any) -> Iterator[dict[str, Any]]:
+    def ones(trace: Trace, layers: Sequence[Layer], targets: Sequence[Any], options: Any) -> Iterator[dict[str, Any]]:
         for _ in targets:
-            yield {layer.name: torch.ones(layer.output.shape[:2]) for layer in layers}
+            yield {layer.name: Weight(torch.ones(layer.output.shape[:2])) for layer in layers}
 
     monkeypatch.setattr(import_module("unilinattn.methods.attribution"), "gradient_weights", ones)
 
@@ -67,6 +68,23 @@ COUNTED = [
 def test_estimates_agree_with_counts(name: str, method: str, target: int | None) -> None:
     length = SHORT if method in PASSES and target is None else LENGTH
     compared(name, length, method=method, target=target)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "options"),
+    [
+        ("mamba2", "contribution", {"target": -1}),
+        ("gpt2", "contribution", {"target": -1, "sign": "keep"}),
+        ("mamba2", "attribution", {"target": -1, "gradient": "per-head"}),
+        ("gpt2", "attribution", {"target": -1, "gradient_axis": "key"}),
+        pytest.param("mamba", "contribution", {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "contribution", {}, marks=pytest.mark.slow),
+        pytest.param("mamba", "attribution", {"gradient": "per-head"}, marks=pytest.mark.slow),
+        pytest.param("gpt2", "attribution", {"variant": "published-code"}, marks=pytest.mark.slow),
+    ],
+)
+def test_estimates_of_variants_agree_with_counts(name: str, method: str, options: dict[str, Any]) -> None:
+    compared(name, LENGTH if "target" in options else SHORT, method=method, **options)
 
 
 @pytest.mark.parametrize("target", [None, -1])

@@ -23,7 +23,7 @@ from tests.methods.hosts import (
     traced,
 )
 from unilinattn.methods import attribution
-from unilinattn.methods.attribution import gradient_weights
+from unilinattn.methods.attribution import AttributionOptions, gradient_weights
 from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.trace import Trace, trace
@@ -71,11 +71,11 @@ def test_the_gradient_is_that_of_the_host(name: str, padding: str) -> None:
     host_trace = traced(name, padding)
     positions = host_trace.positions(-2)
     with promoted():
-        weights = next(gradient_weights(host_trace, host_trace.layers, [-2], None))
+        weights = next(gradient_weights(host_trace, host_trace.layers, [-2], AttributionOptions()))
     for layer, expected in zip(
         host_trace.layers, host_gradients(name, padding, predictions_at(positions)), strict=True
     ):
-        assert close(weights[layer.name] * real_tokens(padding), expected * real_tokens(padding))
+        assert close(weights[layer.name].values * real_tokens(padding), expected * real_tokens(padding))
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d"])
@@ -98,9 +98,9 @@ def test_the_gradient_agrees_with_central_differences(name: str) -> None:
             hook.remove()
     host_trace = traced(name)
     with promoted():
-        weight = next(gradient_weights(host_trace, host_trace.layers, [-1], None))[host_trace.layers[layer].name][
-            0, token
-        ]
+        weight = next(gradient_weights(host_trace, host_trace.layers, [-1], AttributionOptions()))[
+            host_trace.layers[layer].name
+        ].values[0, token]
     width = host.projection(host.mixers(model)[layer]).weight.shape[1]
     assert float((logits[0] - logits[1]) / (2 * step * width)) == pytest.approx(float(weight), rel=1e-6)
 

@@ -1,13 +1,14 @@
 """`discard`, `normalize` and `heads` of a map against loops over rows and keys; `vecmat` against the map."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.methods.hosts import CASES, close, real_map, references, traced
-from unilinattn.methods.maps import attention_map, attention_rows, map_blocks, postprocess, vecmat
+from unilinattn.methods.maps import Weight, attention_map, attention_rows, map_blocks, postprocess, vecmat
 from unilinattn.methods.raw import RawOptions
 from unilinattn.methods.rollout import RolloutOptions
 
@@ -139,6 +140,11 @@ def test_vecmat_is_the_row_times_the_map(name, padding, scope) -> None:
     options = RolloutOptions(scope=scope)
     expected = row[:, None] @ (layer.operator.matrix(scope) * real_map(padding))
     assert close(vecmat(row[:, None], trace, layer, options, target=target), expected)
-    weight = torch.randn_like(row)
-    weighed = row[:, None] @ torch.cat([b for _, b in map_blocks(trace, layer, options, weight=weight)], 1)
-    assert close(vecmat(row[:, None], trace, layer, options, target=target, weight=weight), weighed)
+    signed = torch.randn_like(row)
+    for sign, axis in product(("keep", "clamp", "abs"), ("row", "key")):
+        options, weight = RolloutOptions(scope=scope, sign=sign), Weight(signed, axis)
+        weighed = row[:, None] @ torch.cat([b for _, b in map_blocks(trace, layer, options, weight=weight)], 1)
+        assert close(vecmat(row[:, None], trace, layer, options, target=target, weight=weight), weighed)
+        factor = signed[:, :, None] if axis == "row" else signed[:, None]
+        function = {"keep": lambda a: a, "clamp": torch.relu, "abs": torch.abs}[sign]
+        assert close(weighed, row[:, None] @ (function(factor * layer.operator.matrix(scope)) * real_map(padding)))

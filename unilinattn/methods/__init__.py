@@ -3,6 +3,7 @@
 from unilinattn.methods.alti import alti
 from unilinattn.methods.alti_logit import alti_logit
 from unilinattn.methods.attribution import attribution
+from unilinattn.methods.contribution import contribution
 from unilinattn.methods.gradient import gradient
 from unilinattn.methods.input_x_gradient import input_x_gradient
 from unilinattn.methods.integrated_gradients import integrated_gradients
@@ -21,6 +22,7 @@ __all__ = [
     "alti_logit",
     "attribution",
     "compare",
+    "contribution",
     "estimate",
     "explain",
     "gradient",

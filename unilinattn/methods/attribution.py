@@ -1,36 +1,47 @@
 """`attribution`: attention maps weighted by the gradient of a class or token logit, composed like a rollout."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, Self
 
+import torch
 from jaxtyping import Float, Int
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import composed_cost, estimated, map_cost, vecmat_cost
+from unilinattn.methods.costs import composed_cost, estimated, head_cost, map_cost, vecmat_cost
 from unilinattn.methods.maps import (
     ONE_ROW,
+    Weight,
     attention_map,
     blank_padding,
     composed,
     map_bytes,
+    map_shape,
     sum_on_first,
     unit_rows,
     vecmat,
 )
 from unilinattn.methods.options import Composed, MapOptions, ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result
-from unilinattn.methods.selection import composable_steps, every_position, layers_from, query_rows
+from unilinattn.methods.selection import (
+    composable_steps,
+    every_position,
+    layers_from,
+    one_scalar,
+    only_port,
+    query_rows,
+)
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import Logit
 from unilinattn.tracing.trace import Target, Trace
 
-Weights = dict[str, Float[Tensor, "batch query"]]
+Weights = dict[str, Weight]
 Steps = Sequence[tuple[Layer, ...]]
 
 
@@ -40,6 +51,38 @@ class AttributionOptions(ScalarOptions, MapOptions, Composed):
     sign: Literal["keep", "clamp", "abs"] = Field(
         "clamp", description="negative products of gradient and map kept, set to zero, or made positive"
     )
+    gradient: Literal["mean", "per-head"] = Field(
+        "mean",
+        description="'mean' multiplies the mean of g over all channels by the mean map; 'per-head' multiplies the mean "
+        "of g over a head's channels by the head's map, applies `sign`, and then takes the mean over heads, instead of "
+        "`heads`",
+    )
+    gradient_axis: Literal["row", "key"] = Field(
+        "row", description="g of the query or of the key: g_i abar_ij (Eq. 24) or abar_ij g_j"
+    )
+    variant: Literal["formula", "published-code"] = Field(
+        "formula",
+        description="'published-code' takes g from the residual stream after the layer as the code of the paper does: "
+        "set to zero where negative, the maximum over channels, rescaled to 0..1 over the sequence, by key",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _published(cls, given: Any) -> Any:
+        return {"gradient_axis": "key", **given} if given.get("variant") == "published-code" else given
+
+    @model_validator(mode="after")
+    def _compatible(self) -> Self:
+        if self.variant == "published-code" and (self.gradient, self.gradient_axis) != ("mean", "key"):
+            raise ValueError("variant='published-code' has its own gradient, by key; leave gradient, gradient_axis out")
+        if self.gradient == "per-head" and self.heads != "mean":
+            raise ValueError("gradient='per-head' takes the mean over heads after the product; leave heads out")
+        return self
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each head has its gradient, so that the maps of all heads are needed."""
+        return self.gradient == "per-head"
 
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
@@ -53,22 +96,24 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     gradient = trace.gradient_cost(chosen.logit)
     maps, passes = 0, 1
     weights = sum(layer.output.shape[0] * layer.output.shape[1] * layer.output.element_size() for layer in layers)
-    if target is not None:
+    length = layers[0].output.shape[1]
+    if target is None:
+        one = one_scalar(trace, chosen.logit)
+        kept = [] if chosen.is_linear or chosen.by_head else layers
+        maps, passes = (map_bytes(layers[0]), 1) if one else (sum(map(map_bytes, kept)), length)
 
-        def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> tuple[int, int]:
+        if chosen.by_head:
+            size, operations = head_cost(layer, chosen)
+            rows = length if target is None and passes == 1 else 1
+            return size, passes * (operations + rows * prod(map_shape(layer)))
+        if target is not None:
             return vecmat_cost(layer, chosen)
-    elif _one_gradient(trace, chosen.logit):
-        maps = map_bytes(layers[0])
-
-        def of(layer: Layer) -> tuple[int, int]:
+        if passes == 1:
             return composed_cost(layer, chosen)
-    else:
-        maps, passes = 0 if chosen.is_linear else sum(map(map_bytes, layers)), layers[0].output.shape[1]
-
-        def of(layer: Layer) -> tuple[int, int]:
-            size, operations = vecmat_cost(layer, chosen, known=not chosen.is_linear)
-            filling, once = (0, 0) if chosen.is_linear else map_cost(layer, chosen)
-            return max(size, filling), once + layer.output.shape[1] * operations
+        size, operations = vecmat_cost(layer, chosen, known=not chosen.is_linear)
+        filling, once = (0, 0) if chosen.is_linear else map_cost(layer, chosen)
+        return max(size, filling), once + passes * operations
 
     passed = LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)
     return estimated("attribution", layers, target, chosen, of, held=maps + weights, before=[passed])
@@ -83,6 +128,8 @@ def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -
     the target, or that of the option `logit`. Without a target row i takes the gradient of the logit at position i:
     a forward and a backward pass of the model for each token. A model with one vector of logits for each sequence, or
     a function as `logit`, has one gradient for all rows. Scores: (batch, query, key), without `query` for a target.
+    The options `gradient`, `gradient_axis` and `variant` change g as their descriptions say; `contribution` replaces
+    the product g_i abar_ij by exact vectors.
 
     Options: `AttributionOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model
     without logits, and `UncoveredError` if layers are on different streams.
@@ -93,9 +140,9 @@ def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -
     rows = query_rows(trace, layers[0], target)
     rho = allocate_scores("attribution", layers, target)
     if target is not None:
-        rho = _row(trace, steps, chosen, rows, next(gradient_weights(trace, layers, [target], chosen.logit)), {})
-    elif _one_gradient(trace, chosen.logit):
-        weights = next(gradient_weights(trace, layers, [-1], chosen.logit))
+        rho = _row(trace, steps, chosen, rows, next(gradient_weights(trace, layers, [target], chosen)), {})
+    elif one_scalar(trace, chosen.logit):
+        weights = next(gradient_weights(trace, layers, [-1], chosen))
         rho.scatter_(2, rows.unsqueeze(-1), 1.0)
         for step in progress(steps, "attribution"):
             rho = composed(rho, trace, step, chosen, weights)
@@ -107,25 +154,45 @@ def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -
 
 
 def gradient_weights(
-    trace: Trace, layers: Sequence[Layer], targets: Sequence[Target], logit: Logit
+    trace: Trace, layers: Sequence[Layer], targets: Sequence[Target], options: AttributionOptions
 ) -> Iterator[Weights]:
-    """Yield g_i of each layer for each target: the mean over channels of the gradient before the output projection."""
+    """Yield the factors of each layer's map for each target, from the model's gradient at the layer's output."""
     place = {layer.name: at for at, layer in enumerate(trace.layers)}
     pulls: dict[str, Callable[[Tensor], Tensor]] = {}
-    for gradients in trace.gradients(targets, logit):
+    for gradients in trace.gradients(targets, options.logit):
         weights = {}
         for layer in layers:
+            gradient = gradients[place[layer.name]]
+            if options.variant == "published-code":
+                weights[layer.name] = Weight(_published(gradient, layer), "key")
+                continue
             pull = pulls.get(layer.name) or layer.pullback()
-            weights[layer.name] = pull(gradients[place[layer.name]]).mean(-1)
+            inner = pull(gradient)
+            values = _by_head(inner, layer, options.scope) if options.by_head else inner.mean(-1)
+            weights[layer.name] = Weight(values, options.gradient_axis)
             if len(targets) > 1:
                 pulls[layer.name] = pull
         yield weights
 
 
-def _one_gradient(trace: Trace, logit: Logit) -> bool:
-    """Whether every query has the same logit: a function of the output, or a class logit of the whole sequence."""
-    logits = getattr(trace.output, "logits", None)
-    return callable(logit) or (logits is not None and logits.ndim == 2)
+def _by_head(inner: Float[Tensor, "batch query inner"], layer: Layer, scope: str) -> Float[Tensor, "batch head query"]:
+    """Return the mean over the channels of each head; a head's channels are consecutive."""
+    heads, width = only_port(layer).num_heads(scope), inner.shape[-1]
+    if width % heads:
+        raise UncoveredError(
+            f"attribution: the output projection of {layer.name} reads {width} channels, which are no whole number for "
+            f"each of {heads} heads; use gradient='mean'."
+        )
+    return inner.unflatten(-1, (heads, -1)).mean(-1).transpose(1, 2)
+
+
+def _published(gradient: Float[Tensor, "batch query out"], layer: Layer) -> Float[Tensor, "batch query"]:
+    """Return the maximum over channels of the positive gradient, rescaled to 0..1 over the real tokens."""
+    largest = gradient.clamp_min(0).amax(-1)
+    real = torch.ones_like(largest, dtype=torch.bool) if layer.mask is None else layer.mask
+    low = largest.masked_fill(~real, torch.inf).amin(1, keepdim=True)
+    spread = largest.masked_fill(~real, 0).amax(1, keepdim=True) - low
+    return (largest - low).masked_fill(~real, 0) / spread.masked_fill(spread == 0, 1)
 
 
 def _row(
@@ -163,12 +230,12 @@ def _row_by_row(
 ) -> None:
     first = layers[0]
     length, targets = rho.shape[2], every_position(trace)
-    # Each row weights the maps by another gradient, so all maps are kept.
-    mapped = () if options.is_linear else layers
+    # Each row weights the maps by another gradient, so all maps are kept; those of all heads are computed again.
+    mapped = () if options.is_linear or options.by_head else layers
     what = f"attribution without a target keeps the maps of {len(mapped)} layers, which together"
     with reserved(sum(map(map_bytes, mapped)), what, ONE_ROW):
         attention = {layer.name: attention_map(layer, options) for layer in mapped}
-        rows = zip(targets, gradient_weights(trace, layers, targets, options.logit), strict=True)
+        rows = zip(targets, gradient_weights(trace, layers, targets, options), strict=True)
         for position, weights in progress(rows, "attribution", total=len(targets)):
             target = query_rows(trace, first, position)
             row = _row(trace, steps, options, target, weights, attention)

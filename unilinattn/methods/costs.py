@@ -1,11 +1,12 @@
 """Estimates of a method's memory and operations before it runs; each method's file states its cost."""
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
 from unilinattn.memory import allowed, without
-from unilinattn.methods.maps import map_bytes, map_shape, postprocess_bytes, postprocess_elements
+from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
 from unilinattn.methods.options import MapOptions, Options
 from unilinattn.methods.results import result_shape
 from unilinattn.methods.selection import only_port
@@ -73,6 +74,15 @@ def postprocess_cost(layer: Layer, options: MapOptions, *, known: bool = False) 
     if known:
         return postprocess_bytes(map_shape(layer), width, options.discard), 0
     return size, operations
+
+
+def head_cost(layer: Layer, options: MapOptions) -> tuple[int, int]:
+    """Return the bytes and operations of `map_blocks` with a weight of each head."""
+    scope, pairs = only_port(layer).scoped_map(options.scope), prod(map_shape(layer))
+    _, _, size = map_cut(scope, None, extra_elements=head_elements(layer, options))
+    if options.normalize == "min-max":
+        size += (1 + postprocess_elements(options.discard)) * map_bytes(layer)
+    return size, map_operations(scope, None) + scope.heads * pairs
 
 
 def composed_cost(layer: Layer, options: MapOptions) -> tuple[int, int]:

@@ -1,7 +1,9 @@
 """A layer's L x L map for the methods: heads reduced, scores postprocessed, rows multiplied by the map."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +17,23 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 
 ONE_ROW = "ask for one row with target="
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Factors of a layer's map: one for each token, or for each head and token, along the rows or the keys."""
+
+    values: Float[Tensor, "batch *head token"]
+    axis: Literal["row", "key"] = "row"
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each head has its factors; they and `sign` then apply before the mean over heads."""
+        return self.values.ndim == 3
+
+    def of(self, rows: slice) -> Float[Tensor, "..."]:
+        """Return the factors of some rows, which multiply a block (batch, [head,] row, key)."""
+        return self.values[..., rows].unsqueeze(-1) if self.axis == "row" else self.values.unsqueeze(-2)
 
 
 def attention_rows(layer: Layer, options: MapOptions, rows: Int[Tensor, "batch row"]) -> Float[Tensor, "batch row key"]:
@@ -154,10 +173,10 @@ def map_blocks(
     options: MapOptions,
     *,
     target: Int[Tensor, "batch 1"] | None = None,
-    weight: Float[Tensor, "batch query"] | None = None,
+    weight: Weight | None = None,
     attention: Float[Tensor, "batch query key"] | None = None,
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    """Yield a layer's map in blocks of rows: reduced over heads, weighted by row, then postprocessed.
+    """Yield a layer's map in blocks of rows: reduced over heads, weighted, then postprocessed.
 
     Only normalize="min-max", which needs the extremes of the whole map first, holds all of it.
 
@@ -166,26 +185,47 @@ def map_blocks(
         layer: the layer.
         options: scope, heads, sign, discard and normalize.
         target: the key of each sequence that no row discards; by default each row's own token.
-        weight: a factor for each row, by default 1.
+        weight: factors of the map, by default 1.
         attention: the map reduced over heads, if it is computed already.
     """
-    every, size = query_rows(trace, layer), postprocess_elements(options.discard)
+    every, blocks = query_rows(trace, layer), _signed_blocks(layer, options, weight, attention)
     if options.normalize == "min-max":
+        size = postprocess_elements(options.discard)
         require((1 + size) * map_bytes(layer), f"normalize='min-max' of the map of {layer.name}", "take 'rows'")
-        attention = attention_map(layer, options) if attention is None else attention
-        blocks: Iterable[tuple[slice, Tensor]] = [(slice(0, every.shape[1]), attention)]
-    elif attention is not None:
-        matrix = attention
-        blocks = ((part, matrix[:, part]) for part in _parts(matrix, size, "the treatment of a map"))
-    else:
-        blocks = attention_blocks(layer, options, extra_elements=size)
-    for part, block in blocks:
+        whole = layer.output.new_empty(map_shape(layer))
+        for part, block in blocks:
+            whole[:, part] = block
+        blocks = iter([(slice(0, every.shape[1]), whole)])
+    for part, scores in blocks:
         rows = every[:, part]
-        weighted = block if weight is None else weight[:, part].unsqueeze(-1) * block
-        scores = apply_sign(options.sign, weighted)
         protected = rows if target is None else target.to(rows.device).expand_as(rows)
         real = real_pairs(trace, layer, rows)
         yield part, postprocess(scores, real, protected, discard=options.discard, normalize=options.normalize)
+
+
+def _signed_blocks(
+    layer: Layer, options: MapOptions, weight: Weight | None, attention: Float[Tensor, "batch query key"] | None
+) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
+    """Yield a layer's map in blocks of rows: reduced over heads, weighted and with the option `sign`."""
+    size, by_head = postprocess_elements(options.discard), weight is not None and weight.by_head
+    if attention is not None:
+        blocks: Iterable[tuple[slice, Tensor]] = (
+            (part, attention[:, part]) for part in _parts(attention, size, "the treatment of a map")
+        )
+    elif by_head:
+        blocks = only_port(layer).row_blocks(
+            scope=options.scope, heads=None, extra_elements=head_elements(layer, options)
+        )
+    else:
+        blocks = attention_blocks(layer, options, extra_elements=size)
+    for part, block in blocks:
+        scores = apply_sign(options.sign, block if weight is None else weight.of(part) * block)
+        yield part, scores.mean(1) if by_head else scores
+
+
+def head_elements(layer: Layer, options: MapOptions) -> int:
+    """Return the elements held for each pair by weights of each head: two copies of the block, and its treatment."""
+    return 2 * only_port(layer).num_heads(options.scope) + postprocess_elements(options.discard)
 
 
 def composed(
@@ -193,7 +233,7 @@ def composed(
     trace: Trace,
     together: Sequence[Layer],
     options: MapOptions,
-    weights: Mapping[str, Float[Tensor, "batch query"]] | None = None,
+    weights: Mapping[str, Weight] | None = None,
 ) -> Float[Tensor, "batch query key"]:
     """Return (I + the sum of the maps of a step's layers) rho, with the maps in blocks of rows."""
     with reserved(rho.numel() * rho.element_size(), "the product of the maps of two steps", ONE_ROW):
@@ -212,24 +252,31 @@ def vecmat(
     options: MapOptions,
     *,
     target: Int[Tensor, "batch 1"],
-    weight: Float[Tensor, "batch query"] | None = None,
+    weight: Weight | None = None,
     attention: Float[Tensor, "batch query key"] | None = None,
 ) -> Float[Tensor, "batch 1 key"]:
     """Return a row times the map of `map_blocks`, in blocks or, where that is exact, by a linear-time pass."""
     row = row.to(layer.output)
-    if attention is not None or not options.is_plain:
+    if attention is not None or not options.is_plain or (weight is not None and weight.by_head):
         blocks = map_blocks(trace, layer, options, target=target, weight=weight, attention=attention)
         return sum_on_first(row[:, :, part] @ block for part, block in blocks)
     op, mask = only_port(layer), key_mask(trace, layer)
     real = 1 if mask is None else mask.unsqueeze(1)
+    ones = torch.ones_like(row)
+    by_row = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "row" else ones
+    by_key = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "key" else ones
+    row = row * real
     if options.sign == "keep":
-        row = row if weight is None else row * weight.unsqueeze(1)
-        return op.left_multiply(row * real, scope=options.scope) * real
-    weights = torch.ones_like(row) if weight is None else weight.to(row).unsqueeze(1)
-    return (
-        op.row_product((row * real).squeeze(1), weights.squeeze(1), options.sign, scope=options.scope).unsqueeze(1)
-        * real
-    )
+        return op.left_multiply(row * by_row, scope=options.scope) * by_key * real
+
+    def product(factor: Tensor) -> Tensor:
+        return op.row_product(row.squeeze(1), factor.squeeze(1), options.sign, scope=options.scope).unsqueeze(1) * real
+
+    if options.sign == "abs":
+        return product(by_row) * by_key.abs()
+    # A negative factor of a key keeps the negative part of its column.
+    total = product(by_row) * by_key.clamp_min(0)
+    return total + product(-by_row) * (-by_key).clamp_min(0) if bool((by_key < 0).any()) else total
 
 
 def sum_on_first(parts: Iterable[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import Logit, logits_of
+from unilinattn.tracing.logits import Logit, has_logits, logits_of
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_exact
 
@@ -104,8 +104,14 @@ def only_target(trace: Trace, target: Target | None, logit: Logit) -> Target | N
 
     Raises `InputError` for a model without logits, unless `logit` is a function.
     """
-    one = callable(logit) or logits_of(trace.output, trace.model).ndim == 2
-    return -1 if target is None and one else target
+    if not callable(logit):
+        logits_of(trace.output, trace.model)
+    return -1 if target is None and one_scalar(trace, logit) else target
+
+
+def one_scalar(trace: Trace, logit: Logit) -> bool:
+    """Whether every query has the same scalar: a function of the output, or a class logit of the whole sequence."""
+    return callable(logit) or (has_logits(trace.output) and logits_of(trace.output, trace.model).ndim == 2)
 
 
 def every_position(trace: Trace) -> list[Int[Tensor, " batch"]]:

@@ -89,6 +89,16 @@ class Tile:
             return summed.sum(1).transpose(1, 2)
         return summed.flatten(1, 2).transpose(1, 2) @ self._weights(self.weight).mT.flatten(1, 2)
 
+    def products(self, against: Float[Tensor, "batch row out"]) -> Float[Tensor, "batch row col"]:
+        """Return g_i . T_ij x_j for a vector g_i of each row, which is pulled back through W first."""
+        inner, pulled = self._split(self.inner), against.unsqueeze(1)
+        if self.weight is not None:
+            pulled = torch.einsum(
+                "bro,bgoc->bgrc", against, self._weights(self.weight).expand(len(against), -1, -1, -1)
+            )
+        dots = torch.einsum("bgcrk,bgrc->bgrk", inner, pulled.expand(-1, inner.shape[1], -1, -1))
+        return dots.transpose(1, 2).flatten(2)
+
     def vectors(self) -> Float[Tensor, "batch out row col"]:
         """Return T_ij x_j."""
         if self.weight is None:

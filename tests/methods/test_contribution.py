@@ -1,0 +1,224 @@
+"""`contribution` and the variants of `attribution` against their equations, on hosts of five kinds.
+
+Gradients come from hooks on the host. Maps and contributions are the references of `tests.methods.hosts`; of the delta
+rule and of the hybrid, which have none there, they are the operators' matrices and rows, which the laws and the
+conformance tests compare with recurrences.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.methods.hosts import BATCH, HOSTS, LENGTH, host_inputs, inputs, real_map, real_tokens, references, traced
+from unilinattn import explain, trace
+from unilinattn.errors import InputError, OptionError
+from unilinattn.testing import promoted, relative_error
+from unilinattn.testing.hosts import delta, mamba
+from unilinattn.tracing.trace import Trace
+
+LIMIT = 1e-8
+OTHERS = {each.name: each for each in (*delta.HOSTS, *mamba.HOSTS)}
+KINDS = [("mamba", "none"), ("mamba2", "left"), ("llama", "right"), ("qwen3.5", "none"), ("jamba", "none")]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """alpha (batch, head, query, key) and T_ij x_j (batch, query, key, out) of a layer, and two gradients."""
+
+    alpha: Tensor
+    shares: Tensor
+    inner: Tensor
+    outer: Tensor
+
+
+@cache
+def observed(name: str, padding: str = "none") -> Trace:
+    if name in HOSTS:
+        return traced(name, padding)
+    with promoted():
+        return trace(OTHERS[name].model().double(), inputs(padding))
+
+
+def mixers_of(name: str, model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """The mixers in order of execution, each with its output projection."""
+    if name in HOSTS:
+        return [(mixer, HOSTS[name].projection(mixer)) for mixer in HOSTS[name].mixers(model)]
+    modules = [layer.module for layer in observed(name, "none").layers]
+    return [(each, next(getattr(each, p) for p in ("out_proj", "o_proj") if hasattr(each, p))) for each in modules]
+
+
+@cache
+def plain_layers(name: str, padding: str, target: int) -> tuple[Plain, ...]:
+    """The layers with the gradients of the predicted logit at `target` for y' and for the mixer's output."""
+    found = observed(name, padding)
+    model = HOSTS[name].model() if name in HOSTS else found.host
+    inner: list[Tensor] = []
+    outer: list[Tensor] = []
+    hooks = []
+    for mixer, projection in mixers_of(name, model):
+        hooks.append(projection.register_forward_pre_hook(lambda _, args: inner.append(args[0])))
+        hooks.append(
+            mixer.register_forward_hook(lambda *a: outer.append(a[-1][0] if isinstance(a[-1], tuple) else a[-1]))
+        )
+    with promoted():
+        logits = model(**(host_inputs(name, padding) if name in HOSTS else inputs(padding))).logits
+        best = logits[torch.arange(BATCH), found.positions(target)].max(-1).values.sum()
+        grads = torch.autograd.grad(best, [*inner, *outer])
+    for hook in hooks:
+        hook.remove()
+    if name in HOSTS:
+        maps = [(each.alpha, each.shares) for each in references(name, padding)]
+    else:
+        with promoted():
+            operators = [layer.operator for layer in found.layers]
+            rows = [op.contributions(range(LENGTH)) for op in operators]
+            maps = [(op.matrix(heads=None), row) for op, row in zip(operators, rows, strict=True)]
+    count = len(inner)
+    return tuple(
+        Plain(alpha, shares, grads[at].detach(), grads[count + at].detach()) for at, (alpha, shares) in enumerate(maps)
+    )
+
+
+def composed(layers: tuple[Plain, ...], padding: str, beta: Callable[[Plain], Tensor]) -> Tensor:
+    """rho = B_n ... B_1 with B = I + beta at pairs of real tokens."""
+    real = real_map(padding)
+    rho = torch.eye(LENGTH, dtype=torch.float64).repeat(BATCH, 1, 1)
+    for layer in layers:
+        rho = rho + (beta(layer) * real) @ rho
+    return rho * real
+
+
+def contributed(layer: Plain, clamp: Callable[[Tensor], Tensor] = torch.relu) -> Tensor:
+    return clamp(torch.einsum("bio,bijo->bij", layer.outer, layer.shares))
+
+
+def per_head(layer: Plain) -> Tensor:
+    heads = layer.alpha.shape[1]
+    total = torch.zeros_like(layer.alpha[:, 0])
+    for h, channels in enumerate(layer.inner.split(layer.inner.shape[-1] // heads, dim=-1)):
+        total = total + torch.relu(channels.mean(-1)[:, :, None] * layer.alpha[:, h])
+    return total / heads
+
+
+def by_key(layer: Plain) -> Tensor:
+    return torch.relu(layer.inner.mean(-1)[:, None] * layer.alpha.mean(1))
+
+
+def published(layer: Plain, padding: str) -> Tensor:
+    scaled = torch.zeros(BATCH, LENGTH, dtype=torch.float64)
+    for b, real in enumerate(real_tokens(padding)):
+        largest = torch.stack([max(each.max(), torch.zeros(())) for each in layer.outer[b, real]])
+        spread = largest.max() - largest.min()
+        scaled[b, real] = (largest - largest.min()) / (spread if spread > 0 else 1)
+    return torch.relu(scaled[:, None] * layer.alpha.mean(1))
+
+
+FORMS: dict[str, tuple[str, dict[str, Any], Callable[[Plain, str], Tensor]]] = {
+    "contribution": ("contribution", {}, lambda layer, _: contributed(layer)),
+    "contribution, signed": ("contribution", {"sign": "keep"}, lambda layer, _: contributed(layer, lambda a: a)),
+    "contribution, absolute": ("contribution", {"sign": "abs"}, lambda layer, _: contributed(layer, torch.abs)),
+    "per head": ("attribution", {"gradient": "per-head"}, lambda layer, _: per_head(layer)),
+    "key": ("attribution", {"gradient_axis": "key"}, lambda layer, _: by_key(layer)),
+    "published": ("attribution", {"variant": "published-code"}, published),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "padding"), KINDS)
+def test_scores_equal_their_equation(name: str, padding: str, form: str) -> None:
+    found, (method, options, beta) = observed(name, padding), FORMS[form]
+    for target in (-1, 1):
+        expected = composed(plain_layers(name, padding, target), padding, lambda layer: beta(layer, padding))
+        with promoted():
+            result = explain(found, method=method, target=target, **options)
+        assert result.dims == ("batch", "key")
+        assert relative_error(result.scores, expected[torch.arange(BATCH), found.positions(target)]) <= LIMIT
+
+
+@pytest.mark.parametrize("form", ["contribution", "contribution, signed", "per head", "key", "published"])
+def test_without_a_target_each_row_has_its_gradient(form: str) -> None:
+    method, options, beta = FORMS[form]
+    expected = torch.zeros(BATCH, LENGTH, LENGTH, dtype=torch.float64)
+    for i in range(LENGTH):
+        layers = plain_layers("mamba2", "none", i)
+        expected[:, i] = composed(layers, "none", lambda layer: beta(layer, "none"))[:, i]
+    with promoted():
+        result = explain(observed("mamba2"), method=method, **options)
+    assert result.dims == ("batch", "query", "key")
+    assert relative_error(result.scores, expected) <= LIMIT
+
+
+def test_other_definitions_give_other_scores() -> None:
+    layers = plain_layers("mamba2", "none", -1)
+    forms = [
+        composed(layers, "none", lambda layer, beta=beta: beta(layer, "none"))[:, -1] for *_, beta in FORMS.values()
+    ]
+    forms.append(composed(layers, "none", lambda a: torch.relu(a.inner.mean(-1)[:, :, None] * a.alpha.mean(1)))[:, -1])
+    for at, one in enumerate(forms):
+        assert all(relative_error(one, other) > 1e-3 for other in forms[:at])
+    unclamped = composed(layers, "none", lambda a: contributed(a, lambda x: x))[:, -1]
+    assert relative_error(forms[0], unclamped) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["contribution", "attribution"])
+def test_one_gradient_for_all_rows(method: str) -> None:
+    """A function of the output has one gradient, and a row of its map is that of a target."""
+    options: dict[str, Any] = {} if method == "contribution" else {"gradient": "per-head"}
+
+    def total(output: Any) -> Tensor:
+        return output.logits.square().sum()
+
+    with promoted():
+        whole = explain(observed("llama", "right"), method=method, logit=total, **options)
+        for target in (0, -1):
+            row = explain(observed("llama", "right"), method=method, logit=total, target=target, **options).scores
+            at = torch.arange(BATCH), observed("llama", "right").positions(target)
+            assert relative_error(whole.scores[at], row) <= LIMIT
+
+
+def test_normalisation_follows_the_mean_over_heads() -> None:
+    layers = plain_layers("mamba2", "none", -1)
+    for normalize, scaled in {
+        "rows": lambda beta: beta / beta.sum(-1, keepdim=True).clamp_min(1e-300),
+        "min-max": lambda beta: (beta - beta.amin((1, 2), True)) / (beta.amax((1, 2), True) - beta.amin((1, 2), True)),
+    }.items():
+        expected = composed(layers, "none", lambda layer, scaled=scaled: scaled(per_head(layer)))[:, -1]
+        with promoted():
+            options = {"gradient": "per-head", "normalize": normalize}
+            result = explain(observed("mamba2"), method="attribution", target=-1, **options)
+        assert relative_error(result.scores, expected) <= LIMIT
+
+
+def test_a_result_can_be_reproduced_from_its_options() -> None:
+    for options in ({"variant": "published-code"}, {"gradient": "per-head", "gradient_axis": "key"}):
+        result = explain(observed("mamba2"), method="attribution", target=-1, **options)
+        again = explain(observed("mamba2"), method="attribution", **result.options)
+        assert torch.equal(again.scores, result.scores) and again.options == result.options
+        assert result.options["gradient_axis"] == "key"
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("attribution", {"variant": "published"}, r"variant='published'; did you mean 'published-code'\?"),
+    ("attribution", {"variant": "published-code", "gradient_axis": "row"}, "has its own gradient, by key"),
+    ("attribution", {"variant": "published-code", "gradient": "per-head"}, "has its own gradient, by key"),
+    ("attribution", {"gradient": "per-head", "heads": "max"}, "takes the mean over heads after the product"),
+    ("contribution", {"scope": "core"}, "contribution takes no option 'scope'"),
+    ("contribution", {"start_layer": 2}, "start_layer=2 leaves no layer"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "message"), BAD)
+def test_bad_options_say_what_is_accepted(method: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        explain(observed("mamba2"), method=method, target=-1, **options)
+
+
+def test_a_model_without_logits_needs_a_function() -> None:
+    model = HOSTS["mamba"].model().backbone
+    with pytest.raises(InputError, match="give `logit` as a function"):
+        explain(model, inputs(), method="contribution", target=-1)

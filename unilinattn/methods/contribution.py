@@ -1,0 +1,124 @@
+"""`contribution`: exact vectors of token pairs against the gradient of a logit, composed like a rollout."""
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from unilinattn.kernels.row_product.naive import apply_sign
+from unilinattn.methods.costs import estimated
+from unilinattn.methods.maps import blank_padding, map_shape, sum_on_first, unit_rows
+from unilinattn.methods.options import Composed, ScalarOptions
+from unilinattn.methods.results import allocate_scores, make_result
+from unilinattn.methods.selection import (
+    composable_steps,
+    every_position,
+    key_mask,
+    layers_from,
+    one_scalar,
+    only_port,
+    query_rows,
+)
+from unilinattn.methods.vectors import contribution_tiles, shares_cost
+from unilinattn.operator.cost import apply_cost
+from unilinattn.progress import progress
+from unilinattn.registry import register_method
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
+
+Gradients = dict[str, Float[Tensor, "batch query out"]]
+
+
+class ContributionOptions(ScalarOptions, Composed):
+    """Options of `contribution`."""
+
+    sign: Literal["keep", "clamp", "abs"] = Field(
+        "clamp", description="negative products of gradient and contribution kept, set to zero, or made positive"
+    )
+
+
+def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+    """Return the cost of `contribution`: gradients, and for each of them the vectors of all pairs of each layer.
+
+    With sign="keep" and a target, one adjoint pass takes their place.
+    """
+    chosen = ContributionOptions.of("contribution", options)
+    layers = layers_from(trace, "contribution", chosen.start_layer)
+    composable_steps(trace, "contribution", layers)
+    gradient = trace.gradient_cost(chosen.logit)
+    passes = 1 if target is not None or one_scalar(trace, chosen.logit) else layers[0].output.shape[1]
+
+    def of(layer: Layer) -> tuple[int, int]:
+        batch, queries, keys = map_shape(layer)
+        if chosen.sign == "keep" and (target is not None or passes > 1):
+            op = only_port(layer)
+            adjoint = apply_cost(op.chains, op.inputs)
+            return adjoint.elements * layer.output.element_size(), passes * adjoint.operations
+        size, operations = shares_cost((layer,), queries, exact=True)
+        rows = queries if target is None and passes == 1 else 1
+        return size, passes * (operations + batch * rows * queries * keys)
+
+    held = sum(layer.output.nbytes for layer in trace.layers)
+    before = [LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)]
+    return estimated("contribution", layers, target, chosen, of, held=held, before=before)
+
+
+@register_method("contribution", options=ContributionOptions, cost=cost)
+def contribution(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
+    """Contribution x gradient: rho = B_n ... B_1 with B_ij = delta_ij + (dy_i . T_ij x_j)^+.
+
+    T_ij x_j is the exact contribution of token j to output i of a layer (see `latim`), and dy_i the gradient of the
+    logit with respect to that output: the model's own, not that of the frozen operators. `attribution` (HMA ACL Eq. 24)
+    has the product of a mean gradient and a mean attention weight there. The logit is the model's prediction at the
+    target, or that of the option `logit`. Without a target row i takes the gradient of the logit at position i: a
+    forward and a backward pass of the model, and all pairs of each layer, for each token. A model with one vector of
+    logits for each sequence, or a function as `logit`, has one gradient for all rows. Scores: (batch, query, key),
+    without `query` for a target.
+
+    Options: `ContributionOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model
+    without logits, and `UncoveredError` if layers are on different streams.
+    """
+    chosen = ContributionOptions.of("contribution", options)
+    layers = layers_from(trace, "contribution", chosen.start_layer)
+    steps = composable_steps(trace, "contribution", layers)
+    rows = query_rows(trace, layers[0], target)
+    scores = allocate_scores("contribution", layers, target)
+    together = target is not None or one_scalar(trace, chosen.logit)
+    targets = every_position(trace) if not together else [-1 if target is None else target]
+    names = [layer.name for layer in trace.layers]
+    gradients = (dict(zip(names, each, strict=True)) for each in trace.gradients(targets, chosen.logit))
+    for position, gradient in progress(zip(targets, gradients, strict=True), "contribution", total=len(targets)):
+        of_target = rows if together else query_rows(trace, layers[0], position)
+        rho = unit_rows(of_target, layers[0])
+        for step in steps[::-1]:
+            below = sum_on_first(_product(rho, trace, layer, gradient[layer.name], chosen.sign) for layer in step)
+            rho = rho + below.to(rho)
+        at = torch.arange(rows.shape[1], device=rows.device).expand_as(rows) if together else of_target
+        scores.scatter_(1, at.unsqueeze(-1).expand(-1, -1, scores.shape[2]), rho.to(scores))
+    blank_padding(scores, trace, layers[0], rows)
+    scores = scores if target is None else scores.squeeze(1)
+    return make_result(trace, "contribution", layers, scores, options=chosen, target=target, scope="layer")
+
+
+def _product(
+    rows: Float[Tensor, "batch row query"],
+    trace: Trace,
+    layer: Layer,
+    gradient: Float[Tensor, "batch query out"],
+    sign: Literal["keep", "clamp", "abs"],
+) -> Float[Tensor, "batch row key"]:
+    """Return rows times the layer's map dy_i . T_ij x_j: tiles of all pairs, or for one signed row an adjoint pass."""
+    op, keys, out = only_port(layer), key_mask(trace, layer), rows.new_zeros(*rows.shape[:2], map_shape(layer)[2])
+    rows = rows.to(layer.output)
+    rows = rows if layer.mask is None else rows * layer.mask.unsqueeze(1)
+    if sign == "keep" and rows.shape[1] == 1:
+        out = (op.adjoint(rows.transpose(1, 2) * gradient) * op.inputs[op.ports[0]]).sum(-1).unsqueeze(1)
+    else:
+        for tile in contribution_tiles((layer,), (1.0,), query_rows(trace, layer), "exact"):
+            products = apply_sign(sign, tile.products(gradient[:, tile.rows]))
+            out[:, :, tile.cols] += rows[:, :, tile.rows] @ products
+    return out if keys is None else out * keys.unsqueeze(1)
