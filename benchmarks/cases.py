@@ -225,6 +225,41 @@ def gradient(structure: str, length: int, place: Place) -> Prepared:
     return Prepared(lambda: trace.gradient(-1)[0], {"forward": Rival(forward)})
 
 
+def logit(structure: str, length: int, place: Place) -> Prepared:
+    """Compute the shares of the tokens in the last token's logit, from a trace of two layers.
+
+    Returns the sum of the parts, and the logit.
+    """
+    trace, host = _two_layers(structure, length, place)
+
+    def call() -> Tensor:
+        shares = trace.frozen([-1]).shares(-1)
+        return torch.stack([shares.tokens.sum(1) + shares.bias, shares.value])
+
+    return Prepared(call, {"host": Rival(host)})
+
+
+def next_logit(structure: str, length: int, place: Place) -> Prepared:
+    """Compute the shares of one more logit in an existing frozen run; return their sum and the logit."""
+    trace, host = _two_layers(structure, length, place)
+    run = trace.frozen([-1])
+
+    def call() -> Tensor:
+        shares = run.shares(-1)
+        return torch.stack([shares.tokens.sum(1) + shares.bias, shares.value])
+
+    return Prepared(call, {"host": Rival(host)})
+
+
+def _two_layers(structure: str, length: int, place: Place) -> tuple[Trace, Callable[[], Any]]:
+    """Return a trace with its operators built, and the host's forward."""
+    model, ids = models.build(structure, place.sizes, place.device, 2), models.tokens(length, place.device)
+    trace = models.traced(structure, length, place.sizes, place.device, 2)
+    for layer in trace.layers:
+        _ = layer.operator
+    return trace, lambda: model(ids)
+
+
 def plain_map(structure: str, length: int, place: Place) -> Prepared:
     """Fill every head's map pair by pair, then take their mean."""
     operator = place.operator(structure, length)
@@ -249,6 +284,8 @@ OPERATIONS: dict[str, Callable[[str, int, Place], Prepared]] = {
     "adjoint": adjoint_scan,
     "attribution": attribution,
     "gradient": gradient,
+    "logit": logit,
+    "next logit": next_logit,
     "latim": latim,
     "alti": alti,
     "contributions": contributions,
@@ -278,6 +315,9 @@ def _cases() -> Iterator[Case]:
             yield Case("map", structure, length, goals, ("floor",))
     for length in (512, 2048, 8192):
         yield Case("gradient", "mamba", length, {d: {"forward": 3.0} for d in ("cpu", "cuda")}, ("forward",))
+    for structure, goal in (("mamba", 1.5), ("mamba2", 1.5), ("softmax", 3.0)):
+        yield Case("logit", structure, 512, {d: {"host": goal} for d in ("cpu", "cuda")}, ("host",))
+        yield Case("next logit", structure, 512, {}, ("host",))
     yield Case("attribution", "mamba", 2048, {d: {"map": 1.3} for d in ("cpu", "cuda")}, ("map",))
     goals = {d: {"host": 0.3, "forward": 2.5} for d in ("cpu", "cuda")}
     yield Case("rollout", "mamba", 2048, goals, ("host", "forward"))

@@ -83,12 +83,20 @@ def _alti(structure: str, place: Place) -> Tensor:
     return gain / gain.sum(-1, keepdim=True)
 
 
+def _logit(structure: str, place: Place) -> Tensor:
+    """The host's own logit, to which shares and biases sum, twice."""
+    model = models.build(structure, place.sizes, place.device, 2)
+    return model(models.tokens(LENGTH, place.device)).logits[0, -1].amax().double().expand(2)
+
+
 REFERENCES: dict[str, Callable[[str, Place], Tensor]] = {
     "map": _map,
     "rollout": _rollout,
     "adjoint": _adjoint,
     "attribution": _attribution,
     "gradient": _gradient,
+    "logit": _logit,
+    "next logit": _logit,
     "latim": _latim,
     "contributions": _contributions,
     "alti": _alti,

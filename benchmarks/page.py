@@ -23,6 +23,8 @@ NAMES = {
     "adjoint": "adjoint scan",
     "attribution": "attribution, one target",
     "gradient": "gradients of one target",
+    "logit": "shares in one logit",
+    "next logit": "shares in a further logit",
     "latim": "LaTIM l2, all pairs",
     "alti": "ALTI, all pairs",
     "contributions": "contributions to one row",

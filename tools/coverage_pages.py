@@ -23,6 +23,7 @@ Record = Mapping[str, Mapping[str, Any]]
 
 README, COVERAGE, METHODS = Path("README.md"), Path("docs/coverage.md"), Path("docs/methods")
 ARCHITECTURES, HYBRIDS = Path("docs/architectures.md"), Path("docs/hybrids.md")
+LOGIT = METHODS / "logit.md"
 DTYPES = ("float32", "float64", "bfloat16")
 FEW = 3
 """Number of host classes named in a row of the short table."""
@@ -61,6 +62,7 @@ def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> t
         ARCHITECTURES: {"architectures": _architectures_table(record)},
         **{METHODS / f"{name}.md": {"options": _options_table(method)} for name, method in package_methods().items()},
     }
+    sections[LOGIT]["gaps"] = _gaps_table(record)
     for path, parts in sections.items():
         if not (root / path).is_file():
             marks = ", ".join(" and ".join(markers(name)) for name in parts)
@@ -157,6 +159,22 @@ def _families_table(record: Record) -> str:
             worst = max(members, key=lambda row: row.errors.get("float32", 0.0)).error("float32")
             rows.append((family.name, family.models, ", ".join(structures), worst))
     return _table(("family", "models", "structure of the operator", "worst error, float32"), rows)
+
+
+def _gaps_table(record: Record) -> str:
+    rows = []
+    runs = [run for entry in record.values() for run in _ran(entry).values() if "shares" in run]
+    for family in FAMILIES:
+        members = [run["shares"] for run in runs if run["architecture"] in family.adapters]
+        refused = sum(shares["float32"] is None for shares in members)
+        count = f"{len(members)}" if not refused else f"{len(members)}, of which {refused} refused"
+        rows.append((family.name, count, *(_worst_gap(members, how) for how in ("float32", "float64"))))
+    return _table(("family of the configuration", "configurations", "worst gap, float32", "worst gap, float64"), rows)
+
+
+def _worst_gap(members: Sequence[Mapping[str, float | None]], how: str) -> str:
+    gaps = [gap for shares in members if (gap := shares.get(how)) is not None]
+    return f"{max(gaps):.0e}" if gaps else "not run"
 
 
 def _architectures_table(record: Record) -> str:

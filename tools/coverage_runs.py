@@ -59,8 +59,8 @@ def tables() -> dict[str, tuple[Host, ...]]:
 def measure(host: Host) -> dict[str, Any] | None:
     """Run one configuration and return its record, or None if its package is not installed.
 
-    Errors are reconstruction errors, the worst over the layers of each adapter. If the installed version cannot be
-    traced, the record holds the reason.
+    Errors are reconstruction errors, the worst over the layers of each adapter, and for `shares` the completeness gap
+    of the frozen run. If the installed version cannot be traced, the record holds the reason.
     """
     try:
         model = model_of(host)
@@ -94,6 +94,7 @@ def measure(host: Host) -> dict[str, Any] | None:
         "length": host.length,
         "padding": _sides(model, inputs, reference, limit),
         "layers": layers,
+        "shares": {how: _gap(run) for how, run in exact.items()},
         **({} if hybrid is None else {"model": type(model).__name__, "hybrid": hybrid}),
     }
 
@@ -160,6 +161,22 @@ def _worst(layers: Sequence[Layer]) -> float | None:
         return float(f"{max(layer.operator.reconstruction_error() for layer in layers):.1e}")
     except UncoveredError:
         return None
+
+
+def _gap(run: Trace) -> float | None:
+    """Return what shares and biases miss of a logit, relative to the size of the parts; None if the host is refused."""
+    output = run.output
+    has_logits = isinstance(output, Tensor) or hasattr(output, "logits")
+    with promoted() if run.layers[0].input.dtype is torch.float64 else nullcontext(), suppress(UncoveredError):
+        shares = run.frozen().shares(-1, 1 if has_logits else _states)
+        return float(f"{(shares.gap / shares.size).max():.1e}")
+    return None
+
+
+def _states(output: Any) -> Tensor:
+    """Return a linear function of the output of a model without logits."""
+    states: Tensor = output.last_hidden_state[:, -1, :3].sum(-1)
+    return states
 
 
 def _promoted(model: nn.Module, inputs: Any) -> Trace:
@@ -241,9 +258,11 @@ def _watching(model: nn.Module) -> Iterator[dict[str, set[str]]]:
 
 
 def _inexact(name: str, entry: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name}: {architecture} has a {how} error of {layer[how]:.1e}, above {limit:.0e}"
-        for architecture, layer in entry.get("layers", {}).items()
-        for how in ("float32", "float64")
-        if (limit := tolerance("reconstruction", getattr(torch, how))) < (layer.get(how) or 0)
-    ]
+    inexact = []
+    for how in ("float32", "float64"):
+        limit = tolerance("reconstruction", getattr(torch, how))
+        errors = {architecture: layer.get(how) for architecture, layer in entry.get("layers", {}).items()}
+        for part, error in {**errors, "the sum of shares": entry.get("shares", {}).get(how)}.items():
+            if (error or 0) > limit:
+                inexact.append(f"{name}: {part} has a {how} error of {error:.1e}, above {limit:.0e}")
+    return inexact

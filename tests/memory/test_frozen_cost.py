@@ -1,0 +1,18 @@
+"""The estimate of a frozen run against the bytes that are counted while it runs."""
+
+import pytest
+
+from tests.memory.hosts import traced
+from unilinattn.testing.peak import Peak
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["wide mamba", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wide mamba2", "qwen3 next"))],
+)
+def test_the_estimate_of_a_frozen_run_is_within_a_factor_of_two(name: str) -> None:
+    trace = traced(name, 256)
+    trace.frozen([-1]).shares(-1)
+    with Peak() as counted:
+        trace.frozen([-1]).shares(-1)
+    assert counted.peak / 2 <= trace.frozen_cost(1).bytes <= 2 * counted.peak
