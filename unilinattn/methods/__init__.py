@@ -5,8 +5,21 @@ from unilinattn.methods.attribution import attribution
 from unilinattn.methods.knockout import knockout
 from unilinattn.methods.latim import latim
 from unilinattn.methods.logit import logit
+from unilinattn.methods.lrp import lrp
 from unilinattn.methods.raw import raw
 from unilinattn.methods.rollout import rollout
 from unilinattn.methods.run import compare, estimate, explain
 
-__all__ = ["alti", "attribution", "compare", "estimate", "explain", "knockout", "latim", "logit", "raw", "rollout"]
+__all__ = [
+    "alti",
+    "attribution",
+    "compare",
+    "estimate",
+    "explain",
+    "knockout",
+    "latim",
+    "logit",
+    "lrp",
+    "raw",
+    "rollout",
+]

@@ -27,15 +27,20 @@ class LogitOptions(ScalarOptions):
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
     """Return the cost of `logit`: a run of the model whose graph is kept, and a backward pass for each target."""
-    chosen = LogitOptions.of("logit", options)
-    layers = layers_from(trace, "logit", 0)
-    target = _only_target(trace, target, chosen)
-    (batch, queries, keys), dtype = result_shape(layers, target, chosen)
+    return shares_estimate(trace, "logit", target, LogitOptions.of("logit", options), rule="freeze")
+
+
+def shares_estimate(trace: Trace, method: str, target: Target | None, options: ScalarOptions, *, rule: str) -> Estimate:
+    """Return the cost of `shares_result`."""
+    layers = layers_from(trace, method, 0)
+    target = _only_target(trace, target, options)
+    (batch, queries, keys), dtype = result_shape(layers, target, options)
     shape = (batch, queries, keys) if target is None else (batch, keys)
-    run = trace.frozen_cost(queries)
-    row = LayerCost("frozen run", "forward and backward pass", run.bytes, run.operations * (1 + queries))
+    run = trace.frozen_cost(queries, rule=rule)
+    operations = run.operations + queries * trace.frozen_cost(queries).operations
+    row = LayerCost("frozen run", "forward and backward pass", run.bytes, operations)
     result = batch * queries * (keys * dtype.itemsize + len(EXTRAS) * torch.float64.itemsize)
-    return Estimate("logit", shape, result, 0, (row,), allowed())
+    return Estimate(method, shape, result, 0, (row,), allowed())
 
 
 @register_method("logit", options=LogitOptions, cost=cost)
@@ -57,15 +62,21 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     Options: `LogitOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model without
     logits, `UncoveredError` for code without a frozen form, and `ExactnessError` if the shares miss the logit.
     """
-    chosen = LogitOptions.of("logit", options)
-    layers = layers_from(trace, "logit", 0)
-    target = _only_target(trace, target, chosen)
-    scores = allocate_scores("logit", layers, target)
+    return shares_result(trace, "logit", target, LogitOptions.of("logit", options), rule="freeze")
+
+
+def shares_result(
+    trace: Trace, method: str, target: Target | None, options: ScalarOptions, *, rule: str
+) -> Attribution:
+    """Return the shares of a frozen run by a rule as the result of a method, with `EXTRAS`."""
+    layers = layers_from(trace, method, 0)
+    target = _only_target(trace, target, options)
+    scores = allocate_scores(method, layers, target)
     extras = {name: scores.new_zeros(scores.shape[:2], dtype=torch.float64) for name in EXTRAS}
     targets = every_position(trace) if target is None else [target]
-    run = trace.frozen(None if callable(chosen.logit) else targets)
-    for position in progress(targets, "logit"):
-        shares = run.complete_shares(position, chosen.logit)
+    run = trace.frozen(None if callable(options.logit) else targets, rule=rule)
+    for position in progress(targets, method):
+        shares = run.complete_shares(position, options.logit)
         rows = query_rows(trace, layers[0], position) if target is None else torch.zeros_like(scores[:, :1, 0]).long()
         _write(scores, rows, shares.tokens)
         for name, field in EXTRAS.items():
@@ -76,10 +87,10 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
         scores, extras = scores.squeeze(1), {name: values.squeeze(1) for name, values in extras.items()}
     return make_result(
         trace,
-        "logit",
+        method,
         layers,
         scores,
-        options=chosen,
+        options=options,
         target=target,
         scope=None,
         extras=extras,
@@ -87,7 +98,7 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     )
 
 
-def _only_target(trace: Trace, target: Target | None, options: LogitOptions) -> Target | None:
+def _only_target(trace: Trace, target: Target | None, options: ScalarOptions) -> Target | None:
     """Return the target, by default the last token if all positions have the same scalar.
 
     Raises `InputError` for a model without logits, unless the option `logit` is a function.

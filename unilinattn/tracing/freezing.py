@@ -178,9 +178,12 @@ class Freezing(TorchFunctionMode):
 
     @_rule("add")
     def _add(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
-        like = x if carried(x) else other
+        like, both = x if carried(x) else other, carried(x) and carried(other)
         x, other = as_source(x, like), as_source(other, like)
         rank = max(self.rank(x), self.rank(other))
+        if rank and self._half and not both:
+            # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
+            rank = 2
         return self._ranked(torch.add(x, other, alpha=alpha), rank)
 
     @_rule("sub", "subtract")
@@ -309,7 +312,8 @@ class Freezing(TorchFunctionMode):
             halves = func(x.detach(), other) / 2 + func(x, other.detach()) / 2
             return self._ranked(halves, result_rank)
         product = func(x.detach(), other) if frozen_first else func(x, other.detach())
-        return self._ranked(product, result_rank)
+        # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
+        return self._ranked(product, min(result_rank, 1) if self._half else result_rank)
 
 
 def carried(value: Any) -> bool:

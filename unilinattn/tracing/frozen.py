@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError, nearest
@@ -16,6 +17,7 @@ from unilinattn.tracing.frozen_layer import frozen_output
 from unilinattn.tracing.inputs import bound_arguments, call_host, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.live_layer import live_output
 from unilinattn.tracing.logits import Logit
 from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.recomputation import captures
@@ -64,6 +66,7 @@ class FrozenRun:
 
     Attributes:
         outputs: the layers' outputs in the run's graph.
+        mixed: the edges of the run's graph after each layer's cores, if the rule is "half" (see `live_layer`).
         shared: names of functions that multiplied two factors of equal rank, each of which got half.
 
     Raises `UncoveredError` for a function without a rule, for opaque layers and for models with two streams of tokens.
@@ -85,6 +88,7 @@ class FrozenRun:
         _require_covered(model, layers)
         require_gradients(model)
         self.outputs: list[Tensor] = []
+        self.mixed: list[list[GradientEdge]] = []
         self._layers, self._choose, self._observe = layers, choose, observe
         self._blocks = block_names(model, layers)
         self._leaves: list[Tensor] = []
@@ -180,7 +184,7 @@ class FrozenRun:
         a path that torch functions do not see, such as a compiled function.
         """
         run = FrozenRun.__new__(FrozenRun)
-        vars(run).update(vars(self), outputs=[], _leaves=[], _streams={}, _path=[], _suspect=None)
+        vars(run).update(vars(self), outputs=[], mixed=[], _leaves=[], _streams={}, _path=[], _suspect=None)
         in_gradient_mode(True, lambda: run._run(whole=True))
         return run._suspect
 
@@ -257,8 +261,13 @@ class FrozenRun:
 
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return what a layer returned in the trace, with its output in the graph."""
+        mixed: list[GradientEdge] = []
+        if self._rule == "half":
+            output, mixed = live_output(layer, arguments)
         with torch._C.DisableTorchFunction():
-            output = frozen_output(layer, arguments)
+            if self._rule == "freeze":
+                output = frozen_output(layer, arguments)
+            self.mixed.append(mixed)
             self.outputs.append(output)
             return mapped(layer.structure, lambda tensor: output if tensor is MAIN else tensor)
 

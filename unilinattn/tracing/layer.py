@@ -143,6 +143,11 @@ class Layer:
         return self._error
 
     @property
+    def needs_capture(self) -> bool:
+        """Whether the adapter builds the operator from a capture of the host's run, not from the input only."""
+        return self._architecture.needs_capture
+
+    @property
     def opaque(self) -> bool:
         """Whether the module has no adapter and hence no operator (see `trace(strict=False)`)."""
         return self._architecture is OPAQUE
@@ -196,6 +201,10 @@ class Layer:
         Raises `ModelStateError` if a weight changed since the trace.
         """
         self._weights.require_same(self.module, self.name, "its operator would not be the layer that ran")
+        return self.flow_in_run(x)
+
+    def flow_in_run(self, x: Float[Tensor, "batch key in"]) -> Flow:
+        """Build `flow` inside a run of the model, which may replace its weights by those of the traced run."""
         call = Call(self.module, self.name, self.arguments, x, self.output, self.seen)
         with full_precision():
             return build_flow(self._architecture, call)
