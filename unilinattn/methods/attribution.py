@@ -57,7 +57,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
 
         def of(layer: Layer) -> tuple[int, int]:
             return vecmat_cost(layer, chosen)
-    elif _one_gradient(trace, chosen.logit):
+    elif has_one_gradient(trace, chosen.logit):
         maps = map_bytes(layers[0])
 
         def of(layer: Layer) -> tuple[int, int]:
@@ -94,7 +94,7 @@ def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -
     rho = allocate_scores("attribution", layers, target)
     if target is not None:
         rho = _row(trace, steps, chosen, rows, next(gradient_weights(trace, layers, [target], chosen.logit)), {})
-    elif _one_gradient(trace, chosen.logit):
+    elif has_one_gradient(trace, chosen.logit):
         weights = next(gradient_weights(trace, layers, [-1], chosen.logit))
         rho.scatter_(2, rows.unsqueeze(-1), 1.0)
         for step in progress(steps, "attribution"):
@@ -122,7 +122,7 @@ def gradient_weights(
         yield weights
 
 
-def _one_gradient(trace: Trace, logit: Logit) -> bool:
+def has_one_gradient(trace: Trace, logit: Logit) -> bool:
     """Whether every query has the same logit: a function of the output, or a class logit of the whole sequence."""
     logits = getattr(trace.output, "logits", None)
     return callable(logit) or (logits is not None and logits.ndim == 2)

@@ -177,6 +177,19 @@ class FrozenRun:
             )
         return shares
 
+    def gradients(self, edges: Sequence[GradientEdge], target: Any = -1, logit: Logit = None) -> tuple[Tensor, ...]:
+        """Return the gradients of a scalar of the output at edges of the run's graph: one backward pass."""
+
+        def run() -> tuple[Tensor, ...]:
+            point = mapped(self._output, lambda t: t.detach().requires_grad_(t.is_floating_point()))
+            at = [tensor for tensor in tensors(point) if tensor.requires_grad]
+            slopes = torch.autograd.grad(self._choose(point, target, logit).sum(), at, allow_unused=True)
+            outputs = (tensor for tensor in tensors(self._output) if tensor.is_floating_point())
+            used = [(x, g) for x, g in zip(outputs, slopes, strict=True) if g is not None and x.requires_grad]
+            return torch.autograd.grad([x for x, _ in used], edges, [g for _, g in used], retain_graph=True)
+
+        return in_gradient_mode(True, run)
+
     def culprit(self) -> str | None:
         """Return the first module whose output is not the affine map of its tokens, None if every output is.
 
