@@ -20,7 +20,7 @@ from unilinattn.tracing.trace import Trace
 LENGTH = 192
 SHORT = 40
 """Length for `PASSES` without a target."""
-PASSES = ("attribution", "logit")
+PASSES = ("attribution", "logit", "lrp")
 """Methods that compute gradients for each row."""
 METHODS = ("alti", *PASSES, "latim", "raw", "rollout")
 
@@ -54,13 +54,13 @@ def compared(name: str, length: int, **arguments: Any) -> None:
     assert 0.5 <= estimate.operations / counted.multiplications <= 2, (estimate.operations, counted.multiplications)
 
 
-# The gradients of S4D recompute its kernel, which the estimate omits: see the next test.
+# Gradients and relevances of S4D recompute its kernel, which the estimate omits: see the next test.
 COUNTED = [
     pytest.param(name, method, target, marks=pytest.mark.slow if (method, target) == ("attribution", None) else ())
     for name in NAMES
     for method in METHODS
     for target in (None, -1)
-    if (name, method) != ("s4d", "attribution")
+    if (name, method) not in (("s4d", "attribution"), ("s4d", "lrp"))
 ]
 
 
@@ -120,8 +120,8 @@ def test_options_are_taken_into_account(name: str, method: str, options: dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [3 << 18, 3 << 19])
 @pytest.mark.parametrize("target", [None, -1])
-# `logit` runs the model, whose memory `max_memory` does not bound.
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "logit"])
+# `logit` and `lrp` run the model, whose memory `max_memory` does not bound.
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("logit", "lrp")])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_stays_within_the_limit_or_is_refused(
     name: str, method: str, target: int | None, limit: int, gradients: None

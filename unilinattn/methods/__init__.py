@@ -2,6 +2,7 @@
 
 from unilinattn.methods.alti import alti
 from unilinattn.methods.alti_logit import alti_logit
+from unilinattn.methods.attention_grad import attention_grad
 from unilinattn.methods.attribution import attribution
 from unilinattn.methods.contribution import contribution
 from unilinattn.methods.gradient import gradient
@@ -11,15 +12,18 @@ from unilinattn.methods.kernel_shap import kernel_shap
 from unilinattn.methods.knockout import knockout
 from unilinattn.methods.latim import latim
 from unilinattn.methods.logit import logit
+from unilinattn.methods.lrp import lrp
 from unilinattn.methods.occlusion import occlusion
 from unilinattn.methods.raw import raw
 from unilinattn.methods.rollout import rollout
 from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.methods.smoothgrad import smoothgrad
+from unilinattn.methods.transformer_attribution import transformer_attribution
 
 __all__ = [
     "alti",
     "alti_logit",
+    "attention_grad",
     "attribution",
     "compare",
     "contribution",
@@ -32,8 +36,10 @@ __all__ = [
     "knockout",
     "latim",
     "logit",
+    "lrp",
     "occlusion",
     "raw",
     "rollout",
     "smoothgrad",
+    "transformer_attribution",
 ]

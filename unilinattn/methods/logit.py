@@ -47,17 +47,25 @@ class LogitOptions(ScalarOptions):
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
     """Return the cost of `logit`: a run of the model whose graph is kept, and a backward pass for each target."""
     chosen = LogitOptions.of("logit", options)
-    layers = layers_from(trace, "logit", 0)
-    target = only_target(trace, target, chosen.logit)
-    shape, dtype = result_shape(layers, target, chosen)
+    return shares_estimate(trace, "logit", target, chosen, by=chosen.by)
+
+
+def shares_estimate(
+    trace: Trace, method: str, target: Target | None, options: ScalarOptions, *, rule: str = "freeze", by: By = "tokens"
+) -> Estimate:
+    """Return the cost of `shares_result`."""
+    layers = layers_from(trace, method, 0)
+    target = only_target(trace, target, options.logit)
+    shape, dtype = result_shape(layers, target, options)
     queries = shape[-2]
-    run = trace.frozen_cost(queries)
-    passes = 2 * queries if chosen.by == "layer" else queries
-    row = LayerCost("frozen run", "forward and backward pass", run.bytes, run.operations * (1 + passes))
-    doubles = prod(shape[:-1]) * len(EXTRAS[chosen.by]) + (prod(shape) if chosen.by == "tokens" else 0)
+    run = trace.frozen_cost(queries, rule=rule)
+    passes = 2 * queries if by == "layer" else queries
+    operations = run.operations + passes * trace.frozen_cost(queries).operations
+    row = LayerCost("frozen run", "forward and backward pass", run.bytes, operations)
+    doubles = prod(shape[:-1]) * len(EXTRAS[by]) + (prod(shape) if by == "tokens" else 0)
     result = prod(shape) * dtype.itemsize + doubles * torch.float64.itemsize
     shape = shape if target is None else (*shape[:-2], shape[-1])
-    return Estimate("logit", shape, result, 0, (row,), allowed())
+    return Estimate(method, shape, result, 0, (row,), allowed())
 
 
 @register_method("logit", options=LogitOptions, cost=cost)
@@ -90,37 +98,44 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     trust="warn" the result keeps a warning instead.
     """
     chosen = LogitOptions.of("logit", options)
-    layers = layers_from(trace, "logit", 0)
-    target = only_target(trace, target, chosen.logit)
-    scores = allocate_scores("logit", layers, target, chosen)
-    extras = {name: scores.new_zeros(scores.shape[:-1], dtype=torch.float64) for name in EXTRAS[chosen.by]}
-    if chosen.by == "tokens":
+    return shares_result(trace, "logit", target, chosen, by=chosen.by)
+
+
+def shares_result(
+    trace: Trace, method: str, target: Target | None, options: ScalarOptions, *, rule: str = "freeze", by: By = "tokens"
+) -> Attribution:
+    """Return the shares of a frozen run by a rule as the result of a method, with the `EXTRAS` of `by`."""
+    layers = layers_from(trace, method, 0)
+    target = only_target(trace, target, options.logit)
+    scores = allocate_scores(method, layers, target, options)
+    extras = {name: scores.new_zeros(scores.shape[:-1], dtype=torch.float64) for name in EXTRAS[by]}
+    if by == "tokens":
         extras["embedding"] = scores.new_zeros(scores.shape, dtype=torch.float64)
     targets = every_position(trace) if target is None else [target]
-    run = trace.frozen(None if callable(chosen.logit) else targets)
-    for position in progress(targets, "logit"):
-        shares = run.complete_shares(position, chosen.logit, by=chosen.by)
+    run = trace.frozen(None if callable(options.logit) else targets, rule=rule)
+    for position in progress(targets, method):
+        shares = run.complete_shares(position, options.logit, by=by)
         if target is None:
             rows = query_rows(trace, layers[0], position).squeeze(1).to(scores.device)
         else:
             rows = torch.zeros(scores.shape[-3], dtype=torch.long, device=scores.device)
         tokens = shares.tokens if shares.parts is None else shares.parts.tokens
-        write_rows(scores, rows, tokens, layered=chosen.has_layer_axis)
-        for name, values in _extras(shares, chosen.by).items():
-            write_rows(extras[name], rows, values, layered=chosen.has_layer_axis)
+        write_rows(scores, rows, tokens, layered=by != "tokens")
+        for name, values in _extras(shares, by).items():
+            write_rows(extras[name], rows, values, layered=by != "tokens")
     size = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
     gap = float((extras["gap"] / size).max())
     if target is not None:
         scores = scores.squeeze(-2)
         extras = {name: values.squeeze(-2 if name == "embedding" else -1) for name, values in extras.items()}
-    axes = ("layer", "batch", "query", "key") if chosen.has_layer_axis else ("batch", "query", "key")
+    axes = ("layer", "batch", "query", "key") if by != "tokens" else ("batch", "query", "key")
     return make_result(
         trace,
-        "logit",
+        method,
         layers,
         scores,
         dims=tuple(axis for axis in axes if target is None or axis != "query"),
-        options=chosen,
+        options=options,
         target=target,
         scope=None,
         extras=extras,

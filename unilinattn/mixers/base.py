@@ -1,10 +1,12 @@
 """`CoreMixer`, the base class of every token-mixing structure, and the check of factors."""
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Inexact, Int
@@ -22,7 +24,34 @@ Block = Callable[[slice], Tensor]
 """A block of rows of the matrix, as a function from a slice of columns to (batch, head, row, col)."""
 
 
-class CoreMixer(ABC):
+_constant: ContextVar[bool] = ContextVar("constant", default=False)
+
+
+@contextmanager
+def constant_factors() -> Iterator[None]:
+    """Detach the factors of every mixer that is constructed in this context."""
+    token = _constant.set(True)
+    try:
+        yield
+    finally:
+        _constant.reset(token)
+
+
+class _Structure(ABCMeta):
+    """Class of mixers' classes: detaches the factors that constructors get inside `constant_factors`."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if _constant.get():
+            args = tuple(map(_detached, args))
+            kwargs = {name: _detached(factor) for name, factor in kwargs.items()}
+        return super().__call__(*args, **kwargs)
+
+
+def _detached(factor: Any) -> Any:
+    return factor.detach() if isinstance(factor, Tensor) else factor
+
+
+class CoreMixer(metaclass=_Structure):
     """An (L_query x L_key) matrix per head, represented by its factors.
 
     A subclass defines `shape`, `apply`, `adjoint`, `tile`, `diagonal` and `zeros`; all other operations have defaults

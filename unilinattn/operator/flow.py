@@ -1,6 +1,8 @@
 """`Flow`: an adapter's forward pass, recorded as a chain of frozen stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch.nn import functional
 from unilinattn.errors import UncoveredError, nearest
 from unilinattn.mixers import CoreMixer, Toeplitz
 from unilinattn.operator.deferred import Deferred
-from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, Unmapped, run
+from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, Unmapped, run, walk
 
 _SLOPES = {
     "silu": lambda p: torch.sigmoid(p),
@@ -22,6 +24,21 @@ _SLOPES = {
     "linear": lambda p: torch.ones_like(p),
 }
 """Frozen slopes (f(p) - f(0)) / p in closed form, without a division by p; all of these have f(0) = 0."""
+
+
+Evaluate = Callable[[Sequence[Stage], Tensor], Tensor]
+
+_evaluate: ContextVar[Evaluate] = ContextVar("evaluate", default=run)
+
+
+@contextmanager
+def evaluated_by(evaluate: Evaluate) -> Iterator[None]:
+    """Compute the values of flows in this context by `evaluate`, a function of stages and their input."""
+    token = _evaluate.set(evaluate)
+    try:
+        yield
+    finally:
+        _evaluate.reset(token)
 
 
 class Flow:
@@ -42,6 +59,11 @@ class Flow:
         self._pending: list[Stage] = []
         self.before_output: Tensor | None = None
         """The input of the output projection, stored if gradients are enabled; attribution differentiates by it."""
+        self.mixed: list[Callable[[], Tensor]] = []
+        """Functions that return the values after each stage with a core, stored if gradients are enabled.
+
+        A skip is added to a core's output, so gradients with respect to both are equal.
+        """
 
     @property
     def chains(self) -> dict[str, Chain]:
@@ -62,15 +84,20 @@ class Flow:
         """Return a function that computes the current `value`, for factors that depend on it."""
         if self._pending:
             stages, before = self._pending, self._begun
-            self._begun, self._pending = Deferred(lambda: run(stages, before())), []
+            self._begun, self._pending = Deferred(lambda: _evaluate.get()(stages, before())), []
         return self._begun
 
     def stage(self, stage: Stage) -> "Flow":
         """Append a stage; after a merge it is appended to every port's chain, with its bias on one of them only."""
+        self._append(stage)
+        if torch.is_grad_enabled() and any(inner.role == "core" and inner.mixes for inner in walk([stage])):
+            self.mixed.append(self.deferred())
+        return self
+
+    def _append(self, stage: Stage) -> None:
         for port, stages in self._stages.items():
             stages.append(stage if port == self.port else stage.unbiased())
         self._pending.append(stage)
-        return self
 
     def fork(self) -> "Flow":
         """Return a new flow from the current value, for one chain of a branch."""
@@ -78,7 +105,8 @@ class Flow:
 
     def join(self, *forks: "Flow", role: str) -> "Flow":
         """Append a branch that sums the forks; a fork without stages is the identity."""
-        self.stage(Branch(role, tuple(fork.chain for fork in forks)))
+        self._append(Branch(role, tuple(fork.chain for fork in forks)))
+        self.mixed += [value for fork in forks for value in fork.mixed]
         values = [fork.deferred() for fork in forks]
         return self._continue(lambda: torch.stack([value() for value in values]).sum(0))
 
@@ -87,6 +115,7 @@ class Flow:
         one, two = self.deferred(), other.deferred()
         self.inputs |= other.inputs
         self._stages |= {port: list(chain) for port, chain in other.chains.items()}
+        self.mixed += other.mixed
         return self._continue(lambda: one() + two())
 
     def shift(self, mix: Tensor) -> "Flow":

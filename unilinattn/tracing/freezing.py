@@ -237,11 +237,14 @@ class Freezing(TorchFunctionMode):
 
     @_rule("add")
     def _add(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
-        like = x if carried(x) else other
+        like, both = x if carried(x) else other, carried(x) and carried(other)
         x, other = self._source(x, like), self._source(other, like)
         rank = max(self.rank(x), self.rank(other))
+        if rank and self._half and not both:
+            # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
+            rank = 2
         result = self._ranked(torch.add(x, other, alpha=alpha), rank)
-        if x.requires_grad and other.requires_grad and x.shape == other.shape and x.ndim == 3:
+        if both and x.shape == other.shape and x.ndim == 3:
             self.last_sum = result
         if self.in_stream(x) or (alpha == 1 and self.in_stream(other)):
             self.enter_stream(result)
@@ -373,7 +376,8 @@ class Freezing(TorchFunctionMode):
             halves = func(x.detach(), other) / 2 + func(x, other.detach()) / 2
             return self._ranked(halves, result_rank)
         product = func(x.detach(), other) if frozen_first else func(x, other.detach())
-        return self._ranked(product, result_rank)
+        # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
+        return self._ranked(product, min(result_rank, 1) if self._half else result_rank)
 
 
 def carried(value: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
 from unilinattn.errors import OptionError, UncoveredError, nearest
@@ -19,6 +20,7 @@ from unilinattn.tracing.frozen_modules import plain_output
 from unilinattn.tracing.inputs import bound_arguments, call_host, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.live_layer import live_output
 from unilinattn.tracing.logits import Logit
 from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.recomputation import captures
@@ -75,6 +77,7 @@ class FrozenRun:
 
     Attributes:
         outputs: the layers' outputs in the run's graph.
+        mixed: the edges of the run's graph after each layer's cores, if the rule is "half" (see `live_layer`).
         shared: names of functions that multiplied two factors of equal rank, each of which got half.
         doubt: the first sentence of `complete_shares` about shares that miss their sum, None by default.
 
@@ -97,6 +100,7 @@ class FrozenRun:
         require_covered(model, layers)
         require_gradients(model)
         self.outputs: list[Tensor] = []
+        self.mixed: list[list[GradientEdge]] = []
         self._layers, self._choose, self._observe = layers, choose, observe
         self._blocks = block_names(model, layers)
         self._leaves: list[Tensor] = []
@@ -233,16 +237,18 @@ class FrozenRun:
     def _again(self, **changed: Any) -> "FrozenRun":
         """Return this run before it ran."""
         run = FrozenRun.__new__(FrozenRun)
-        fresh: dict[str, Any] = {
-            "outputs": [],
-            "_leaves": [],
-            "_streams": [],
-            "_path": [],
-            "_entry": None,
-            "_began": False,
-        }
-        vars(run).update({**vars(self), **fresh, **changed})
+        fresh: dict[str, Any] = {name: [] for name in ("outputs", "mixed", "_leaves", "_streams", "_path")}
+        vars(run).update({**vars(self), **fresh, "_entry": None, "_began": False, **changed})
         return run
+
+    def gradients(self, edges: Sequence[GradientEdge], target: Any = -1, logit: Logit = None) -> tuple[Tensor, ...]:
+        """Return the gradients of a scalar of the output at edges of the run's graph: one backward pass."""
+
+        def run() -> tuple[Tensor, ...]:
+            scalar = self._linearized(target, logit)
+            return torch.autograd.grad(scalar.outputs, edges, scalar.slopes, retain_graph=True)
+
+        return in_gradient_mode(True, run)
 
     def culprit(self) -> str | None:
         """Return the first module whose output is not the affine map of its tokens, None if every output is.
@@ -358,8 +364,13 @@ class FrozenRun:
 
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return what a layer returned in the trace, with its output in the graph."""
+        mixed: list[GradientEdge] = []
+        if self._rule == "half":
+            output, mixed = live_output(layer, arguments)
         with torch._C.DisableTorchFunction():
-            output = frozen_output(layer, arguments)
+            if self._rule == "freeze":
+                output = frozen_output(layer, arguments)
+            self.mixed.append(mixed)
             self.outputs.append(output)
             return mapped(layer.structure, lambda tensor: output if tensor is MAIN else tensor)
 

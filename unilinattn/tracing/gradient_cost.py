@@ -8,6 +8,7 @@ from torch import nn
 
 from unilinattn.operator.cost import apply_cost, gradient_elements
 from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import Branch, Chain, Matrix
 from unilinattn.registry import architecture_of
 from unilinattn.tracing.recomputation import is_block
 
@@ -17,6 +18,9 @@ TOKENWISE = 2
 PASSES = 4
 """Forward passes of a mixer that a gradient costs: forward, forward again, and a backward pass worth about two."""
 
+
+LIVE = 2
+"""Elements that a live layer holds for each output of one of its stages, and passes of its operator that it takes."""
 
 KEPT = 3
 """Elements that a frozen run keeps for each one that enters or leaves a layer or a weight matrix between layers."""
@@ -67,10 +71,10 @@ def gradient_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logi
     return GradientCost(width * peak, PASSES * mixing + 3 * tokenwise)
 
 
-def frozen_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits: int) -> GradientCost:
+def frozen_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits: int, *, live: bool) -> GradientCost:
     """Estimate a frozen run, which keeps the factors of the code between the layers, and its forward pass.
 
-    The arguments are those of `gradient_cost`.
+    The arguments are those of `gradient_cost`; `live` tells whether the run evaluates the layers' flows.
     """
     modules = dict(model.named_modules())
     first = next(iter(operators.values()))
@@ -81,8 +85,23 @@ def frozen_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits
     kept = sum(op.output.numel() for op in operators.values()) + tokens * sum(map(sum, tokenwise))
     passed = [apply_cost(op.chains, op.inputs) for op in operators.values()]
     peak = KEPT * kept + max(cost.elements for cost in passed) + 4 * logits
-    operations = sum(cost.operations for cost in passed) + tokens * sum(map(prod, tokenwise))
+    if live:
+        chains = [(chain, op.inputs[port].shape[2]) for op in operators.values() for port, chain in op.chains.items()]
+        peak += LIVE * sum(_values(chain, tokens, channels) for chain, channels in chains)
+    walked = LIVE * sum(cost.operations for cost in passed) if live else 0
+    operations = walked + sum(cost.operations for cost in passed) + tokens * sum(map(prod, tokenwise))
     return GradientCost(width * peak, operations + logits * first.output.shape[2])
+
+
+def _values(chain: Chain, tokens: int, channels: int) -> int:
+    """Return the elements of the outputs of all stages, those inside of branches included."""
+    elements = 0
+    for stage in chain:
+        if isinstance(stage, Branch):
+            elements += sum(_values(inner, tokens, channels) for inner in stage.chains)
+        channels = stage.weight.shape[0] if isinstance(stage, Matrix) else channels
+        elements += tokens * channels
+    return elements
 
 
 def _segment(modules: Mapping[str, nn.Module], path: str) -> str | None:

@@ -1,6 +1,6 @@
 """`Layer`: one call of a token-mixing module with its operator; `Step`: layers that are added to a stream together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,15 @@ from unilinattn.call import Call
 from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.precision import full_precision
-from unilinattn.operator.flow import Flow
+from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.reconstruction import worst_error
-from unilinattn.operator.stages import Matrix, walk
+from unilinattn.operator.stages import Matrix, Stage, walk
 from unilinattn.registry import Architecture
 from unilinattn.tracing.inputs import real_tokens
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.module_calls import OPAQUE, CallRecord, ResidualSite
+from unilinattn.tracing.recomputation import constant_parameters
 from unilinattn.tracing.substitution import build_flow
 from unilinattn.tracing.trust import precision_of
 from unilinattn.tracing.weights import Checksum, Weights
@@ -143,6 +144,11 @@ class Layer:
         return self._error
 
     @property
+    def needs_capture(self) -> bool:
+        """Whether the adapter builds the operator from a capture of the host's run, not from the input only."""
+        return self._architecture.needs_capture
+
+    @property
     def opaque(self) -> bool:
         """Whether the module has no adapter and hence no operator (see `trace(strict=False)`)."""
         return self._architecture is OPAQUE
@@ -190,12 +196,33 @@ class Layer:
 
         return pull
 
+    def core_pullback(
+        self,
+    ) -> Callable[[Float[Tensor, "batch query out"]], tuple[Float[Tensor, "batch query inner"], ...]]:
+        """Return a function from d target / d output to the gradients with respect to the outputs of the cores.
+
+        The derivative is that of the layer itself: norms and gates that read a core's output are differentiated too. In
+        the order of the operator's cores.
+        """
+
+        def run() -> tuple[list[Tensor], Tensor]:
+            with evaluated_by(_from_cores), constant_parameters(self.module):
+                flow = self.flow(self.input.detach())
+                return [value() for value in flow.mixed], flow.value
+
+        mixed, total = in_gradient_mode(True, lambda: isolated(self.module, run))
+        return lambda grad: torch.autograd.grad(total, mixed, grad.to(total), retain_graph=True)
+
     def flow(self, x: Float[Tensor, "batch key in"]) -> Flow:
         """Build the layer's flow from another input, with gradients if they are enabled.
 
         Raises `ModelStateError` if a weight changed since the trace.
         """
         self._weights.require_same(self.module, self.name, "its operator would not be the layer that ran")
+        return self.flow_in_run(x)
+
+    def flow_in_run(self, x: Float[Tensor, "batch key in"]) -> Flow:
+        """Build `flow` inside a run of the model, which may replace its weights by those of the traced run."""
         call = Call(self.module, self.name, self.arguments, x, self.output, self.seen)
         with full_precision():
             return build_flow(self._architecture, call)
@@ -263,6 +290,15 @@ class Step:
     def stream_tolerance(self) -> float:
         """Return the largest `stream_error` that rounding in the host's dtype may cause."""
         return tolerance("stream", self.layers[-1].stream_dtype)
+
+
+def _from_cores(stages: Sequence[Stage], x: Tensor) -> Tensor:
+    """Run stages; the values after cores are leaves that require a gradient."""
+    for stage in stages:
+        x = stage.apply(x)
+        if any(inner.role == "core" and inner.mixes for inner in walk([stage])):
+            x = x.detach().requires_grad_()
+    return x
 
 
 def _scaled(factor: float, tensor: Tensor) -> Tensor:

@@ -196,13 +196,14 @@ class Trace:
         operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
         return gradient_cost(self.host, operators, numbers)
 
-    def frozen_cost(self, targets: int) -> GradientCost:
+    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> GradientCost:
         """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
         logits = first_tensor([getattr(self.output, "logits", self.output)], axes=2)
         elements = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3:
             elements = elements // logits.shape[1] * targets
-        return frozen_cost(self.host, {layer.name: layer.operator for layer in self.layers}, elements)
+        operators = {layer.name: layer.operator for layer in self.layers}
+        return frozen_cost(self.host, operators, elements, live=rule == "half")
 
     def _scalar(self, output: Any, target: Target, logit: Logit, kept: Int[Tensor, " position"] | None) -> Tensor:
         return scalar(output, logit, lambda: self.positions(target), kept, self.model)

@@ -1,0 +1,253 @@
+"""Rollouts of maps whose entries are weighted, head by head, by gradients with respect to the attention matrices."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from unilinattn.errors import UncoveredError
+from unilinattn.kernels.reduced_map.tiled import ROWS
+from unilinattn.kernels.row_product.naive import Sign, apply_sign
+from unilinattn.memory import allowed, reserved, rows_within
+from unilinattn.methods.costs import estimated
+from unilinattn.methods.maps import ONE_ROW, blank_padding, map_bytes, map_shape, sum_on_first, unit_rows
+from unilinattn.methods.options import Composed, ScalarOptions
+from unilinattn.methods.results import allocate_scores
+from unilinattn.methods.selection import (
+    composable_steps,
+    every_position,
+    layers_from,
+    one_scalar,
+    only_port,
+    query_rows,
+    real_pairs,
+)
+from unilinattn.mixers import CoreMixer
+from unilinattn.mixers.cost import cost_of
+from unilinattn.operator.cost import BLOCK_ROWS
+from unilinattn.operator.stages import Branch, Chain, Mix, walk
+from unilinattn.progress import progress
+from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.tracing.gradient_cost import GradientCost
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trace import Target, Trace
+
+AtCores = Sequence[Float[Tensor, "batch query channel"]]
+"""Gradients with respect to the outputs of a layer's cores."""
+
+Factors = Mapping[str, Sequence[AtCores]]
+"""The gradients that weight a layer's attention matrices, by its name; each weights them once."""
+
+COPIES = 4
+"""Blocks of all heads that are held at once: the matrix, a weight, its products and their sign."""
+
+
+class GradientMapOptions(ScalarOptions, Composed):
+    """Base of the options of methods that weight attention matrices by their gradients."""
+
+    sign: Literal["keep", "clamp", "abs"] = Field(
+        "clamp", description="negative weighted entries of each head kept, set to zero, or made positive"
+    )
+
+
+def gradient_rollout(
+    trace: Trace,
+    method: str,
+    layers: Sequence[Layer],
+    target: Target | None,
+    options: GradientMapOptions,
+    factors: Callable[[Sequence[Target]], Iterable[Factors]],
+) -> Float[Tensor, "batch row key"]:
+    """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), with `sign` for each head.
+
+    `factors` yields the gradients for each of some targets. Without a target, row i takes those of the scalar at
+    position i; if all positions have one scalar, the maps are multiplied once for all rows. Raises `UncoveredError` for
+    layers without one attention matrix per head (see `core_mixers`).
+    """
+    for layer in layers:
+        core_mixers(layer)
+    steps = composable_steps(trace, method, layers)
+    rows, rho = query_rows(trace, layers[0], target), allocate_scores(method, layers, target)
+    if target is None and one_scalar(trace, options.logit):
+        rho.scatter_(2, rows.unsqueeze(-1), 1.0)
+        (weights,) = factors([-1])
+        with reserved(rho.numel() * rho.element_size(), "the product of the maps of two steps", ONE_ROW):
+            for step in progress(steps, method):
+                rho = _composed(rho, trace, step, weights, options.sign)
+    else:
+        targets = every_position(trace) if target is None else [target]
+        for position, weights in progress(zip(targets, factors(targets), strict=True), method, total=len(targets)):
+            place = query_rows(trace, layers[0], position)
+            row = unit_rows(place, layers[0])
+            for step in reversed(steps):
+                parts = (_row_times(row, trace, layer, weights[layer.name], options.sign) for layer in step)
+                row = row + sum_on_first(parts).to(row)
+            if target is None:
+                rho.scatter_(1, place.unsqueeze(-1).expand(-1, -1, rho.shape[2]), row.to(rho))
+            else:
+                rho = row.to(rho)
+    blank_padding(rho, trace, layers[0], rows)
+    return rho if target is None else rho.squeeze(1)
+
+
+def core_gradients(
+    trace: Trace, layers: Sequence[Layer], targets: Sequence[Target], options: ScalarOptions
+) -> Iterator[dict[str, AtCores]]:
+    """Yield the model's own gradient of the scalar with respect to the outputs of each layer's cores."""
+    place = {layer.name: at for at, layer in enumerate(trace.layers)}
+    pulls = {layer.name: layer.core_pullback() for layer in layers} if len(targets) > 1 else {}
+    for gradients in trace.gradients(targets, options.logit):
+        yield {
+            layer.name: (pulls.get(layer.name) or layer.core_pullback())(gradients[place[layer.name]])
+            for layer in layers
+        }
+
+
+def weighted_blocks(
+    trace: Trace, layer: Layer, factors: Sequence[AtCores], sign: Sign
+) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
+    """Yield mean_h sign(alpha_hij prod_g sum_p g_ihp v_jhp) in blocks of rows, for the gradients g of `factors`.
+
+    v are the core's values. A head sums the products of its parallel cores, such as the directions of a bidirectional
+    layer.
+    """
+    cores = _cores(layer)
+    rows, step = block_shape(layer, [mixer for mixer, _ in cores])
+    every, heads = query_rows(trace, layer), cores[0][0].heads
+    values = [v.unflatten(2, (heads, -1)) for _, v in cores]
+    gradients = [[g[at].unflatten(2, (heads, -1)) for g in factors] for at in range(len(cores))]
+    for start in range(0, every.shape[1], rows):
+        part = slice(start, min(start + rows, every.shape[1]))
+        total = layer.output.new_zeros(every.shape[0], part.stop - start, values[0].shape[1])
+        for first in range(0, heads, step):
+            some = slice(first, min(first + step, heads))
+            products = []
+            for (mixer, _), v, weights in zip(cores, values, gradients, strict=True):
+                product = mixer.tile(part, slice(None), some)
+                for g in weights:
+                    product = product * torch.einsum("bihp,bjhp->bhij", g[:, part, some], v[:, :, some])
+                products.append(product)
+            total += apply_sign(sign, sum_on_first(products)).sum(1)
+        yield part, (total / heads).masked_fill(~real_pairs(trace, layer, every[:, part]), 0)
+
+
+def block_shape(layer: Layer, mixers: Sequence[CoreMixer], subject: str | None = "the weighted map") -> tuple[int, int]:
+    """Return the rows and heads of a block of `weighted_blocks` within `max_memory`.
+
+    Raises `MemoryLimitError`, which names `subject`, if one row of one head does not fit; None is for an estimate.
+    """
+    queries, heads = map_shape(layer)[1], mixers[0].heads
+    step, least = heads, min(queries, BLOCK_ROWS)
+    while step > 1 and block_bytes(layer, mixers, least, step) > allowed():
+        step = max(1, step // 2)
+    named = None if subject is None else f"{subject} of {layer.name}"
+    return rows_within(lambda rows: block_bytes(layer, mixers, rows, step), min(ROWS, queries), named), step
+
+
+def block_bytes(layer: Layer, mixers: Sequence[CoreMixer], rows: int, heads: int) -> int:
+    """Return the bytes of a block of `weighted_blocks` with `rows` rows of `heads` heads."""
+    batch, queries, keys = map_shape(layer)
+    pairs = batch * min(rows, queries) * keys
+    tiles = max(cost_of(mixer).tile_elements(min(rows, queries), keys, heads) for mixer in mixers)
+    return layer.output.element_size() * (tiles + (COPIES + len(mixers) - 1) * heads * pairs + 3 * pairs)
+
+
+def core_mixers(layer: Layer) -> list[CoreMixer]:
+    """Return the parallel cores of a layer; raise `UncoveredError` for cores in series and complex ones."""
+    op = only_port(layer)
+    mixers = _parallel(op.chains[op.ports[0]], layer.name)
+    if any(mixer.is_complex for mixer in mixers):
+        raise UncoveredError(
+            f"{layer.name} ({layer.kind}): its attention matrices are complex, and a gradient with respect to them has "
+            "no sign; use 'attribution', 'logit' or 'rollout'."
+        )
+    return mixers
+
+
+def _parallel(chain: Chain, name: str) -> list[CoreMixer]:
+    found: list[CoreMixer] = []
+    for stage in chain:
+        inner = [stage.mixer] if isinstance(stage, Mix) and stage.role == "core" else []
+        if isinstance(stage, Branch):
+            inner = [mixer for part in stage.chains for mixer in _parallel(part, name)]
+        if inner and found:
+            raise UncoveredError(
+                f"{name} has several cores in series, so it has no single attention matrix with a gradient; use "
+                "'attribution', 'logit' or 'rollout'."
+            )
+        found += inner
+    return found
+
+
+def _cores(layer: Layer) -> list[tuple[CoreMixer, Float[Tensor, "batch key channel"]]]:
+    """Return a layer's parallel cores with their values on the observed input."""
+    op = only_port(layer)
+    return _with_values(op.chains[op.ports[0]], op.inputs[op.ports[0]].to(op.output.dtype))
+
+
+def _with_values(chain: Chain, x: Tensor) -> list[tuple[CoreMixer, Tensor]]:
+    for stage in chain:
+        if isinstance(stage, Mix) and stage.role == "core":
+            return [(stage.mixer, x)]
+        if isinstance(stage, Branch) and any(inner.role == "core" and inner.mixes for inner in walk([stage])):
+            return [core for part in stage.chains for core in _with_values(part, x)]
+        x = stage.apply(x)
+    return []
+
+
+def _composed(
+    rho: Float[Tensor, "batch query key"], trace: Trace, step: Sequence[Layer], weights: Factors, sign: Sign
+) -> Float[Tensor, "batch query key"]:
+    total = rho.clone()
+    for layer in step:
+        for part, block in weighted_blocks(trace, layer, weights[layer.name], sign):
+            total[:, part].baddbmm_(block.to(rho), rho)
+    return total
+
+
+def _row_times(
+    row: Float[Tensor, "batch 1 query"], trace: Trace, layer: Layer, factors: Sequence[AtCores], sign: Sign
+) -> Float[Tensor, "batch 1 key"]:
+    row = row.to(layer.output)
+    return sum_on_first(row[:, :, part] @ block for part, block in weighted_blocks(trace, layer, factors, sign))
+
+
+def gradient_rollout_cost(
+    trace: Trace,
+    method: str,
+    target: Target | None,
+    options: GradientMapOptions,
+    *,
+    factors: int,
+    relevance: GradientCost | None = None,
+) -> Estimate:
+    """Return the cost of `gradient_rollout` with weights of `factors` gradients, and of the runs that give them.
+
+    `relevance` is the cost of a frozen run, whose graph is kept while the maps are computed.
+    """
+    layers = layers_from(trace, method, options.start_layer)
+    composable_steps(trace, method, layers)
+    gradient, once = trace.gradient_cost(options.logit), one_scalar(trace, options.logit)
+    passes = 1 if target is not None or once else layers[0].output.shape[1]
+    runs = [LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)]
+    held = map_bytes(layers[0]) if target is None and once else 0
+    held += factors * sum(
+        layer.output[..., 0].numel() * layer.operator.width * layer.output.element_size() for layer in layers
+    )
+    if relevance is not None:
+        runs.append(LayerCost("frozen run", "forward and backward pass", 0, (1 + 2 * passes) * relevance.operations))
+        held += relevance.bytes
+
+    def of(layer: Layer) -> tuple[int, int]:
+        mixers = core_mixers(layer)
+        rows, heads = block_shape(layer, mixers, None)
+        batch, queries, keys = map_shape(layer)
+        weighted = batch * queries * keys * (factors * layer.operator.width + 1) * len(mixers)
+        operations = sum(cost_of(mixer).map_operations(1) for mixer in mixers) + weighted
+        composed = batch * queries**2 * keys if target is None and once else 0
+        return block_bytes(layer, mixers, rows, heads), passes * operations + composed
+
+    return estimated(method, layers, target, None, of, held=held, before=runs)
