@@ -47,6 +47,7 @@ PUBLIC = (
     "UnilinattnError",
     "compare",
     "estimate",
+    "evaluate",
     "explain",
     "list_architectures",
     "list_methods",

@@ -10,9 +10,10 @@ return the registry.
 from unilinattn import startup as _startup  # noqa: F401  the import installs the handler
 
 # isort: split
+from typing import TYPE_CHECKING, Any
+
 from unilinattn import architectures, methods  # noqa: F401  importing them registers the adapters and the methods
 from unilinattn.errors import UnilinattnError
-from unilinattn.evaluation.evaluate import evaluate
 from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.operator import MixerOperator
@@ -22,6 +23,9 @@ from unilinattn.results.comparison import Comparison
 from unilinattn.tracing.cutting import cut
 from unilinattn.tracing.substitution import through_operators
 from unilinattn.tracing.trace import Trace, trace
+
+if TYPE_CHECKING:
+    from unilinattn.evaluation.evaluate import evaluate
 
 __version__ = "0.1.0"
 
@@ -44,3 +48,16 @@ __all__ = [
     "through_operators",
     "trace",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is first used, which keeps the import of the package short.
+    if name == "evaluate":
+        from unilinattn.evaluation.evaluate import evaluate
+
+        return evaluate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
