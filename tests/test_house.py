@@ -48,6 +48,7 @@ PUBLIC = (
     "UnilinattnError",
     "compare",
     "estimate",
+    "evaluate",
     "explain",
     "list_architectures",
     "list_methods",

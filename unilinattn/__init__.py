@@ -7,15 +7,15 @@ return the registry. `analysis` has measurements of layers and models beyond sco
 """
 
 import importlib
-from types import ModuleType
 
 # Imported first: torch takes seconds to import, and Ctrl-C may arrive meanwhile.
 from unilinattn import startup as _startup  # noqa: F401  the import installs the handler
 
 # isort: split
+from typing import TYPE_CHECKING, Any
+
 from unilinattn import architectures, methods  # noqa: F401  importing them registers the adapters and the methods
 from unilinattn.errors import UnilinattnError
-from unilinattn.evaluation.evaluate import evaluate
 from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.operator import MixerOperator
@@ -25,6 +25,9 @@ from unilinattn.results.comparison import Comparison
 from unilinattn.tracing.cutting import cut
 from unilinattn.tracing.substitution import through_operators
 from unilinattn.tracing.trace import Trace, trace
+
+if TYPE_CHECKING:
+    from unilinattn.evaluation.evaluate import evaluate
 
 __version__ = "0.1.0"
 
@@ -49,8 +52,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     # Imported on first use, so that the import of the package stays quick.
     if name == "analysis":
         return importlib.import_module("unilinattn.analysis")
+    if name == "evaluate":
+        return importlib.import_module("unilinattn.evaluation.evaluate").evaluate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "analysis"})

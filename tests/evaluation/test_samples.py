@@ -104,7 +104,7 @@ def test_samples_are_read_from_json_lines(tmp_path: Path) -> None:
         ('{"text": "the cat", "target": "last"}', "target is 'last'; give an integer"),
         ('{"text": "the cat", "relevant": [2]}', r"gold link \(0, 2\) lies outside the sentence"),
         ('{"text": "the cat", "relevant": [[0, 1], [2, 0]]}', r"gold link \(2, 0\) lies outside"),
-        ('{"text": "the cat", "relevant": [[0, 1], 3]}', "is no pair"),
+        ('{"text": "the cat", "relevant": [[0, 1], 3]}', "give a list of positions, or of pairs"),
         ('{"text": "the cat", "relevant": 1}', "give a list of positions"),
         ('{"text": ""}', "no tokens"),
     ],

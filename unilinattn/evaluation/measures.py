@@ -251,14 +251,14 @@ def function_metric(function: Callable[[Case], float]) -> Metric:
 
 def _ranking(field: str) -> Callable[[Case], Measurement]:
     # Weighted by rows, so that the metric over samples is the mean over all rows.
-    return lambda case: Measurement.mean(getattr(case.ranking, field), case.ranking.rows)
+    return lambda case: Measurement.mean(getattr(case.ranking, field), float(case.ranking.rows))
 
 
 def _alignment(case: Case) -> Measurement:
     possible = None if case.sample.possible is None else torch.atleast_2d(case.mask("possible"))
     scores, sure, valid = map(torch.atleast_2d, (case.scores, case.relevant, case.valid))
     links = int(valid.any(-1).sum()) + int(sure.sum())
-    return Measurement.mean(alignment_error_rate(scores, sure, possible, valid), links)
+    return Measurement.mean(alignment_error_rate(scores, sure, possible, valid), float(links))
 
 
 def _curve(name: str) -> Callable[..., Measurement]:
@@ -272,7 +272,7 @@ def _fall(name: str) -> Callable[..., Measurement]:
 def _segmentation(field: str, *, by_pixels: bool = False) -> Callable[[Case], Measurement]:
     def measure(case: Case) -> Measurement:
         value = getattr(case.segmentation, field)
-        return Measurement.mean(value, case.heat_map.numel() if by_pixels else 1)
+        return Measurement.mean(value, float(case.heat_map.numel()) if by_pixels else 1.0)
 
     return measure
 
@@ -280,7 +280,7 @@ def _segmentation(field: str, *, by_pixels: bool = False) -> Callable[[Case], Me
 def _mean_iou(case: Case) -> Measurement:
     assert case.sample.foreground is not None
     regions = overlaps(foreground_of(case.heat_map), case.sample.foreground[None].cpu())
-    return Measurement(case.segmentation.mean_iou, tuple(regions))
+    return Measurement(case.segmentation.mean_iou, tuple((float(shared), float(either)) for shared, either in regions))
 
 
 def _completeness(case: Case) -> Measurement | None:
@@ -289,7 +289,7 @@ def _completeness(case: Case) -> Measurement | None:
         return None
     constant = extras["bias"] + extras.get("remainder", 0)
     gaps = completeness_gap(case.result.scores, constant, extras["logit"]).relative.flatten()
-    return Measurement.mean(float(gaps.mean()), len(gaps))
+    return Measurement.mean(float(gaps.mean()), float(len(gaps)))
 
 
 PERTURBATIONS: Mapping[str, tuple[Callable[..., Measurement], bool]] = {

@@ -173,16 +173,13 @@ def _from_line(line: str, tokenizer: Any) -> Sample:
     length = ids.shape[1]
     if length == 0:
         raise InputError("the text has no tokens.")
-    links = entry.get("relevant")
-    if links is None:
-        relevant = None
-    elif not isinstance(links, list):
-        raise InputError(f"relevant is {links!r}; give a list of positions, or of pairs [query, key].")
-    elif pairs := any(isinstance(link, list) for link in links):
-        relevant = gold_links(links, length, length)
-    else:
+    links, relevant, every = entry.get("relevant"), None, False
+    if isinstance(links, list) and not any(isinstance(link, list) for link in links):
         relevant = gold_links([(0, key) for key in links], 1, length)[0]
-    every = links is not None and bool(links) and pairs
+    elif isinstance(links, list) and all(isinstance(link, list) and len(link) == 2 for link in links):
+        relevant, every = gold_links([(query, key) for query, key in links], length, length), True
+    elif links is not None:
+        raise InputError(f"relevant is {links!r}; give a list of positions, or of pairs [query, key].")
     return Sample(
         inputs=ids,
         target=entry.get("target", None if every else -1),
