@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from tools import hybrids
-from tools.families import FAMILIES
+from tools.families import FAMILIES, GROUPS
 from tools.markers import MissingSectionError, markers, replace_section
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.registry import Architecture, Method, list_architectures, list_methods
@@ -23,7 +23,7 @@ Record = Mapping[str, Mapping[str, Any]]
 
 README, COVERAGE, METHODS = Path("README.md"), Path("docs/coverage.md"), Path("docs/methods")
 ARCHITECTURES, HYBRIDS = Path("docs/architectures.md"), Path("docs/hybrids.md")
-LOGIT = METHODS / "logit.md"
+LOGIT, WHICH = METHODS / "logit.md", METHODS / "index.md"
 DTYPES = ("float32", "float64", "bfloat16")
 FEW = 3
 """Number of host classes named in a row of the short table."""
@@ -57,8 +57,11 @@ def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> t
     texts = {COVERAGE: _coverage(record, tables), HYBRIDS: hybrids.page(newest)}
     homeless = sorted(set(package_architectures()) - {name for family in FAMILIES for name in family.adapters})
     problems = [f"tools/families.py has no family for the architecture {name!r}" for name in homeless]
+    ungrouped = sorted(set(package_methods()) - {name for group in GROUPS for name in group.methods})
+    problems += [f"tools/families.py has no group for the method {name!r}" for name in ungrouped]
     sections = {
-        README: {"families": _families_table(record), "methods": _methods_table()},
+        README: {"families": _families_table(record), "methods": _groups_table(f"{METHODS}/")},
+        WHICH: {"groups": _groups_table(""), "methods": _methods_table()},
         ARCHITECTURES: {"architectures": _architectures_table(record)},
         **{METHODS / f"{name}.md": {"options": _options_table(method)} for name, method in package_methods().items()},
     }
@@ -143,8 +146,13 @@ def _options_table(method: Method) -> str:
 
 
 def _methods_table() -> str:
-    rows = [(f"[`{name}`]({METHODS}/{name}.md)", method.summary) for name, method in package_methods().items()]
+    rows = [(f"[`{name}`]({name}.md)", method.summary) for name, method in package_methods().items()]
     return _table(("method", "scores"), rows)
+
+
+def _groups_table(folder: str) -> str:
+    rows = [(group.question, ", ".join(f"[`{name}`]({folder}{name}.md)" for name in group.methods)) for group in GROUPS]
+    return _table(("question", "methods"), rows)
 
 
 def _families_table(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Families of architectures: the rows of the table in the README."""
+"""Families of architectures and groups of methods: the rows of the tables in the README."""
 
 from dataclasses import dataclass
 
@@ -58,3 +58,37 @@ FAMILIES = (
     ),
 )
 """The families; every adapter of the package belongs to exactly one."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A row of the table of methods: the question that they answer, and their names."""
+
+    question: str
+    methods: tuple[str, ...]
+
+
+GROUPS = (
+    Group(
+        "How much did each token add to this logit? The numbers add up to it",
+        ("logit", "lrp", "alti_logit"),
+    ),
+    Group(
+        "Which tokens or edges, if removed, change the output? The model runs again for each",
+        ("knockout", "occlusion", "kernel_shap"),
+    ),
+    Group(
+        "Where does information flow between the layers? By the vectors that tokens contribute",
+        ("alti", "latim"),
+    ),
+    Group("The same by attention maps", ("raw", "rollout")),
+    Group(
+        "Which of these flows did the logit use? Weighted by its gradient",
+        ("contribution", "attribution", "attention_grad", "transformer_attribution"),
+    ),
+    Group(
+        "Gradients of the logit at the embeddings, by captum",
+        ("gradient", "input_x_gradient", "integrated_gradients", "smoothgrad"),
+    ),
+)
+"""The groups; every method of the package belongs to exactly one."""

@@ -235,7 +235,7 @@ def test_a_stale_record_page_or_readme_is_reported(repository: Path, capsys: pyt
         ("docs/coverage.md", "Mamba-1 (S6)", "Mamba-2 (SSD)"),
         ("docs/architectures.md", "| s4d |", "| s4 |"),
         ("README.md", "| Mamba-1 (S6) |", "| Mamba-2 (SSD) |"),
-        ("README.md", "| [`raw`]", "| [`row`]"),
+        ("README.md", "[`raw`](", "[`row`]("),
         ("docs/methods/raw.md", "`'core'`", "`'mixer'`"),
     ):
         page = repository / name

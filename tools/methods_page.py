@@ -1,0 +1,57 @@
+"""`python -m tools.methods_page`: run methods on the trained models, and write how often each finds the answer."""
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tools.markers import replace_section
+from unilinattn.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path("docs/methods/index.md")
+METHODS = (
+    "logit",
+    "lrp",
+    "alti_logit",
+    "contribution",
+    "alti",
+    "latim",
+    "transformer_attribution",
+    "attention_grad",
+    "attribution",
+    "rollout",
+    "raw",
+    "input_x_gradient",
+    "gradient",
+)
+"""Methods that score every query at once."""
+
+
+def table_of(numbers: Mapping[str, Any]) -> str:
+    """Return the table of hit@1 by row and model, from the numbers of `unilinattn compare`."""
+    scores = numbers["scores"]
+    names = list(scores)
+    lines = [f"| method | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
+    for row in scores[names[0]]:
+        found = (scores[name][row]["hit_at_1"] for name in names)
+        lines.append(f"| {row} | {' | '.join(f'{share:.0%}' for share in found)} |")
+    return "\n".join(lines)
+
+
+def write(root: Path) -> None:
+    """Run the methods and write the table into the page of the repository `root`."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        report = Path(folder, "report")
+        if status := main(["compare", "--methods", *METHODS, "--out", str(report)]):
+            raise RuntimeError(f"`unilinattn compare` ended with status {status}.")
+        numbers = json.loads((report / "compare.json").read_text())
+    page = root / PAGE
+    page.write_text(replace_section(page.read_text(), "evidence", table_of(numbers)))
+
+
+if __name__ == "__main__":
+    write(ROOT)
