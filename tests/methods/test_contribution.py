@@ -128,8 +128,16 @@ FORMS: dict[str, tuple[str, dict[str, Any], Callable[[Plain, str], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("name", "padding"), KINDS)
+CASES = [
+    pytest.param(
+        name, padding, form, marks=() if name in HOSTS or form in ("contribution", "key") else pytest.mark.slow
+    )
+    for name, padding in KINDS
+    for form in FORMS
+]
+
+
+@pytest.mark.parametrize(("name", "padding", "form"), CASES)
 def test_scores_equal_their_equation(name: str, padding: str, form: str) -> None:
     found, (method, options, beta) = observed(name, padding), FORMS[form]
     for target in (-1, 1):
