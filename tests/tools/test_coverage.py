@@ -320,7 +320,9 @@ def test_a_failing_and_an_inexact_host_are_reported(monkeypatch: pytest.MonkeyPa
     _, problems = coverage_runs.run({"hosts": (S4D,)})
     assert [problem.split(" of ")[0] for problem in problems] == [
         "s4d: s4d has a float32 error",
+        "s4d: the sum",
         "s4d: s4d has a float64 error",
+        "s4d: the sum",
     ]
 
 
