@@ -49,7 +49,7 @@ def test_the_tutorial_shows_its_programs_and_its_wrong_adapters() -> None:
 
 
 def test_every_method_and_every_error_is_documented() -> None:
-    assert {path.stem for path in (pages.DOCS / "methods").glob("*.md")} == set(list_methods())
+    assert {path.stem for path in (pages.DOCS / "methods").glob("*.md")} == {"index", *list_methods()}
     listed = set(re.findall(r"^\| `(\w+)` ", (pages.DOCS / "errors.md").read_text(), re.M))
     classes = [
         value for value in vars(errors).values() if isinstance(value, type) and value.__module__ == errors.__name__

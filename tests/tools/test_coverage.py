@@ -346,4 +346,5 @@ def test_options_are_described_by_their_types() -> None:
         "discard": "float >= 0, < 1",
         "normalize": "`'none'`, `'rows'`, `'min-max'`",
         "layers": "`'all'`, `'mean'` or a list of int or str",
+        "compose": "`'none'`, `'rollout'`",
     }
