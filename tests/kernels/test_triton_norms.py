@@ -65,7 +65,8 @@ def test_tensors_may_be_strided_and_shared() -> None:
 
 def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     vectors, weight = torch.randn(2, 35, 9, 17), torch.randn(1, 60, 35)
-    assert check(vectors, weight, 2.0, None, 8e-3, precision="bf16") > 1e-5
+    # Triton's interpreter truncates both inputs to bfloat16, by up to 2^-7 each.
+    assert check(vectors, weight, 2.0, None, 2 * 2**-7, precision="bf16") > 1e-4
 
 
 @pytest.mark.parametrize("order", [1.0, float("inf")])

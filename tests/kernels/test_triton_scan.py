@@ -133,7 +133,8 @@ def test_tokens_after_a_strong_decay_are_accurate(decay: float) -> None:
 def test_a_low_precision_product_rounds_only_its_inputs() -> None:
     inputs = scalar(63)
     wide = tiled.scalar_scan(*(t.double() for t in inputs.values()))
-    assert 1e-5 < relative_error(form.scalar_scan(*inputs.values(), precision="bf16"), wide) < 2e-2
+    # Two products in a row; Triton's interpreter truncates the inputs of each to bfloat16, by up to 2^-7.
+    assert 1e-4 < relative_error(form.scalar_scan(*inputs.values(), precision="bf16"), wide) < 2 * 2 * 2**-7
 
 
 def test_mixers_use_the_kernels() -> None:

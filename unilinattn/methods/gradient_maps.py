@@ -41,8 +41,8 @@ AtCores = Sequence[Float[Tensor, "batch query channel"]]
 Factors = Mapping[str, Sequence[AtCores]]
 """The gradients that weight a layer's attention matrices, by its name; each weights them once."""
 
-COPIES = 4
-"""Blocks of all heads that are held at once: the matrix, a weight, its products and their sign."""
+COPIES = 3
+"""Blocks of all heads that are held at once: the matrix, a weight, and their product."""
 
 
 class GradientMapOptions(ScalarOptions, Composed):
@@ -60,7 +60,7 @@ def gradient_rollout(
     target: Target | None,
     options: GradientMapOptions,
     factors: Callable[[Sequence[Target]], Iterable[Factors]],
-) -> Float[Tensor, "batch row key"]:
+) -> Float[Tensor, "batch *query key"]:
     """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), with `sign` for each head.
 
     `factors` yields the gradients for each of some targets. Without a target, row i takes those of the scalar at
@@ -152,7 +152,8 @@ def block_bytes(layer: Layer, mixers: Sequence[CoreMixer], rows: int, heads: int
     batch, queries, keys = map_shape(layer)
     pairs = batch * min(rows, queries) * keys
     tiles = max(cost_of(mixer).tile_elements(min(rows, queries), keys, heads) for mixer in mixers)
-    return layer.output.element_size() * (tiles + (COPIES + len(mixers) - 1) * heads * pairs + 3 * pairs)
+    products = (COPIES + len(mixers) - 1) * heads * pairs
+    return layer.output.element_size() * (max(tiles, products) + 3 * pairs)
 
 
 def core_mixers(layer: Layer) -> list[CoreMixer]:
