@@ -21,6 +21,14 @@ from unilinattn.testing import promoted
 LENGTH = 13
 
 
+def scalar_of(trace: ula.Trace) -> Any:
+    """Return a logit of the trace's model, or a linear function of its output for a model without logits."""
+    output = trace.output
+    if isinstance(output, Tensor) or hasattr(output, "logits"):
+        return 1
+    return lambda out: out.last_hidden_state[:, -1, :3].sum(-1)
+
+
 def mamba_model(layers: int = 2) -> MambaForCausalLM:
     torch.manual_seed(0)
     config = MambaConfig(
@@ -64,7 +72,7 @@ def token_ids() -> Tensor:
     return torch.randint(17, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def _rms(norm: nn.Module, x: Tensor) -> Tensor:
+def rms(norm: nn.Module, x: Tensor) -> Tensor:
     scale = torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
     return norm.weight * (x * scale)
 
@@ -82,7 +90,7 @@ def _frozen_mamba(model: MambaForCausalLM, x: Tensor, steps: Steps) -> Tensor:
     for block in model.backbone.layers:
         mixer = block.mixer
         steps.streams.append(x)
-        steps.inputs.append(_rms(block.norm, x))
+        steps.inputs.append(rms(block.norm, x))
         inner, gate = mixer.in_proj(steps.inputs[-1]).chunk(2, -1)
         taps = functional.conv1d(
             functional.pad(inner.mT, (mixer.conv_kernel_size - 1, 0)),
@@ -103,7 +111,7 @@ def _frozen_mamba(model: MambaForCausalLM, x: Tensor, steps: Steps) -> Tensor:
         y = torch.stack(outputs, 1) + mixer.D * u
         steps.outputs.append(mixer.out_proj(y * functional.silu(gate.detach())))
         x = x + steps.outputs[-1]
-    return model.lm_head(_rms(model.backbone.norm_f, x)[:, -1])
+    return model.lm_head(rms(model.backbone.norm_f, x)[:, -1])
 
 
 def _frozen_llama(model: LlamaForCausalLM, x: Tensor, steps: Steps) -> Tensor:
@@ -112,14 +120,14 @@ def _frozen_llama(model: LlamaForCausalLM, x: Tensor, steps: Steps) -> Tensor:
         weights = model(token_ids(), output_attentions=True).attentions
     for block, attention in zip(model.model.layers, weights, strict=True):
         steps.streams.append(x)
-        steps.inputs.append(_rms(block.input_layernorm, x))
+        steps.inputs.append(rms(block.input_layernorm, x))
         value = block.self_attn.v_proj(steps.inputs[-1])[:, None]
         steps.outputs.append(block.self_attn.o_proj((attention @ value).transpose(1, 2).flatten(2)))
         x = x + steps.outputs[-1]
-        normed = _rms(block.post_attention_layernorm, x)
+        normed = rms(block.post_attention_layernorm, x)
         active = functional.silu(block.mlp.gate_proj(normed)).detach()
         x = x + block.mlp.down_proj(active * block.mlp.up_proj(normed))
-    return model.lm_head(_rms(model.model.norm, x)[:, -1])
+    return model.lm_head(rms(model.model.norm, x)[:, -1])
 
 
 def _frozen_gpt2(model: GPT2LMHeadModel, x: Tensor, steps: Steps) -> Tensor:

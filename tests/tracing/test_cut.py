@@ -105,14 +105,16 @@ def test_a_run_without_edges_is_that_of_the_definition(host: Host) -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba", "s4d", "gpt2", "vit"])
-def test_without_edges_the_output_is_bit_for_bit_the_models(name: str) -> None:
+def test_without_edges_the_output_is_the_models_bit_for_bit_in_one_thread(name: str) -> None:
     model, x = host(name).model(), host(name).inputs()
     if name in ("gpt2", "vit"):
         model.set_attn_implementation("eager")
+    # With several threads MKL may choose fewer of them for a later call, which changes the order of its sums.
+    rounding = 0.0 if torch.get_num_threads() == 1 else 1e-6
     plain = logits(model, x)
     with cut(model, []):
-        assert torch.equal(logits(model, x), plain)
-    assert torch.equal(logits(model, x), plain)
+        assert relative_error(logits(model, x), plain) <= rounding
+    assert relative_error(logits(model, x), plain) <= rounding
 
 
 def zeroed(pairs: Sequence[tuple[int, int]], heads: Sequence[int] | None, eager: Callable[..., Any]) -> Any:

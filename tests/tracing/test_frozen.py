@@ -8,7 +8,7 @@ from torch import Tensor
 
 import unilinattn as ula
 from tests.hosts import cases, tables
-from tests.tracing.detached import BY_HAND, LENGTH, detached_model, llama_model, misses, token_ids, worst
+from tests.tracing.detached import BY_HAND, LENGTH, detached_model, llama_model, misses, scalar_of, token_ids, worst
 from unilinattn.errors import ExactnessError, UncoveredError
 from unilinattn.testing import Host, promoted
 from unilinattn.tracing import freezing
@@ -19,14 +19,6 @@ from unilinattn.tracing.frozen_forms import as_source
 HOSTS = [case for name, table in tables().items() for case in cases(table, prefix=f"{name}/")]
 
 
-def _scalar(trace: ula.Trace) -> Any:
-    """Return a logit of the trace's model, or a linear function of its output for a model without logits."""
-    output = trace.output
-    if isinstance(output, Tensor) or hasattr(output, "logits"):
-        return 1
-    return lambda out: out.last_hidden_state[:, -1, :3].sum(-1)
-
-
 @pytest.mark.parametrize("host", HOSTS)
 def test_shares_and_biases_add_up(host: Host) -> None:
     inputs = host.inputs()
@@ -34,7 +26,7 @@ def test_shares_and_biases_add_up(host: Host) -> None:
     with promoted():
         trace = ula.trace(host.model().double(), inputs, progress=False)
         run = trace.frozen()
-        shares = run.shares(-1, _scalar(trace))
+        shares = run.shares(-1, scalar_of(trace))
     assert float((shares.gap / shares.size).max()) <= 1e-12
     assert float(shares.remainder.abs().max() / shares.size.max()) <= 1e-12
     # Zero shares would be complete too, with the whole logit in the bias.

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, MambaForCausalLM
 
 import unilinattn as ula
 from tests.hosts import tables
-from tests.tracing.test_frozen import _ids, _llama, _mamba, _rms, _scalar
+from tests.tracing.detached import llama_model, mamba_model, rms, scalar_of, token_ids
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import DiagonalDecay
 from unilinattn.mixers.base import constant_factors
@@ -47,7 +47,7 @@ def _relevance(host: Host, rule: str = "half") -> Shares:
     inputs = inputs.double() if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
     with promoted():
         trace = ula.trace(host.model().double(), inputs, progress=False)
-        return trace.frozen(rule=rule).shares(-1, _scalar(trace))
+        return trace.frozen(rule=rule).shares(-1, scalar_of(trace))
 
 
 @pytest.mark.parametrize("host", CASES)
@@ -81,7 +81,7 @@ def _relevant_mamba(model: MambaForCausalLM, x: Tensor) -> Tensor:
     """
     for block in model.backbone.layers:
         mixer = block.mixer
-        inner, gate = mixer.in_proj(_rms(block.norm, x)).chunk(2, -1)
+        inner, gate = mixer.in_proj(rms(block.norm, x)).chunk(2, -1)
         taps = functional.conv1d(
             functional.pad(inner.mT, (mixer.conv_kernel_size - 1, 0)),
             mixer.conv1d.weight,
@@ -99,20 +99,20 @@ def _relevant_mamba(model: MambaForCausalLM, x: Tensor) -> Tensor:
             state = decay[:, t] * state + (step[:, t] * u[:, t])[..., None] * key[:, t, None]
             outputs.append((state * query[:, t, None]).sum(-1))
         x = x + mixer.out_proj(_halved(torch.stack(outputs, 1) + mixer.D * u, gate * torch.sigmoid(gate.detach())))
-    return model.lm_head(_rms(model.backbone.norm_f, x)[:, -1])
+    return model.lm_head(rms(model.backbone.norm_f, x)[:, -1])
 
 
 def _relevant_llama(model: LlamaForCausalLM, x: Tensor) -> Tensor:
     """Return the logits of the last token with attention weights, slopes and scales detached, and the GLU halved."""
     with torch.no_grad():
-        weights = model(_ids(), output_attentions=True).attentions
+        weights = model(token_ids(), output_attentions=True).attentions
     for block, attention in zip(model.model.layers, weights, strict=True):
-        value = block.self_attn.v_proj(_rms(block.input_layernorm, x))[:, None]
+        value = block.self_attn.v_proj(rms(block.input_layernorm, x))[:, None]
         x = x + block.self_attn.o_proj((attention @ value).transpose(1, 2).flatten(2))
-        normed = _rms(block.post_attention_layernorm, x)
+        normed = rms(block.post_attention_layernorm, x)
         gate = block.mlp.gate_proj(normed)
         x = x + block.mlp.down_proj(_halved(block.mlp.up_proj(normed), gate * torch.sigmoid(gate.detach())))
-    return model.lm_head(_rms(model.model.norm, x)[:, -1])
+    return model.lm_head(rms(model.model.norm, x)[:, -1])
 
 
 def _halved(value: Tensor, gate: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ def _halved(value: Tensor, gate: Tensor) -> Tensor:
 
 
 BY_HAND: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
-    "mamba": (_mamba, _relevant_mamba),
-    "llama": (_llama, _relevant_llama),
+    "mamba": (mamba_model, _relevant_mamba),
+    "llama": (llama_model, _relevant_llama),
 }
 
 
@@ -132,13 +132,13 @@ def _misses(name: str) -> float:
     build, by_hand = BY_HAND[name]
     model = build()
     model.config._attn_implementation = "eager"
-    x = model.get_input_embeddings()(_ids()).detach().requires_grad_()
+    x = model.get_input_embeddings()(token_ids()).detach().requires_grad_()
     with promoted():
         logit = by_hand(model, x)[:, 3]
     (grad,) = torch.autograd.grad(logit.sum(), x)
     expected = (grad * x).sum(-1).detach()
     with promoted():
-        relevance = ula.trace(model, _ids(), progress=False).frozen(rule="half").shares(-1, 3)
+        relevance = ula.trace(model, token_ids(), progress=False).frozen(rule="half").shares(-1, 3)
     assert torch.allclose(logit.detach(), relevance.value, rtol=1e-9)
     bias = logit.detach() - expected.sum(1)
     worst = torch.maximum((relevance.tokens - expected).abs().max(), (relevance.bias - bias).abs().max())
@@ -193,7 +193,7 @@ def test_float32_relevance_is_conserved() -> None:
 
 
 def test_padding_has_no_relevance_and_does_not_change_it() -> None:
-    model, ids = _mamba(), _ids()
+    model, ids = mamba_model(), token_ids()
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     with promoted():
@@ -205,13 +205,13 @@ def test_padding_has_no_relevance_and_does_not_change_it() -> None:
 
 
 def test_the_culprit_of_a_gap_is_found_by_the_same_rule() -> None:
-    run = ula.trace(_mamba(), _ids(), progress=False).frozen(rule="half")
+    run = ula.trace(mamba_model(), token_ids(), progress=False).frozen(rule="half")
     assert run.culprit() is None
     assert len(run.outputs) == len(run.mixed) == 2
 
 
 def test_a_gate_with_an_unknown_function_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = ula.trace(_mamba(), _ids(), progress=False)
+    trace = ula.trace(mamba_model(), token_ids(), progress=False)
     for layer in trace.layers:
         _ = layer.operator
     monkeypatch.setattr("unilinattn.architectures.mamba.silu", torch.special.bessel_j0)

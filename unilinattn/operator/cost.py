@@ -213,15 +213,17 @@ def tile_elements(form: PairwiseForm, rows: int, columns: int | None = None, *, 
     return elements + norms + pairs * (out * (tail + extra_tiles) + 4)
 
 
-def tile_operations(form: PairwiseForm) -> int:
-    """Multiply-adds of the tiles of all pairs."""
+def tile_operations(form: PairwiseForm, *, products: bool = False) -> int:
+    """Multiply-adds of the tiles of all pairs, with `products` of their products with a vector of each row."""
     batch, queries, keys, out = form.shape
     pairs = batch * queries * min(keys, (keys + TILE) // 2 if form.causal else keys)
     if form.folded is not None:
         return pairs * form.folded.shape[2] * out
     mixers = [(cost_of(term.mixer), len(term.taps or ())) for term in form.terms if term.mixer is not None]
     inner = sum(mixer.state + lags for mixer, lags in mixers)
-    return pairs * form.channels * (inner + (0 if form.weight is None else out))
+    # A product needs no projection: the vector of the row is pulled back through W first.
+    projected = 1 if products else 0 if form.weight is None else out
+    return pairs * form.channels * (inner + projected)
 
 
 def _repeated_elements(term: FactoredTerm) -> int:
