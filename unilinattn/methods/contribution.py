@@ -58,7 +58,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
             op = only_port(layer)
             adjoint = apply_cost(op.chains, op.inputs)
             return adjoint.elements * layer.output.element_size(), passes * adjoint.operations
-        size, operations = shares_cost((layer,), queries, exact=True)
+        size, operations = shares_cost((layer,), queries, exact=True, products=True)
         rows = queries if target is None and passes == 1 else 1
         return size, passes * (operations + batch * rows * queries * keys)
 

@@ -48,8 +48,11 @@ def contribution_tiles(
         yield _sum(Tile(part, slice(0, keys), shares[0], None, rows[:, part]), shares)
 
 
-def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool) -> tuple[int, int]:
-    """Return the bytes and operations of `contribution_tiles` for `rows` rows, the output vector of each included."""
+def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool, products: bool = False) -> tuple[int, int]:
+    """Return the bytes and operations of `contribution_tiles` for `rows` rows, the output vector of each included.
+
+    With `products` the tiles are reduced by `Tile.products`, without the product with W.
+    """
     ops, count = [only_port(layer) for layer in together], len(together)
     batch, queries, keys = map_shape(together[0])
     width, out = together[0].output.element_size(), together[0].output.shape[2]
@@ -62,7 +65,7 @@ def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool) -> tuple[i
         extra_tiles = _held_vectors(count)
         size = min(tile_rows(form, extra_tiles=extra_tiles, parts=count, subject=None) for form in forms)
         elements = sum(tile_elements(form, min(size, queries), extra_tiles=extra_tiles) for form in forms) + vectors
-        return width * elements, sum(tile_operations(form) for form in forms)
+        return width * elements, sum(tile_operations(form, products=products) for form in forms)
     # As many rows of a per-channel chain as fit; each row weights a vector of every key.
     each = _rows_size(together)
     size = min(rows, TILE)

@@ -213,9 +213,10 @@ def tile_elements(form: PairwiseForm, rows: int, columns: int | None = None, *, 
     return elements + norms + pairs * (out * (tail + extra_tiles) + 4)
 
 
-def tile_operations(form: PairwiseForm) -> int:
-    """Multiply-adds of the tiles of all pairs."""
+def tile_operations(form: PairwiseForm, *, products: bool = False) -> int:
+    """Multiply-adds of the tiles of all pairs; with `products` of their products with one vector of each row."""
     batch, queries, keys, out = form.shape
+    out = 1 if products else out
     pairs = batch * queries * min(keys, (keys + TILE) // 2 if form.causal else keys)
     if form.folded is not None:
         return pairs * form.folded.shape[2] * out
