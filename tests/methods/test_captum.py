@@ -1,6 +1,5 @@
 """The methods of captum against plain loops over `inputs_embeds`, on hosts of five kinds."""
 
-import sys
 from functools import cache, partial
 from itertools import combinations
 from math import factorial
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 
 from tests.methods.hosts import HOSTS, inputs
 from unilinattn import explain, trace
-from unilinattn.errors import InputError, OptionError, UncoveredError
-from unilinattn.optional import MissingExtraError
+from unilinattn.errors import OptionError
 from unilinattn.results.attribution import Attribution
 from unilinattn.testing import left_as_found, promoted, relative_error
-from unilinattn.testing.hosts import delta, host, mamba, transformers_model
+from unilinattn.testing.hosts import delta, host, mamba
 from unilinattn.tracing.trace import Trace
 
 METHODS = ("gradient", "input_x_gradient", "integrated_gradients", "smoothgrad", "occlusion", "kernel_shap")
@@ -338,73 +336,3 @@ def test_half_precision_runs_in_the_hosts_dtype() -> None:
     for method in METHODS:
         result = explain(model, inputs(), method=method, target=-1, trust="warn", **OPTIONS.get(method, {}))
         assert result.scores.dtype == torch.float32 and bool(result.scores.isfinite().all())
-
-
-BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("gradient", {"sign": "clamp"}, OptionError, r"gradient does not accept sign='clamp'.* Accepted: abs, keep"),
-    ("gradient", {"target": 99}, InputError, "target 99 is out of range"),
-    ("gradient", {"logit": 99}, InputError, r"logit 99 is out of range: the model has logits 0 to 16"),
-    ("gradient", {"logit": lambda out: out.logits.sum()}, InputError, r"returned \(\) for 2 sequences"),
-    ("gradient", {"logit": lambda out: torch.ones(2)}, UncoveredError, "does not depend on the tokens' vectors"),
-    ("occlusion", {"target": None}, OptionError, r"occlusion runs the model many times.* such as target=-1"),
-    ("kernel_shap", {"target": None}, OptionError, "kernel_shap runs the model many times"),
-    ("occlusion", {"window": 7}, OptionError, "window=7 is longer than the 6 tokens"),
-    ("occlusion", {"baseline": "men"}, OptionError, r"does not accept baseline='men'.* Accepted: mean-embedding, zero"),
-    ("occlusion", {"baseline": 17}, InputError, "baseline 17 is out of range: the model knows ids 0 to 16"),
-    ("kernel_shap", {"n_samples": 7}, OptionError, "n_samples=7 is too few for 6 tokens.* at least 8"),
-    ("integrated_gradients", {"n_steps": 0}, OptionError, "n_steps=0"),
-    ("smoothgrad", {"noise": 0.0}, OptionError, "noise=0.0"),
-    ("occlusion", {"logit": lambda out: out.logits[:, 0, 0] / 0}, InputError, "NaN or infinite"),
-]
-
-
-@pytest.mark.parametrize(("method", "options", "error", "message"), BAD)
-def test_bad_options_say_what_is_accepted(
-    method: str, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        explain(hosted("mamba2")[2], method=method, **{"target": -1, **options})
-
-
-def test_models_that_are_not_covered() -> None:
-    with pytest.raises(InputError, match="returns no logits"):
-        explain(HOSTS["mamba2"].model().backbone, inputs(), method="gradient", target=-1)
-    settings = dict(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    model = transformers_model("T5ForConditionalGeneration", "T5Config", **settings)().eval()
-    ids = torch.randint(17, (1, 5))
-    with pytest.raises(UncoveredError, match="has two streams of tokens"):
-        explain(model, {"input_ids": ids, "decoder_input_ids": ids}, method="gradient", target=-1)
-
-
-class Rounded(nn.Module):
-    """A linear layer with int8 weights, whose kernel has no backward pass."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.scale = float(linear.weight.detach().abs().max()) / 127
-        self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x @ self.weight.to(x).mT
-
-
-def test_quantised_weights_pass_no_gradient() -> None:
-    model = HOSTS["llama"].model()
-    model.model.layers[0].mlp.down_proj = Rounded(model.model.layers[0].mlp.down_proj)
-    with promoted():
-        found = trace(model, inputs())
-        for method in METHODS[:4]:
-            message = r"model.layers.0.mlp.down_proj \(.*Rounded\) passes no gradient.*'occlusion'"
-            with left_as_found(model), pytest.raises(UncoveredError, match=message):
-                explain(found, method=method, target=-1)
-        assert bool((explain(found, method="occlusion", target=-1).scores != 0).any())
-
-
-def test_without_captum_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "captum"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "captum", None)
-    for method in METHODS:
-        with pytest.raises(MissingExtraError, match=r"needs captum.*pip install 'unilinattn\[captum\]'"):
-            explain(hosted("mamba2")[2], method=method, target=-1)
