@@ -224,8 +224,11 @@ def _signed_blocks(
 
 
 def head_elements(layer: Layer, options: MapOptions) -> int:
-    """Return the elements held for each pair by weights of each head: two copies of the block, and its treatment."""
-    return 2 * only_port(layer).num_heads(options.scope) + postprocess_elements(options.discard)
+    """Return the elements held for each pair by weights of each head: the weighted block, and its treatment.
+
+    The option `sign` takes another block, while the copy that `row_blocks` counts for the selection of heads is free.
+    """
+    return only_port(layer).num_heads(options.scope) + postprocess_elements(options.discard)
 
 
 def composed(

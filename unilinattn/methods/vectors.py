@@ -53,7 +53,7 @@ def contribution_tiles(
 def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool, products: bool = False) -> tuple[int, int]:
     """Return the bytes and operations of `contribution_tiles` for `rows` rows, the output vector of each included.
 
-    With `products` the tiles are multiplied by a vector of each row instead of reduced to norms.
+    With `products` the tiles are reduced by `Tile.products`, without the product with W.
     """
     ops, count = [only_port(layer) for layer in together], len(together)
     batch, queries, keys = map_shape(together[0])

@@ -214,16 +214,16 @@ def tile_elements(form: PairwiseForm, rows: int, columns: int | None = None, *, 
 
 
 def tile_operations(form: PairwiseForm, *, products: bool = False) -> int:
-    """Multiply-adds of the tiles of all pairs, with `products` of their products with a vector of each row."""
+    """Multiply-adds of the tiles of all pairs; with `products` of their products with one vector of each row."""
     batch, queries, keys, out = form.shape
+    # A product needs no projection: the vector of the row is pulled back through W first.
+    out = 1 if products else out
     pairs = batch * queries * min(keys, (keys + TILE) // 2 if form.causal else keys)
     if form.folded is not None:
         return pairs * form.folded.shape[2] * out
     mixers = [(cost_of(term.mixer), len(term.taps or ())) for term in form.terms if term.mixer is not None]
     inner = sum(mixer.state + lags for mixer, lags in mixers)
-    # A product needs no projection: the vector of the row is pulled back through W first.
-    projected = 1 if products else 0 if form.weight is None else out
-    return pairs * form.channels * (inner + projected)
+    return pairs * form.channels * (inner + (0 if form.weight is None else out))
 
 
 def _repeated_elements(term: FactoredTerm) -> int:
