@@ -51,7 +51,7 @@ def _adjoint(structure: str, place: Place) -> Tensor:
 
 
 def _attribution(structure: str, place: Place) -> Tensor:
-    weight = last_weights(place.traced(structure, LENGTH)).double()
+    weight = last_weights(place.traced(structure, LENGTH)).values.double()
     row = (weight[0, -1] * plain.mean_map(place.operator(structure, LENGTH))[0, -1]).clamp_min(0)
     row[-1] += 1
     return row

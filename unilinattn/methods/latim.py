@@ -63,6 +63,9 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     """Return the cost of `latim`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
     chosen = LatimOptions.of("latim", options)
     layers = stackable_layers(trace, "latim", chosen.layers)
+    if chosen.residual:
+        for layer in layers:
+            residual_of(layer, "latim")
     extremes, width = chosen.normalize == "min-max", layers[0].output.element_size()
     exact = chosen.activation == "exact"
     batch, queries, _ = map_shape(layers[0])
