@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM, MambaForCausalLM
@@ -210,6 +211,7 @@ def test_the_culprit_of_a_gap_is_found_by_the_same_rule() -> None:
     assert len(run.outputs) == len(run.mixed) == 2
 
 
+@pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="Mamba of transformers 5.6.2 gates by its own module")
 def test_a_gate_with_an_unknown_function_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = ula.trace(mamba_model(), token_ids(), progress=False)
     for layer in trace.layers:
