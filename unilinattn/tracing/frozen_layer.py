@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from unilinattn.errors import UncoveredError
+from unilinattn.memory import return_free_pages
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.module_calls import first_tensor
 from unilinattn.tracing.trust import tolerance
@@ -50,7 +51,9 @@ class _Operator(torch.autograd.Function):
         return layer.output.to(dtype, copy=True)
 
     @staticmethod
+    @torch.no_grad()  # No gradient of a tangent is asked for, and its graph would hold every step of the operator.
     def jvp(ctx: Any, layer: Any, ports: Any, dtype: Any, trigger: Tensor, *tangents: Tensor | None) -> Tensor:
+        _release(ctx.layer)
         op = ctx.layer.operator
         given = {}
         for port, tangent, constant in zip(ctx.ports, tangents, ctx.constants, strict=True):
@@ -61,6 +64,7 @@ class _Operator(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        _release(ctx.layer)
         op = ctx.layer.operator
         parts = zip(ctx.ports, ctx.constants, ctx.dtypes, strict=True)
         grads = (
@@ -68,6 +72,12 @@ class _Operator(torch.autograd.Function):
             for port, constant, dtype in parts
         )
         return (None, None, None, None, *grads)
+
+
+def _release(layer: Layer) -> None:
+    """Return the pages of what earlier layers freed, if the input is long and operators are built one at a time."""
+    if layer.prefix_error is not None:
+        return_free_pages()
 
 
 def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
