@@ -33,8 +33,11 @@ def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
     Raises `UncoveredError` if the tensor of a port is none of the arguments.
     """
     given = _port_values(layer, arguments)
-    # `jvp` runs only if an input is dual.
-    trigger = forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+    trigger = torch.zeros(())
+    if any(map(_has_constants, given.values())) or layer.operator.bias.any():
+        # `jvp` runs only if an input is dual. In a model without biases no tangent follows, which saves a third of the
+        # run's products.
+        trigger = forward_ad.make_dual(trigger, torch.zeros(()))
     dtype = next(iter(given.values())).dtype
     output: Tensor = _Operator.apply(layer, tuple(given), dtype, trigger, *given.values())
     return output
@@ -78,6 +81,11 @@ def _release(layer: Layer) -> None:
     """Return the pages of what earlier layers freed, if the input is long and operators are built one at a time."""
     if layer.prefix_error is not None:
         return_free_pages()
+
+
+def _has_constants(x: Tensor) -> bool:
+    """Tell whether a part of a tensor does not come from tokens."""
+    return not x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
 
 
 def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
