@@ -20,8 +20,10 @@ from unilinattn.tracing.trace import Trace
 LENGTH = 192
 SHORT = 40
 """Length for `PASSES` without a target."""
-PASSES = ("attribution", "logit", "lrp")
+PASSES = ("attention_grad", "attribution", "logit", "lrp", "transformer_attribution")
 """Methods that compute gradients for each row."""
+MATRICES = ("attention_grad", "transformer_attribution")
+"""Methods that weight the matrices of all heads."""
 METHODS = ("alti", *PASSES, "latim", "raw", "rollout")
 
 
@@ -54,9 +56,14 @@ def compared(name: str, length: int, **arguments: Any) -> None:
     assert 0.5 <= estimate.operations / counted.multiplications <= 2, (estimate.operations, counted.multiplications)
 
 
+def _marks(name: str, method: str, target: int | None) -> Any:
+    every_row = target is None and method in ("attribution", *MATRICES)
+    return pytest.mark.slow if every_row or (method in MATRICES and name not in ("mamba2", "gpt2")) else ()
+
+
 # Gradients and relevances of S4D recompute its kernel, which the estimate omits: see the next test.
 COUNTED = [
-    pytest.param(name, method, target, marks=pytest.mark.slow if (method, target) == ("attribution", None) else ())
+    pytest.param(name, method, target, marks=_marks(name, method, target))
     for name in NAMES
     for method in METHODS
     for target in (None, -1)
@@ -120,8 +127,8 @@ def test_options_are_taken_into_account(name: str, method: str, options: dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [3 << 18, 3 << 19])
 @pytest.mark.parametrize("target", [None, -1])
-# `logit` and `lrp` run the model, whose memory `max_memory` does not bound.
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("logit", "lrp")])
+# The other methods of `PASSES` run the model, whose memory `max_memory` does not bound.
+@pytest.mark.parametrize("method", ["attribution", *(method for method in METHODS if method not in PASSES)])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_stays_within_the_limit_or_is_refused(
     name: str, method: str, target: int | None, limit: int, gradients: None

@@ -27,11 +27,11 @@ from unilinattn.methods.selection import (
 )
 from unilinattn.mixers import CoreMixer
 from unilinattn.mixers.cost import cost_of
-from unilinattn.operator.cost import BLOCK_ROWS
+from unilinattn.operator.cost import BLOCK_ROWS, apply_cost
 from unilinattn.operator.stages import Branch, Chain, Mix, walk
 from unilinattn.progress import progress
 from unilinattn.results.estimate import Estimate, LayerCost
-from unilinattn.tracing.gradient_cost import GradientCost
+from unilinattn.tracing.gradient_cost import LIVE, GradientCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -249,6 +249,8 @@ def gradient_rollout_cost(
         weighted = batch * queries * keys * (factors * layer.operator.width + 1) * len(mixers)
         operations = sum(cost_of(mixer).map_operations(1) for mixer in mixers) + weighted
         composed = batch * queries**2 * keys if target is None and once else 0
-        return block_bytes(layer, mixers, rows, heads), passes * operations + composed
+        # The gradient passes from the layer's output to its cores once the layer's flow is built, for all targets.
+        built = LIVE * apply_cost(layer.operator.chains, layer.operator.inputs).operations
+        return block_bytes(layer, mixers, rows, heads), passes * operations + composed + built
 
     return estimated(method, layers, target, None, of, held=held, before=runs)
