@@ -11,7 +11,6 @@ import unilinattn as ula
 from tests.memory.hosts import NAMES, linear, traced
 from unilinattn.errors import InputError, MemoryLimitError, OptionError, UncoveredError
 from unilinattn.methods.maps import Weight
-from unilinattn.registry import Method
 from unilinattn.testing.hosts import host
 from unilinattn.testing.peak import Peak, peak_of
 from unilinattn.tracing.layer import Layer
@@ -175,7 +174,7 @@ def test_a_model_is_traced_for_its_estimate() -> None:
     assert ula.estimate(entry.model(), entry.inputs()).shape == (2, 13, 13)
 
 
-def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_refused() -> None:
     host_trace = traced("mamba", LENGTH)
     with pytest.raises(OptionError, match="did you mean 'rollout'"):
         ula.estimate(host_trace, method="rolout")
@@ -183,7 +182,9 @@ def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ula.estimate(host_trace, scop="core")
     with pytest.raises(InputError, match="needs inputs"):
         ula.estimate(host("mamba").model())
-    uncosted = Method("own", "a method", lambda trace, target: None)
-    monkeypatch.setattr(import_module("unilinattn.methods.run"), "registered", lambda name: uncosted)
-    with pytest.raises(UncoveredError, match="own was registered without its cost"):
-        ula.estimate(host_trace, method="own")
+
+
+@pytest.mark.parametrize("method", ["gradient", "knockout"])
+def test_methods_that_only_run_the_model_have_no_estimate(method: str) -> None:
+    with pytest.raises(UncoveredError, match=rf"{method} has no estimate, .* that have an estimate: .*rollout"):
+        ula.estimate(host("mamba").model(), method=method)
