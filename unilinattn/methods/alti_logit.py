@@ -36,6 +36,7 @@ from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import tolerance
 
 NAME = "alti_logit"
+REMEDY = "Use the method 'logit'."
 EXTRAS = ("bias", "remainder", "logit", "gap")
 """Extras of a result, one number for each row."""
 
@@ -92,7 +93,7 @@ def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) ->
     """
     chosen = AltiLogitOptions.of(NAME, options)
     layers = _layers(trace)
-    errors = stream_errors(trace, layers, NAME)
+    errors = stream_errors(trace, layers, NAME, REMEDY)
     target = only_target(trace, target, chosen.logit)
     stream, gradient, extras = _unembedded(trace, layers[0], target, chosen)
     scores, biases = _accumulated(trace, layers, target, gradient, stream)
@@ -195,12 +196,12 @@ def _layers(trace: Trace) -> tuple[Layer, ...]:
     """Return all layers; raise `UncoveredError` for one whose residual stream is unknown or inside its module."""
     layers = layers_from(trace, NAME, 0)
     for layer in layers:
-        residual_of(layer, NAME)
+        residual_of(layer, NAME, REMEDY)
         if layer.stream is None:
             raise UncoveredError(
                 f"{NAME}: the module of {layer.name} contains its residual, so the streams before and after it are "
                 "related by more than a sum (a norm after it), and the contributions of the layers to a logit cannot "
-                "be told apart at the last of them. Use the method 'logit'."
+                f"be told apart at the last of them. {REMEDY}"
             )
     return layers
 
