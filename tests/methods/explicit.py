@@ -3,15 +3,16 @@
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from tests.methods.hosts import HOSTS, inputs, references
 from tests.methods.references import delta_map, mamba2_reference, mamba_reference
+from tests.tracing.detached import convolved
 from unilinattn.testing.promote import promoted
 
-Rule = Literal["model", "freeze", "half"]
-"""The model itself, or with the constants of the frozen run, where a gate is one or gets half of the relevance."""
+Rule = Literal["freeze", "half"]
+"""A rule of the frozen run: the gate is a constant, or gate and value get half of the relevance each."""
 
 FIVE = ("mamba", "mamba2", "llama", "delta rule", "hybrid")
 
@@ -22,16 +23,16 @@ class Explicit:
     Under the rules of the frozen run attention matrices, scales of norms and slopes of activations are constants.
     """
 
-    def __init__(self, rule: Rule = "model") -> None:
+    def __init__(self, rule: Rule | None = None) -> None:
         self.rule = rule
         self.matrices: list[Tensor] = []
 
     def matrix(self, alpha: Tensor) -> Tensor:
-        self.matrices.append(alpha if self.rule == "model" else alpha.detach().requires_grad_())
+        self.matrices.append(alpha if self.rule is None else alpha.detach().requires_grad_())
         return self.matrices[-1]
 
     def constant(self, factor: Tensor) -> Tensor:
-        return factor if self.rule == "model" else factor.detach()
+        return factor if self.rule is None else factor.detach()
 
     def silu(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(self.constant(x))
@@ -56,14 +57,14 @@ class Explicit:
     def mamba(self, mixer: Any, x: Tensor) -> Tensor:
         alpha = self.matrix(mamba_reference(mixer, x, torch.ones(x.shape[:2]))["alpha"])
         inner, gate = mixer.in_proj(x).chunk(2, -1)
-        u = self.silu(_convolved(inner, mixer.conv1d))
+        u = self.silu(convolved(inner, mixer.conv1d))
         return mixer.out_proj(self.gated(torch.einsum("beij,bje->bie", alpha, u) + mixer.D * u, gate))
 
     def mamba2(self, mixer: Any, x: Tensor) -> Tensor:
         alpha = self.matrix(mamba2_reference(mixer, x, torch.ones(x.shape[:2]))["alpha"])
         inner, heads = mixer.intermediate_size, mixer.num_heads
         gate, xbc, _ = mixer.in_proj(x).split([inner, mixer.conv_dim, heads], -1)
-        u = self.silu(_convolved(xbc, mixer.conv1d)[..., :inner]).unflatten(-1, (heads, -1))
+        u = self.silu(convolved(xbc, mixer.conv1d)[..., :inner]).unflatten(-1, (heads, -1))
         y = torch.einsum("bhij,bjhp->bihp", alpha, u) + mixer.D[:, None] * u
         gated = self.gated(y.flatten(2), gate)
         groups = inner // getattr(mixer.norm, "group_size", inner)
@@ -76,7 +77,7 @@ class Explicit:
         groups, heads = mixer.num_k_heads, mixer.num_v_heads
         sizes = [mixer.head_k_dim] * 2 + [mixer.value_dim // groups] * 2
         *mixed, gate = (part.flatten(2) for part in mixer.in_proj_qkvz(x).unflatten(-1, (groups, -1)).split(sizes, -1))
-        value = self.silu(_convolved(torch.cat(mixed, -1), mixer.conv1d))[..., -mixer.value_dim :]
+        value = self.silu(convolved(torch.cat(mixed, -1), mixer.conv1d))[..., -mixer.value_dim :]
         y = torch.einsum("bhij,bjhp->bihp", alpha, value.unflatten(-1, (heads, -1)))
         normed = self.rms(y, mixer.norm.weight, mixer.norm.variance_epsilon)
         return mixer.out_proj(self.gated(normed.flatten(2), gate))
@@ -96,11 +97,6 @@ MIXERS = {
 }
 
 
-def _convolved(x: Tensor, conv: nn.Conv1d) -> Tensor:
-    padded = functional.pad(x.mT, (conv.kernel_size[0] - 1, 0))
-    return functional.conv1d(padded, conv.weight, conv.bias, groups=conv.groups).mT
-
-
 class Detached(NamedTuple):
     """Gradient x embedding in a frozen form, the rest of the logit, the logit, and (alpha, its gradient) by layer."""
 
@@ -110,7 +106,7 @@ class Detached(NamedTuple):
     matrices: list[tuple[Tensor, Tensor]]
 
 
-def detached(name: str, rule: Literal["freeze", "half"]) -> Detached:
+def detached(name: str, rule: Rule) -> Detached:
     """Write one of `FIVE` out by a rule of the frozen run and differentiate the predicted logit of the last token."""
     model, explicit = HOSTS[name].model(), Explicit(rule)
     x = stream = model.get_input_embeddings()(inputs()["input_ids"]).detach().requires_grad_()
