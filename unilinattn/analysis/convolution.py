@@ -62,7 +62,7 @@ def convolution_taps(layer: Layer, *, conv: int = 0) -> ConvolutionTaps:
     """Return the taps of a layer's short convolution, and the rank correlation of their absolute values.
 
     A negative correlation of two lags shows that channels carry one of the two tokens (Induction section 4.2.2).
-    `conv` is the convolution, of a layer with several (the directions of ViM).
+    `conv` selects the convolution of a layer with several, such as the directions of ViM.
 
     Raises `UncoveredError` for a layer without a short convolution, `OptionError` for one out of range, and
     `InputError` for one with a single tap, or with taps that are equal for all channels, whose correlation is

@@ -1,4 +1,4 @@
-"""`alti_logit`: what each token adds to a logit through each layer, its own mixing followed back by ALTI."""
+"""`alti_logit`: the part of a logit that each token adds through each layer, with earlier mixing traced by ALTI."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -75,16 +75,16 @@ def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) ->
     """ALTI-Logit: C_it = sum_l sum_j (T^l_ij x_j . U) R^{l-1}_jt, token t's part of what layers add to a logit.
 
     LaTIM Eq. 7-8; Ferrando et al. (2023). U is the gradient of the logit at the last residual sum, through the frozen
-    final norm and head; T^l_ij excludes the residual stream, which would be counted once a layer; R^l = P^l ... P^1 is
-    the product of ALTI's maps up to layer l, R^0 the identity. Two more parts make the scores complete: the stream that
-    enters the first layer, delta_it x0_i . U, and the vectors f^l that the host adds between two layers (MLPs, their
-    biases included), sum_l (f^l_i . U) R^l_it.
+    final norm and head; T^l_ij excludes the residual stream, which would be counted once in each layer; R^l = P^l ...
+    P^1 is the product of ALTI's maps up to layer l, R^0 the identity. Two more parts make the scores complete: the
+    stream that enters the first layer, delta_it x0_i . U, and the vectors f^l that the host adds between two layers
+    (MLPs, their biases included), sum_l (f^l_i . U) R^l_it.
 
     Scores: (batch, query, key), without `query` for a target. Extras, with the same axes but `key`: `bias`, the
-    biases of the layers, of the final norm and of the head; `remainder`, what is not linear in the output, zero for a
-    logit; `logit`, the value that scores, bias and remainder add up to; and `gap`, what they miss of it.
-    `completeness_gap` is the largest gap relative to the logit. Keys of padding that a host does not mask are no
-    tokens, so that their contributions are part of the gap.
+    biases of the layers, of the final norm and of the head; `remainder`, the part that is not linear in the output,
+    zero for a logit; `logit`, the value that scores, bias and remainder add up to; and `gap`, the absolute difference
+    between it and their sum. `completeness_gap` is the largest gap relative to the logit. If a host does not mask
+    padding, the contributions of padding are part of the gap.
 
     Options: `AltiLogitOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model without
     logits, `UncoveredError` for a layer without a residual stream outside its module, for a stream that is normed

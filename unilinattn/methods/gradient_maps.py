@@ -39,7 +39,7 @@ AtCores = Sequence[Float[Tensor, "batch query channel"]]
 """Gradients with respect to the outputs of a layer's cores."""
 
 Factors = Mapping[str, Sequence[AtCores]]
-"""The gradients that weight a layer's attention matrices, by its name; each weights them once."""
+"""The gradients that weight each layer's attention matrices, by the layer's name; their weights are multiplied."""
 
 COPIES = 3
 """Blocks of all heads that are held at once: the matrix, a weight, and their product."""
@@ -63,9 +63,9 @@ def gradient_rollout(
 ) -> Float[Tensor, "batch *query key"]:
     """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), with `sign` for each head.
 
-    `factors` yields the gradients for each of some targets. Without a target, row i takes those of the scalar at
-    position i; if all positions have one scalar, the maps are multiplied once for all rows. Raises `UncoveredError` for
-    layers without one attention matrix per head (see `core_mixers`).
+    `factors` yields the gradients of each target. Without a target, row i takes those of the scalar at position i; if
+    all positions have one scalar, the maps are multiplied once for all rows. Raises `UncoveredError` for layers without
+    one attention matrix per head (see `core_mixers`).
     """
     for layer in layers:
         core_mixers(layer)

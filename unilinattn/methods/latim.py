@@ -102,7 +102,7 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
 
     T_i(x_j) is exact by default; `activation` selects one of the paper's splits of the activation over the
     convolution's taps. Scores: (layer, batch, query, key), without `query` for a target. The residual inside a module
-    is part of T_ii whatever `residual` is.
+    is part of T_ii for any `residual`.
 
     With compose="rollout" the scores are A_n ... A_1 without a layer axis: A_ij = C_ij / sum_k C_ik of a step, T_ii
     with the residual stream (LaTIM Eq. 4). Layers that run in parallel are summed before the norm. LaTIM does not

@@ -69,8 +69,8 @@ def explain(
         max_memory: bytes that each operation may take in addition to its inputs and result, by default 1 GiB.
         progress: whether long work shows a progress bar on a terminal or in a notebook.
         trust: "require" raises an error for a layer whose reconstruction error exceeds the tolerance of its dtype (see
-            `docs/exactness.md`) before a method uses it, and for shares that miss the logit by more than it; "warn"
-            warns, and the result keeps the warning.
+            `docs/exactness.md`) before a method uses it, and for shares that miss the logit by more than that
+            tolerance; "warn" warns, and the result keeps the warning.
         options: options of the method.
 
     Raises `OptionError` for an unknown method or option, `InputError` for inputs, a target or labels that do not
