@@ -117,6 +117,7 @@ def token_keys(trace: Trace, layer: int, *, lag: int, core: int = 0) -> TokenVec
     """
     mixer = core_of(trace.layers[layer], core).mixer
     query_of(mixer)
+    # Mixers with queries have keys, which their base class does not declare.
     return _means(trace, f"keys of {trace.layers[layer].name}", mixer.key, lag)  # type: ignore[attr-defined]
 
 
