@@ -73,7 +73,7 @@ class FrozenRun:
         layers: the traced layers in order of execution.
         choose: returns the scalar that a target and a `Logit` name, from an output.
         observe: returns this scalar in the trace.
-        rule: what a product of two factors of different rank freezes (see `Freezing`).
+        rule: how a product of two factors of different rank is frozen (see `Freezing`).
 
     Attributes:
         outputs: the layers' outputs in the run's graph.
@@ -363,7 +363,7 @@ class FrozenRun:
         return mapped(returned, lambda t: values if t.shape == values.shape and not t.requires_grad else t)
 
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
-        """Return what a layer returned in the trace, with its output in the graph."""
+        """Return a layer's result in the trace, with its output in the graph."""
         mixed: list[GradientEdge] = []
         if self._rule == "half":
             output, mixed = live_output(layer, arguments)
