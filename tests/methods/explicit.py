@@ -98,31 +98,47 @@ MIXERS = {
 
 
 class Detached(NamedTuple):
-    """Gradient x embedding in a frozen form, the rest of the logit, the logit, and (alpha, its gradient) by layer."""
+    """A logit of a frozen form, and gradients in it.
+
+    Attributes:
+        tokens: gradient x embedding.
+        bias: the logit less the sum over tokens.
+        logit: the logit.
+        matrices: (alpha, its gradient) of each layer.
+        depths: gradient x stream at the start of each block, (layer, batch, token).
+        slopes: the gradient at the output of each layer's mixer.
+    """
 
     tokens: Tensor
     bias: Tensor
     logit: Tensor
     matrices: list[tuple[Tensor, Tensor]]
+    depths: Tensor
+    slopes: list[Tensor]
 
 
 def detached(name: str, rule: Rule) -> Detached:
     """Write one of `FIVE` out by a rule of the frozen run and differentiate the predicted logit of the last token."""
     model, explicit = HOSTS[name].model(), Explicit(rule)
-    x = stream = model.get_input_embeddings()(inputs()["input_ids"]).detach().requires_grad_()
+    stream = model.get_input_embeddings()(inputs()["input_ids"]).detach().requires_grad_()
+    streams, outputs = [], []
     with promoted():
         for block, reference in zip(HOSTS[name].blocks(model), references(name), strict=True):
             mixer = HOSTS[name].mixer(block)
             normed = explicit.norm(block.norm if hasattr(block, "norm") else block.input_layernorm, stream)
+            streams.append(stream)
             if type(mixer).__name__ in MIXERS:
-                stream = stream + MIXERS[type(mixer).__name__](explicit, mixer, normed)
+                outputs.append(MIXERS[type(mixer).__name__](explicit, mixer, normed))
             else:
-                stream = stream + explicit.attention(mixer, normed, reference.alpha)
+                outputs.append(explicit.attention(mixer, normed, reference.alpha))
+            stream = stream + outputs[-1]
             for norm, mlp in (("post_attention_layernorm", "mlp"), ("pre_ff_layernorm", "feed_forward")):
                 if hasattr(block, norm):
                     stream = stream + explicit.mlp(getattr(block, mlp), explicit.norm(getattr(block, norm), stream))
         logit = model.lm_head(explicit.norm(HOSTS[name].norm(model), stream))[:, -1].max(-1).values
-        grad, *gradients = torch.autograd.grad(logit.sum(), [x, *explicit.matrices])
-    tokens, logit = (grad * x).sum(-1).detach(), logit.detach()
-    matrices = [(alpha.detach(), g) for alpha, g in zip(explicit.matrices, gradients, strict=True)]
-    return Detached(tokens, logit - tokens.sum(1), logit, matrices)
+        count = len(streams)
+        grads = torch.autograd.grad(logit.sum(), [*streams, *outputs, *explicit.matrices])
+    depths = torch.stack([(g * x).sum(-1).detach() for g, x in zip(grads[:count], streams, strict=True)])
+    matrices = [(alpha.detach(), g) for alpha, g in zip(explicit.matrices, grads[2 * count :], strict=True)]
+    logit = logit.detach()
+    return Detached(depths[0], logit - depths[0].sum(1), logit, matrices, depths, list(grads[count : 2 * count]))
