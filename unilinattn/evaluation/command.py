@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
         raise OptionError("--data needs --models: local folders, each with a causal language model and its tokenizer.")
     with quiet_hosts():
         for path in map(Path, options.models):
-            # A folder at a time: positions and ids are those of its own tokenizer.
+            # Positions and ids depend on the tokenizer, so each model reads the samples with its own.
             host, tokenizer = load_checkpoint(path, options.dtype)
             data = read_samples(options.data, tokenizer)
             others = None if options.selection is None else read_samples(options.selection, tokenizer)

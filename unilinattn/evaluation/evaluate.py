@@ -25,10 +25,10 @@ from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import Trust
 
 VALUES = 4096
-"""Values of each weight that tell models apart."""
+"""Number of values of each weight that the hash of a model reads."""
 
 Choice = dict[str, list[Any] | None]
-"""Parts of the choosing metric of each layer by method; None for a method that keeps no layer axis."""
+"""Parts of the metric that chooses a layer, by method and layer; None for a method that keeps no layer axis."""
 
 
 def evaluate(
@@ -100,7 +100,7 @@ class _Work:
     def __init__(self, plan: Plan, name: str, at: int, store: Store, processes: Processes) -> None:
         self._plan, self._name, self._at, self._store, self._processes = plan, name, at, store, processes
         if isinstance(model := plan.models[name], nn.Module):
-            # Also where nothing is left to compute.
+            # The model is checked even if nothing is left to compute.
             self._require_same(model)
 
     @cached_property
@@ -140,7 +140,7 @@ class _Work:
         def run(units: Sequence[int]) -> dict[int, Any]:
             done = {}
             for unit in steps(units, f"{self._name}: {kind}"):
-                # As the store returns it, so that a stored number is the computed one.
+                # In the form that the store returns, so that a stored number equals a computed one.
                 done[unit] = json.loads(json.dumps(compute(unit, samples[unit])))
                 self._store.write(key(unit), done[unit])
             return done
@@ -152,7 +152,7 @@ class _Work:
         return [done[unit] for unit in range(len(samples))]
 
     def _precisions(self, composed: set[str], at: int, sample: Sample) -> Choice:
-        """Return the choosing metric of each layer; methods found to be in `composed` are not run again."""
+        """Return the metric that chooses a layer, for each layer; methods in `composed` are not run again."""
         plan = self._plan
         precisions: Choice = {}
         traced = self._trace(sample, f"selection sample {sample.name or at}")
@@ -184,7 +184,7 @@ class _Work:
                     self._one_layer(one, result, layers) for result in self._results(one, traced, sample, "data", at)
                 ]
             layer = results[0].layers[0] if len(results[0].layers) == 1 else "all" if results[0].layers else ""
-            # One result for each draw of the random scores. Their cases share what the metrics have in common.
+            # One result for each draw of the random scores. Metrics share the values that a case caches.
             cases = [self._case(traced, sample, result, at) for result in results]
             for label, measure in plan.metrics.items():
                 with self._located(f"sample {name}, {one.label}, {label}"):
@@ -208,7 +208,7 @@ class _Work:
 
     def _results(self, one: Scorer, traced: Trace, sample: Sample, kind: str, at: int) -> list[Attribution]:
         devices = {weight.device.index for weight in self._host.parameters() if weight.is_cuda}
-        # Seeded by sample and row, and the caller's generators stay as they are.
+        # The seed depends on the sample and the row; the caller's generators are restored.
         with torch.random.fork_rng(devices=sorted(devices)):
             torch.manual_seed(self._plan.seed_of(kind, at, one.label))
             return one.run(traced, sample, trust=self._plan.trust, max_memory=self._plan.max_memory)

@@ -1,4 +1,4 @@
-"""The checked request of an evaluation: its samples, rows and metrics, and what tells it from others."""
+"""The checked request of an evaluation: its samples, rows and metrics, and a description that identifies it."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence

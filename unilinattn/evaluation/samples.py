@@ -75,7 +75,7 @@ def task_samples(task: str | Task, count: int, *, seed: int = HELD_OUT_SEED, tar
     """Return `count` sequences of a task of the trained examples, with the keys that hold their answers.
 
     Every query with an answer is explained, or one position `target`. The candidates are the keys before the query;
-    an answer at the query itself is not asked for. `seed`: by default that of the held-out sequences; layers are chosen
+    an answer at the query itself does not count. `seed`: by default that of the held-out sequences; layers are chosen
     on those of `examples.tasks.SELECTION_SEED`.
 
     Raises `OptionError` for an unknown task, and `InputError` for a target without an answer.

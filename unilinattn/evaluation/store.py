@@ -1,4 +1,4 @@
-"""The folder of an evaluation: what was asked, and the numbers computed so far."""
+"""The folder of an evaluation: its configuration, and the numbers computed so far."""
 
 import json
 import os
@@ -15,7 +15,7 @@ FORMAT_VERSION = "1"
 CONFIGURATION = "configuration.json"
 
 SHOWN = 5
-"""Differences that an error lists."""
+"""Largest number of differences that an error lists."""
 
 
 class Store:

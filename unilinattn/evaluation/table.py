@@ -23,7 +23,7 @@ COLUMNS = ("model", "method", "layer", "sample", "metric", "value")
 SUMMARY = ("model", "method", "layer", "metric", "value", "spread", "samples")
 
 PARTS = "parts"
-"""Field of a row with the sums that its value is made of, for the value over all samples; no column."""
+"""Field of a row, in addition to the columns, with the sums from which the value over all samples is computed."""
 
 
 class Table(Sequence[Mapping[str, Any]]):

@@ -69,8 +69,8 @@ def explain(
         max_memory: bytes that each operation may take in addition to its inputs and result, by default 1 GiB.
         progress: whether long work shows a progress bar on a terminal or in a notebook.
         trust: "require" raises an error for a layer whose reconstruction error exceeds the tolerance of its dtype (see
-            `docs/exactness.md`) before a method uses it, and for shares that miss the logit by more than it; "warn"
-            warns, and the result keeps the warning.
+            `docs/exactness.md`) before a method uses it, and for shares that miss the logit by more than that
+            tolerance; "warn" warns, and the result keeps the warning.
         options: options of the method.
 
     Raises `OptionError` for an unknown method or option, `InputError` for inputs, a target or labels that do not
@@ -105,15 +105,16 @@ def estimate(
     refused for its size. Bytes and operations are within a factor of two of the measured ones at lengths where they
     matter.
 
-    Raises `UncoveredError` for a method that was registered without its cost, and the errors of `explain` for invalid
-    arguments.
+    Raises `UncoveredError` for a method without an estimate (`knockout` and the methods of captum, which run the model
+    many times), and the errors of `explain` for invalid arguments.
     """
     _require_known(method)
     if method is not None and registered(method).cost is None:
         costed = [name for name, entry in list_methods().items() if entry.cost is not None]
         raise UncoveredError(
-            f"{method} was registered without its cost, so nothing can be estimated; give register_method a "
-            f"`cost`. Methods that have one: {', '.join(costed)}."
+            f"{method} has no estimate, because it was registered without a `cost`. A method that only runs the model "
+            f"takes the time and memory of these runs; the page of the method states how many they are. Methods that "
+            f"have an estimate: {', '.join(costed)}."
         )
     with limited_to(max_memory), trusting(trust):
         traced = _traced(model_or_trace, inputs, tokenizer)
