@@ -1,13 +1,14 @@
 """Texts as inputs: their token ids, the labels and words of their tokens, and targets and logits named by text."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError, nearest
 
@@ -33,6 +34,37 @@ class Text:
     arguments: dict[str, Tensor]
     spans: tuple[tuple[Span, ...], ...] | None
     words: tuple[tuple[int | None, ...], ...] | None
+
+    @property
+    def offsets(self) -> list[list[Span]] | None:
+        """`spans` with (0, 0) at padding, None for a tokenizer without offsets."""
+        if self.spans is None:
+            return None
+        mask = self.arguments.get("attention_mask", torch.ones_like(self.arguments["input_ids"]))
+        rows = []
+        for spans, real in zip(self.spans, mask.tolist(), strict=True):
+            remaining = iter(spans)
+            rows.append([next(remaining) if one else (0, 0) for one in real])
+        return rows
+
+    def require_vocabulary(self, model: nn.Module) -> None:
+        """Raise `InputError` for ids that the model does not have, and warn of a tokenizer with more tokens than it."""
+        size = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
+        if size is None:
+            return
+        name, host, ids = type(self.tokenizer).__name__, type(model).__name__, self.arguments["input_ids"]
+        if (last := int(ids.max())) >= size:
+            token = self.tokenizer.convert_ids_to_tokens(last)
+            raise InputError(
+                f"the tokenizer gives {token!r} the id {last}, and {host} has ids 0 to {size - 1}: {name} belongs to "
+                "another model. Load the tokenizer that was saved with this model."
+            )
+        if hasattr(self.tokenizer, "__len__") and len(self.tokenizer) > size:
+            warnings.warn(
+                f"{name} has {len(self.tokenizer)} tokens and {host} {size}: it may belong to another model, whose "
+                "ids mean other tokens.",
+                stacklevel=3,
+            )
 
     def positions(self, target: str | re.Pattern[str]) -> Int[Tensor, " batch"]:
         """Return the last token of the only place where a text or a pattern matches in each sequence.

@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_map_only
 
 from unilinattn.errors import OptionError
 from unilinattn.progress import bars
+from unilinattn.registry import ImageTokens, image_tokens_of
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
-from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
+from unilinattn.tracing.image import is_image, processed
+from unilinattn.tracing.inputs import call_host, host_arguments, pixels, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of, scalar
@@ -79,6 +81,24 @@ class Trace:
     def ids(self) -> Int[Tensor, "batch length"] | None:
         """The token ids of the inputs, None for other inputs and for those of two streams."""
         return token_ids(self.arguments)
+
+    @property
+    def image_tokens(self) -> ImageTokens | None:
+        """Places of an image's patches and class tokens in the sequence, None for other inputs or if unknown.
+
+        Known for the vision models of `registry.register_image_tokens`.
+        """
+        images = pixels(self.arguments)
+        entries = [(module, image_tokens_of(type(module))) for module in self.host.modules()]
+        known = [(module, places) for module, places in entries if places is not None]
+        if images is None or len(known) != 1:
+            return None
+        (module, places) = known[0]
+        tokens = None if places is None else places(module, images.shape[2], images.shape[3])
+        # A model with further tokens, or that merges patches, has another length.
+        lengths = {layer.output.shape[1] for layer in self.layers}
+        fits = tokens is not None and lengths == {max((*tokens.patches, *tokens.cls)) + 1}
+        return tokens if fits else None
 
     @property
     def versions(self) -> dict[str, str]:
@@ -236,6 +256,7 @@ def trace(
     inputs: Any,
     *,
     tokenizer: Any = None,
+    processor: Any = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
     progress: bool = True,
@@ -265,8 +286,11 @@ def trace(
 
     Args:
         model: the host model.
-        inputs: a text or a list of texts, a tensor of ids or pixels, or a mapping of the host's keyword arguments.
+        inputs: a text or an image or a list of either, a tensor of ids or pixels, or a mapping of the host's keyword
+            arguments. An image is a PIL image, which is converted to RGB, or a uint8 array (height, width, 3).
         tokenizer: the tokenizer of texts, such as `transformers.AutoTokenizer.from_pretrained` returns.
+        processor: the processor of images: an image processor of transformers, or a callable from a PIL image to a
+            tensor (channel, height, width), such as timm's `create_transform` returns.
         dtype: dtype of the operators, at least float32; by default float32, or float64 for a float64 model.
         strict: whether to refuse modules without an adapter that move information between tokens. With `strict=False`
             they become opaque layers without an operator: methods leave them out, and every result names them in
@@ -286,8 +310,12 @@ def trace(
         raise OptionError(
             f"substitute_above={substitute_above!r}; give a positive number of tokens, such as {SUBSTITUTE_ABOVE}."
         )
-    text = encoded(inputs, tokenizer) if is_text(inputs) else None
-    if text is not None:
+    text = None
+    if processor is not None or is_image(inputs):
+        inputs = processed(inputs, processor, model)
+    elif is_text(inputs):
+        text = encoded(inputs, tokenizer)
+        text.require_vocabulary(model)
         inputs = {name: ids.to(next(model.parameters()).device) for name, ids in text.arguments.items()}
     # The caller may write into the tensors before a gradient runs the model on them again.
     given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
