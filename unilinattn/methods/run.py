@@ -85,9 +85,9 @@ def explain(
     with limited_to(max_memory), bars(progress), trusting(trust):
         traced = _traced(model_or_trace, inputs, tokenizer, processor)
         target, options = _by_position(traced, tokenizer, target, options)
-        chosen, options = _chosen(method, options, traced)
+        chosen, options = chosen_method(method, options, traced)
         with _naming_methods_that_work(traced, target, None if method is not None else chosen):
-            result = _run(chosen, traced, target, options)
+            result = run_method(chosen, traced, target, options)
     return _with_labels(result, traced, tokens, tokenizer, grid)
 
 
@@ -122,7 +122,7 @@ def estimate(
     with limited_to(max_memory), trusting(trust):
         traced = _traced(model_or_trace, inputs, tokenizer, processor)
         target, options = _by_position(traced, tokenizer, target, options)
-        chosen, options = _chosen(method, options, traced)
+        chosen, options = chosen_method(method, options, traced)
         assert chosen.cost is not None
         with _naming_methods_that_work(traced, target, None if method is not None else chosen), full_precision():
             return chosen.cost(traced, target=target, **options)
@@ -175,12 +175,12 @@ def compare(
             results[model] = {}
             for name, entry in chosen.items():
                 place, given = _by_position(traced, tokenizer, target, {**shared, **by_method.get(name, {})})
-                result = _run(entry, traced, place, given)
+                result = run_method(entry, traced, place, given)
                 results[model][name] = _with_labels(result, traced, tokens, tokenizer, grid)
     return Comparison(results)
 
 
-def _run(method: Method, trace: Trace, target: Target | None, options: Mapping[str, Any]) -> Attribution:
+def run_method(method: Method, trace: Trace, target: Target | None, options: Mapping[str, Any]) -> Attribution:
     """Run a method, check the layers of its result against the host's outputs, and keep the warnings in the result."""
     with full_precision():
         result = method.function(trace, target=target, **options)
@@ -197,7 +197,7 @@ def _require_known(method: str | None) -> None:
         registered(method)
 
 
-def _chosen(method: str | None, options: dict[str, Any], found: Trace) -> tuple[Method, dict[str, Any]]:
+def chosen_method(method: str | None, options: dict[str, Any], found: Trace) -> tuple[Method, dict[str, Any]]:
     """Return the named method and `options`; without a name the model's default method and its options."""
     if method is not None:
         return registered(method), options
@@ -268,7 +268,7 @@ def _with_labels(
     tokens = tokenizer if tokens is None else tokens
     labels: dict[str, Any] = {}
     if tokens is not None:
-        labels["tokens"] = _rows_of(tokens, trace)
+        labels["tokens"] = labels_of_tokens(tokens, trace)
     if text is not None:
         labels |= {"word_ids": text.words, "offsets": text.offsets}
     if grid is not None:
@@ -279,7 +279,11 @@ def _with_labels(
     return replace(result, **labels) if labels else result
 
 
-def _rows_of(tokens: Any, trace: Trace) -> list[list[str]]:
+def labels_of_tokens(tokens: Any, trace: Trace) -> list[list[str]]:
+    """Return the texts of the tokens of each sequence, given as such or by a tokenizer.
+
+    Raises `InputError` for other values, and for a tokenizer of a trace without ids.
+    """
     if hasattr(tokens, "convert_ids_to_tokens"):
         if trace.ids is None:
             raise InputError(

@@ -1,7 +1,7 @@
 """Images as inputs: the pixels that an image processor or a transform makes of them."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from unilinattn.errors import InputError
 from unilinattn.optional import import_extra
+from unilinattn.registry import ImageTokens, image_tokens_of
+from unilinattn.tracing.inputs import pixels
 
 ACCEPTED = "a PIL image, a uint8 array (height, width, 3), or a list of them"
 
@@ -57,6 +59,23 @@ def processed(inputs: Any, processor: Any, model: nn.Module) -> dict[str, Tensor
     tensors = {name: torch.cat([row[name] for row in rows]).to(device) for name in rows[0]}
     tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
     return tensors.get("", tensors)
+
+
+def image_tokens(model: nn.Module, given: Mapping[str, Any], lengths: Collection[int]) -> ImageTokens | None:
+    """Return the places of the tokens of a model's images, None if they are unknown.
+
+    `given`: the model's arguments. `lengths`: the numbers of tokens of its layers.
+    """
+    images = pixels(given)
+    entries = [(module, image_tokens_of(type(module))) for module in model.modules()]
+    known = [(module, places) for module, places in entries if places is not None]
+    if images is None or len(known) != 1:
+        return None
+    ((module, places),) = known
+    tokens = places(module, images.shape[2], images.shape[3])
+    # A model with further tokens, or that merges patches, has another length.
+    fits = tokens is not None and set(lengths) == {max((*tokens.patches, *tokens.cls)) + 1}
+    return tokens if fits else None
 
 
 def _tensors(processor: Callable[..., Any], image: Any) -> dict[str, Tensor]:

@@ -117,6 +117,29 @@ def encoded(texts: str | Sequence[str], tokenizer: Any) -> Text:
     return Text(texts, tokenizer, arguments, spans, words)
 
 
+def words_of(tokenizer: Any, ids: Sequence[int], prompt: int) -> tuple[list[int | None], list[Span]] | None:
+    """Return the word and the characters of each token in the text that the ids decode to.
+
+    If the tokenizer splits this text into other tokens, those of the first `prompt` ids, and no words behind them. None
+    if it splits the prompt into other tokens, and for a tokenizer without offsets.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        return None
+    special = set(tokenizer.all_special_ids)
+    for count in (len(ids), prompt):
+        text = tokenizer.decode(ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        plain = [at for at, token in enumerate(ids[:count]) if token not in special]
+        if list(encoding["input_ids"]) != [ids[at] for at in plain]:
+            continue
+        words: list[int | None] = [None] * len(ids)
+        offsets: list[Span] = [(0, 0)] * len(ids)
+        for at, word, span in zip(plain, encoding.word_ids(), encoding["offset_mapping"], strict=True):
+            words[at], offsets[at] = word, (span[0], span[1])
+        return words, offsets
+    return None
+
+
 def is_text(inputs: Any) -> bool:
     """Tell whether inputs are a text or a sequence that holds one."""
     if isinstance(inputs, str):

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_map_only
 
 from unilinattn.errors import OptionError
 from unilinattn.progress import bars
-from unilinattn.registry import ImageTokens, image_tokens_of
+from unilinattn.registry import ImageTokens
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
-from unilinattn.tracing.image import is_image, processed
-from unilinattn.tracing.inputs import call_host, host_arguments, pixels, real_tokens, token_ids
+from unilinattn.tracing.image import image_tokens, is_image, processed
+from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of, scalar
@@ -62,6 +62,7 @@ class Trace:
     ) -> None:
         """Freeze the layers of a recorded run."""
         self.host, self.arguments, self._opaque, self.text = model, given, recorder.opaque, text
+        self._shared: tuple[Sequence[Target], dict[str, FrozenRun]] | None = None
         builder = LayerBuilder(model, given, dtype)
         self._weights = builder.weights
         self.model = type(model).__name__
@@ -88,17 +89,7 @@ class Trace:
 
         Known for the vision models of `registry.register_image_tokens`.
         """
-        images = pixels(self.arguments)
-        entries = [(module, image_tokens_of(type(module))) for module in self.host.modules()]
-        known = [(module, places) for module, places in entries if places is not None]
-        if images is None or len(known) != 1:
-            return None
-        (module, places) = known[0]
-        tokens = None if places is None else places(module, images.shape[2], images.shape[3])
-        # A model with further tokens, or that merges patches, has another length.
-        lengths = {layer.output.shape[1] for layer in self.layers}
-        fits = tokens is not None and lengths == {max((*tokens.patches, *tokens.cls)) + 1}
-        return tokens if fits else None
+        return image_tokens(self.host, self.arguments, {layer.output.shape[1] for layer in self.layers})
 
     @property
     def versions(self) -> dict[str, str]:
@@ -188,6 +179,26 @@ class Trace:
         Raises `ModelStateError` if a weight changed since the trace, and the errors of `FrozenRun`.
         """
         self._weights.require_same(self.host, self.model, "its shares would not be those of the traced model")
+        if self._shared is not None and targets is not None:
+            every, runs = self._shared
+            if rule not in runs:
+                runs[rule] = self._frozen(every, rule)
+            return runs[rule]
+        return self._frozen(targets, rule)
+
+    @contextmanager
+    def one_frozen_run(self, targets: Sequence[Target]) -> Iterator[None]:
+        """Inside the context, `frozen` returns one run by each rule, which computes the logits of all `targets`.
+
+        For a method that runs once for each of them. The runs keep their graphs until the context ends.
+        """
+        self._shared = (targets, {})
+        try:
+            yield
+        finally:
+            self._shared = None
+
+    def _frozen(self, targets: Sequence[Target] | None, rule: str) -> FrozenRun:
         given = self.arguments
         if targets is not None:
             wanted = partial(logits_at, self.host, given, lambda: [self.positions(t) for t in targets], above=0)
