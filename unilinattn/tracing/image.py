@@ -24,10 +24,10 @@ def is_image(inputs: Any) -> bool:
     )
 
 
-def processed(inputs: Any, processor: Any, model: nn.Module) -> dict[str, Tensor] | Tensor:
+def processed(inputs: Any, processor: Any, model: nn.Module | None = None) -> dict[str, Tensor] | Tensor:
     """Return a model's inputs for images: the tensors of an image processor, or the pixels of a transform.
 
-    They are on the model's device and have its dtype.
+    They are on the device of `model` and have its dtype, if it is given.
 
     Args:
         inputs: a PIL image, which is converted to RGB, a uint8 array (height, width, 3), or a list of them.
@@ -54,10 +54,12 @@ def processed(inputs: Any, processor: Any, model: nn.Module) -> dict[str, Tensor
             f"the processor returns {_sizes(shapes[0])} for image 0 and {_sizes(shapes[at])} for image {at}; use one "
             "that resizes to one size, or give one image at a time."
         )
-    device = next(model.parameters()).device
-    dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
-    tensors = {name: torch.cat([row[name] for row in rows]).to(device) for name in rows[0]}
-    tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+    tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    if model is not None:
+        device = next(model.parameters()).device
+        dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
+        moved = {name: value.to(device) for name, value in tensors.items()}
+        tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in moved.items()}
     return tensors.get("", tensors)
 
 
