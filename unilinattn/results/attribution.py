@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -66,7 +66,7 @@ class Attribution(Scores):
 
     def spans(
         self,
-        spans: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]],
+        spans: Sequence[Any],
         reduce: str = "sum",
         *,
         unit: str = "characters",
