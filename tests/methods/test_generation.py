@@ -15,6 +15,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -23,6 +25,8 @@ import unilinattn as ula
 from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn.errors import InputError, ModelStateError, OptionError, UncoveredError, UnilinattnError
 from unilinattn.testing import promoted
+from unilinattn.testing.hosts import basic, delta, latent, recurrent
+from unilinattn.testing.hosts import mamba as mamba_hosts
 from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.viz.colours import shown
 
@@ -173,6 +177,15 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ModelStateError):
         explained(gpt2().train())
+    # This host divides its weights in place at its first evaluation pass.
+    settings: dict[str, Any] = dict(hidden_size=16, attention_hidden_size=16, num_hidden_layers=2, rescale_every=1)
+    rwkv = RwkvForCausalLM(RwkvConfig(**SMALL, **settings)).eval()
+    before = copy.deepcopy(rwkv.state_dict())
+    result = explained(rwkv)
+    assert all(torch.equal(value, before[name]) for name, value in rwkv.state_dict().items())
+    prompt = tokenizer()(PROMPT, return_tensors="pt")["input_ids"]
+    assert rwkv.generate(prompt, max_new_tokens=3, do_sample=False)[0, -3:].tolist() == result.options["logit"][0]
+    assert not torch.equal(rwkv.rwkv.blocks[1].attention.output.weight, before["rwkv.blocks.1.attention.output.weight"])
 
 
 BAD: list[tuple[Any, dict[str, Any], type[UnilinattnError], str]] = [
@@ -218,3 +231,27 @@ def test_models_that_do_not_continue_a_text_are_refused() -> None:
         explained(t5.eval())
     with pytest.raises(UncoveredError, match="BertModel does not generate text"):
         explained(BertModel(BertConfig(vocab_size=VOCABULARY, **WIDTH)).eval())
+
+
+@pytest.mark.slow
+def test_real_hosts_generate() -> None:
+    classes: set[type] = set()
+    for host in (*basic.HOSTS, *delta.HOSTS, *latent.HOSTS, *mamba_hosts.HOSTS, *recurrent.HOSTS):
+        model, ids = host.model(), host.inputs()[:1, :5]
+        # xLSTM's own `generate` fails at this size.
+        if type(model) in classes or not hasattr(model, "generate") or "xLSTM" in type(model).__name__:
+            continue
+        classes.add(type(model))
+        before = copy.deepcopy(model.state_dict())
+        try:
+            result = ula.explain_generation(model, ids, max_new_tokens=2)
+        except UncoveredError as error:
+            assert "does not generate text" in str(error), host.name
+            continue
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), host.name
+        trace = ula.trace(model, torch.cat([ids, torch.tensor(result.options["logit"])], 1))
+        for row, place in enumerate(result.options["target"][0]):
+            alone = ula.explain(trace, target=place, logit=result.options["logit"][0][row])
+            largest = alone.scores.abs().max()
+            assert torch.allclose(result.scores[0, row], alone.scores[0], rtol=1e-3, atol=1e-4 * largest), host.name
+    assert len(classes) > 35

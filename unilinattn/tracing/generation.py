@@ -11,6 +11,7 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.tracing.image import is_image
 from unilinattn.tracing.inputs import host_arguments, max_positions, pixels
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
+from unilinattn.tracing.recomputation import captures
 from unilinattn.tracing.recorder import refuse_dropout
 from unilinattn.tracing.text import encoded, is_text
 
@@ -88,7 +89,9 @@ def generated(
     def run() -> Tensor:
         refuse_dropout(model)
         given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        made = generate(ids, **{**given, **settings})
+        # As in a trace: without captures, RWKV would rescale its weights in place.
+        with captures(model):
+            made = generate(ids, **{**given, **settings})
         return made if isinstance(made, Tensor) else made.sequences
 
     whole: Tensor = in_gradient_mode(False, lambda: isolated(model, run))
