@@ -138,6 +138,25 @@ def test_evaluate_reads_texts(tmp_path: Path) -> None:
         ula.evaluate({"mamba": mamba()}, given, ["logit"], ["comprehensiveness"], save_results=True)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_evaluate_takes_data_sets_whose_first_entry_is_broken() -> None:
+    class Damaged(Rows):
+        def __getitem__(self, at: int) -> Any:
+            if at == 0:
+                raise OSError("cannot identify image file")
+            return super().__getitem__(at)
+
+    asked: dict[str, Any] = dict(methods=["logit"], metrics=["comprehensiveness"], baselines=[], tokenizer=tokenizer())
+    (sample,) = read_samples(Rows({"text": LONDON}), tokenizer())
+    for whole in ({"text": LONDON}, sample):
+        with pytest.warns(UserWarning, match="Damaged, entry 0: cannot identify image file"):
+            table = ula.evaluate({"mamba": mamba()}, Damaged({}, whole), on_error="skip", **asked)
+        assert len(table) == 1
+    assert list(ula.evaluate({"mamba": mamba()}, [{"text": LONDON}], **asked)) == list(table)
+    with pytest.raises(InputError, match="data holds a str"):
+        ula.evaluate({"mamba": mamba()}, {"text": LONDON}, **asked)
+
+
 def test_evaluate_reads_images(tmp_path: Path) -> None:
     folder, model = images(tmp_path / "images"), vit()
     asked: dict[str, Any] = dict(methods=["logit"], metrics=["activation_auac"], baselines=[])

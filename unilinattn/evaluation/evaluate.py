@@ -112,8 +112,12 @@ def evaluate(
 
 def _read(data: Any, *, models: Any, tokenizer: Any, processor: Any, on_error: OnError) -> Iterable[Sample]:
     """Return samples: the given ones, or those of a file, a folder or a data set."""
-    is_table = hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) > 0
-    if not isinstance(data, str | os.PathLike) and not (is_table and isinstance(data[0], Mapping)):
+    if isinstance(data, Sequence) and not isinstance(data, str):
+        is_read = any(isinstance(entry, Mapping) for entry in data)
+    else:
+        is_table = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
+        is_read = isinstance(data, str | os.PathLike) or is_table
+    if not is_read:
         return data
     alone = next(iter(models.values())) if isinstance(models, Mapping) and len(models) == 1 else None
     model = alone if processor is not None and isinstance(alone, nn.Module) else None

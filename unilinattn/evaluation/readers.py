@@ -81,7 +81,7 @@ def read_samples(
         try:
             samples.append(read())
         # Damaged pictures raise errors of several classes, among them SyntaxError.
-        except (UnilinattnError, ValueError, OSError, SyntaxError) as error:
+        except (UnilinattnError, ValueError, LookupError, OSError, SyntaxError) as error:
             if on_error == "stop":
                 raise InputError(f"{where}: {error}") from error
             skipped.append(f"{where}: {error}")
@@ -133,6 +133,8 @@ def _of_folder(source: Path, processor: Any) -> Iterator[Unit]:
 def _of_dataset(source: Any, tokenizer: Any, processor: Any) -> Iterator[Unit]:
     def read(at: int) -> Sample:
         entry = source[at]
+        if isinstance(entry, Sample):
+            return entry
         if isinstance(entry, Mapping) and entry.get("image") is not None:
             return _of_image(entry, processor)
         if isinstance(entry, Mapping) and isinstance(entry.get("text"), str):
