@@ -14,7 +14,8 @@ from unilinattn.evaluation.evaluate import evaluate
 from unilinattn.evaluation.measures import METRICS
 from unilinattn.evaluation.plan import Model
 from unilinattn.evaluation.processes import Processes
-from unilinattn.evaluation.samples import Sample, read_samples, task_samples
+from unilinattn.evaluation.readers import read_samples
+from unilinattn.evaluation.samples import Sample, task_samples
 from unilinattn.evaluation.scorers import BASELINES
 from unilinattn.evaluation.side_by_side import one_thread, quiet_hosts, select
 from unilinattn.evaluation.table import Table
