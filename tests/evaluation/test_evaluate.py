@@ -353,3 +353,31 @@ def test_models_are_loaded_when_there_is_work_for_them(tmp_path: Path) -> None:
     assert len(loaded) == 1
     with pytest.raises(InputError, match="returned a int, no model"):
         stored_evaluation(None, models={"s4d": lambda: 3})
+
+
+def test_each_sample_and_row_has_its_seed_and_random_scores_are_averaged() -> None:
+    draws: list[float] = []
+
+    def first(case: Case) -> float:
+        draws.append(float(case.scores[-1, 0]))
+        return draws[-1]
+
+    def drawn(_: Trace, __: Sample) -> Tensor:
+        return torch.rand(7, 7)
+
+    def evaluated() -> Table:
+        methods, metrics = {"one": drawn, "two": drawn}, {"first": first, "seed": lambda case: case.seed}
+        return ula.evaluate({"s4d": tiny.model()}, tiny.data()[:2], methods, metrics, baselines=["random"])
+
+    table = evaluated()
+    of_rows = [row["value"] for name in ("one", "two") for row in table.select(method=name, metric="first")]
+    assert len(set(of_rows)) == 4
+    # The metrics of one sample share its seed.
+    names = sorted({row["sample"] for row in table})
+    seeds = [{row["value"] for row in table.select(sample=name, metric="seed")} for name in names]
+    assert [len(each) for each in seeds] == [1, 1] and seeds[0] != seeds[1]
+    random = [draw for draw in draws[:6] if draw not in of_rows]
+    assert len(set(random)) == 4
+    (row, _) = table.select(method="random", metric="first")
+    assert row["value"] == pytest.approx(sum(random) / 4)
+    assert rows_of(evaluated()) == rows_of(table)

@@ -80,7 +80,7 @@ def test_estimates_agree_with_counts(name: str, method: str, target: int | None)
     ("name", "method", "options"),
     [
         ("mamba2", "contribution", {"target": -1}),
-        ("gpt2", "contribution", {"target": -1, "sign": "keep"}),
+        ("mamba", "contribution", {"target": -1, "sign": "keep"}),
         ("mamba2", "attribution", {"target": -1, "gradient": "per-head"}),
         ("gpt2", "attribution", {"target": -1, "gradient_axis": "key"}),
         pytest.param("mamba", "contribution", {}, marks=pytest.mark.slow),

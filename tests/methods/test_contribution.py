@@ -12,9 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.hosts import BATCH, HOSTS, LENGTH, host_inputs, inputs, real_map, real_tokens, references, traced
+from tests.methods.hosts import (
+    BATCH,
+    HOSTS,
+    LENGTH,
+    host_inputs,
+    inputs,
+    leaking,
+    real_map,
+    real_tokens,
+    references,
+    traced,
+)
 from unilinattn import explain
 from unilinattn.errors import InputError, OptionError
+from unilinattn.methods.contribution import _product
 from unilinattn.testing import promoted, relative_error
 
 LIMIT = 1e-8
@@ -157,6 +169,17 @@ def test_normalisation_follows_the_mean_over_heads() -> None:
             options = {"gradient": "per-head", "normalize": normalize}
             result = explain(traced("mamba2"), method="attribution", target=-1, **options)
         assert relative_error(result.scores, expected) <= LIMIT
+
+
+@pytest.mark.parametrize(("sign", "count"), [("clamp", 1), ("keep", 1), ("keep", 3)])
+def test_padding_takes_no_part_in_a_layer(sign: Any, count: int) -> None:
+    found, real = leaking(), real_tokens("left")
+    layer = found.layers[0]
+    rows, changed = torch.rand(2, BATCH, count, LENGTH, dtype=torch.float64)
+    changed = torch.where(real[:, None], rows, changed)
+    product = _product(rows, found, layer, torch.ones_like(layer.output), sign)
+    assert not bool((product * ~real[:, None]).any()) and bool((product * real[:, None]).any())
+    assert torch.equal(_product(changed, found, layer, torch.ones_like(layer.output), sign), product)
 
 
 def test_a_result_can_be_reproduced_from_its_options() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import unilinattn as ula
 from tests.hosts import tables
 from tests.methods.explicit import FIVE, MIXERS, Explicit, detached
-from tests.methods.hosts import BATCH, HOSTS, close, inputs, real_map, traced
+from tests.methods.hosts import BATCH, HOSTS, close, inputs, leaking, real_map, traced
 from unilinattn.errors import UncoveredError
 from unilinattn.methods import gradient_maps, transformer_attribution
 from unilinattn.operator.flow import evaluated_by
@@ -98,6 +98,51 @@ def test_transformer_attribution_is_its_formula(name: str) -> None:
     result = explained(HOSTS[name].model(), "transformer_attribution", inputs(), target=-1)
     assert float((result.scores - expected).abs().max()) <= 1e-8 * float(expected.abs().max())
     assert result.completeness_gap is not None and result.completeness_gap <= 1e-9
+
+
+def test_the_completeness_gap_is_the_largest_of_lrp() -> None:
+    host_trace = trace(HOSTS["mamba"].model().float(), inputs(), progress=False)
+    relevance = ula.explain(host_trace, method="lrp")
+    result = ula.explain(host_trace, method="transformer_attribution")
+    gaps = (relevance.extras["gap"] / relevance.extras["logit"].abs()).amax(0)
+    assert float(gaps.min()) < float(gaps.max())
+    assert result.completeness_gap == pytest.approx(float(gaps.max()), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["attention_grad", "transformer_attribution"])
+def test_layers_before_start_layer_are_the_identity(method: str) -> None:
+    pairs, relevant = host_gradients(HOSTS["mamba"].model(), inputs()), detached("mamba", "half").matrices
+    (alpha, g), (_, d) = pairs[1], relevant[1]
+    product = alpha * g * (d / 2 if method == "transformer_attribution" else 1)
+    result = explained(HOSTS["mamba"].model(), method, inputs(), target=-1, start_layer=1)
+    assert close(result.scores, rolled([product])[:, -1])
+    assert result.layers == (traced("mamba").layers[1].name,)
+
+
+def test_weighted_maps_are_zero_at_padding() -> None:
+    host_trace, real = leaking(), real_map("left")
+    layer = host_trace.layers[0]
+    gradients = layer.core_pullback()(torch.ones_like(layer.output))
+    for rows, block in gradient_maps.weighted_blocks(host_trace, layer, [gradients], "keep"):
+        assert not bool((block * ~real[:, rows]).any())
+        assert bool((block * real[:, rows]).any())
+
+
+def test_two_directions_add_up_before_the_clamp() -> None:
+    entry = host("vim")
+    host_trace = trace(entry.model(), entry.inputs(), progress=False)
+    layer = host_trace.layers[0]
+    gradients = layer.core_pullback()(torch.randn(layer.output.shape, generator=torch.Generator().manual_seed(0)))
+    products = []
+    for (mixer, value), g in zip(gradient_maps._cores(layer), gradients, strict=True):
+        by_head = (x.unflatten(-1, (mixer.heads, -1)) for x in (g, value))
+        products.append(mixer.tile() * torch.einsum("bihp,bjhp->bhij", *by_head))
+    assert len(products) == 2
+    blocks = [block for _, block in gradient_maps.weighted_blocks(host_trace, layer, [gradients], "clamp")]
+    expected = (products[0] + products[1]).clamp_min(0).mean(1)
+    assert torch.allclose(torch.cat(blocks, 1), expected, rtol=1e-5, atol=1e-7)
+    apart = sum(product.clamp_min(0).mean(1) for product in products)
+    assert float((apart - expected).abs().max()) > 1e-3 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("method", ["attention_grad", "transformer_attribution"])
