@@ -192,6 +192,11 @@ def list_architectures() -> dict[str, Architecture]:
 def list_methods() -> dict[str, Method]:
     """Return every registered method by name."""
     load_entry_points()
+    return registered_methods()
+
+
+def registered_methods() -> dict[str, Method]:
+    """Return the methods that are registered so far, by name, without those of packages that were not imported yet."""
     return dict(sorted(_methods.items()))
 
 
