@@ -31,8 +31,26 @@ def parser(version: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentPars
 
 
 def _compare(commands: Any) -> None:
-    side = commands.add_parser("compare", help="the trained models side by side: a table and a report")
-    side.add_argument("--task", default="all", help="copying, induction or all (default: all)")
+    side = commands.add_parser(
+        "compare",
+        help="the trained models, or local checkpoints on texts, side by side: tables and a report",
+        description="Without PATH the trained models are measured on tasks with known answers. Local checkpoints are "
+        "measured on texts: reconstruction errors, statistics and similarity of the attention maps, and the deletion "
+        "curve of each method.",
+    )
+    side.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="PATH",
+        help="folders, each with a causal language model and its tokenizer",
+    )
+    side.add_argument("--text", action="append", help="a text for the checkpoints; may be repeated")
+    side.add_argument(
+        "--texts", type=Path, metavar="FILE", help="file with a text on each line, or .jsonl with objects with a `text`"
+    )
+    side.add_argument("--dtype", help=f"of checkpoints: {DTYPES} (default: as stored)")
+    side.add_argument("--task", help="of the trained models: copying, induction or all (default: all)")
     side.add_argument("--models", nargs="+", metavar="MODEL", help="names of trained models (default: all)")
     side.add_argument("--methods", nargs="+", metavar="METHOD", help=f"methods (default: {' '.join(METHODS)})")
     side.add_argument("--out", type=Path, default=OUT, help=f"folder of the report (default: {OUT})")

@@ -18,6 +18,7 @@ from unilinattn.evaluation.perturbation import PerturbationCurve, PerturbationTe
 from unilinattn.evaluation.samples import Sample, read_samples, task_samples
 from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
 from unilinattn.evaluation.table import Table
+from unilinattn.evaluation.texts import read_texts
 
 __all__ = [
     "METRICS",
@@ -38,6 +39,7 @@ __all__ = [
     "gold_links",
     "rank_correlation",
     "read_samples",
+    "read_texts",
     "replacement_effects",
     "row_scores",
     "segmentation_scores",
