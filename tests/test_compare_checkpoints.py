@@ -72,16 +72,8 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
 def test_an_interrupted_comparison_leaves_the_earlier_report(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "compare",
-        str(checkpoints / "llama"),
-        "--text",
-        TEXT,
-        "--methods",
-        "raw",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    out = tmp_path / "out"
+    arguments = ["compare", str(checkpoints / "llama"), "--text", TEXT, "--methods", "raw", "--out", str(out)]
     assert cli.main(arguments) == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
@@ -109,7 +101,6 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_tokenizer(tmp_path, [*WORDS, "dog"])
     message = fails(capsys, "compare", tmp_path, "--text", "the dog sat", "--out", tmp_path / "out")
-    print(message)
     assert "text 0 with" in message and "8" in message
 
 
