@@ -17,7 +17,8 @@ from tests.analysis.plain import shares, spearman
 from tests.texts import PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn import explain, trace
 from unilinattn.analysis import own_models, own_report
-from unilinattn.analysis.own_models import DRAWS, METHODS, RANDOM, ModelComparison, compare_models, unique
+from unilinattn.analysis.own_models import METHODS, compare_models, unique
+from unilinattn.analysis.own_results import DRAWS, RANDOM, ModelComparison, worst
 from unilinattn.cli import arguments
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.evaluation.perturbation import TENTHS
@@ -118,7 +119,7 @@ def test_maps_are_compared_only_where_the_tokens_are_the_same() -> None:
         "words: model.layers.0.self_attn",
     )
     assert found.similarity.divergence[3].isnan().tolist() == [True, True, True, False]
-    printed = own_report.text(found)
+    printed = repr(found)
     assert "The maps of llama and words are compared on 0 of 2 texts" in " ".join(printed.split())
     assert "The maps of mamba and llama are compared" not in printed
     with pytest.raises(OptionError, match="no model 'lama' was compared; did you mean 'llama'"):
@@ -160,9 +161,9 @@ def test_errors_and_labels_are_those_of_the_layers() -> None:
 
 
 def test_the_worst_error_of_the_texts_is_kept_and_a_nan_is_the_worst() -> None:
-    assert own_models._worst([1e-7, None, 3e-7]) == 3e-7
-    assert math.isnan(own_models._worst([1e-7, float("nan"), 3e-7]))
-    assert own_models._worst([None]) is None
+    assert worst([1e-7, None, 3e-7]) == 3e-7
+    assert math.isnan(worst([1e-7, float("nan"), 3e-7]))
+    assert worst([None]) is None
 
 
 def test_an_uncovered_method_or_measurement_is_reported_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +182,7 @@ def test_an_uncovered_method_or_measurement_is_reported_in_its_place(monkeypatch
     assert found.models["a"].statistics == "no maps here." and found.similarity is None
     assert found.not_compared == {"a": "no maps here.", "b": "no maps here."}
     assert found.models["b"].deletion["mine"] == "mine covers nothing."
-    printed = own_report.text(found)
+    printed = repr(found)
     for line in ("No statistics of a: no maps here.", "No mine of b: mine covers", "No similarity of b: no maps here."):
         assert line in printed
     numbers = own_report.numbers(found)

@@ -4,7 +4,8 @@ from unilinattn.analysis.cls_row import ClsBias, cls_bias
 from unilinattn.analysis.convolution import ConvolutionTaps, convolution_taps
 from unilinattn.analysis.inner import InnerMatrices, QueryKeyHistory, inner_matrices, query_key_history
 from unilinattn.analysis.mixing import LayerMixing, Taxonomy, taxonomy
-from unilinattn.analysis.own_models import ModelComparison, ModelMeasurements, compare_models
+from unilinattn.analysis.own_models import compare_models
+from unilinattn.analysis.own_results import ModelComparison, ModelMeasurements
 from unilinattn.analysis.similarity import LayerSimilarity, MapSimilarity, layer_similarity, map_similarity
 from unilinattn.analysis.smoothing import Oversmoothing, oversmoothing, token_cosine
 from unilinattn.analysis.statistics import LayerStatistics, MapStatistics, map_statistics

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unilinattn.analysis.own_results import DRAWS, RANDOM, ModelComparison, ModelMeasurements, worst
 from unilinattn.analysis.similarity import LayerSimilarity, layer_similarity
 from unilinattn.analysis.statistics import STATISTICS, LayerStatistics, map_statistics
 from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
@@ -27,97 +28,6 @@ from unilinattn.tracing.trace import Trace, trace
 
 METHODS = ("logit", "raw", "rollout", "attribution", "latim", "alti")
 """Default methods of `compare_models`."""
-
-RANDOM = "random"
-"""Row of the deletion curve of random orders, to compare with."""
-
-DRAWS = 4
-"""Random orders of a text, over which the row `RANDOM` is averaged."""
-
-
-@dataclass(frozen=True)
-class ModelMeasurements:
-    """The measurements of one model on all texts.
-
-    Attributes:
-        host: class of the model.
-        layers: names of its layers.
-        kinds: kind of mixer of each layer.
-        tokens: number of tokens of each text.
-        reconstruction_error: ||op(x) - y|| / ||y|| by layer, the worst text; None for a layer whose adapter covers only
-            its core.
-        statistics: statistics of each layer's maps, averaged over heads and over the rows of all texts; or a message on
-            why the model has none.
-        deletion: the deletion curve of each method, with an axis of texts; or a message on why the model has none.
-        versions: package versions by name.
-    """
-
-    host: str
-    layers: tuple[str, ...]
-    kinds: tuple[str, ...]
-    tokens: tuple[int, ...]
-    reconstruction_error: Mapping[str, float | None]
-    statistics: tuple[LayerStatistics, ...] | str
-    deletion: Mapping[str, PerturbationCurve | str]
-    versions: Mapping[str, str]
-
-    @property
-    def worst_error(self) -> float | None:
-        """The largest reconstruction error of a layer, None if no layer has one; a NaN counts as the largest."""
-        return _worst(self.reconstruction_error.values())
-
-
-@dataclass(frozen=True, repr=False)
-class ModelComparison:
-    """Models side by side on texts.
-
-    Attributes:
-        texts: the texts.
-        models: the measurements of each model.
-        similarity: similarity of the maps of every two layers, averaged over the rows of a text and then over the texts
-            that `compared` counts; NaN for layers of models that were never compared. None if no model has maps.
-        compared: number of texts on which the maps of two models were compared: those that both models read as the same
-            tokens, at the same positions.
-        not_compared: a message for each model without maps that can be compared.
-        shown: the results on the first text, by model and method; None if no method covers any of the models.
-        scope: scope of the maps.
-        masking: the values in place of a removed token.
-    """
-
-    texts: tuple[str, ...]
-    models: Mapping[str, ModelMeasurements]
-    similarity: LayerSimilarity | None
-    compared: Mapping[tuple[str, str], int]
-    not_compared: Mapping[str, str]
-    shown: Comparison | None
-    scope: str
-    masking: str
-
-    def between(self, first: str, second: str) -> tuple[float, float] | None:
-        """Return the rank correlation and the divergence of two models, or of the layers of one.
-
-        They are averaged over all pairs of a layer of each model; within one model, over pairs of different layers.
-        None if the models were never compared, or if one model has a single layer.
-
-        Raises `OptionError` for an unknown model.
-        """
-        for name in (first, second):
-            if name not in self.models:
-                raise OptionError(f"no model {name!r} was compared{nearest(name, self.models)}")
-        if self.similarity is None or not self.compared.get((first, second)):
-            return None
-        names = list(self.similarity.names)
-        rows, columns = ([names.index(key) for key in self._keys(name)] for name in (first, second))
-        pairs = torch.tensor([(a, b) for a in rows for b in columns if a != b]).view(-1, 2).T
-        if not pairs.numel():
-            return None
-        found = self.similarity
-        return float(found.rank_correlation[tuple(pairs)].mean()), float(found.divergence[tuple(pairs)].mean())
-
-    def _keys(self, name: str) -> list[str]:
-        assert self.similarity is not None
-        own = [f"{name}: {layer}" for layer in self.models[name].layers]
-        return [key for key in self.similarity.names if key in own]
 
 
 def compare_models(
@@ -230,7 +140,7 @@ class _Running:
         self.first = self.first or found
         self.tokens.append(len(self.labels(found)))
         for name, layer in zip(unique(layer.name for layer in found.layers), found.layers, strict=True):
-            self.errors[name] = _worst([self.errors.get(name), _error(layer)])
+            self.errors[name] = worst([self.errors.get(name), _error(layer)])
         if self.unmeasured is None:
             try:
                 self.statistics.append(map_statistics(found, scope=self.scope).models[found.model])
@@ -313,11 +223,6 @@ def _error(layer: Layer) -> float | None:
         return layer.reconstruction_error()
     except UncoveredError:
         return None
-
-
-def _worst(errors: Iterable[float | None]) -> float | None:
-    measured = [error for error in errors if error is not None]
-    return max(measured, key=lambda error: float("inf") if error != error else error, default=None)
 
 
 def _over_texts(texts: Sequence[LayerStatistics]) -> LayerStatistics:

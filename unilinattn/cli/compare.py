@@ -51,7 +51,7 @@ def _checkpoints(options: argparse.Namespace) -> None:
         models = {name: load_checkpoint(path, options.dtype) for name, path in names.items()}
         found = own_models.compare_models(models, texts, methods=methods)
         own_report.write(folder, found)
-    print(own_report.text(found))
+    print(f"{found}\n\n{textwrap.fill(own_report.caption(), 118)}")
     print(f"\nReport: {options.out / report.PAGE}, {report.NUMBERS} ({time.perf_counter() - start:.0f} s)")
 
 
