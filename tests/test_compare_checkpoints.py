@@ -18,16 +18,16 @@ def test_checkpoints_are_compared_in_tables_a_page_and_a_file(
     checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, texts = tmp_path / "report", tmp_path / "texts.jsonl"
-    texts.write_text('{"text": "a mat on the cat"}\n\n{"text": "the cat sat"}\n')
+    texts.write_text('\n{"text": "the cat sat"}\n')
     paths = [str(checkpoints / name) for name in ("mamba", "llama")]
     chosen = ["--methods", "raw,logit", "--dtype", "float32", "--out", str(out)]
     assert cli.main(["compare", *paths, "--text", TEXT, "--texts", str(texts), *chosen]) == 0
     printed = capsys.readouterr()
     assert printed.err == "" and f"Report: {out / 'index.html'}, compare.json" in printed.out
     numbers = json.loads((out / "compare.json").read_text())
-    assert numbers["texts"] == [TEXT, "a mat on the cat", "the cat sat"]
+    assert numbers["texts"] == [TEXT, "the cat sat"]
     assert list(numbers["models"]) == ["mamba", "llama"]
-    assert numbers["models"]["llama"]["tokens"] == [6, 5, 3]
+    assert numbers["models"]["llama"]["tokens"] == [6, 3]
     assert all(model["reconstruction_error"] < 1e-5 for model in numbers["models"].values())
     area = numbers["models"]["mamba"]["deletion"]["raw"]["area"]
     assert any(line.split()[:2] == ["raw", f"{area:.3f}"] for line in printed.out.splitlines())
@@ -37,7 +37,7 @@ def test_checkpoints_are_compared_in_tables_a_page_and_a_file(
     )
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "index.html"]
     # A report replaces an earlier one.
-    assert cli.main(["compare", paths[1], "--text", TEXT, *chosen]) == 0
+    assert cli.main(["compare", paths[1], "--text", "the cat", *chosen]) == 0
     assert list(json.loads((out / "compare.json").read_text())["models"]) == ["llama"]
 
 

@@ -220,11 +220,9 @@ def test_the_numbers_are_plain_values_and_texts_are_escaped() -> None:
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"models": {}}, InputError, "models is empty or no mapping"),
-    ({"models": {"a": llama()}}, InputError, r"models\['a'\] is a LlamaForCausalLM; give a pair"),
     ({"texts": []}, InputError, "there are no texts"),
     ({"texts": [PARIS, ""]}, InputError, "text 1 is empty; give a text"),
     ({"texts": ["T"]}, InputError, "text 0 with 'a': it has 1 token; two or more"),
-    ({"texts": [3]}, InputError, "text 0 is a int"),
     ({"models": {"a": (llama(9), tokenizer())}}, InputError, "text 0 with 'a': .*ids"),
     ({"methods": ["rolout"]}, OptionError, "did you mean 'rollout'"),
     ({"methods": "raw"}, OptionError, "give a list of method names"),
@@ -240,6 +238,13 @@ def test_bad_input_is_refused_with_the_accepted_values(
     call: dict[str, Any] = {"models": {"a": (llama(), tokenizer())}, "texts": [PARIS], "methods": ["raw"], **given}
     with pytest.raises(error, match=message):
         compare_models(call.pop("models"), call.pop("texts"), **call)
+
+
+def test_values_of_other_types_are_refused() -> None:
+    with pytest.raises(InputError, match=r"models\['a'\] is a LlamaForCausalLM; give a pair \(model, tokenizer\)"):
+        own_models._check({"a": llama()}, (PARIS,), ["raw"])
+    with pytest.raises(InputError, match="text 1 is a int; give a text of two tokens or more"):
+        own_models._check({"a": (llama(), tokenizer())}, (PARIS, 3), ["raw"])
 
 
 def test_the_defaults_are_those_of_the_command_line() -> None:
