@@ -2,8 +2,9 @@
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
 turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory and operations of
-`explain` beforehand. `cut` runs a model without some edges between tokens. `list_architectures` and `list_methods`
-return the registry. `analysis` has measurements of layers and models beyond scores.
+`explain` beforehand. `explain_generation` explains every token that a model generates. `cut` runs a model without some
+edges between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has measurements of layers
+and models beyond scores.
 """
 
 import importlib
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from unilinattn import analysis
     from unilinattn.errors import UnilinattnError
     from unilinattn.evaluation.evaluate import evaluate
+    from unilinattn.methods.generation import explain_generation
     from unilinattn.methods.run import compare, estimate, explain
     from unilinattn.operator.flow import Flow
     from unilinattn.operator.operator import MixerOperator
@@ -44,6 +46,7 @@ __all__ = [
     "estimate",
     "evaluate",
     "explain",
+    "explain_generation",
     "list_architectures",
     "list_methods",
     "register_architecture",
@@ -55,6 +58,7 @@ __all__ = [
 _HOMES = {
     "errors": ("UnilinattnError",),
     "evaluation.evaluate": ("evaluate",),
+    "methods.generation": ("explain_generation",),
     "methods.run": ("compare", "estimate", "explain"),
     "operator.flow": ("Flow",),
     "operator.operator": ("MixerOperator",),

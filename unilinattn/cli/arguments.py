@@ -47,7 +47,7 @@ def _compare(commands: Any) -> None:
     )
     side.add_argument("--text", action="append", help="a text for the checkpoints; may be repeated")
     side.add_argument(
-        "--texts", type=Path, metavar="FILE", help="file with a text on each line, or .jsonl with objects with a `text`"
+        "--texts", type=Path, metavar="FILE", help=".txt with a text on each line, or JSON lines with the field `text`"
     )
     side.add_argument("--dtype", help=f"of checkpoints: {DTYPES} (default: as stored)")
     side.add_argument("--task", help="of the trained models: copying, induction or all (default: all)")

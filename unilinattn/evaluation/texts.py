@@ -1,4 +1,4 @@
-"""Texts of a file: one on each line, or JSON lines."""
+"""The texts of a file."""
 
 import json
 from os import PathLike
@@ -6,11 +6,9 @@ from pathlib import Path
 
 from unilinattn.errors import InputError
 
-JSON_LINES = (".jsonl", ".ndjson")
-
 
 def read_texts(path: str | PathLike[str]) -> list[str]:
-    """Read a text from each line of a UTF-8 file; in a `.jsonl` file a line is an object with the field `text`.
+    """Read a text from each line of a UTF-8 file that ends in .txt, or the `text` of each line of a JSON-lines file.
 
     Empty lines are skipped. Raises `InputError`, with file and line, for a line that is no such object, and for a file
     that cannot be read or has no texts.
@@ -21,7 +19,7 @@ def read_texts(path: str | PathLike[str]) -> list[str]:
         lines = source.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{source} cannot be read as UTF-8 text: {error}") from error
-    is_json = source.suffix in JSON_LINES
+    is_json = source.suffix != ".txt"
     texts = [_from_json(line, f"{source}, line {number}") if is_json else line for number, line in _filled(lines)]
     if not texts:
         kind = "a JSON object with a `text`" if is_json else "a text"
