@@ -1,5 +1,6 @@
 """Architectures and methods by name, registered by this package or by others through entry points."""
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,11 +15,9 @@ from torch import Tensor, nn
 from unilinattn.call import Call
 from unilinattn.errors import OptionError, nearest
 from unilinattn.operator.flow import Flow
+from unilinattn.optional import ENTRY_POINT_GROUPS
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
-
-ENTRY_POINT_GROUPS = ("unilinattn.architectures", "unilinattn.methods")
-"""Groups of entry points. Each names a module that registers on import; one that fails is skipped with a warning."""
 
 Build = Callable[[Call], Flow]
 """An adapter: from a call of a host's token-mixing module to its stages."""
@@ -233,6 +232,11 @@ def list_architectures() -> dict[str, Architecture]:
 def list_methods() -> dict[str, Method]:
     """Return every registered method by name."""
     load_entry_points()
+    return registered_methods()
+
+
+def registered_methods() -> dict[str, Method]:
+    """Return the methods that are registered so far, by name, without those of packages that were not imported yet."""
     return dict(sorted(_methods.items()))
 
 
@@ -291,7 +295,10 @@ def _first_line(function: Callable[..., object]) -> str:
 
 @cache
 def load_entry_points() -> None:
-    """Import the modules that installed packages name in the groups `ENTRY_POINT_GROUPS`, once."""
+    """Import this package's adapters and methods, and the modules that other packages name in their groups, once."""
+    for group in ENTRY_POINT_GROUPS:
+        # A group has the name of the module that registers this package's own entries.
+        importlib.import_module(group)
     for group in ENTRY_POINT_GROUPS:
         for point in entry_points(group=group):
             # Another package may raise any error on import; the registry continues without it.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -25,6 +25,9 @@ from unilinattn.tracing.text import token_text
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
 
+if TYPE_CHECKING:
+    from unilinattn.methods.typed import Compares, Estimates, Explains
+
 Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
 """Texts of the key tokens, padding included: a list for each sequence, a list for a single sequence, or a tokenizer."""
 
@@ -37,6 +40,22 @@ Among the methods that compose all layers from maps it finds the known answers o
 """
 
 
+def _explained(function: Callable[..., Attribution]) -> "Explains":
+    """Give `explain` the options of each method as typed keywords, for editors and type checkers."""
+    return cast("Explains", function)
+
+
+def _estimated(function: Callable[..., Estimate]) -> "Estimates":
+    """Give `estimate` the options of each method as typed keywords."""
+    return cast("Estimates", function)
+
+
+def _compared(function: Callable[..., Comparison]) -> "Compares":
+    """Give `compare` the options of each method as typed mappings."""
+    return cast("Compares", function)
+
+
+@_explained
 def explain(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
@@ -91,6 +110,7 @@ def explain(
     return _with_labels(result, traced, tokens, tokenizer, grid)
 
 
+@_estimated
 def estimate(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
@@ -129,6 +149,7 @@ def estimate(
             return chosen.cost(traced, target=target, **options)
 
 
+@_compared
 def compare(
     models: Mapping[str, nn.Module | Trace],
     inputs: Any = None,
