@@ -204,7 +204,7 @@ function arrange(/** @type {Picture} */ picture, /** @type {number} */ width, /*
   const narrow = width < 360;
   if (down && narrow && widest(down) > width / 5) down = null;
   if (labelled && !patches && rows > 1) [area.left, area.top] = [18 + widest(down ?? [String(rows * picture.step)]), 5];
-  area.width = Math.min(width - area.left - 1, columns * 48);
+  area.width = Math.min(width - area.left - 1, patches ? width : columns * 48);
   const unit = area.width / columns;
   area.height = rows === 1 && !patches ? 30 : Math.max(rows === columns || patches ? 0 : 20, rows * unit);
   if (rows !== columns && !patches && rows > 1) area.height = rows * Math.min(Math.max(unit, down ? 14 : 4), 26);

@@ -101,7 +101,7 @@ def _stored(rows: int, columns: int) -> int:
 
 
 def _mantissa(cells: Array) -> int:
-    """Return the longest mantissa for which the deflated cells have at most `MOST_BYTES`, by an upper estimate."""
+    """Return the longest mantissa for which the deflated cells have about `MOST_BYTES` or less."""
     if 2 * len(cells) <= MOST_BYTES:
         return MANTISSAS[0]
     high = len(zlib.compress(_bytes(cells >> 8), 1))
