@@ -150,9 +150,8 @@ def page(measured: Sequence[Measured], report: Mapping[str, Any]) -> str:
         "sequence of each task; a query's own key is blank."
     )
     tasks = {one.task: [each for each in measured if each.task == one.task] for one in measured}
-    first = "".join(
-        blocks.group(task, _task_board(some)) if len(tasks) > 1 else _task_board(some) for task, some in tasks.items()
-    )
+    boards = {task: _task_board(some) for task, some in tasks.items()}
+    first = "".join(blocks.section(task, body) if len(tasks) > 1 else body for task, body in boards.items())
     tables = (
         ("Which method finds the answer: scores of every method", _scores_section(measured, sequences)),
         ("How exact the operators are", _errors_section(measured)),
@@ -348,7 +347,8 @@ def _about_section(report: Mapping[str, Any]) -> str:
 
 
 def _task_figure(measured: Sequence[Measured], task: str) -> "Figure":
-    chosen = {one.model: {row: _scored_layer(one, row) for row in one.shown} for one in measured}
+    # Panels of all tasks have one size only without labels of tokens.
+    chosen = {one.model: {row: replace(_scored_layer(one, row), tokens=None) for row in one.shown} for one in measured}
     figure = plots.comparison(Comparison(chosen), expected=measured[0].expected)
     title = f"{task}, {TASKS[task].length} tokens: each method at its scored layer, the known answer outlined"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")

@@ -13,6 +13,10 @@ from importlib.resources import files
 from unilinattn.viz.colours import DIVERGING, OUTLINE, SEQUENTIAL
 
 
+SCRIPTS = ("elements.js", "maps.js", "legend.js", "reader.js", "downloads.js", "page.js")
+"""Parts of the page's script; the last starts the boards."""
+
+
 def page(title: str, sections: Iterable[tuple[str, str]], *, lead: str = "", first: str = "") -> str:
     """Return a complete HTML document of (heading, body) sections, whose bodies are blocks of this module.
 
@@ -35,7 +39,8 @@ def page(title: str, sections: Iterable[tuple[str, str]], *, lead: str = "", fir
 
 def fragment(*blocks: str) -> str:
     """Return blocks with their style and script, for a notebook or another page."""
-    script = f'(() => {{\n"use strict";\n{_asset("maps.js")}\n{_asset("page.js")}\n}})();'
+    scripts = "\n".join(_asset(name) for name in SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{scripts}\n}})();'
     return f'<div class="ula"><style>{_style()}</style>{"".join(blocks)}<script>{script}</script></div>'
 
 
@@ -47,6 +52,11 @@ def warning(text: str) -> str:
 def paragraph(text: str) -> str:
     """Return plain text as a paragraph."""
     return f"<p>{escape(text)}</p>"
+
+
+def section(heading: str, *blocks: str) -> str:
+    """Return blocks under a second-level heading."""
+    return f"<section><h2>{escape(heading)}</h2>{''.join(blocks)}</section>"
 
 
 def group(heading: str, *blocks: str, note: str = "") -> str:

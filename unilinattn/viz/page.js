@@ -1,37 +1,8 @@
-// Boards: linked heat maps with pickers, a reader of one row, and downloads. Uses the functions of maps.js.
+// Boards: linked heat maps with pickers, hover, lock and keys. Uses the functions of the other scripts.
 
 const SCALES = { own: "each picture", row: "each row", all: "all pictures" };
 const LISTED = 6;
 const WIDEST = { strip: 640, single: 520, several: 400 };
-
-/** An element with attributes, properties of which a function is a listener, and children. */
-function make(/** @type {string} */ tag, /** @type {Object<string, any>} */ attributes = {}, /** @type {any[]} */ ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") element.addEventListener(name, value);
-    else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
-  }
-  element.append(...children.filter(child => child !== null && child !== undefined));
-  return element;
-}
-
-/** A score to three digits. */
-function digits(/** @type {number} */ value) {
-  if (!Number.isFinite(value)) return String(value);
-  const size = Math.abs(value);
-  return value === 0 ? "0" : size < 1e-3 || size >= 1e5 ? value.toExponential(2) : String(Number(value.toPrecision(3)));
-}
-
-/** A choice among named values. */
-function picker(
-  /** @type {string} */ name, /** @type {Object<string, string>} */ choices, /** @type {string} */ chosen,
-  /** @type {(value: string) => void} */ choose,
-) {
-  const options = Object.entries(choices).map(([value, text]) => make("option", { value, selected: value === chosen }, text));
-  const select = /** @type {HTMLSelectElement} */ (make("select", { "aria-label": name }, ...options));
-  select.addEventListener("change", () => choose(select.value));
-  return select;
-}
 
 class Board {
   /** @param {HTMLElement} root @param {any} data */
@@ -232,34 +203,9 @@ class Board {
       const keys = "Arrow keys move, Enter locks the row, page keys change the layer.";
       cell.plot.setAttribute("aria-label", `${cell.column}, ${cell.row}, ${picture.title}: ${size}. ${keys}`);
     }
-    this.drawLegend();
+    drawLegend(this);
     this.refresh();
     this.thumbnails();
-  }
-
-  drawLegend() {
-    const { signed } = this.data;
-    const view = { limit: 1, linear: this.linear, signed, apart: this.apart };
-    const shares = signed ? [-1, -0.25, 0, 0.25, 1] : this.linear ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.1, 0.25, 0.5, 1];
-    const limit = this.scale === "all" ? this.view(this.active, this.picture(this.active)).limit : 0;
-    const marks = shares.map(share => {
-      const place = shade(share, view);
-      const text = limit ? digits(share * limit) : `${Math.round(share * 100)}%`;
-      return make("span", { style: `left:${100 * (signed ? (place + 1) / 2 : place)}%` }, text);
-    });
-    const words = `${this.linear ? "linear" : "square root"}, ${
-      { own: "share of each picture\u2019s largest", row: "share of the row\u2019s largest", all: "one scale for all" }[this.scale]}`;
-    const kinds = this.cells.flatMap(cell => this.pictures(cell));
-    const swatch = (name, text, shown) => (shown ? make("span", { class: "swatch" }, make("i", { class: name }), text) : null);
-    this.legend.replaceChildren(
-      make("div", { class: "scale" }, make("div", { class: `ramp ${signed ? "diverging" : "sequential"}` }), make("div", { class: "marks" }, ...marks)),
-      make("span", { class: "words" }, words),
-      ...[
-        swatch("expected", "expected", kinds.some(one => one.outlined)),
-        swatch("causal", "causal: key after query", kinds.some(one => one.causal || one.later)),
-        swatch("own", "own token, apart", this.apart),
-      ].filter(Boolean),
-    );
   }
 
   /** The name of a row or a column. */
@@ -406,96 +352,7 @@ class Board {
       cell.plot.classList.toggle("active", cell === this.active && this.cells.length > 1);
       cell.top.textContent = `${picture.rows > 1 ? `${this.name(picture, 0, row)}: ` : ""}${this.topText(picture, 3)}`;
     }
-    this.read();
-  }
-
-  /** Write the reader: the chosen row of the active picture over its text or image, and its largest scores. */
-  read() {
-    const cell = this.active;
-    const picture = this.picture(cell);
-    const row = this.row(picture);
-    if (!this.parts || this.parts.picture !== picture) this.buildReader(cell, picture);
-    const { name, state, facts, chips, list, own, canvas } = this.parts;
-    name.textContent = picture.rows > 1 ? this.name(picture, 0, row) : "";
-    state.textContent = this.locked ? "locked" : "lock";
-    state.setAttribute("aria-pressed", String(this.locked));
-    state.hidden = picture.rows < 2;
-    facts.textContent = Object.entries(picture.facts ?? {})
-      .filter(([, numbers]) => numbers[row])
-      .map(([fact, numbers]) => `${fact} ${digits(numbers[row])}`).join(", ");
-    const from = row * picture.columns;
-    const place = this.apart ? ownColumn(picture, row) : -1;
-    const limit = largest(picture, this.apart, row, row + 1);
-    const view = { limit, linear: this.linear, signed: this.data.signed, apart: this.apart };
-    for (const [key, chip] of chips.entries()) {
-      const value = picture.values[from + key];
-      const reason = missing(picture, row, key);
-      const depth = reason || key === place ? 0 : 0.65 * Math.abs(shade(value, view));
-      chip.style.setProperty("--a", depth.toFixed(2));
-      chip.className = [
-        value < 0 && "minus", reason && "missing", key === place && "own", picture.outlined?.[from + key] && "wanted",
-        key === this.key && "here",
-      ].filter(Boolean).join(" ");
-    }
-    if (canvas) paint(canvas, picture, view, { width: 260, image: this.image, row, labelled: false });
-    const best = this.ranked(picture, LISTED);
-    list.replaceChildren(...best.map(key => {
-      const value = picture.values[from + key];
-      const bar = make("i", { class: value < 0 ? "minus" : "plus", style: `width:${(100 * Math.abs(value)) / (limit || 1)}%` });
-      return make("li", {}, make("span", { class: "of" }, this.name(picture, 1, key).replace(/^key /, "")), make("b", {}, digits(value)), make("span", { class: "size" }, bar));
-    }));
-    if (!best.length) list.replaceChildren(make("li", { class: "none" }, "no scores in this row"));
-    const asides = picture.grid ? [...Array(picture.columns).keys()].filter(key => !picture.places.includes(key)) : [];
-    own.textContent = [
-      place >= 0 && !missing(picture, row, place) && `own token, apart: ${digits(picture.values[from + place])}`,
-      ...asides.map(key => `${picture.columnTokens ? picture.columnTokens[key] : `key ${key}`}, outside the image: ${digits(picture.values[from + key])}`),
-    ].filter(Boolean).join("; ");
-  }
-
-  buildReader(cell, picture) {
-    const place = [this.cells.length > 1 && `${cell.column} \u00b7 ${cell.row}`, picture.title].filter(Boolean).join(" \u00b7 ");
-    const patches = Boolean(picture.grid);
-    const shown = patches ? [] : Array.from({ length: picture.columns }, (_, key) => key);
-    const square = picture.rows === picture.columns && picture.rows > 1;
-    const chips = shown.map(key => {
-      const text = picture.columnTokens ? picture.columnTokens[key] || "\u00a0" : String(key * picture.step);
-      const enter = event => {
-        if (square && !this.locked) this.rows.set(this.axis(picture), key);
-        this.key = key;
-        this.show(event, picture, this.row(picture), key);
-        this.refresh();
-      };
-      const click = () => {
-        if (!square) return;
-        this.locked = !(this.locked && this.row(picture) === key);
-        this.rows.set(this.axis(picture), key);
-        this.refresh();
-      };
-      return make("span", { pointerenter: enter, click, role: "listitem" }, text);
-    });
-    const toggle = () => {
-      this.locked = !this.locked;
-      this.refresh();
-    };
-    const save = (kind, write) => make("button", { type: "button", click: write, "aria-label": `Download ${place} as ${kind}` }, kind);
-    this.parts = {
-      picture,
-      name: make("span"),
-      state: make("button", { type: "button", class: "lock", click: toggle, title: "A locked row stays while the pointer moves; a click on a row or a token locks it too" }),
-      facts: make("span", { class: "facts" }),
-      chips,
-      canvas: patches && picture.rows > 1 ? make("canvas", { class: "patches" }) : null,
-      list: make("ol", { class: "ula-top", "aria-label": "Largest scores of this row" }),
-      own: make("p", { class: "apart" }),
-    };
-    const { name, state, facts, canvas, list, own } = this.parts;
-    this.reader.replaceChildren(
-      make("div", { class: "head" }, make("h4", {}, place, " ", name), state, facts,
-        make("span", { class: "save" }, "Download ", save("PNG", () => this.savePng(cell)), save("SVG", () => this.saveSvg(cell)), save("CSV", () => this.saveCsv(cell)))),
-      make("div", { class: "body" },
-        chips.length ? make("div", { class: "tokens", role: "list", "aria-label": "Tokens coloured by this row", pointerleave: () => this.leave() }, ...chips) : "",
-        canvas ?? "", make("div", { class: "best" }, list, own)),
-    );
+    read(this);
   }
 
   /** Draw a small map of every layer of the active cell. */
@@ -526,84 +383,6 @@ class Board {
     this.draw();
   }
 
-  title(cell) {
-    const picture = this.picture(cell);
-    return [cell.column, cell.row, picture.title].filter(Boolean).join(" \u00b7 ");
-  }
-
-  save(cell, ending, parts, type) {
-    const name = this.title(cell).replace(/[^\w.-]+/g, "-").replace(/^-+|-+$/g, "") || "scores";
-    const link = make("a", { href: URL.createObjectURL(new Blob(parts, { type })), download: `${name}.${ending}` });
-    this.root.append(link);
-    link.click();
-    link.remove();
-    setTimeout(() => URL.revokeObjectURL(link.getAttribute("href")), 1000);
-  }
-
-  savePng(cell) {
-    const canvas = /** @type {HTMLCanvasElement} */ (make("canvas"));
-    cell.plot.append(canvas);
-    const picture = this.picture(cell);
-    paint(canvas, picture, this.view(cell, picture), { width: cell.canvas.clientWidth, ratio: 3, image: this.image });
-    canvas.remove();
-    const context = canvas.getContext("2d");
-    context.globalCompositeOperation = "destination-over";
-    context.setTransform(1, 0, 0, 1, 0, 0);
-    context.fillStyle = getComputedStyle(this.root).getPropertyValue("--back");
-    context.fillRect(0, 0, canvas.width, canvas.height);
-    canvas.toBlob(blob => this.save(cell, "png", [blob], "image/png"));
-  }
-
-  saveSvg(cell) {
-    const picture = this.picture(cell);
-    const { area } = cell;
-    const width = cell.canvas.clientWidth;
-    const height = outerHeight(area) + 22;
-    const holder = make("div");
-    // A parsed element carries its namespace, which the serializer writes.
-    holder.innerHTML = "<svg></svg>";
-    const svg = holder.firstChild;
-    const add = (tag, attributes, text = "") => {
-      const element = document.createElementNS(svg.namespaceURI, tag);
-      for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
-      element.textContent = text;
-      svg.append(element);
-    };
-    const style = getComputedStyle(this.root);
-    const colour = name => style.getPropertyValue(`--${name}`).trim();
-    for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) svg.setAttribute(name, String(value));
-    add("rect", { width, height, fill: colour("back") });
-    add("text", { x: area.left, y: 14, fill: colour("ink"), "font-family": "sans-serif", "font-size": 11 }, this.title(cell));
-    const place = { x: area.left, y: area.top + 22, width: area.width, height: area.height };
-    const over = Boolean(this.image && picture.grid && picture.rows === 1);
-    const cells = cellPixels(this.root, picture, this.view(cell, picture), -1, 4096, over);
-    if (over) add("image", { ...place, href: this.data.image, preserveAspectRatio: "none", style: "filter:grayscale(1);opacity:0.65" });
-    add("image", { ...place, href: cells.toDataURL(), preserveAspectRatio: "none", style: "image-rendering:pixelated" });
-    add("rect", { ...place, fill: "none", stroke: colour("line") });
-    for (const { x, y, text, align, turned, strong } of area.labels) {
-      const anchor = { center: "middle", right: "end", left: "start" }[align];
-      const turn = turned ? { transform: `rotate(-90 ${x} ${y + 22})` } : {};
-      add("text", { x, y: y + 22, fill: colour(strong ? "ink" : "faint"), "font-family": "sans-serif", "font-size": 10, "text-anchor": anchor, ...turn }, text);
-    }
-    this.save(cell, "svg", [new XMLSerializer().serializeToString(svg)], "image/svg+xml");
-  }
-
-  saveCsv(cell) {
-    const picture = this.picture(cell);
-    // A spreadsheet runs a cell that begins like a formula.
-    const quoted = text => `"${(/^[=+\-@\t\r]/.test(text) ? `'${text}` : text).replaceAll('"', '""')}"`;
-    const rows = picture.rowTitles ?? picture.rowTokens;
-    const lines = [`${picture.names[0]},${picture.names[0]}_token,${picture.names[1]},${picture.names[1]}_token,score`];
-    for (let row = 0; row < picture.rows; row += 1) {
-      for (let key = 0; key < picture.columns; key += 1) {
-        if (missing(picture, row, key)) continue;
-        const texts = [rows?.[row] ?? "", picture.columnTokens?.[key] ?? ""].map(quoted);
-        const score = Number(picture.values[row * picture.columns + key].toPrecision(5));
-        lines.push([row * picture.step, texts[0], key * picture.step, texts[1], score].join(","));
-      }
-    }
-    this.save(cell, "csv", [lines.join("\n"), "\n"], "text/csv");
-  }
 }
 
 // Each fragment of a notebook brings this script, which starts the boards that no earlier one has started.
