@@ -1,6 +1,6 @@
 """Run programs, each in a separate process, and print the outputs of their blocks as JSON.
 
-Reads from standard input a list of programs {"folder": working directory, "blocks": Python code}. The processes are
+Reads from standard input a list of programs {"folder": modules to import, "blocks": Python code}. The processes are
 forked after the imports that most of them share: unilinattn, and the hosts of the trained examples.
 """
 
@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 import traceback
 
 import torch
@@ -18,9 +19,17 @@ from unilinattn.examples import load
 
 
 def printed(folder: str, blocks: list[str]) -> list[str]:
-    """Run blocks in one namespace and return their outputs; an exception ends the program and is printed."""
-    os.chdir(folder)
+    """Run blocks in one namespace and return their outputs; an exception ends the program and is printed.
+
+    They import the modules of `folder`, and write their files into a folder of their own.
+    """
     sys.path.insert(0, folder)
+    with tempfile.TemporaryDirectory() as own:
+        os.chdir(own)
+        return _printed(blocks)
+
+
+def _printed(blocks: list[str]) -> list[str]:
     names = {"__name__": "__main__"}
     outputs = []
     for block in blocks:

@@ -28,6 +28,7 @@ def test_every_page_shows_the_output_of_its_programs() -> None:
         pages.TUTORIAL,
         pages.DOCS / "index.md",
         pages.DOCS / "errors.md",
+        pages.DOCS / "your_checkpoint.md",
     }
 
 

@@ -131,3 +131,41 @@ def test_gradients_return_the_free_pages_of_earlier_layers() -> None:
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
     assert 0 < grown("returned") < 0.6 * grown("kept")
+
+
+FROZEN = """
+import sys
+
+import torch
+import transformers
+
+import unilinattn as ula
+
+torch.set_num_threads(1)
+
+
+def used(field):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(field)).split()[1])
+
+
+torch.manual_seed(0)
+shape = dict(num_hidden_layers=2, hidden_size=64, vocab_size=256, state_size=16)
+if sys.argv[1] == "mamba":
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**shape))
+else:
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**shape, head_dim=16, num_heads=8, n_groups=1))
+found = ula.trace(model.eval(), torch.randint(256, (1, 65536)), progress=False)
+open("/proc/self/clear_refs", "w").write("5")  # the highest use so far is forgotten
+before = used("VmRSS")
+ula.explain(found, method="logit", target=-1)
+print(1024 * (used("VmHWM") - before))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
+@pytest.mark.parametrize("model", ["mamba", "mamba2"])
+def test_exact_shares_of_65536_tokens_take_half_a_gibibyte(model: str) -> None:
+    command = [sys.executable, "-c", FROZEN, model]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert 0 < grown < 512 * MIB

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.errors import UncoveredError
-from unilinattn.tracing.frozen_forms import FORMS, as_source
+from unilinattn.tracing.frozen_forms import FORMS, as_source, linear_in
 from unilinattn.tracing.nested import mapped, tensors
 
 
@@ -327,7 +327,7 @@ class Freezing(TorchFunctionMode):
         difference = torch.tanh(point / 2) / 2 if name == "sigmoid" else func(point, *args, **kwargs) - level
         near = point.abs() < torch.finfo(x.dtype).tiny
         slope = torch.where(near, limit, difference / point.masked_fill(near, 1))
-        through = x * slope
+        through = linear_in(x, torch.mul, (x, slope), {})
         if bool(level == 0):
             return self._ranked(through, max(name not in LIMITS, self.rank(x)))
         return self._ranked(through + as_source(level, x), 2)
@@ -348,7 +348,7 @@ class Freezing(TorchFunctionMode):
         """Return a product that is linear in each operand: of two carried operands each gets half."""
         operands = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
         if len(operands) == 1:
-            return func(*args, **kwargs)
+            return linear_in(operands[0], func, args, kwargs)
         self.shared.add(name)
         parts = []
         for operand in operands:
@@ -356,12 +356,13 @@ class Freezing(TorchFunctionMode):
             def only(tensor: Tensor, live: Tensor = operand) -> Tensor:
                 return tensor if tensor is live else tensor.detach()
 
-            parts.append(func(*mapped(args, only), **mapped(kwargs, only)) / len(operands))
+            parts.append(linear_in(operand, func, mapped(args, only), mapped(kwargs, only)) / len(operands))
         return torch.stack(parts).sum(0)
 
     def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
         if not (carried(x) and carried(other)):
-            return self._ranked(func(x, other), self.rank(x if carried(x) else other))
+            live = x if carried(x) else other
+            return self._ranked(linear_in(live, func, (x, other), {}), self.rank(live))
         if x is other:
             return self._square(x)
         ranks = self.rank(x), self.rank(other)
@@ -375,7 +376,8 @@ class Freezing(TorchFunctionMode):
                 self.shared.add(name)
             halves = func(x.detach(), other) / 2 + func(x, other.detach()) / 2
             return self._ranked(halves, result_rank)
-        product = func(x.detach(), other) if frozen_first else func(x, other.detach())
+        frozen = (x.detach(), other) if frozen_first else (x, other.detach())
+        product = linear_in(other if frozen_first else x, func, frozen, {})
         # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
         return self._ranked(product, min(result_rank, 1) if self._half else result_rank)
 

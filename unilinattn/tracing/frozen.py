@@ -39,7 +39,7 @@ from unilinattn.tracing.shares import (
     embedding_part,
     linearized,
 )
-from unilinattn.tracing.tokens import block_names, find_tokens, first_stream
+from unilinattn.tracing.tokens import block_names, find_tokens, first_stream, require_own_tokens
 from unilinattn.tracing.trust import require_trust, tolerance
 from unilinattn.tracing.wrappers import plain_run, require_gradients
 
@@ -115,13 +115,7 @@ class FrozenRun:
         self._path: list[tuple[str, nn.Module, Stream | None]] = []
         self._ids = token_ids(given)
         self._place: int | str | None = None
-        length = layers[0].output.shape[1]
-        if self._ids is not None and self._ids.shape[1] != length:
-            raise UncoveredError(
-                f"the layers of {type(model).__name__} have {length} tokens, and its input has {self._ids.shape[1]} "
-                "ids: the model adds tokens, such as a tuned prompt, and their part in the output is unknown. Use a "
-                "layer-wise method such as 'alti', or give the model inputs_embeds with all tokens."
-            )
+        require_own_tokens(model, self._ids, layers[0].output.shape[1])
         if self._ids is None:
             self._place = in_gradient_mode(False, lambda: find_tokens(model, given, self._blocks))
         for layer in layers:
@@ -289,6 +283,7 @@ class FrozenRun:
                             "fused kernel, so the part of its biases in the output is unknown. Use a layer-wise "
                             "method such as 'alti', or the module's plain code."
                         ) from error
+                del self._mode  # Through its cycle with the run, the graph would outlive both.
                 self.shared = frozenset(mode.shared)
                 if mode.last_sum is not None and mode.in_stream(mode.last_sum):
                     self._last_stream = Stream(mode.last_sum, forward_ad.unpack_dual(mode.last_sum).tangent)

@@ -82,6 +82,7 @@ class _Affine(torch.autograd.Function):
         return stage.apply(x.detach())
 
     @staticmethod
+    @torch.no_grad()  # No gradient of a tangent is asked for.
     def jvp(ctx: Any, stage: Any, trigger: Tensor, tangent: Tensor | None) -> Tensor:
         return ctx.stage.apply(ctx.like.new_zeros(ctx.shape) if tangent is None else tangent)
 

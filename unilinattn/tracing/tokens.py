@@ -54,6 +54,16 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], blocks: Collection[s
     return found[-1]
 
 
+def require_own_tokens(model: nn.Module, ids: Tensor | None, length: int) -> None:
+    """Raise `UncoveredError` if the layers have another number of tokens than the model's input has ids."""
+    if ids is not None and ids.shape[1] != length:
+        raise UncoveredError(
+            f"the layers of {type(model).__name__} have {length} tokens, and its input has {ids.shape[1]} ids: the "
+            "model adds tokens, such as a tuned prompt, and their part in the output is unknown. Use a layer-wise "
+            "method such as 'alti', or give the model inputs_embeds with all tokens."
+        )
+
+
 def block_names(model: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:
     """Return the paths of the layers, of the modules that contain them, and of those modules' siblings in a list."""
     names = set()
