@@ -153,6 +153,10 @@ def test_an_image_has_its_patches_and_its_picture() -> None:
     assert boards(Comparison({"a": {"raw": result}}).to_html(image=torch.rand(4, 6)))[0]["image"]
     with pytest.raises(InputError, match="5 x 6 pixels"):
         result.to_html(image=torch.rand(3, 5, 6))
+    with pytest.raises(InputError, match=r"batch=\[0, 1\]; write a page for each"):
+        result.to_html(image=torch.rand(3, 4, 6), batch=[0, 1])
+    with pytest.raises(InputError, match="names no sequence"):
+        result.to_html(batch=[])
     with pytest.raises(InputError, match="no grid; leave it out"):
         make().to_html(image=torch.rand(3, 4, 6))
 

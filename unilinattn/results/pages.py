@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Bool
 from torch import Tensor
 
+from unilinattn.errors import InputError
 from unilinattn.results.boards import beneath, cell, explained
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
@@ -61,7 +62,7 @@ def comparison(
 
     Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
-    chosen = _chosen(batch)
+    chosen = _chosen(batch, image)
     cells = [
         cell(result, method, model, batches=chosen, expected=expected if "query" in result.dims else None)
         for method in results.methods
@@ -95,7 +96,7 @@ def comparison_page(
 
 
 def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, image: Any) -> str:
-    chosen = _chosen(batch)
+    chosen = _chosen(batch, image)
     one = cell(result, result.method, result.model, batches=chosen, expected=expected)
     sentences = [explained(result, index) for index in chosen]
     lead = sentences[0] if len(set(sentences)) == 1 else ""
@@ -159,8 +160,13 @@ def _table(results: ScoreTable[Any]) -> str:
     return details("Results, their options and errors", group("Results", body))
 
 
-def _chosen(batch: int | Sequence[int]) -> list[int]:
-    return [batch] if isinstance(batch, int) else list(batch)
+def _chosen(batch: int | Sequence[int], image: Any) -> list[int]:
+    chosen = [batch] if isinstance(batch, int) else list(batch)
+    if not chosen:
+        raise InputError("`batch` names no sequence; give the index of at least one.")
+    if image is not None and len(chosen) > 1:
+        raise InputError(f"`image` is the picture of one sequence, but batch={chosen}; write a page for each.")
+    return chosen
 
 
 def _pairs(values: Mapping[str, object]) -> str:

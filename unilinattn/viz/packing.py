@@ -45,8 +45,8 @@ class Packed:
         return 2.0 ** -(self.mantissa + 1)
 
 
-def pack(maps: Sequence[Float[Array, "row column"]]) -> Packed:
-    """Pack maps in order, row by row; of a causal map only the cells of earlier keys and the query itself."""
+def pack(maps: Sequence[Array]) -> Packed:
+    """Pack maps, each (row, column), in order and row by row; of a causal map only the cells of earlier keys and the query itself."""
     scales = [largest(values) or 1.0 for values in maps]
     parts = [
         (values[np.tril_indices(len(values))] if causal(values) else values.ravel()) / scale
