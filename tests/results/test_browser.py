@@ -312,6 +312,9 @@ def test_texts_are_no_html(opened: Open) -> None:
         assert page.locator(".tokens span").first.inner_text() == SPITE
         assert SPITE in page.locator(".ula-tip").inner_text()
         assert page.locator("select[aria-label^='Layer of']").first.locator("option").first.inner_text() == SPITE
+    # The text does break a page that takes it for HTML.
+    page.evaluate("text => document.body.insertAdjacentHTML('beforeend', text)", SPITE)
+    page.wait_for_function("window.broken === 1")
 
 
 def patches(**labels: Any) -> Attribution:

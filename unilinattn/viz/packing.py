@@ -46,7 +46,7 @@ class Packed:
 
 
 def pack(maps: Sequence[Array]) -> Packed:
-    """Pack maps, each (row, column), in order and row by row; of a causal map only the cells of earlier keys and the query itself."""
+    """Pack maps, each (row, column), in order and row by row; of a causal map only keys up to the query."""
     scales = [largest(values) or 1.0 for values in maps]
     parts = [
         (values[np.tril_indices(len(values))] if causal(values) else values.ravel()) / scale
