@@ -155,6 +155,15 @@ def test_a_comparison_has_models_as_columns_and_methods_and_layers_as_rows() -> 
     assert len(lines(figure)) == 5
 
 
+def test_a_comparison_of_targets_outlines_a_pattern_of_keys() -> None:
+    pattern = torch.tensor([[False, True, False, False], [False] * 4])
+    one = of_target(scores=torch.rand(2, 4), dims=("batch", "key"))
+    for expected in (pattern, pattern[0]):
+        assert len(lines(Comparison({"a": {"logit": one}, "b": {"logit": one}}).plot(expected=expected))) == 2
+    page = Comparison({"a": {"logit": one}}).to_html(expected=pattern)
+    assert '"expected":[1,1]' in page
+
+
 def test_a_comparison_of_targets_ignores_a_pattern_of_queries() -> None:
     figure = Comparison({"a": {"latim": of_target()}}).plot(expected=torch.ones(2, 4, 4, dtype=torch.bool))
     assert lines(figure) == []

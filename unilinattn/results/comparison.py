@@ -38,9 +38,9 @@ class Comparison(ScoreTable[Attribution]):
     ) -> "Figure":
         """Draw one sequence as a grid: one column per model, one row per method and layer.
 
-        `batch`: index of the sequence. `expected`: a boolean pattern to outline, (batch, query, key); it is omitted for
-        results without a query axis. `layer`: position of the only layer to draw of results with a layer axis. `cmap`,
-        `vmax` and `image` are those of `Attribution.plot`.
+        `batch`: index of the sequence. `expected`: a boolean pattern to outline, (batch, query, key), which is omitted
+        for results without a query axis, or (batch, key) for results of a target. `layer`: position of the only layer
+        to draw of results with a layer axis. `cmap`, `vmax` and `image` are those of `Attribution.plot`.
 
         Raises `MissingExtraError` if matplotlib is missing, `InputError` if `batch`, `expected`, `layer` or `image`
         does not fit, and `OptionError` for an unknown `cmap` or a `vmax` that is not positive.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unilinattn.errors import InputError
 from unilinattn.results.boards import beneath, cell, explained
+from unilinattn.results.panels import fitting_pattern
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
 from unilinattn.viz.blocks import details, facts, group, page, paragraph, table, warning
@@ -58,13 +59,13 @@ def comparison(
 ) -> str:
     """Return HTML blocks of a comparison: models in columns and methods in rows, then a folded table of all results.
 
-    `expected` (batch, query, key) is outlined in every result with a query axis.
+    `expected` is outlined in every result with its axes: (batch, query, key), or (batch, key) for those of a target.
 
     Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
     chosen = _chosen(batch, image)
     cells = [
-        cell(result, method, model, batches=chosen, expected=expected if "query" in result.dims else None)
+        cell(result, method, model, batches=chosen, expected=fitting_pattern(result, expected))
         for method in results.methods
         for model in results
         if (result := results[model].get(method)) is not None

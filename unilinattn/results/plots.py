@@ -14,7 +14,7 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.optional import import_extra
 from unilinattn.results.boards import beneath
-from unilinattn.results.panels import Panel, panels
+from unilinattn.results.panels import Panel, fitting_pattern, panels
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
 from unilinattn.viz.colours import DIVERGING, LINES, OUTLINE, SEQUENTIAL, Array, outline, relative
@@ -111,7 +111,7 @@ def comparison(
         for model in results:
             if (result := results[model].get(method)) is None:
                 continue
-            pattern = expected if "query" in result.dims else None
+            pattern = fitting_pattern(result, expected)
             chosen = result.select(layer=layer) if layer is not None and "layer" in result.dims else result
             for place, panel in enumerate(panels(chosen, batch=batch, expected=pattern)):
                 cells.setdefault((method, place), {})[model] = panel

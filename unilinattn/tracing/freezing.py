@@ -35,7 +35,7 @@ LINEAR = _names("""
 """Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
 
 CASTS = _names("to type type_as float double half bfloat16 clone contiguous view reshape dropout")
-"""Functions after which the residual stream is still the residual stream."""
+"""Functions whose result is the residual stream if their argument is."""
 
 CHOOSING = _names("max min amax amin maximum minimum where sort max_pool1d max_pool2d")
 """Functions that choose among their arguments, each of which is carried or a source."""
@@ -61,7 +61,7 @@ CONSTANT = NEW | _names("detach data sign floor ceil round trunc")
 """Functions whose outputs are constants for autograd too."""
 
 LEAVING = _names("numpy array tolist")
-"""Functions that return values as other objects than tensors."""
+"""Functions that return a tensor's values as objects that are not tensors."""
 
 AFFINE = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv_transpose1d": 2}
 """Layers by name, with the position of their bias."""
@@ -120,7 +120,7 @@ class Freezing(TorchFunctionMode):
         kwargs = kwargs or {}
         name, in_place = _name(func, dict(kwargs))
         if name == "requires_grad" and in_place:
-            # What is carried is decided here, not by the host.
+            # A host that switches gradients on or off does not change which tensors are carried.
             return args[0]
         origin = next((self._factors[tensor] for tensor in tensors((args, kwargs)) if tensor in self._factors), None)
         if name in LEAVING and args[0].is_floating_point() and (origin or carried(args)):
@@ -195,7 +195,7 @@ class Freezing(TorchFunctionMode):
         return result
 
     def enter_stream(self, tensor: Tensor) -> None:
-        """Take a tensor as the residual stream: sums with it are the residual stream too."""
+        """Mark a tensor as the residual stream; its sums with other tensors are marked too."""
         self._stream[tensor] = True
 
     def in_stream(self, tensor: Any) -> bool:
