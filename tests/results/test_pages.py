@@ -210,6 +210,19 @@ def test_the_heading_names_target_token_and_logit() -> None:
     every = make(options={"logit": None, "target": None})
     assert "Explains the logit of the model&#x27;s prediction for each query." in every.to_html()
     assert "Scores of the keys for each query." in make().to_html()
+    generated = Attribution(
+        scores=torch.rand(1, 2, 4),
+        dims=("batch", "query", "key"),
+        method="logit",
+        tokens=[list("abcd")],
+        query_tokens=[list("cd")],
+        options={"logit": [7, 9], "target": [1, 2]},
+        extras={"logit": torch.tensor([[1.5, 2.5]])},
+    )
+    page = generated.to_html()
+    assert "Explains the logit of the generated token for each query." in page
+    assert boards(page)[0]["texts"] == [["c", "d"], ["a", "b", "c", "d"]]
+    assert pictures(page)[0]["facts"] == {"logit": [1.5, 2.5]}
 
 
 def test_the_target_of_padded_tokens_counts_real_ones() -> None:

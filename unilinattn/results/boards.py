@@ -71,7 +71,7 @@ def explained(result: Scores, batch: int = 0) -> str:
     if one.mask is not None and tokens is not None:
         tokens = [text for text, real in zip(tokens, one.mask[0].tolist(), strict=True) if real]
     count = one.sizes["key"] if one.mask is None else int(one.mask[0].sum())
-    place = target_key(result, batch, count)
+    place = None if "query" in result.dims else target_key(result, batch, count)
     if place is None:
         where = "for each query" if "query" in result.dims else ""
     else:
@@ -82,6 +82,8 @@ def explained(result: Scores, batch: int = 0) -> str:
     what = "the logit of the model's prediction"
     if isinstance(chosen, int):
         what = f"the logit of token {chosen}"
+    elif isinstance(chosen, list) and "query" in result.dims:
+        what = "the logit of the generated token"
     elif isinstance(chosen, list):
         what = f"the difference of the logits of tokens {' and '.join(map(str, chosen))}"
     elif chosen is not None:

@@ -119,6 +119,10 @@ def comparison(
     every = [panel for row in cells.values() for panel in row.values()]
     sizes = [max(_panel_size(panel, True) for panel in cells[row].values()) for row in rows]
     width, heights = max(size[0] for size in sizes), [size[1] for size in sizes]
+    # The note on a token apart is too long for narrow columns.
+    apart = all(panel.own is not None for panel in every)
+    if all(panel.kind == "strip" for panel in every):
+        width, heights = min(width, max(3.2, 15 / len(results))), [height + 0.15 * apart for height in heights]
     lying = sum(heights) < LOW
     figure = new_figure(len(results) * width + 1.4, sum(heights) + (1.5 if lying else 0.9))
     # The names of the rows have a column of axes, which stays where a model has no panel.
@@ -137,7 +141,7 @@ def comparison(
                 continue
             panel = cells[row][model]
             _draw(axes, panel, style, True, below)
-            _caption(axes, panel.title, panel.notes)
+            _caption(axes, panel.title, panel.notes, two_lines=apart)
             if alike and model != next(iter(cells[row])):
                 axes.tick_params(labelleft=False)
                 axes.set_ylabel("")
@@ -146,7 +150,7 @@ def comparison(
                 axes.set_xlabel("")
     for axes, model in zip(grid[0], results, strict=True):
         kinds = count_kinds(next(iter(results[model].values())).kinds)
-        _top_title(axes, model, kinds)
+        _top_title(axes, model, kinds, above=10 if apart else 0)
     for number, row in enumerate(rows):
         _side_title(figure.add_subplot(layout[number, 0]), row[0])
     _colour_bar(figure, [axes for line in grid for axes in line], style, lying=lying)
@@ -294,10 +298,13 @@ def _math_free(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _caption(axes: "Axes", title: str, notes: Sequence[str]) -> None:
-    axes.set_title(_math_free(title), loc="left", fontsize=8, color=INK, pad=13)
+def _caption(axes: "Axes", title: str, notes: Sequence[str], *, two_lines: bool = False) -> None:
+    """Write a title, and notes below it; with `two_lines` the last note has a line for itself."""
+    texts = [note for note in notes if note]
+    words = "\n".join((", ".join(texts[:-1]), texts[-1])) if two_lines else ", ".join(texts)
+    axes.set_title(_math_free(title), loc="left", fontsize=8, color=INK, pad=23 if two_lines else 13)
     axes.annotate(
-        _math_free(", ".join(note for note in notes if note)),
+        _math_free(words),
         (0, 1),
         xytext=(0, 3),
         xycoords="axes fraction",
@@ -313,12 +320,12 @@ def _side_title(axes: "Axes", text: str) -> None:
     words.set(ha="center", va="center", transform=axes.transAxes)
 
 
-def _top_title(axes: "Axes", text: str, kinds: str) -> None:
+def _top_title(axes: "Axes", text: str, kinds: str, *, above: int = 0) -> None:
     for words, height, weight, size, colour in ((text, 38, "bold", 10, INK), (kinds, 27, "normal", 7, FAINT)):
         axes.annotate(
             _math_free(words),
             (0, 1),
-            xytext=(0, height),
+            xytext=(0, height + above),
             xycoords="axes fraction",
             textcoords="offset points",
             fontsize=size,

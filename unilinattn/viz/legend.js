@@ -24,7 +24,7 @@ function drawLegend(/** @type {Board} */ board) {
     ...[
       swatch("expected", "expected", kinds.some(one => one.outlined)),
       swatch("causal", "causal: key after query", kinds.some(one => one.causal || one.later)),
-      swatch("own", "own token, apart", board.apart),
+      swatch("own", "own token, apart", board.apart && kinds.some(one => board.hasOwn(one))),
     ].filter(Boolean),
   );
 }
