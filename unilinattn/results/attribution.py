@@ -15,6 +15,8 @@ from unilinattn.results.words import merged_spans, merged_words
 from unilinattn.viz import blocks
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 
@@ -83,15 +85,31 @@ class Attribution(Scores):
         """
         return merged_spans(self, spans, reduce, unit)
 
-    def plot(self, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
+    def plot(
+        self,
+        *,
+        batch: int = 0,
+        expected: Bool[Tensor, "..."] | None = None,
+        layer: int | str | None = None,
+        ax: "Axes | None" = None,
+        cmap: "str | Colormap | None" = None,
+        vmax: float | None = None,
+        image: Any = None,
+    ) -> "Figure":
         """Draw one sequence of the result: one heat map per layer, or strips of tokens or patch maps for a target.
 
         `batch`: index of the sequence. `expected`: a boolean pattern to outline, (batch, query, key), or (batch, key)
-        without a query axis.
+        without a query axis. `layer`: position or name of the only layer to draw. `ax`: axes to draw one picture into,
+        whose figure is returned. `cmap`: a colour map of matplotlib or its name. `vmax`: score of the strongest colour,
+        in every picture; by default each picture's largest. `image`: the picture that the model read, drawn beneath its
+        patches: (height, width), (height, width, 3) or (3, height, width), uint8 or floats from 0 to 1, or a PIL image.
 
-        Raises `MissingExtraError` if matplotlib is missing, and `InputError` if `batch` or `expected` does not fit.
+        Raises `MissingExtraError` if matplotlib is missing, `InputError` if `batch`, `expected`, `layer`, `ax` or
+        `image` does not fit, and `OptionError` for an unknown `layer` or `cmap` or a `vmax` that is not positive.
         """
-        return plots.attribution(self, batch=batch, expected=expected)
+        return plots.attribution(
+            self, batch=batch, expected=expected, layer=layer, ax=ax, cmap=cmap, vmax=vmax, image=image
+        )
 
     def to_html(
         self,
@@ -99,14 +117,17 @@ class Attribution(Scores):
         *,
         batch: int | Sequence[int] = 0,
         expected: Bool[Tensor, "..."] | None = None,
+        image: Any = None,
     ) -> str:
         """Return the result as one self-contained HTML page, and write it to `path` if given.
 
-        `batch`: index or indices of the sequences. `expected`: a boolean pattern to outline, as in `plot`.
+        `batch`: index or indices of the sequences. `expected`: a boolean pattern to outline, as in `plot`. `image`: the
+        picture that the model read, drawn beneath the scores of its patches, as in `plot`.
 
-        Raises `InputError` if `batch` or `expected` does not fit, and `ResultFileError` if `path` cannot be written.
+        Raises `InputError` if `batch`, `expected` or `image` does not fit, and `ResultFileError` if `path` cannot be
+        written.
         """
-        return write_text(path, pages.attribution_page(self, batch=batch, expected=expected))
+        return write_text(path, pages.attribution_page(self, batch=batch, expected=expected, image=image))
 
     def _repr_html_(self) -> str:
         return blocks.fragment(pages.attribution(self))
