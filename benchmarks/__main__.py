@@ -2,6 +2,7 @@
 
 python -m benchmarks                  measure on two threads of the CPU
 python -m benchmarks --device cuda    measure on a GPU
+python -m benchmarks --only logit     measure one operation, and keep the recorded figures of the others
 python -m benchmarks --table          write the page and the plot from the recorded figures
 """
 
@@ -9,6 +10,7 @@ import argparse
 import gc
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,10 +51,11 @@ def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
     return {**row, "memory": memory}
 
 
-def everything(device: str, *, quick: bool, seconds: float) -> dict[str, Any]:
-    """Check every operation, then measure every case; print one line for each."""
+def everything(device: str, *, quick: bool, seconds: float, only: Collection[str] = ()) -> dict[str, Any]:
+    """Check every operation, then measure every case; print one line for each. `only`: operations, by default all."""
     torch.manual_seed(0)
     listed = list(cases.all_cases(_shrunk if quick else lambda length: length))
+    listed = [case for case in listed if not only or case.operation in only]
     threads = torch.get_num_threads()
     # Threads only cost time on a narrow layer.
     torch.set_num_threads(1)
@@ -76,6 +79,17 @@ def everything(device: str, *, quick: bool, seconds: float) -> dict[str, Any]:
     return {"device": device, "machine": machine(device), "settings": settings, "checks": checks, "rows": rows}
 
 
+def merged(recorded: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """Return figures of some operations with the recorded ones of the others."""
+
+    def both(name: str) -> list[dict[str, Any]]:
+        measured = {row["operation"] for row in figures[name]}
+        kept = [row for row in recorded[name] if row["operation"] not in measured]
+        return sorted([*kept, *figures[name]], key=lambda row: (row["structure"], row["length"]))
+
+    return {**figures, "checks": both("checks"), "rows": both("rows")}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -85,6 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seconds", type=float, default=30.0, help="time after which three rounds suffice")
     parser.add_argument("--quick", action="store_true", help="narrow layers and short inputs, to test the program")
+    operations = sorted({case.operation for case in cases.all_cases()})
+    parser.add_argument("--only", nargs="+", choices=operations, default=(), metavar="OPERATION", help="measure these")
     parser.add_argument("--table", action="store_true", help="write the page and the plot from recorded figures")
     parser.add_argument("--out", type=Path, help="folder for the figures and the page, instead of the docs")
     options = parser.parse_args(arguments)
@@ -94,12 +110,18 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.table:
         if options.device == "cuda" and not torch.cuda.is_available():
             parser.error("--device cuda: torch sees no GPU here")
+        earlier = [
+            figures for figures in page.recorded(results) if options.only and figures["device"] == options.device
+        ]
+        torch.set_num_threads(options.threads)
+        if earlier and earlier[0]["machine"] != (now := machine(options.device)):
+            parser.error(f"--only: the recorded figures are of {earlier[0]['machine']}, and this is {now}")
         # transformers logs one message per layer about its sequential path, which is the one measured.
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        torch.set_num_threads(options.threads)
         with torch.no_grad():
-            figures = everything(options.device, quick=options.quick, seconds=options.seconds)
+            figures = everything(options.device, quick=options.quick, seconds=options.seconds, only=options.only)
         results.mkdir(parents=True, exist_ok=True)
+        figures = merged(earlier[0], figures) if earlier else figures
         (results / f"{options.device}.json").write_text(page.stored(figures))
     recorded = page.recorded(results)
     if not recorded:

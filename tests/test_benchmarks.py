@@ -42,6 +42,18 @@ def test_a_quick_run_on_narrow_layers(tmp_path: Path) -> None:
     assert read_section((tmp_path / "performance.md").read_text(), "performance") == page.section([figures])
     assert (tmp_path / "performance.png").read_bytes().startswith(b"\x89PNG")
 
+    subprocess.run([*command, "--only", "next logit"], cwd=ROOT, env=dict(os.environ), capture_output=True, check=True)
+    again = json.loads((tmp_path / "cpu.json").read_text())
+    assert sorted(row["operation"] for row in again["rows"]) == sorted(row["operation"] for row in figures["rows"])
+    other = [row for row in figures["rows"] if row["operation"] != "next logit"]
+    assert all(row in again["rows"] for row in other) and again["rows"] != figures["rows"]
+
+    text = text.replace('"cores": ', '"cores": 1')
+    (tmp_path / "cpu.json").write_text(text)
+    refused = subprocess.run([*command, "--only", "map"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "the recorded figures are of" in refused.stderr
+    assert (tmp_path / "cpu.json").read_text() == text
+
 
 def test_the_page_shows_the_recorded_figures() -> None:
     recorded = page.recorded(ROOT / "benchmarks" / "results")

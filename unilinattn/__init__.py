@@ -2,8 +2,9 @@
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
 turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory and operations of
-`explain` beforehand. `cut` runs a model without some edges between tokens. `list_architectures` and `list_methods`
-return the registry. `analysis` has measurements of layers and models beyond scores.
+`explain` beforehand. `explain_generation` explains every token that a model generates. `cut` runs a model without some
+edges between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has measurements of layers
+and models beyond scores.
 """
 
 import importlib
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from unilinattn import architectures, methods  # noqa: F401  importing them registers the adapters and the methods
 from unilinattn.errors import UnilinattnError
+from unilinattn.methods.generation import explain_generation
 from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.operator import MixerOperator
@@ -43,6 +45,7 @@ __all__ = [
     "estimate",
     "evaluate",
     "explain",
+    "explain_generation",
     "list_architectures",
     "list_methods",
     "register_architecture",

@@ -41,9 +41,29 @@ SharedValues = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 PlainForm = Callable[..., Any]
 """Plain torch code of a module without token mixing: `form(module, *args, **kwargs)` returns the result of its call."""
 
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """Places of an image's tokens in the sequence of a vision model.
+
+    Attributes:
+        grid: (rows, columns) of the patches.
+        patches: the position of each patch, row by row.
+        cls: the positions of the class tokens.
+    """
+
+    grid: tuple[int, int]
+    patches: tuple[int, ...]
+    cls: tuple[int, ...]
+
+
+Places = Callable[[nn.Module, int, int], ImageTokens | None]
+"""Returns the places of an image's tokens from a module, and the height and width of its pixels; None if unknown."""
+
 Adapter = TypeVar("Adapter", bound=Build)
 Function = TypeVar("Function", bound=Callable[..., Attribution])
 Form = TypeVar("Form", bound=PlainForm)
+PlacesOf = TypeVar("PlacesOf", bound=Places)
 Entry = TypeVar("Entry")
 
 
@@ -100,6 +120,7 @@ _architectures: dict[str, Architecture] = {}
 _hosts: dict[str, Architecture] = {}
 _methods: dict[str, Method] = {}
 _plain_forms: dict[str, PlainForm] = {}
+_image_tokens: dict[str, Places] = {}
 
 
 def register_architecture(
@@ -164,6 +185,25 @@ def register_plain_form(*hosts: str) -> Callable[[Form], Form]:
     return decorate
 
 
+def register_image_tokens(*hosts: str) -> Callable[[PlacesOf], PlacesOf]:
+    """Register where a vision model's patches and class tokens are in its sequence, for `Trace.image_tokens`.
+
+    `hosts` are class names, "package.module.Class", of the model or of its only module that makes tokens of pixels;
+    subclasses match by their MRO. `places(module, height, width)` returns `ImageTokens`, or None if they are unknown.
+
+    Raises `OptionError` if a host class is registered already.
+    """
+
+    def decorate(places: PlacesOf) -> PlacesOf:
+        taken = [host for host in hosts if host in _image_tokens]
+        if taken:
+            raise OptionError(f"{taken} have image tokens already; register those of another class.")
+        _image_tokens.update(dict.fromkeys(hosts, places))
+        return places
+
+    return decorate
+
+
 def register_method(
     name: str, *, options: type[BaseModel] | None = None, cost: Callable[..., Estimate] | None = None
 ) -> Callable[[Function], Function]:
@@ -206,6 +246,11 @@ def plain_form_of(cls: type) -> PlainForm | None:
     return _nearest_ancestor(_plain_forms, cls)
 
 
+def image_tokens_of(cls: type) -> Places | None:
+    """Return the image tokens registered for a host class or its nearest ancestor, None if there are none."""
+    return _nearest_ancestor(_image_tokens, cls)
+
+
 def method(name: str) -> Method:
     """Return a registered method; raise `OptionError` with the nearest name if there is none."""
     methods = list_methods()
@@ -218,7 +263,7 @@ def method(name: str) -> Method:
 def overridden(*entries: Architecture | Method) -> Iterator[None]:
     """Override or add entries inside the block, and restore the registry as it was before, to test an adapter."""
     load_entry_points()
-    tables: tuple[dict[str, Any], ...] = (_architectures, _hosts, _methods, _plain_forms)
+    tables: tuple[dict[str, Any], ...] = (_architectures, _hosts, _methods, _plain_forms, _image_tokens)
     before = [dict(table) for table in tables]
     try:
         for entry in entries:

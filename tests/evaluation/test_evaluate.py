@@ -93,7 +93,7 @@ def test_the_table_equals_plain_loops() -> None:
 
 def layered(trace: Trace, sample: Sample) -> Attribution:
     """Layer 0 finds the answer of a sample named "0", layer 1 that of the others."""
-    relevant = sample.relevant.double()  # type: ignore[union-attr]
+    relevant = sample.relevant.double()  # type: ignore[union-attr]  # not None
     order = [relevant, -relevant] if sample.name.startswith("first") else [-relevant, relevant]
     return Attribution(
         scores=torch.stack(order)[:, None], dims=("layer", "batch", "query", "key"), method="l", layers=("a", "b")
@@ -283,9 +283,9 @@ def test_an_interruption_at_every_file_changes_no_number(tmp_path: Path, monkeyp
         out, written = tmp_path / str(stop), []
 
         def interrupted(self: Path, target: Path) -> Path:
-            if len(written) == stop:  # noqa: B023
+            if len(written) == stop:  # noqa: B023  called in this turn of the loop
                 raise KeyboardInterrupt
-            written.append(target)  # noqa: B023
+            written.append(target)  # noqa: B023  as above
             return replace(self, target)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -54,7 +54,8 @@ def test_errors_name_model_sample_method_and_metric() -> None:
     quiet: dict[str, Any] = {"metrics": looks, "selection": None, "baselines": [], "methods": ["rollout"]}
     refused(InputError, "sample 0: a sample is one sequence or image; its inputs hold 2", **quiet | {"data": [half]})
     for value in (math.nan, math.inf):
-        refused(InputError, f"rollout, bad: the value is {value}", **quiet | {"metrics": {"bad": lambda case: value}})  # noqa: B023
+        bad = {"bad": lambda case, value=value: value}
+        refused(InputError, f"rollout, bad: the value is {value}", **quiet | {"metrics": bad})
     refused(InputError, "activation_auac: the metric needs the scores of one query; give the sample a target",
             **quiet | {"metrics": ["activation_auac"]})  # fmt: skip
     refused(InputError, r"f: the function returned \(7, 7, 7\)",
@@ -63,6 +64,6 @@ def test_errors_name_model_sample_method_and_metric() -> None:
                     foreground=torch.eye(4, dtype=torch.bool))  # fmt: skip
     refused(InputError, "mean_iou: a grid of 2 x 2 patches does not fit 7 valid keys",
             **quiet | {"data": [ragged], "metrics": ["mean_iou"]})  # fmt: skip
-    short = Sample(inputs=one.inputs, relevant=one.relevant[4])  # type: ignore[index]
+    short = Sample(inputs=one.inputs, relevant=one.relevant[4])  # type: ignore[index]  # not None
     refused(InputError, r"ap: relevant of shape \(7,\) does not fit scores of shape \(7, 7\); give the sample a target",
             **quiet | {"data": [short], "metrics": ["ap"]})  # fmt: skip

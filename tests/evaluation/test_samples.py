@@ -25,9 +25,9 @@ def test_task_samples_are_the_held_out_sequences_with_the_keys_before_each_query
         assert torch.equal(sample.inputs, batch.input_ids[at : at + 1])
         for query in range(48):
             answers = [key for key in range(query) if batch.relevant[at, query, key]]
-            assert sample.relevant[query].nonzero().flatten().tolist() == answers  # type: ignore[index]
+            assert sample.relevant[query].nonzero().flatten().tolist() == answers  # type: ignore[index]  # not None
             candidates = list(range(query)) if answers else []
-            assert sample.valid[query].nonzero().flatten().tolist() == candidates  # type: ignore[index]
+            assert sample.valid[query].nonzero().flatten().tolist() == candidates  # type: ignore[index]  # not None
         assert (sample.target, sample.label) == (None, None)
     last, *_ = task_samples("induction", 3, target=-1)
     assert (last.target, last.label) == (-1, int(batch.labels[0, -1]))

@@ -11,7 +11,6 @@ import unilinattn as ula
 from tests.memory.hosts import NAMES, linear, traced
 from unilinattn.errors import InputError, MemoryLimitError, OptionError, UncoveredError
 from unilinattn.methods.maps import Weight
-from unilinattn.registry import Method
 from unilinattn.testing.hosts import host
 from unilinattn.testing.peak import Peak, peak_of
 from unilinattn.tracing.layer import Layer
@@ -20,8 +19,10 @@ from unilinattn.tracing.trace import Trace
 LENGTH = 192
 SHORT = 40
 """Length for `PASSES` without a target."""
-PASSES = ("attribution", "logit", "lrp")
+PASSES = ("attention_grad", "attribution", "logit", "lrp", "transformer_attribution")
 """Methods that compute gradients for each row."""
+MATRICES = ("attention_grad", "transformer_attribution")
+"""Methods that weight the matrices of all heads."""
 METHODS = ("alti", *PASSES, "latim", "raw", "rollout")
 
 
@@ -54,9 +55,14 @@ def compared(name: str, length: int, **arguments: Any) -> None:
     assert 0.5 <= estimate.operations / counted.multiplications <= 2, (estimate.operations, counted.multiplications)
 
 
+def _marks(name: str, method: str, target: int | None) -> Any:
+    every_row = target is None and method in ("attribution", *MATRICES)
+    return pytest.mark.slow if every_row or (method in MATRICES and name not in ("mamba2", "gpt2")) else ()
+
+
 # Gradients and relevances of S4D recompute its kernel, which the estimate omits: see the next test.
 COUNTED = [
-    pytest.param(name, method, target, marks=pytest.mark.slow if (method, target) == ("attribution", None) else ())
+    pytest.param(name, method, target, marks=_marks(name, method, target))
     for name in NAMES
     for method in METHODS
     for target in (None, -1)
@@ -120,8 +126,8 @@ def test_options_are_taken_into_account(name: str, method: str, options: dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [3 << 18, 3 << 19])
 @pytest.mark.parametrize("target", [None, -1])
-# `logit` and `lrp` run the model, whose memory `max_memory` does not bound.
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("logit", "lrp")])
+# The other methods of `PASSES` run the model, whose memory `max_memory` does not bound.
+@pytest.mark.parametrize("method", ["attribution", *(method for method in METHODS if method not in PASSES)])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_stays_within_the_limit_or_is_refused(
     name: str, method: str, target: int | None, limit: int, gradients: None
@@ -168,7 +174,7 @@ def test_a_model_is_traced_for_its_estimate() -> None:
     assert ula.estimate(entry.model(), entry.inputs()).shape == (2, 13, 13)
 
 
-def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_refused() -> None:
     host_trace = traced("mamba", LENGTH)
     with pytest.raises(OptionError, match="did you mean 'rollout'"):
         ula.estimate(host_trace, method="rolout")
@@ -176,7 +182,9 @@ def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ula.estimate(host_trace, scop="core")
     with pytest.raises(InputError, match="needs inputs"):
         ula.estimate(host("mamba").model())
-    uncosted = Method("own", "a method", lambda trace, target: None)
-    monkeypatch.setattr(import_module("unilinattn.methods.run"), "registered", lambda name: uncosted)
-    with pytest.raises(UncoveredError, match="own was registered without its cost"):
-        ula.estimate(host_trace, method="own")
+
+
+@pytest.mark.parametrize("method", ["gradient", "knockout"])
+def test_methods_that_only_run_the_model_have_no_estimate(method: str) -> None:
+    with pytest.raises(UncoveredError, match=rf"{method} has no estimate, .* that have an estimate: .*rollout"):
+        ula.estimate(host("mamba").model(), method=method)

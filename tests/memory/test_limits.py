@@ -11,6 +11,7 @@ from tests.laws.structures import STRUCTURES, Draw, Structure
 from tests.memory.hosts import NAMES, linear, traced
 from unilinattn.errors import FactorError, InputError, MemoryLimitError, OptionError
 from unilinattn.memory import allowed, max_memory, reserved
+from unilinattn.methods.gradient_maps import weighted_blocks
 from unilinattn.mixers import DiagonalDecay
 from unilinattn.testing import mixer_passes
 from unilinattn.testing.checks import matrix_free, without_matrices
@@ -31,6 +32,7 @@ MAP = 4 * LENGTH**2
         ("raw", {"layers": "mean"}, 1, "target=, or allow more"),
         ("rollout", {}, 1, "target=, or allow more with max_memory=147456"),
         ("attribution", {}, 1, "target="),
+        ("attention_grad", {}, 1, "target="),
         ("alti", {"compose": "rollout"}, 1, "target="),
     ],
     ids=str,
@@ -125,6 +127,22 @@ def test_attribution_of_a_target_allocates_vectors_and_blocks(name: str) -> None
         patch.setattr(type(trace.layers[0]), "pullback", lambda _: lambda grad: grad)
         peak = peak_of(lambda: ula.explain(trace, method="attribution", target=-1, max_memory=limit)).peak
     assert peak <= limit + linear(trace)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "gpt2"])
+def test_maps_weighted_by_gradients_are_computed_in_blocks(name: str) -> None:
+    trace, limit = traced(name, LENGTH), 1 << 19
+    layer = trace.layers[0]
+    gradients = layer.core_pullback()(torch.ones_like(layer.output))
+
+    def blocks() -> None:
+        for _ in weighted_blocks(trace, layer, [gradients], "clamp"):
+            pass
+
+    with max_memory(limit):
+        assert peak_of(blocks).peak <= limit + linear(trace)
+    with max_memory(1000), pytest.raises(MemoryLimitError, match=r"the weighted map of .*, and max_memory allows"):
+        blocks()
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.name)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from tests.architectures.recurrences import mamba2
 from tests.architectures.test_delta_rule import delta_rule
 from tests.methods.references import (
+    delta_map,
     gpt2_reference,
     llama_reference,
     mamba2_reference,
@@ -19,7 +19,8 @@ from tests.methods.references import (
     s4d_reference,
 )
 from unilinattn.models import S4DConfig, S4DForCausalLM
-from unilinattn.testing.hosts import randomize
+from unilinattn.testing.hosts import randomize, transformers_model
+from unilinattn.testing.hosts.basic import causal_model
 from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.trace import Trace, trace
@@ -51,17 +52,23 @@ class Host:
     """A host: its constructor, accessors of its layers and output projections, and its reference."""
 
     build: Callable[[], nn.Module]
-    blocks: Callable[[nn.Module], list[nn.Module]]
-    mixer: Callable[[nn.Module], nn.Module]
-    projection: Callable[[nn.Module], nn.Module]
     reference: Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]
+    mixer: Callable[[nn.Module], nn.Module]
+    blocks: Callable[[nn.Module], list[nn.Module]] = lambda model: list(model.model.layers)
+    projection: Callable[[nn.Module], nn.Module] = lambda mixer: mixer.out_proj
     positions: bool = False
     norm: Callable[[nn.Module], nn.Module] = lambda model: model.model.norm
 
     def model(self) -> nn.Module:
-        """Build the model with random weights, in float64 and evaluation mode."""
-        torch.manual_seed(0)
-        return randomize(self.build().eval()).double()
+        """Build the model with random weights, in float64 and evaluation mode; the same inside of `promoted`."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch._C.DisableTorchFunction():
+                torch.manual_seed(0)
+                return randomize(self.build().eval()).double()
+        finally:
+            torch.set_default_dtype(default)
 
     def mixers(self, model: nn.Module) -> list[nn.Module]:
         """Return the token-mixing modules in order."""
@@ -160,75 +167,8 @@ def references(name: str, padding: str = "none") -> tuple[Reference, ...]:
 
 IDS = dict(vocab_size=VOCABULARY, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
-HOSTS = {
-    "mamba": Host(
-        lambda: transformers.MambaForCausalLM(
-            transformers.MambaConfig(hidden_size=6, state_size=3, num_hidden_layers=2, residual_in_fp32=False, **IDS)
-        ),
-        blocks=lambda model: list(model.backbone.layers),
-        mixer=lambda block: block.mixer,
-        projection=lambda mixer: mixer.out_proj,
-        reference=mamba_reference,
-        norm=lambda model: model.backbone.norm_f,
-    ),
-    "mamba2": Host(
-        lambda: transformers.Mamba2ForCausalLM(
-            transformers.Mamba2Config(
-                hidden_size=8,
-                state_size=3,
-                num_hidden_layers=2,
-                num_heads=4,
-                head_dim=4,
-                n_groups=2,
-                chunk_size=4,
-                residual_in_fp32=False,
-                **IDS,
-            )
-        ),
-        blocks=lambda model: list(model.backbone.layers),
-        mixer=lambda block: block.mixer,
-        projection=lambda mixer: mixer.out_proj,
-        reference=mamba2_reference,
-        norm=lambda model: model.backbone.norm_f,
-    ),
-    "s4d": Host(
-        lambda: S4DForCausalLM(S4DConfig(vocab_size=VOCABULARY, d_model=6, n_layers=2, d_state=4)),
-        blocks=lambda model: list(model.layers),
-        mixer=lambda block: block.mixer,
-        projection=lambda mixer: mixer.output_linear[0],
-        reference=s4d_reference,
-        norm=lambda model: model.norm_f,
-    ),
-    "llama": Host(
-        lambda: transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=8,
-                intermediate_size=8,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                attn_implementation="eager",
-                **IDS,
-            )
-        ),
-        blocks=lambda model: list(model.model.layers),
-        mixer=lambda block: block.self_attn,
-        projection=lambda mixer: mixer.o_proj,
-        reference=llama_reference,
-        positions=True,
-    ),
-    "gpt2": Host(
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=16, attn_implementation="eager", **IDS)
-        ),
-        blocks=lambda model: list(model.transformer.h),
-        mixer=lambda block: block.attn,
-        projection=lambda mixer: mixer.c_proj,
-        reference=gpt2_reference,
-        positions=True,
-        norm=lambda model: model.transformer.ln_f,
-    ),
-}
+_TWO = dict(num_hidden_layers=2, **IDS)
+_HYBRID = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1, **_TWO)
 
 
 def _attention_or(reference: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
@@ -236,47 +176,104 @@ def _attention_or(reference: Callable[..., dict[str, Tensor]]) -> Callable[..., 
     return lambda mixer, *given: (llama_reference if hasattr(mixer, "v_proj") else reference)(mixer, *given)
 
 
-_HYBRID = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
-
-HOSTS |= {
-    "delta rule": Host(
-        lambda: transformers.Qwen3NextForCausalLM(
-            transformers.Qwen3NextConfig(
-                **_HYBRID,
-                **IDS,
-                head_dim=4,
-                layer_types=["linear_attention", "linear_attention"],
-                linear_key_head_dim=3,
-                linear_value_head_dim=4,
-                linear_num_key_heads=1,
-                linear_num_value_heads=2,
-                num_experts=0,
-                use_cache=False,
-            )
+HOSTS = {
+    "mamba": Host(
+        causal_model("Mamba", hidden_size=6, state_size=3, residual_in_fp32=False, **_TWO),
+        mamba_reference,
+        mixer=lambda block: block.mixer,
+        blocks=lambda model: list(model.backbone.layers),
+        norm=lambda model: model.backbone.norm_f,
+    ),
+    "mamba2": Host(
+        causal_model(
+            "Mamba2",
+            hidden_size=8,
+            state_size=3,
+            num_heads=4,
+            head_dim=4,
+            n_groups=2,
+            chunk_size=4,
+            residual_in_fp32=False,
+            **_TWO,
         ),
-        blocks=lambda model: list(model.model.layers),
+        mamba2_reference,
+        mixer=lambda block: block.mixer,
+        blocks=lambda model: list(model.backbone.layers),
+        norm=lambda model: model.backbone.norm_f,
+    ),
+    "s4d": Host(
+        lambda: S4DForCausalLM(S4DConfig(vocab_size=VOCABULARY, d_model=6, n_layers=2, d_state=4)),
+        s4d_reference,
+        mixer=lambda block: block.mixer,
+        blocks=lambda model: list(model.layers),
+        projection=lambda mixer: mixer.output_linear[0],
+        norm=lambda model: model.norm_f,
+    ),
+    "llama": Host(
+        causal_model(
+            "Llama",
+            hidden_size=8,
+            intermediate_size=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attn_implementation="eager",
+            **_TWO,
+        ),
+        llama_reference,
+        mixer=lambda block: block.self_attn,
+        projection=lambda mixer: mixer.o_proj,
+        positions=True,
+    ),
+    "gpt2": Host(
+        transformers_model(
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            n_positions=16,
+            attn_implementation="eager",
+            **IDS,
+        ),
+        gpt2_reference,
+        mixer=lambda block: block.attn,
+        blocks=lambda model: list(model.transformer.h),
+        projection=lambda mixer: mixer.c_proj,
+        positions=True,
+        norm=lambda model: model.transformer.ln_f,
+    ),
+    "delta rule": Host(
+        causal_model(
+            "Qwen3Next",
+            head_dim=4,
+            layer_types=["linear_attention", "linear_attention"],
+            linear_key_head_dim=3,
+            linear_value_head_dim=4,
+            linear_num_key_heads=1,
+            linear_num_value_heads=2,
+            num_experts=0,
+            use_cache=False,
+            **_HYBRID,
+        ),
+        recurrence_reference(delta_rule, delta_map),
         mixer=lambda block: block.linear_attn,
-        projection=lambda mixer: mixer.out_proj,
-        reference=recurrence_reference(delta_rule),
     ),
     "hybrid": Host(
-        lambda: transformers.BambaForCausalLM(
-            transformers.BambaConfig(
-                **_HYBRID,
-                **IDS,
-                attn_layer_indices=[1],
-                mamba_n_heads=4,
-                mamba_d_head=4,
-                mamba_n_groups=2,
-                mamba_d_state=3,
-                mamba_chunk_size=4,
-                attn_implementation="eager",
-            )
+        causal_model(
+            "Bamba",
+            attn_layer_indices=[1],
+            mamba_n_heads=4,
+            mamba_d_head=4,
+            mamba_n_groups=2,
+            mamba_d_state=3,
+            mamba_chunk_size=4,
+            attn_implementation="eager",
+            **_HYBRID,
         ),
-        blocks=lambda model: list(model.model.layers),
+        _attention_or(recurrence_reference(mamba2, lambda *given: mamba2_reference(*given)["alpha"])),
         mixer=lambda block: block.mamba if hasattr(block, "mamba") else block.self_attn,
         projection=lambda mixer: mixer.o_proj if hasattr(mixer, "o_proj") else mixer.out_proj,
-        reference=_attention_or(recurrence_reference(mamba2)),
+        positions=True,
         norm=lambda model: model.model.final_layernorm,
     ),
 }
@@ -290,6 +287,9 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 
 
 CASES = [
-    (name, padding) for name in ("mamba", "mamba2", "s4d", "llama", "gpt2") for padding in ("none", "left", "right")
+    (name, padding)
+    for name in HOSTS
+    for padding in ("none", "left", "right")
+    if padding != "right" or name not in ("delta rule", "hybrid")
 ]
-"""Hosts whose references have maps, without padding and with padding on each side."""
+"""Every host without padding and with padding on the left, and most with padding on the right."""

@@ -181,8 +181,44 @@ def gpt2_reference(mixer: nn.Module, x: Tensor, weights: Tensor) -> dict[str, Te
     }
 
 
-def recurrence_reference(recurrence: Callable[..., Tensor]) -> Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]:
-    """Return the reference of a token-by-token recurrence with a deciding and a carried stream.
+def delta_map(mixer: nn.Module, x: Tensor, real: Tensor) -> Tensor:
+    """Gated delta rule of Qwen3-Next: alpha_ij is the coefficient of value j in what query i reads from the memory.
+
+    The memory S_t = a_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T is linear in the values, so it is kept as the
+    coefficients of every token's value (Yang, Kautz and Hatamizadeh, 2025, Eq. 10).
+    """
+    mask = real.double()[..., None]
+    groups, heads, size = mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim
+    sizes = [size] * 2 + [mixer.value_dim // groups] * 2
+    projected = mixer.in_proj_qkvz(x * mask).unflatten(-1, (groups, -1)).split(sizes, -1)
+    strength, step = mixer.in_proj_ba(x * mask).unflatten(-1, (groups, -1)).chunk(2, -1)
+    convolution = mixer.conv1d.weight[:, 0].flip(-1)
+    mixed = torch.cat([part.flatten(2) for part in projected[:3]], -1)
+    rows = []
+    for i in range(x.shape[1]):
+        taps = range(min(convolution.shape[1], i + 1))
+        rows.append(functional.silu(sum(convolution[:, lag] * mixed[:, i - lag] for lag in taps)))
+    query, key, _ = torch.stack(rows, 1).split([mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
+    query, key = (
+        (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(heads // groups, 2)
+        for part in (query.unflatten(-1, (groups, -1)), key.unflatten(-1, (groups, -1)))
+    )
+    beta = torch.sigmoid(strength.flatten(2))
+    decay = torch.exp(-torch.exp(mixer.A_log) * functional.softplus(step.flatten(2) + mixer.dt_bias))
+    length = x.shape[1]
+    memory, rows = torch.zeros(x.shape[0], heads, length, size, dtype=x.dtype), []
+    for t in range(length):
+        memory = decay[:, t, :, None, None] * memory
+        written = torch.eye(length, dtype=x.dtype)[t] - torch.einsum("bhjn,bhn->bhj", memory, key[:, t])
+        memory = memory + (beta[:, t, :, None] * written)[..., None] * key[:, t, :, None]
+        rows.append(torch.einsum("bhjn,bhn->bhj", memory, query[:, t] * size**-0.5))
+    return torch.stack(rows, 2)
+
+
+def recurrence_reference(
+    recurrence: Callable[..., Tensor], alpha: Callable[[nn.Module, Tensor, Tensor], Tensor]
+) -> Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]:
+    """Return the reference of a token-by-token recurrence with a deciding and a carried stream, and of its map.
 
     T_i(x_j) is the output at i for a carried stream of only x_j, less the output without a carried stream.
     """
@@ -194,6 +230,6 @@ def recurrence_reference(recurrence: Callable[..., Tensor]) -> Callable[[nn.Modu
             one = torch.zeros_like(x)
             one[:, j] = x[:, j]
             shares.append(recurrence(mixer, x, one, real) - bias)
-        return {"alpha": torch.empty(0), "shares": torch.stack(shares, dim=2), "bias": bias}
+        return {"alpha": alpha(mixer, x, real), "shares": torch.stack(shares, dim=2), "bias": bias}
 
     return reference

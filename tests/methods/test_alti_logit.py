@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertLMHeadModel, MiniMaxConfig, MiniMaxForCausalLM
+from transformers import BertConfig, BertLMHeadModel, Gemma2Config, Gemma2ForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
 
 import unilinattn as ula
 from tests.methods.hosts import (
@@ -188,9 +188,16 @@ def _minimax() -> MiniMaxForCausalLM:
     return MiniMaxForCausalLM(MiniMaxConfig(vocab_size=17, head_dim=4, **sizes, **experts)).eval()
 
 
+def _gemma2() -> Gemma2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    return Gemma2ForCausalLM(Gemma2Config(vocab_size=17, head_dim=4, pad_token_id=None, **sizes)).eval()
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (_gemma2, r"post_attention_layernorm takes this output itself.*\. Use the method 'logit'\."),
         (_bert, r"attention contains its residual, so the streams before and after it are related by more than a sum"),
         (_minimax, "MiniMaxForCausalLM norms or multiplies its residual stream between its layers"),
     ],

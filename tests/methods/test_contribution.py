@@ -1,8 +1,6 @@
 """`contribution` and the variants of `attribution` against their equations, on hosts of five kinds.
 
-Gradients come from hooks on the host. Maps and contributions are the references of `tests.methods.hosts`; of the delta
-rule and of the hybrid, which have none there, they are the operators' matrices and rows, which the laws and the
-conformance tests compare with recurrences.
+Gradients come from hooks on the host, maps and contributions from the references of `tests.methods.hosts`.
 """
 
 from collections.abc import Callable
@@ -12,18 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, host_inputs, inputs, real_map, real_tokens, references, traced
-from unilinattn import explain, trace
+from unilinattn import explain
 from unilinattn.errors import InputError, OptionError
 from unilinattn.testing import promoted, relative_error
-from unilinattn.testing.hosts import delta, mamba
-from unilinattn.tracing.trace import Trace
 
 LIMIT = 1e-8
-OTHERS = {each.name: each for each in (*delta.HOSTS, *mamba.HOSTS)}
-KINDS = [("mamba", "none"), ("mamba2", "left"), ("llama", "right"), ("qwen3.5", "none"), ("jamba", "none")]
+KINDS = [("mamba", "none"), ("mamba2", "left"), ("llama", "right"), ("delta rule", "none"), ("hybrid", "left")]
 
 
 @dataclass(frozen=True)
@@ -37,51 +32,21 @@ class Plain:
 
 
 @cache
-def observed(name: str, padding: str = "none") -> Trace:
-    if name in HOSTS:
-        return traced(name, padding)
-    with promoted():
-        return trace(OTHERS[name].model().double(), inputs(padding))
-
-
-def mixers_of(name: str, model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """The mixers in order of execution, each with its output projection."""
-    if name in HOSTS:
-        return [(mixer, HOSTS[name].projection(mixer)) for mixer in HOSTS[name].mixers(model)]
-    modules = [layer.module for layer in observed(name, "none").layers]
-    return [(each, next(getattr(each, p) for p in ("out_proj", "o_proj") if hasattr(each, p))) for each in modules]
-
-
-@cache
 def plain_layers(name: str, padding: str, target: int) -> tuple[Plain, ...]:
     """The layers with the gradients of the predicted logit at `target` for y' and for the mixer's output."""
-    found = observed(name, padding)
-    model = HOSTS[name].model() if name in HOSTS else found.host
+    host, model = HOSTS[name], HOSTS[name].model()
     inner: list[Tensor] = []
     outer: list[Tensor] = []
-    hooks = []
-    for mixer, projection in mixers_of(name, model):
-        hooks.append(projection.register_forward_pre_hook(lambda _, args: inner.append(args[0])))
-        hooks.append(
-            mixer.register_forward_hook(lambda *a: outer.append(a[-1][0] if isinstance(a[-1], tuple) else a[-1]))
-        )
+    for mixer in host.mixers(model):
+        host.projection(mixer).register_forward_pre_hook(lambda _, args: inner.append(args[0]))
+        mixer.register_forward_hook(lambda *a: outer.append(a[-1][0] if isinstance(a[-1], tuple) else a[-1]))
+    positions = traced(name, padding).positions(target)
     with promoted():
-        logits = model(**(host_inputs(name, padding) if name in HOSTS else inputs(padding))).logits
-        best = logits[torch.arange(BATCH), found.positions(target)].max(-1).values.sum()
-        grads = torch.autograd.grad(best, [*inner, *outer])
-    for hook in hooks:
-        hook.remove()
-    if name in HOSTS:
-        maps = [(each.alpha, each.shares) for each in references(name, padding)]
-    else:
-        with promoted():
-            operators = [layer.operator for layer in found.layers]
-            rows = [op.contributions(range(LENGTH)) for op in operators]
-            maps = [(op.matrix(heads=None), row) for op, row in zip(operators, rows, strict=True)]
-    count = len(inner)
-    return tuple(
-        Plain(alpha, shares, grads[at].detach(), grads[count + at].detach()) for at, (alpha, shares) in enumerate(maps)
-    )
+        logits = model(**host_inputs(name, padding)).logits
+        best = logits[torch.arange(BATCH), positions].max(-1).values.sum()
+        grads = [grad.detach() for grad in torch.autograd.grad(best, [*inner, *outer])]
+    maps = zip(references(name, padding), grads[: len(inner)], grads[len(inner) :], strict=True)
+    return tuple(Plain(reference.alpha, reference.shares, *pair) for reference, *pair in maps)
 
 
 def composed(layers: tuple[Plain, ...], padding: str, beta: Callable[[Plain], Tensor]) -> Tensor:
@@ -128,18 +93,10 @@ FORMS: dict[str, tuple[str, dict[str, Any], Callable[[Plain, str], Tensor]]] = {
 }
 
 
-CASES = [
-    pytest.param(
-        name, padding, form, marks=() if name in HOSTS or form in ("contribution", "key") else pytest.mark.slow
-    )
-    for name, padding in KINDS
-    for form in FORMS
-]
-
-
-@pytest.mark.parametrize(("name", "padding", "form"), CASES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "padding"), KINDS)
 def test_scores_equal_their_equation(name: str, padding: str, form: str) -> None:
-    found, (method, options, beta) = observed(name, padding), FORMS[form]
+    found, (method, options, beta) = traced(name, padding), FORMS[form]
     for target in (-1, 1):
         expected = composed(plain_layers(name, padding, target), padding, lambda layer: beta(layer, padding))
         with promoted():
@@ -156,7 +113,7 @@ def test_without_a_target_each_row_has_its_gradient(form: str) -> None:
         layers = plain_layers("mamba2", "none", i)
         expected[:, i] = composed(layers, "none", lambda layer: beta(layer, "none"))[:, i]
     with promoted():
-        result = explain(observed("mamba2"), method=method, **options)
+        result = explain(traced("mamba2"), method=method, **options)
     assert result.dims == ("batch", "query", "key")
     assert relative_error(result.scores, expected) <= LIMIT
 
@@ -182,10 +139,10 @@ def test_one_gradient_for_all_rows(method: str) -> None:
         return output.logits.square().sum()
 
     with promoted():
-        whole = explain(observed("llama", "right"), method=method, logit=total, **options)
+        whole = explain(traced("llama", "right"), method=method, logit=total, **options)
         for target in (0, -1):
-            row = explain(observed("llama", "right"), method=method, logit=total, target=target, **options).scores
-            at = torch.arange(BATCH), observed("llama", "right").positions(target)
+            row = explain(traced("llama", "right"), method=method, logit=total, target=target, **options).scores
+            at = torch.arange(BATCH), traced("llama", "right").positions(target)
             assert relative_error(whole.scores[at], row) <= LIMIT
 
 
@@ -198,14 +155,14 @@ def test_normalisation_follows_the_mean_over_heads() -> None:
         expected = composed(layers, "none", lambda layer, scaled=scaled: scaled(per_head(layer)))[:, -1]
         with promoted():
             options = {"gradient": "per-head", "normalize": normalize}
-            result = explain(observed("mamba2"), method="attribution", target=-1, **options)
+            result = explain(traced("mamba2"), method="attribution", target=-1, **options)
         assert relative_error(result.scores, expected) <= LIMIT
 
 
 def test_a_result_can_be_reproduced_from_its_options() -> None:
     for options in ({"variant": "published-code"}, {"gradient": "per-head", "gradient_axis": "key"}):
-        result = explain(observed("mamba2"), method="attribution", target=-1, **options)
-        again = explain(observed("mamba2"), method="attribution", **result.options)
+        result = explain(traced("mamba2"), method="attribution", target=-1, **options)
+        again = explain(traced("mamba2"), method="attribution", **result.options)
         assert torch.equal(again.scores, result.scores) and again.options == result.options
         assert result.options["gradient_axis"] == "key"
 
@@ -223,7 +180,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("method", "options", "message"), BAD)
 def test_bad_options_say_what_is_accepted(method: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        explain(observed("mamba2"), method=method, target=-1, **options)
+        explain(traced("mamba2"), method=method, target=-1, **options)
 
 
 def test_a_model_without_logits_needs_a_function() -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import unilinattn as ula
 from tests.hosts import tables
-from tests.methods.hosts import BATCH, HOSTS, LENGTH, close, inputs, real_map, traced
-from tests.methods.references import mamba2_reference, mamba_reference
+from tests.methods.explicit import FIVE, MIXERS, Explicit, detached
+from tests.methods.hosts import BATCH, HOSTS, close, inputs, real_map, traced
 from unilinattn.errors import UncoveredError
 from unilinattn.methods import gradient_maps, transformer_attribution
 from unilinattn.operator.flow import evaluated_by
@@ -29,93 +28,16 @@ def host(name: str) -> Host:
     return next(entry for table in tables().values() for entry in table if entry.name == name)
 
 
-REAL = torch.ones(BATCH, LENGTH)
+def host_gradients(model: nn.Module, given: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(alpha, d logit / d alpha) of each layer of a host; its recurrent mixers run as explicit ones.
 
-
-class Explicit:
-    """Runs mixers as explicit matrices, which it collects: as they are, or with the rules of `lrp` by detaching."""
-
-    def __init__(self, *, relevance: bool = False) -> None:
-        self.relevance = relevance
-        self.matrices: list[Tensor] = []
-
-    def matrix(self, alpha: Tensor) -> Tensor:
-        self.matrices.append(alpha.detach().requires_grad_() if self.relevance else alpha)
-        return self.matrices[-1]
-
-    def constant(self, factor: Tensor) -> Tensor:
-        return factor.detach() if self.relevance else factor
-
-    def silu(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.constant(x))
-
-    def gated(self, value: Tensor, gate: Tensor) -> Tensor:
-        product = value * self.silu(gate)
-        return product / 2 + product.detach() / 2 if self.relevance else product
-
-    def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return weight * x * torch.rsqrt(self.constant(x).pow(2).mean(-1, keepdim=True) + eps)
-
-    def mamba(self, mixer: Any, x: Tensor) -> Tensor:
-        alpha = self.matrix(mamba_reference(mixer, x, REAL)["alpha"])
-        inner, gate = mixer.in_proj(x).chunk(2, -1)
-        u = self.silu(_convolved(inner, mixer.conv1d))
-        return mixer.out_proj(self.gated(torch.einsum("beij,bje->bie", alpha, u) + mixer.D * u, gate))
-
-    def mamba2(self, mixer: Any, x: Tensor) -> Tensor:
-        alpha = self.matrix(mamba2_reference(mixer, x, torch.ones(x.shape[:2]))["alpha"])
-        inner, heads = mixer.intermediate_size, mixer.num_heads
-        gate, xbc, _ = mixer.in_proj(x).split([inner, mixer.conv_dim, heads], -1)
-        u = self.silu(_convolved(xbc, mixer.conv1d)[..., :inner]).unflatten(-1, (heads, -1))
-        y = torch.einsum("bhij,bjhp->bihp", alpha, u) + mixer.D[:, None] * u
-        gated = self.gated(y.flatten(2), gate)
-        groups = inner // getattr(mixer.norm, "group_size", inner)
-        normed = self.rms(gated.unflatten(-1, (groups, -1)), torch.ones(()), mixer.norm.variance_epsilon)
-        return mixer.out_proj(mixer.norm.weight * normed.flatten(2))
-
-    def delta(self, mixer: Any, x: Tensor) -> Tensor:
-        """The gated delta rule of Qwen3-Next, whose memory holds the coefficients of every token's value."""
-        groups, heads = mixer.num_k_heads, mixer.num_v_heads
-        sizes = [mixer.head_k_dim] * 2 + [mixer.value_dim // groups] * 2
-        query, key, value, gate = (
-            part.flatten(2) for part in mixer.in_proj_qkvz(x).unflatten(-1, (groups, -1)).split(sizes, -1)
-        )
-        strength, step = mixer.in_proj_ba(x).unflatten(-1, (groups, -1)).chunk(2, -1)
-        mixed = functional.silu(_convolved(torch.cat([query, key, value], -1), mixer.conv1d))
-        query, key, value = mixed.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], -1)
-        query, key = (
-            (t * torch.rsqrt(t.pow(2).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(heads // groups, 2)
-            for t in (part.unflatten(-1, (groups, -1)) for part in (query, key))
-        )
-        beta = torch.sigmoid(strength.flatten(2))
-        decay = torch.exp(-torch.exp(mixer.A_log) * functional.softplus(step.flatten(2) + mixer.dt_bias))
-        length, memory, rows = x.shape[1], torch.zeros(*query.shape[:1], heads, x.shape[1], query.shape[-1]), []
-        for t in range(length):
-            memory = decay[:, t, :, None, None] * memory
-            written = torch.eye(length)[t, None, None] - torch.einsum("bhjn,bhn->bhj", memory, key[:, t])
-            memory = memory + (beta[:, t, :, None] * written)[..., None] * key[:, t, :, None]
-            rows.append(torch.einsum("bhjn,bhn->bhj", memory, query[:, t] * query.shape[-1] ** -0.5))
-        alpha = self.matrix(torch.stack(rows, 2))
-        y = torch.einsum("bhij,bjhp->bihp", alpha, value.unflatten(-1, (heads, -1)))
-        normed = self.rms(y, mixer.norm.weight, mixer.norm.variance_epsilon)
-        return mixer.out_proj(normed.flatten(2) * functional.silu(gate))
-
-
-def _convolved(x: Tensor, conv: nn.Conv1d) -> Tensor:
-    padded = functional.pad(x.mT, (conv.kernel_size[0] - 1, 0))
-    return functional.conv1d(padded, conv.weight, conv.bias, groups=conv.groups).mT
-
-
-def host_gradients(model: nn.Module, mixers: dict[str, str], given: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """(alpha, d logit / d alpha) of each layer of a host, its recurrent mixers replaced by explicit ones.
-
-    `mixers`: methods of `Explicit` by the names of the hosts' classes; other layers return their attention weights.
+    The other layers are softmax attention, which returns its weights.
     """
     explicit, matrices = Explicit(), []
 
-    def replaced(module: nn.Module, name: str) -> Callable[..., Any]:
+    def replaced(module: nn.Module) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, **_: Any) -> Any:
-            out = getattr(explicit, name)(module, hidden_states)
+            out = MIXERS[type(module).__name__](explicit, module, hidden_states)
             matrices.append(explicit.matrices[-1])
             return out
 
@@ -125,8 +47,8 @@ def host_gradients(model: nn.Module, mixers: dict[str, str], given: dict[str, Te
         matrices.append(output[1])
 
     for module in model.modules():
-        if type(module).__name__ in mixers:
-            module.forward = replaced(module, mixers[type(module).__name__])
+        if type(module).__name__ in MIXERS:
+            module.forward = replaced(module)
         elif type(module).__name__.endswith("Attention"):
             module.register_forward_hook(attended)
     for config in {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}.values():
@@ -150,72 +72,27 @@ def explained(model: nn.Module, method: str, given: dict[str, Tensor], **options
         return ula.explain(trace(model, given, progress=False), method=method, **options)
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
-    "mamba": (HOSTS["mamba"].model, {"MambaMixer": "mamba"}),
-    "mamba2": (HOSTS["mamba2"].model, {"Mamba2Mixer": "mamba2"}),
-    "llama": (HOSTS["llama"].model, {}),
-    "gpt2": (HOSTS["gpt2"].model, {}),
-    "delta rule and gated attention": (
-        lambda: host("qwen3 next, a value head a key head, no experts").model().double(),
-        {"Qwen3NextGatedDeltaNet": "delta"},
-    ),
-    "hybrid of mamba2 and attention": (
-        lambda: host("bamba").model().double(),
-        {"BambaMixer": "mamba2"},
-    ),
+CASES: dict[str, Callable[[], nn.Module]] = {
+    **{name: HOSTS[name].model for name in (*FIVE, "gpt2")},
+    "gated attention": lambda: host("qwen3 next, a value head a key head, no experts").model().double(),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_grad_is_its_formula(name: str) -> None:
-    build, mixers = CASES[name]
-    given = {"input_ids": inputs()["input_ids"]}
-    expected = rolled([alpha * g for alpha, g in host_gradients(build(), mixers, given)])[:, -1]
-    result = explained(build(), "attention_grad", given, target=-1)
+    expected = rolled([alpha * g for alpha, g in host_gradients(CASES[name](), inputs())])[:, -1]
+    result = explained(CASES[name](), "attention_grad", inputs(), target=-1)
     assert result.dims == ("batch", "key")
     assert float((result.scores - expected).abs().max()) <= 1e-8 * float(expected.abs().max())
 
 
-def relevances(name: str, *, relevance: bool) -> list[tuple[Tensor, Tensor]]:
-    """(alpha, d logit / d alpha) in the model itself, or with `relevance` in the model detached by hand."""
-    model, explicit = HOSTS[name].model(), Explicit(relevance=relevance)
-    ids, given = inputs()["input_ids"], inputs()
-    with promoted():
-        x = model.get_input_embeddings()(ids)
-        if name == "llama":
-            # The attention weights of the run; their gradient in the detached model takes them as constants.
-            weights = iter(model(**given, output_attentions=True).attentions)
-        for block in HOSTS[name].blocks(model):
-            norm = block.input_layernorm if name == "llama" else block.norm
-            normed = explicit.rms(x, norm.weight, _eps(norm))
-            if name == "llama":
-                attention, heads = block.self_attn, 4
-                value = attention.v_proj(normed).unflatten(-1, (2, -1)).repeat_interleave(heads // 2, 2)
-                mixed = torch.einsum("bhij,bjhp->bihp", explicit.matrix(next(weights)), value)
-                x = x + attention.o_proj(mixed.flatten(2))
-                normed = explicit.rms(x, block.post_attention_layernorm.weight, _eps(norm))
-                mlp = block.mlp
-                x = x + mlp.down_proj(explicit.gated(mlp.up_proj(normed), mlp.gate_proj(normed)))
-            else:
-                x = x + getattr(explicit, name)(block.mixer, normed)
-        norm = model.model.norm if name == "llama" else model.backbone.norm_f
-        logits = model.lm_head(explicit.rms(x, norm.weight, _eps(norm)))[:, -1]
-        gradients = torch.autograd.grad(logits.max(-1).values.sum(), explicit.matrices)
-    return [(alpha.detach(), g) for alpha, g in zip(explicit.matrices, gradients, strict=True)]
-
-
-def _eps(norm: Any) -> float:
-    return norm.variance_epsilon
-
-
 def expected_attribution(name: str) -> Tensor:
-    true = host_gradients(HOSTS[name].model(), CASES[name][1], inputs())
-    relevant = relevances(name, relevance=True)
+    true, relevant = host_gradients(HOSTS[name].model(), inputs()), detached(name, "half").matrices
     # R = alpha d / 2 for the gradient d with respect to alpha in the detached model.
     return rolled([g * alpha * d / 2 for (alpha, g), (_, d) in zip(true, relevant, strict=True)])
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "llama"])
+@pytest.mark.parametrize("name", FIVE)
 def test_transformer_attribution_is_its_formula(name: str) -> None:
     expected = expected_attribution(name)[:, -1]
     result = explained(HOSTS[name].model(), "transformer_attribution", inputs(), target=-1)
@@ -255,13 +132,13 @@ def test_blocks_of_heads_and_rows_change_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_perturbed_definitions_give_other_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = host_gradients(HOSTS["mamba"].model(), CASES["mamba"][1], inputs())
+    pairs = host_gradients(HOSTS["mamba"].model(), inputs())
     scores = explained(HOSTS["mamba"].model(), "attention_grad", inputs(), target=-1).scores
     assert close(scores, rolled([alpha * g for alpha, g in pairs])[:, -1])
     mean_first = [(alpha * g).mean(1, keepdim=True) for alpha, g in pairs]
     assert not close(scores, rolled(mean_first)[:, -1]), "clamped after the mean over heads"
-    frozen = [(alpha, d) for alpha, d in relevances("mamba", relevance=True)]
-    assert not close(scores, rolled([alpha * d for alpha, d in frozen])[:, -1]), "the frozen model's gradient"
+    frozen = [alpha * d for alpha, d in detached("mamba", "half").matrices]
+    assert not close(scores, rolled(frozen)[:, -1]), "the frozen model's gradient"
     expected = expected_attribution("mamba")[:, -1]
     module = __import__("sys").modules[transformer_attribution.__module__]
     monkeypatch.setattr(module, "MATRIX_SHARE", 1.0)

@@ -48,7 +48,7 @@ def dropped(model: nn.Module, given: dict[str, Tensor], edges: Sequence[Any], **
     return (plain - after).gather(-1, best).squeeze(-1)
 
 
-@pytest.mark.parametrize("name", ["mamba", "llama"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "llama", "delta rule", "hybrid"])
 def test_tokens_are_cut_one_after_the_other(name: str) -> None:
     with promoted():
         model, given, found = hosted(name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.methods.hosts import CASES, close, real_map, references, traced
+from tests.methods.hosts import CASES, HOSTS, close, real_map, references, traced
 from unilinattn.methods import raw, rollout
 
 
@@ -79,7 +79,8 @@ def test_the_composed_maps_are_the_rollout(padding: str, target: int | None, opt
     assert not torch.equal(last.scores, result.scores)
 
 
-def test_the_composed_maps_have_the_identity() -> None:
-    first, second = (r.alpha.mean(1) for r in references("llama"))
+@pytest.mark.parametrize("name", list(HOSTS))
+def test_the_composed_maps_have_the_identity(name: str) -> None:
+    first, second = (r.alpha.mean(1) for r in references(name))
     identity = torch.eye(first.shape[-1], dtype=first.dtype)
-    assert close(raw(traced("llama"), compose="rollout").scores, (identity + second) @ (identity + first))
+    assert close(raw(traced(name), compose="rollout").scores, (identity + second) @ (identity + first))

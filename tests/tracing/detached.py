@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,6 +18,7 @@ from transformers import (
 
 import unilinattn as ula
 from unilinattn.testing import promoted
+from unilinattn.tracing.frozen import FrozenRun
 
 LENGTH = 13
 
@@ -77,6 +79,27 @@ def rms(norm: nn.Module, x: Tensor) -> Tensor:
     return norm.weight * (x * scale)
 
 
+def convolved(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    """Return the causal convolution of (batch, token, channel)."""
+    padded = functional.pad(x.mT, (conv.kernel_size[0] - 1, 0))
+    return functional.conv1d(padded, conv.weight, conv.bias, groups=conv.groups).mT
+
+
+def selective_scan(mixer: Any, inner: Tensor) -> Tensor:
+    """Return what the gate of a Mamba mixer multiplies; slopes, step sizes, B and C are detached by hand."""
+    taps = convolved(inner, mixer.conv1d)
+    u = taps * torch.sigmoid(taps.detach())
+    sizes = [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size]
+    steps, key, query = mixer.x_proj(u.detach()).split(sizes, -1)
+    step = functional.softplus(mixer.dt_proj(steps))
+    decay = torch.exp(step[..., None] * -torch.exp(mixer.A_log))
+    state, outputs = torch.zeros_like(decay[:, 0]), []
+    for t in range(inner.shape[1]):
+        state = decay[:, t] * state + (step[:, t] * u[:, t])[..., None] * key[:, t, None]
+        outputs.append((state * query[:, t, None]).sum(-1))
+    return torch.stack(outputs, 1) + mixer.D * u
+
+
 class Steps(NamedTuple):
     """The stream that enters each block, and the input and output of each mixer, of a model detached by hand."""
 
@@ -92,24 +115,7 @@ def _frozen_mamba(model: MambaForCausalLM, x: Tensor, steps: Steps) -> Tensor:
         steps.streams.append(x)
         steps.inputs.append(rms(block.norm, x))
         inner, gate = mixer.in_proj(steps.inputs[-1]).chunk(2, -1)
-        taps = functional.conv1d(
-            functional.pad(inner.mT, (mixer.conv_kernel_size - 1, 0)),
-            mixer.conv1d.weight,
-            mixer.conv1d.bias,
-            groups=inner.shape[-1],
-        ).mT
-        u = taps * torch.sigmoid(taps.detach())
-        raw, key, query = mixer.x_proj(u.detach()).split(
-            [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size], -1
-        )
-        step = functional.softplus(mixer.dt_proj(raw).detach())
-        decay = torch.exp(step[..., None] * -torch.exp(mixer.A_log))
-        state, outputs = torch.zeros_like(decay[:, 0]), []
-        for t in range(x.shape[1]):
-            state = decay[:, t] * state + (step[:, t] * u[:, t])[..., None] * key[:, t, None]
-            outputs.append((state * query[:, t, None]).sum(-1))
-        y = torch.stack(outputs, 1) + mixer.D * u
-        steps.outputs.append(mixer.out_proj(y * functional.silu(gate.detach())))
+        steps.outputs.append(mixer.out_proj(selective_scan(mixer, inner) * functional.silu(gate.detach())))
         x = x + steps.outputs[-1]
     return model.lm_head(rms(model.backbone.norm_f, x)[:, -1])
 
@@ -221,3 +227,12 @@ def misses(name: str) -> float:
     bias = logit.detach() - expected.sum(1)
     parts = torch.cat([expected, bias[:, None], (grad * positions).sum(-1)], 1)
     return worst(torch.cat([shares.tokens, shares.bias[:, None], shares.embedding], 1), parts)
+
+
+def run_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the mixers by the rules of the frozen run instead of their operators."""
+
+    def by_the_rules(run: FrozenRun, layer: Any, arguments: Any) -> Any:
+        return type(layer.module).forward(layer.module, **arguments)
+
+    monkeypatch.setattr(FrozenRun, "_layer", by_the_rules)

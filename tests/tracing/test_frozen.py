@@ -8,12 +8,21 @@ from torch import Tensor
 
 import unilinattn as ula
 from tests.hosts import cases, tables
-from tests.tracing.detached import BY_HAND, LENGTH, detached_model, llama_model, misses, scalar_of, token_ids, worst
+from tests.tracing.detached import (
+    BY_HAND,
+    LENGTH,
+    detached_model,
+    llama_model,
+    misses,
+    run_by_the_rules,
+    scalar_of,
+    token_ids,
+    worst,
+)
 from unilinattn.errors import ExactnessError, UncoveredError
 from unilinattn.testing import Host, promoted
 from unilinattn.tracing import freezing
 from unilinattn.tracing.freezing import Freezing
-from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.frozen_forms import as_source
 
 HOSTS = [case for name, table in tables().items() for case in cases(table, prefix=f"{name}/")]
@@ -102,10 +111,7 @@ def test_a_wrong_frozen_factor_is_detected(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_mixer_run_by_the_rules_instead_of_its_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def live(run: FrozenRun, layer: Any, arguments: Any) -> Any:
-        return type(layer.module).forward(layer.module, **arguments)
-
-    monkeypatch.setattr(FrozenRun, "_layer", live)
+    run_by_the_rules(monkeypatch)
     with pytest.raises(UncoveredError, match=r"mixer \(MambaMixer\) adds the output of 'softplus'"):
         misses("mamba")
 

@@ -7,19 +7,25 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.nn import functional
 from transformers import LlamaForCausalLM, MambaForCausalLM
 
 import unilinattn as ula
 from tests.hosts import tables
-from tests.tracing.detached import llama_model, mamba_model, rms, scalar_of, token_ids
+from tests.tracing.detached import (
+    llama_model,
+    mamba_model,
+    rms,
+    run_by_the_rules,
+    scalar_of,
+    selective_scan,
+    token_ids,
+)
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import DiagonalDecay
 from unilinattn.mixers.base import constant_factors
 from unilinattn.testing import Host, promoted
 from unilinattn.tracing import frozen
 from unilinattn.tracing.freezing import Freezing, carried
-from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.frozen_layer import frozen_output
 from unilinattn.tracing.shares import Shares
 
@@ -83,23 +89,7 @@ def _relevant_mamba(model: MambaForCausalLM, x: Tensor) -> Tensor:
     for block in model.backbone.layers:
         mixer = block.mixer
         inner, gate = mixer.in_proj(rms(block.norm, x)).chunk(2, -1)
-        taps = functional.conv1d(
-            functional.pad(inner.mT, (mixer.conv_kernel_size - 1, 0)),
-            mixer.conv1d.weight,
-            mixer.conv1d.bias,
-            groups=inner.shape[-1],
-        ).mT
-        u = taps * torch.sigmoid(taps.detach())
-        steps, key, query = mixer.x_proj(u.detach()).split(
-            [mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size], -1
-        )
-        step = functional.softplus(mixer.dt_proj(steps))
-        decay = torch.exp(step[..., None] * -torch.exp(mixer.A_log))
-        state, outputs = torch.zeros_like(decay[:, 0]), []
-        for t in range(x.shape[1]):
-            state = decay[:, t] * state + (step[:, t] * u[:, t])[..., None] * key[:, t, None]
-            outputs.append((state * query[:, t, None]).sum(-1))
-        x = x + mixer.out_proj(_halved(torch.stack(outputs, 1) + mixer.D * u, gate * torch.sigmoid(gate.detach())))
+        x = x + mixer.out_proj(_halved(selective_scan(mixer, inner), gate * torch.sigmoid(gate.detach())))
     return model.lm_head(rms(model.backbone.norm_f, x)[:, -1])
 
 
@@ -152,10 +142,7 @@ def test_relevances_equal_those_of_detached_models(name: str) -> None:
 
 
 def test_a_mixer_run_by_the_rules_instead_of_its_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_the_rules(run: FrozenRun, layer: Any, arguments: Any) -> Any:
-        return type(layer.module).forward(layer.module, **arguments)
-
-    monkeypatch.setattr(FrozenRun, "_layer", by_the_rules)
+    run_by_the_rules(monkeypatch)
     with pytest.raises(UncoveredError, match=r"mixer \(MambaMixer\) adds the output of 'softplus'"):
         _misses("mamba")
 

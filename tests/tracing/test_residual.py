@@ -380,7 +380,9 @@ def test_zamba_s_shared_attention_has_no_stream_and_is_exact_without_residual() 
     with pytest.raises(UncoveredError, match=r"pre_ff_layernorm takes this output itself.* Use residual=False"):
         ula.explain(trace, method="alti")
     assert set(ula.explain(trace, method="alti", layers=mamba).stream_error) == set(mamba)
-    result = ula.explain(trace, method="alti", residual=False, layers=[layer.name for layer in attention])
+    alone = dict(method="alti", residual=False, layers=[layer.name for layer in attention])
+    result = ula.explain(trace, **alone)
+    assert ula.estimate(trace, **alone).shape == tuple(result.scores.shape)
     for layer, scores in zip(attention, result.scores, strict=True):
         shares = layer.operator.contributions(torch.arange(entry.length))
         expected, _ = definition(shares, torch.zeros_like(layer.output), layer.output)

@@ -127,6 +127,7 @@ def test_the_check_runs_the_operator_once() -> None:
     runs = []
     for layer in trace.layers:
         inner = layer.operator.reconstruction_error
+        # An attribute of the object hides the method.
         layer.operator.reconstruction_error = lambda inner=inner: runs.append(1) or inner()  # type: ignore[method-assign]
     for method in ("raw", "latim", "alti"):
         ula.explain(trace, method=method)

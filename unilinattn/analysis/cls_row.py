@@ -58,14 +58,14 @@ def cls_bias(
 ) -> ClsBias:
     """Return the mean CLS row over the images of several traces, as one map of patches for each layer.
 
-    Each trace is used once and may be a generator's, so that a data set needs the memory of one batch. Rows take time
-    linear in length. `options` are those of `raw`: scope, heads, sign, normalize, layers.
+    Traces are read one at a time, so a generator of them takes the memory of one batch. Rows take time linear in
+    length. `options` are those of `raw`: scope, heads, sign, normalize, layers.
 
     Args:
         traces: traces of one vision model on batches of images.
         cls: position of the CLS token, which reads the patches; negative ones count from the end.
         grid: (rows, columns) of the patches, which follow each other row by row.
-        special: positions of further tokens that are no patches, such as a second CLS token.
+        special: positions of other tokens that are not patches, such as a second CLS token.
         options: options of `raw`.
 
     Raises `InputError` without a trace, and if the tokens other than `cls` and `special` are not the patches of `grid`.

@@ -62,7 +62,7 @@ def convolution_taps(layer: Layer, *, conv: int = 0) -> ConvolutionTaps:
     """Return the taps of a layer's short convolution, and the rank correlation of their absolute values.
 
     A negative correlation of two lags shows that channels carry one of the two tokens (Induction section 4.2.2).
-    `conv` is the convolution, of a layer with several (the directions of ViM).
+    `conv` selects the convolution of a layer with several, such as the directions of ViM.
 
     Raises `UncoveredError` for a layer without a short convolution, `OptionError` for one out of range, and
     `InputError` for one with a single tap, or with taps that are equal for all channels, whose correlation is
@@ -75,7 +75,7 @@ def convolution_taps(layer: Layer, *, conv: int = 0) -> ConvolutionTaps:
     if not 0 <= conv < len(every):
         raise OptionError(f"conv={conv} is out of range: {layer.name} has {len(every)} convolutions, numbered from 0.")
     mixer = every[conv]
-    # The convolution of the second direction of a bidirectional layer runs on the reversed sequence.
+    # The second direction of a bidirectional layer is a reversed convolution. The base class declares no taps.
     taps: Tensor = getattr(mixer.mixer if isinstance(mixer, Reversed) else mixer, "taps")  # noqa: B009
     if taps.shape[1] < 2:
         raise InputError(f"the convolution of {layer.name} has one tap in {layer.output.shape[1]} tokens: no lags.")

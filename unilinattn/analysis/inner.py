@@ -98,7 +98,7 @@ def inner_matrices(layer: Layer, head: int, *, core: int = 0) -> InnerMatrices:
     Args:
         layer: a layer of a trace.
         head: the head of the core, a channel in Mamba-1.
-        core: the core mixer, of a layer with several (the directions of ViM).
+        core: index of the core mixer in a layer with several, such as the directions of ViM.
 
     Raises `OptionError` for a head or a core out of range, `UncoveredError` for a structure without a query, and
     `MemoryLimitError` if the matrices are larger than `max_memory`.
@@ -121,12 +121,12 @@ def inner_matrices(layer: Layer, head: int, *, core: int = 0) -> InnerMatrices:
 def query_key_history(layer: Layer, head: int, *, core: int = 0, step: str = "exact") -> QueryKeyHistory:
     """Return the query, key and history factors of one head (HMA ACL Eq. 17-20).
 
-    `step="exact"` has the model's step sizes softplus(s), so the product of the factors is the attention matrix;
-    "relu" has relu(s) instead, the paper's approximation (Eq. 18), where tokens with s <= 0 write nothing and let
+    `step="exact"` takes the model's step sizes softplus(s), so that the product of the factors is the attention matrix;
+    "relu" takes relu(s) instead, the paper's approximation (Eq. 18), where tokens with s <= 0 write nothing and let
     nothing decay. Takes N times the memory of the head's matrix. `head` and `core` are those of `inner_matrices`.
 
     Raises `OptionError` for a head, core or step that does not exist, `UncoveredError` for a structure whose matrix is
-    no such product and for "relu" without step sizes, and `MemoryLimitError` if the history is larger than
+    not such a product and for "relu" without step sizes, and `MemoryLimitError` if the history is larger than
     `max_memory`.
     """
     if step not in ("exact", "relu"):

@@ -42,7 +42,7 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int
 def draw(
     where: Where, panels: Sequence[Paint], *, columns: int = 4, size: tuple[float, float] = (3.4, 3.0)
 ) -> "Figure":
-    """Draw panels of a size in inches in a new figure, or a single panel into given axes; save it to a given path.
+    """Draw panels of `size` inches in a new figure, or one panel into given axes, and save them to a given path.
 
     Raises `MissingExtraError` if matplotlib is missing, `OptionError` for one axes and several panels, and
     `ResultFileError` if the path cannot be written.
@@ -75,7 +75,7 @@ def heat_map(
     column_labels: Sequence[str] | None = None,
     limit: float | None = None,
 ) -> Paint:
-    """Return a panel with a heat map, whose colours diverge around zero if a value is negative; `limit` ends them."""
+    """Return a panel with a heat map, whose colours diverge around zero if a value is negative and end at `limit`."""
     return partial(
         _heat_map,
         values=values.detach().double().cpu().numpy(),

@@ -80,9 +80,9 @@ def map_similarity(
 ) -> MapSimilarity:
     """Return the rank correlation and the divergence of two maps over their valid keys.
 
-    Both compare sizes: a row is ranked by |a_ij|, and is the distribution p_ij = |a_ij| / sum_j |a_ij|. The divergence
-    is H((p + q) / 2) - (H(p) + H(q)) / 2 with the entropy H in bits. Rows with fewer than two valid keys are left out,
-    and of the ranks also rows where all weights of a map are equal.
+    Both compare absolute weights: each row is ranked by |a_ij|, and is a distribution p_ij = |a_ij| / sum_j |a_ij|. The
+    divergence is H((p + q) / 2) - (H(p) + H(q)) / 2 with the entropy H in bits. Rows with fewer than two valid keys are
+    left out; the rank correlation also leaves out rows in which all weights of a map are equal.
 
     Raises `InputError` for different shapes, a row of zeros, and if no row is left.
     Source: Spearman (1904); Lin, "Divergence Measures Based on the Shannon Entropy" (1991).
@@ -104,8 +104,8 @@ def map_similarity(
 def layer_similarity(traces: Trace | Mapping[str, Trace], *, scope: str = "core") -> LayerSimilarity:
     """Return the similarity of every two layers' maps, reduced over heads by their mean, within and between models.
 
-    The traces hold the same sequences. Keys are those of the real tokens, and if both maps are causal those up to the
-    row's token. Takes the time of all maps and of each pair, and holds all maps.
+    The traces hold the same sequences. Keys are the real tokens, up to the row's own token if both maps are causal. All
+    maps are held at once, and every two of them compared.
 
     Raises `InputError` for traces of different shapes or padding and for a row of zeros, `UncoveredError` for a layer
     with several inputs, and `MemoryLimitError` if the maps are larger than `max_memory` allows.

@@ -54,7 +54,7 @@ class MapStatistics:
     Attributes:
         models: the layers' statistics by model.
         scope: the scope of the maps.
-        within: the share of a row's mass of the effective memory.
+        within: the share of a row's mass that the effective memory holds.
     """
 
     models: Mapping[str, tuple[LayerStatistics, ...]]

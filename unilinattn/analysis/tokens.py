@@ -117,6 +117,7 @@ def token_keys(trace: Trace, layer: int, *, lag: int, core: int = 0) -> TokenVec
     """
     mixer = core_of(trace.layers[layer], core).mixer
     query_of(mixer)
+    # Mixers with queries have keys, which their base class does not declare.
     return _means(trace, f"keys of {trace.layers[layer].name}", mixer.key, lag)  # type: ignore[attr-defined]
 
 
@@ -134,8 +135,9 @@ def token_values(trace: Trace, layer: int, *, lag: int = 0, core: int = 0) -> To
 def token_similarity(rows: TokenVectors, columns: TokenVectors) -> TokenSimilarity:
     """Return the cosine similarity of two sets of token vectors.
 
-    Of keys by the previous token and queries by the current one it shows the induction head: token w finds what was
-    written after w. Of a set with itself it shows the orthogonality of its vectors (Induction Fig. 3).
+    Between keys by the previous token and queries by the current one it shows the induction head: token w finds the
+    value that was written after it. Between a set and itself it shows whether the vectors are orthogonal (Induction
+    Fig. 3).
 
     Raises `InputError` for different tokens or features, fewer than two tokens, and for a vector of zeros.
     """

@@ -91,10 +91,11 @@ def states(layer: Layer, *, core: int = 0) -> States:
     """Return the states H_t of a layer at every token (Induction Eq. 6), for every recurrent memory with a query.
 
     H_t is the memory that token t reads: coordinate n is the layer's own scan with the n-th unit vector as query of
-    every token. A memory that is read before it is written, as RWKV's, includes the current token by its bonus, and
-    xLSTM's is divided by its normaliser. Takes N scans, each linear in length, and L x heads x N x channels elements.
+    every token. A memory that is read before it is written, such as RWKV's, includes the current token by its bonus,
+    and xLSTM's is divided by its normaliser. Takes N scans, each linear in length, and L x heads x N x channels
+    elements.
 
-    `core` is the core mixer, of a layer with several.
+    `core` selects the core mixer of a layer with several.
 
     Raises `OptionError` for a core out of range, `UncoveredError` for a structure without a query (convolutions,
     softmax attention), and `MemoryLimitError` if the states are larger than `max_memory`.

@@ -15,7 +15,8 @@ from unilinattn.evaluation.metrics import (
     row_scores,
 )
 from unilinattn.evaluation.perturbation import PerturbationCurve, PerturbationTest
-from unilinattn.evaluation.samples import Sample, read_samples, task_samples
+from unilinattn.evaluation.readers import read_samples
+from unilinattn.evaluation.samples import Sample, task_samples
 from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
 from unilinattn.evaluation.table import Table
 

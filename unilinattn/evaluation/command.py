@@ -14,7 +14,8 @@ from unilinattn.evaluation.evaluate import evaluate
 from unilinattn.evaluation.measures import METRICS
 from unilinattn.evaluation.plan import Model
 from unilinattn.evaluation.processes import Processes
-from unilinattn.evaluation.samples import Sample, read_samples, task_samples
+from unilinattn.evaluation.readers import read_samples
+from unilinattn.evaluation.samples import Sample, task_samples
 from unilinattn.evaluation.scorers import BASELINES
 from unilinattn.evaluation.side_by_side import one_thread, quiet_hosts, select
 from unilinattn.evaluation.table import Table
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
         raise OptionError("--data needs --models: local folders, each with a causal language model and its tokenizer.")
     with quiet_hosts():
         for path in map(Path, options.models):
-            # A folder at a time: positions and ids are those of its own tokenizer.
+            # Positions and ids depend on the tokenizer, so each model reads the samples with its own.
             host, tokenizer = load_checkpoint(path, options.dtype)
             data = read_samples(options.data, tokenizer)
             others = None if options.selection is None else read_samples(options.selection, tokenizer)

@@ -1,4 +1,4 @@
-"""Decomposition errors: what each layer's output loses if LaTIM's f replaces the activation (LaTIM Table 4, Fig. 4)."""
+"""Decomposition errors: errors of the layers' outputs if LaTIM's f replaces the activation (LaTIM Table 4, Fig. 4)."""
 
 import json
 from collections.abc import Mapping, Sequence

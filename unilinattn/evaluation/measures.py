@@ -37,8 +37,8 @@ class Measurement:
 
     Attributes:
         value: the metric.
-        parts: what adds up over samples: the metric over several of them is the ratio of each part's sums, averaged
-            over parts.
+        parts: pairs of numerator and denominator that are summed over samples; the metric of several samples is the
+            ratio of each pair's sums, averaged over pairs.
     """
 
     value: float

@@ -12,7 +12,7 @@ Key = TypeVar("Key")
 
 
 class Processes:
-    """The processes that share a run; a program that was started alone is one of one.
+    """The processes that share a run; a program that no launcher started is process 0 of 1.
 
     Joins the processes of `torch.distributed`. If a launcher started several and the program has not connected them
     (with accelerate, an `Accelerator` or `PartialState` does), connects them by gloo.
@@ -31,11 +31,11 @@ class Processes:
         if not distributed.is_initialized():
             distributed.init_process_group("gloo")
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
-        # Objects travel over the CPU, also where the program's own group is NCCL's.
+        # Objects are sent over the CPU, even if the program's own process group uses NCCL.
         self._group = None if distributed.get_backend() == "gloo" else distributed.new_group(backend="gloo")
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every process, in each of them."""
+        """Return the values of all processes, in every process."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count

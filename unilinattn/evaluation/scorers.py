@@ -30,7 +30,7 @@ class Scorer:
 
     Attributes:
         label: its label.
-        described: what it is, to compare with a stored evaluation.
+        described: its method and options, to compare with those of a stored evaluation.
         function: `function(trace, sample, trust=, max_memory=)` returns its results, several for random draws.
     """
 

@@ -70,7 +70,7 @@ def overlaps(
 ) -> list[tuple[int, int]]:
     """Return the pixels in the intersection and in the union, of the foreground and of the background.
 
-    They are counted over all images, so that those of several calls add up.
+    Pixels are counted over all images; the counts of several calls can be added.
     """
     return [
         (

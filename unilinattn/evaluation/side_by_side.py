@@ -27,7 +27,7 @@ INTERVENTION = "intervention"
 DRAWS = 4
 """Replacements per token, over which the effect is averaged."""
 SEQUENCES = 8
-"""Sequences on which decompositions are measured."""
+"""Number of sequences on which decomposition errors are measured."""
 RANDOM_DRAWS = 32
 """Random draws per sequence, over which the metrics are averaged."""
 RANDOM_SEED, INTERVENTION_SEED = 0, 1

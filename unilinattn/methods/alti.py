@@ -45,8 +45,9 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     """Return the cost of `alti`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
     chosen = AltiOptions.of("alti", options)
     layers = stackable_layers(trace, "alti", chosen.layers)
-    for layer in layers:
-        residual_of(layer, "alti")
+    if chosen.residual:
+        for layer in layers:
+            residual_of(layer, "alti")
     exact, width = chosen.activation == "exact", layers[0].output.element_size()
     batch, queries, _ = map_shape(layers[0])
     numbers = batch * (queries if target is None else 1) * width

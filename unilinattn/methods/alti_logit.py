@@ -1,4 +1,4 @@
-"""`alti_logit`: what each token adds to a logit through each layer, its own mixing followed back by ALTI."""
+"""`alti_logit`: the part of a logit that each token adds through each layer, with earlier mixing traced by ALTI."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +36,7 @@ from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import tolerance
 
 NAME = "alti_logit"
+REMEDY = "Use the method 'logit'."
 EXTRAS = ("bias", "remainder", "logit", "gap")
 """Extras of a result, one number for each row."""
 
@@ -74,16 +75,16 @@ def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) ->
     """ALTI-Logit: C_it = sum_l sum_j (T^l_ij x_j . U) R^{l-1}_jt, token t's part of what layers add to a logit.
 
     LaTIM Eq. 7-8; Ferrando et al. (2023). U is the gradient of the logit at the last residual sum, through the frozen
-    final norm and head; T^l_ij excludes the residual stream, which would be counted once a layer; R^l = P^l ... P^1 is
-    the product of ALTI's maps up to layer l, R^0 the identity. Two more parts make the scores complete: the stream that
-    enters the first layer, delta_it x0_i . U, and the vectors f^l that the host adds between two layers (MLPs, their
-    biases included), sum_l (f^l_i . U) R^l_it.
+    final norm and head; T^l_ij excludes the residual stream, which would be counted once in each layer; R^l = P^l ...
+    P^1 is the product of ALTI's maps up to layer l, R^0 the identity. Two more parts make the scores complete: the
+    stream that enters the first layer, delta_it x0_i . U, and the vectors f^l that the host adds between two layers
+    (MLPs, their biases included), sum_l (f^l_i . U) R^l_it.
 
     Scores: (batch, query, key), without `query` for a target. Extras, with the same axes but `key`: `bias`, the
-    biases of the layers, of the final norm and of the head; `remainder`, what is not linear in the output, zero for a
-    logit; `logit`, the value that scores, bias and remainder add up to; and `gap`, what they miss of it.
-    `completeness_gap` is the largest gap relative to the logit. Keys of padding that a host does not mask are no
-    tokens, so that their contributions are part of the gap.
+    biases of the layers, of the final norm and of the head; `remainder`, the part that is not linear in the output,
+    zero for a logit; `logit`, the value that scores, bias and remainder add up to; and `gap`, the absolute difference
+    between it and their sum. `completeness_gap` is the largest gap relative to the logit. If a host does not mask
+    padding, the contributions of padding are part of the gap.
 
     Options: `AltiLogitOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model without
     logits, `UncoveredError` for a layer without a residual stream outside its module, for a stream that is normed
@@ -92,7 +93,7 @@ def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) ->
     """
     chosen = AltiLogitOptions.of(NAME, options)
     layers = _layers(trace)
-    errors = stream_errors(trace, layers, NAME)
+    errors = stream_errors(trace, layers, NAME, REMEDY)
     target = only_target(trace, target, chosen.logit)
     stream, gradient, extras = _unembedded(trace, layers[0], target, chosen)
     scores, biases = _accumulated(trace, layers, target, gradient, stream)
@@ -195,12 +196,12 @@ def _layers(trace: Trace) -> tuple[Layer, ...]:
     """Return all layers; raise `UncoveredError` for one whose residual stream is unknown or inside its module."""
     layers = layers_from(trace, NAME, 0)
     for layer in layers:
-        residual_of(layer, NAME)
+        residual_of(layer, NAME, REMEDY)
         if layer.stream is None:
             raise UncoveredError(
                 f"{NAME}: the module of {layer.name} contains its residual, so the streams before and after it are "
                 "related by more than a sum (a norm after it), and the contributions of the layers to a logit cannot "
-                "be told apart at the last of them. Use the method 'logit'."
+                f"be told apart at the last of them. {REMEDY}"
             )
     return layers
 

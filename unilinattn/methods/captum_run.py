@@ -51,7 +51,7 @@ class Scores:
 class TokenFunction:
     """The explained number of each sequence as a function of the vectors of its tokens.
 
-    The logit is that of the model's prediction on the traced inputs, whatever the vectors.
+    The logit is that of the model's prediction on the traced inputs, for any vectors.
 
     Attributes:
         vectors: the vectors of the traced inputs; they require a gradient.
@@ -145,10 +145,10 @@ def explained(
     *,
     every_query: bool = True,
 ) -> Attribution:
-    """Return the result of an algorithm that scores the tokens of one number, target after target.
+    """Score the tokens with an algorithm, target after target, and return the result.
 
-    Without a target each position with a logit is one; with every_query=False this raises `OptionError`. Padding has a
-    score of zero. The result names no layers, since no operator takes part.
+    Without a target every position with a logit is a target; with every_query=False this raises `OptionError`. Padding
+    has a score of zero. The result names no layers, since no operator takes part.
     """
     target = only_target(trace, target, options.logit)
     if target is None and not every_query:

@@ -73,7 +73,7 @@ def contribution(trace: Trace, *, target: Target | None = None, **options: Any) 
 
     T_ij x_j is the exact contribution of token j to output i of a layer (see `latim`), and dy_i the gradient of the
     logit with respect to that output: the model's own, not that of the frozen operators. `attribution` (HMA ACL Eq. 24)
-    has the product of a mean gradient and a mean attention weight there. The logit is the model's prediction at the
+    takes the product of a mean gradient and a mean attention weight instead. The logit is the model's prediction at the
     target, or that of the option `logit`. Without a target row i takes the gradient of the logit at position i: a
     forward and a backward pass of the model, and all pairs of each layer, for each token. A model with one vector of
     logits for each sequence, or a function as `logit`, has one gradient for all rows. Scores: (batch, query, key),

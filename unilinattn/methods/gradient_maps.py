@@ -27,11 +27,11 @@ from unilinattn.methods.selection import (
 )
 from unilinattn.mixers import CoreMixer
 from unilinattn.mixers.cost import cost_of
-from unilinattn.operator.cost import BLOCK_ROWS
+from unilinattn.operator.cost import BLOCK_ROWS, apply_cost
 from unilinattn.operator.stages import Branch, Chain, Mix, walk
 from unilinattn.progress import progress
 from unilinattn.results.estimate import Estimate, LayerCost
-from unilinattn.tracing.gradient_cost import GradientCost
+from unilinattn.tracing.gradient_cost import LIVE, GradientCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -39,7 +39,7 @@ AtCores = Sequence[Float[Tensor, "batch query channel"]]
 """Gradients with respect to the outputs of a layer's cores."""
 
 Factors = Mapping[str, Sequence[AtCores]]
-"""The gradients that weight a layer's attention matrices, by its name; each weights them once."""
+"""The gradients that weight each layer's attention matrices, by the layer's name; their weights are multiplied."""
 
 COPIES = 3
 """Blocks of all heads that are held at once: the matrix, a weight, and their product."""
@@ -63,9 +63,9 @@ def gradient_rollout(
 ) -> Float[Tensor, "batch *query key"]:
     """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), with `sign` for each head.
 
-    `factors` yields the gradients for each of some targets. Without a target, row i takes those of the scalar at
-    position i; if all positions have one scalar, the maps are multiplied once for all rows. Raises `UncoveredError` for
-    layers without one attention matrix per head (see `core_mixers`).
+    `factors` yields the gradients of each target. Without a target, row i takes those of the scalar at position i; if
+    all positions have one scalar, the maps are multiplied once for all rows. Raises `UncoveredError` for layers without
+    one attention matrix per head (see `core_mixers`).
     """
     for layer in layers:
         core_mixers(layer)
@@ -249,6 +249,8 @@ def gradient_rollout_cost(
         weighted = batch * queries * keys * (factors * layer.operator.width + 1) * len(mixers)
         operations = sum(cost_of(mixer).map_operations(1) for mixer in mixers) + weighted
         composed = batch * queries**2 * keys if target is None and once else 0
-        return block_bytes(layer, mixers, rows, heads), passes * operations + composed
+        # The gradient passes from the layer's output to its cores once the layer's flow is built, for all targets.
+        built = LIVE * apply_cost(layer.operator.chains, layer.operator.inputs).operations
+        return block_bytes(layer, mixers, rows, heads), passes * operations + composed + built
 
     return estimated(method, layers, target, None, of, held=held, before=runs)

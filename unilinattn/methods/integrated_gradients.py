@@ -24,8 +24,8 @@ def integrated_gradients(trace: Trace, *, target: Target | None = None, **option
     """Integrated gradients: x_j - x'_j times the mean gradient d logit / d x_j on the path from a baseline x' to x.
 
     Sundararajan et al. (2017), by captum's `IntegratedGradients` on the model itself, over the embeddings of all
-    tokens at once. In exact arithmetic the scores add up to the logit's difference from that of the baseline x'; the
-    quadrature misses a part of it. The logit is the model's prediction at the target, or that of the option `logit`.
+    tokens at once. The scores add up to the difference between the logit and that of the baseline x', up to the error
+    of the quadrature. The logit is the model's prediction at the target, or that of the option `logit`.
     Scores: (batch, query, key), without `query` for a target. Extras, with the same axes but `key`: `logit`, its value
     at the `baseline`, and `delta`, captum's convergence delta: the sum of scores less the difference.
     `completeness_gap` is the largest |delta| relative to the difference.

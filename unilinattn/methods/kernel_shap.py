@@ -34,9 +34,9 @@ def kernel_shap(trace: Trace, *, target: Target | None = None, **options: Any) -
     captum's `KernelShap` over the presence of the real tokens, one sequence after the other: an absent token takes the
     embedding of the baseline. The regression is solved in float64, so scikit-learn is not needed. The logit is the
     model's prediction at the target with all tokens, or that of the option `logit`. Scores: (batch, key); a model with
-    logits at every position needs a target. They add up to the logit's difference from that without tokens up to the
-    regression, whose weight of these two samples is large and not infinite. Extras: `logit` and, without tokens,
-    `baseline`. `completeness_gap` is the largest miss relative to the difference.
+    logits at every position needs a target. The scores add up to the difference between the logit and that without
+    tokens, up to the error of the regression, which weights these two samples heavily. Extras: `logit` and, without
+    tokens, `baseline`. `completeness_gap` is the largest of these errors relative to the difference.
 
     Options: `KernelShapOptions`. Raises the errors of `occlusion`, and `OptionError` for fewer samples than unknowns.
     """
@@ -83,7 +83,7 @@ def kernel_shap(trace: Trace, *, target: Target | None = None, **options: Any) -
 
 
 class _LeastSquares:
-    """A linear model with a constant, as captum asks for one: `fit` on weighted samples, and `representation`."""
+    """A linear model with a constant in the form that captum expects: weighted `fit`, and `representation`."""
 
     def fit(self, samples: Any) -> None:
         """Fit to the only batch of a loader: samples (sample, feature), values and weights (sample,)."""

@@ -22,6 +22,9 @@ from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
+WITHOUT_STREAM = "Use residual=False for the layer's output without a stream, or layers=[...] without this layer."
+"""Remedy of methods with these options for a layer whose residual stream is unknown."""
+
 
 class LatimOptions(Composable):
     """Options of `latim`."""
@@ -99,7 +102,7 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
 
     T_i(x_j) is exact by default; `activation` selects one of the paper's splits of the activation over the
     convolution's taps. Scores: (layer, batch, query, key), without `query` for a target. The residual inside a module
-    is part of T_ii whatever `residual` is.
+    is part of T_ii for any `residual`.
 
     With compose="rollout" the scores are A_n ... A_1 without a layer axis: A_ij = C_ij / sum_k C_ik of a step, T_ii
     with the residual stream (LaTIM Eq. 4). Layers that run in parallel are summed before the norm. LaTIM does not
@@ -151,10 +154,10 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     )
 
 
-def stream_errors(trace: Trace, layers: Sequence[Layer], method: str) -> dict[str, float]:
+def stream_errors(trace: Trace, layers: Sequence[Layer], method: str, remedy: str = WITHOUT_STREAM) -> dict[str, float]:
     """Return the `stream_error` of each layer's step by the layer's name, without modules that contain their residual.
 
-    Raises `StreamError` if an error exceeds the rounding of the host's dtype.
+    Raises `StreamError`, which ends with `remedy`, if an error exceeds the rounding of the host's dtype.
     """
     errors = {}
     for layer in layers:
@@ -167,19 +170,20 @@ def stream_errors(trace: Trace, layers: Sequence[Layer], method: str) -> dict[st
             raise StreamError(
                 f"{method}: the residual stream and the output of {names} do not add up to the next stream of "
                 f"{trace.model}: the relative error is {error:.1e}, and {allowed:.0e} is accepted. The "
-                "host may have written into its stream after the layer. Use residual=False for the layer's output "
-                "without a stream, or layers=[...] without this layer."
+                f"host may have written into its stream after the layer. {remedy}"
             )
         errors[layer.name] = error
     return errors
 
 
-def residual_of(layer: Layer, method: str) -> Float[Tensor, "batch query out"]:
-    """Return the stream that the host adds to a layer's output; raise `UncoveredError` if the trace found none."""
+def residual_of(layer: Layer, method: str, remedy: str = WITHOUT_STREAM) -> Float[Tensor, "batch query out"]:
+    """Return the stream that the host adds to a layer's output.
+
+    Raises `UncoveredError`, which ends with `remedy`, if the trace found none.
+    """
     if layer.residual is None:
         raise UncoveredError(
-            f"{method} needs the stream that the host adds to the output of {layer.name}; {layer.no_residual}. Use "
-            "residual=False for the layer's output without a stream, or layers=[...] without this layer."
+            f"{method} needs the stream that the host adds to the output of {layer.name}; {layer.no_residual}. {remedy}"
         )
     if only_port(layer).ports != ("x",):
         raise UncoveredError(

@@ -74,14 +74,14 @@ def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
 
     Every factor that the input decided is frozen: the layers are their operators, and in the code between them slopes
     of activations, scales of norms, gates and routers' weights are constants, as in MambaLRP (Jafari et al., 2024)
-    without its half rule. The logit is then an affine function of the tokens' embeddings. It is the model's own
-    prediction at the target, or what the option `logit` names. Without a target row i explains the logit at position
-    i, a backward pass for each token. A model with one vector of logits for each sequence, or a function as `logit`,
-    has no query axis.
+    without its half rule. The logit, that of the model's prediction at the target or of the option `logit`, is then an
+    affine function of the tokens' embeddings. Without a target row i explains the logit at position i, a backward pass
+    for each token. A model with one vector of logits for each sequence, or a function as `logit`, has no query axis.
 
     Scores: (batch, query, key), without `query` for a target, and with a `layer` axis in front by depth and by layer.
-    Extras, with the same axes but `key`: `bias`, the share of biases and other constants; `remainder`, what is not
-    linear in the output, zero for a logit; `logit`, the explained value; and `gap`, what the parts miss of their sum.
+    Extras, with the same axes but `key`: `bias`, the share of biases and other constants; `remainder`, the part that is
+    not linear in the output, zero for a logit; `logit`, the explained value; and `gap`, the absolute difference between
+    it and the sum of the parts.
 
     - by="tokens": shares + bias + remainder = logit. The extra `embedding`, with the axes of the scores, is the part of
       each share from constants that are added to the token's embedding, such as its position.

@@ -224,7 +224,7 @@ def _signed_blocks(
 
 
 def head_elements(layer: Layer, options: MapOptions) -> int:
-    """Return the elements held for each pair by weights of each head: the weighted block, and its treatment.
+    """Return the elements held for each pair if heads are weighted: the weighted blocks, and those of postprocessing.
 
     The option `sign` takes another block, while the copy that `row_blocks` counts for the selection of heads is free.
     """

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from unilinattn.results import pages, plots
 from unilinattn.results.file import write_text
 from unilinattn.results.scores import Scores
-from unilinattn.results.words import merged_words
+from unilinattn.results.words import merged_spans, merged_words
 from unilinattn.viz import blocks
 
 if TYPE_CHECKING:
@@ -30,8 +30,13 @@ class Attribution(Scores):
         options: the method's options, as JSON values.
         scope: scope of the operators, None if the method has none.
         tokens: a list of texts for each sequence, one text for each key, padding included.
+        query_tokens: a list of texts for each sequence, one text for each query, for queries that are not the keys.
         word_ids: the index of each token's word for each sequence, None outside of words; set for texts.
+        offsets: the first character of each token in its text and the one after its last; set for texts.
         grid: (rows, columns) of an image's patches.
+        patches: the keys of the patches, row by row, for vision models that are registered; an image's heat map is
+            `scores[..., result.patches].reshape(*leading, *result.grid)`.
+        cls: the keys of the class tokens, for vision models that are registered; empty for a model without one.
         mask: (batch, key), True at real tokens.
         layers: names of the layers.
         kinds: the kind of mixer of each layer.
@@ -58,6 +63,25 @@ class Attribution(Scores):
         Raises `InputError` if the words are unknown: for other inputs than texts, and for a slow tokenizer.
         """
         return merged_words(self, reduce)
+
+    def spans(
+        self,
+        spans: Sequence[Any],
+        reduce: str = "sum",
+        *,
+        unit: str = "characters",
+    ) -> Self:
+        """Return the result with the tokens of each span merged, as `words` does for words.
+
+        `spans`: pairs of the first character of a span in the text and the one after its last, in any order and
+        disjoint; with unit="tokens" pairs of positions, which count real tokens. For several sequences a list of pairs
+        for each. A token belongs to a span if it has a character in it; tokens outside of spans stay as they are.
+        `reduce`: "sum" or "max".
+
+        Raises `InputError` for a span without tokens, for overlapping spans, and for characters of other inputs than
+        texts; `OptionError` for an unknown `reduce` or `unit`.
+        """
+        return merged_spans(self, spans, reduce, unit)
 
     def plot(self, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
         """Draw one sequence of the result: one heat map per layer, or strips of tokens or patch maps for a target.

@@ -76,6 +76,8 @@ def panels(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | No
             rows = real if square else np.ones(values.shape[0], dtype=bool)
             outlined = None if pattern is None else pattern[np.ix_(rows, real)]
             labels = tokens if square else None
+            if one.query_tokens is not None:
+                labels = tuple(map(shown, one.query_tokens[0]))
             made.append(Panel("matrix", *title, values[np.ix_(rows, real)], labels, tokens, outlined))
         elif one.grid is not None:
             patches = _patch_positions(one)
@@ -133,8 +135,10 @@ def _own_key(result: Scores, batch: int, count: int) -> int | None:
 
 
 def _patch_positions(one: Scores) -> list[int]:
-    """Return the positions of the patches: keys without a bracketed token such as [CLS], else the last keys."""
+    """Return the positions of the patches: if unknown, keys without a bracketed token such as [CLS], else the last."""
     assert one.grid is not None
+    if one.patches is not None:
+        return list(one.patches)
     length, count = one.sizes["key"], one.grid[0] * one.grid[1]
     if one.tokens is not None:
         plain = [i for i, t in enumerate(one.tokens[0]) if not (t.startswith("[") and t.endswith("]"))]

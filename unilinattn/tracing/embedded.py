@@ -24,11 +24,11 @@ from unilinattn.tracing.wrappers import plain_run, require_gradients
 
 
 class EmbeddedModel:
-    """A traced model as a function of the vectors of its tokens, which it runs as it is, without operators.
+    """A traced model as a function of its tokens' vectors; the host's own code runs, not the operators.
 
-    The vectors are the rows of the embedding table that belong to the token ids, without positions. Tables that are
-    looked up beside each other are concatenated along the channels. For inputs without ids, such as images, the vectors
-    are those that enter the first block.
+    The vectors are the rows of the embedding table that belong to the token ids, without positions. If the model looks
+    up several tables, their rows are concatenated along the channels. For inputs without ids, such as images, the
+    vectors are those that enter the first block.
 
     Attributes:
         vectors: the vectors of the traced inputs, in float32 or more.
@@ -73,7 +73,7 @@ class EmbeddedModel:
         self.vectors = joined.detach().to(torch.promote_types(joined.dtype, torch.float32))
 
     def isolated(self, compute: Callable[[], Result]) -> Result:
-        """Return `compute()`, inside of which the model may run, and restore the model afterwards.
+        """Call a function that may run the model, restore the model, and return the result.
 
         The parameters require no gradient meanwhile. Raises `ModelStateError` for weights made in inference mode, and
         `UncoveredError` if a module with weights, such as a quantised one, passes no gradient.
@@ -108,7 +108,7 @@ class EmbeddedModel:
     def baseline(self, baseline: str | int) -> Float[Tensor, "#channel"]:
         """Return the vector that stands for an absent token: "zero", "mean-embedding", or a token id.
 
-        Raises `OptionError` for an embedding without a table of embeddings, and `InputError` for an id out of range.
+        Raises `OptionError` for the last two on inputs without token ids, and `InputError` for an id out of range.
         """
         if baseline == "zero":
             return self.vectors.new_zeros(1)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.errors import UncoveredError
-from unilinattn.tracing.frozen_forms import FORMS, as_source
+from unilinattn.tracing.frozen_forms import FORMS, as_source, linear_in
 from unilinattn.tracing.nested import mapped, tensors
 
 
@@ -35,7 +35,7 @@ LINEAR = _names("""
 """Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
 
 CASTS = _names("to type type_as float double half bfloat16 clone contiguous view reshape dropout")
-"""Functions after which the residual stream is still the residual stream."""
+"""Functions whose result is the residual stream if their argument is."""
 
 CHOOSING = _names("max min amax amin maximum minimum where sort max_pool1d max_pool2d")
 """Functions that choose among their arguments, each of which is carried or a source."""
@@ -61,7 +61,7 @@ CONSTANT = NEW | _names("detach data sign floor ceil round trunc")
 """Functions whose outputs are constants for autograd too."""
 
 LEAVING = _names("numpy array tolist")
-"""Functions that return values as other objects than tensors."""
+"""Functions that return a tensor's values as objects that are not tensors."""
 
 AFFINE = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv_transpose1d": 2}
 """Layers by name, with the position of their bias."""
@@ -120,7 +120,7 @@ class Freezing(TorchFunctionMode):
         kwargs = kwargs or {}
         name, in_place = _name(func, dict(kwargs))
         if name == "requires_grad" and in_place:
-            # What is carried is decided here, not by the host.
+            # A host that switches gradients on or off does not change which tensors are carried.
             return args[0]
         origin = next((self._factors[tensor] for tensor in tensors((args, kwargs)) if tensor in self._factors), None)
         if name in LEAVING and args[0].is_floating_point() and (origin or carried(args)):
@@ -195,7 +195,7 @@ class Freezing(TorchFunctionMode):
         return result
 
     def enter_stream(self, tensor: Tensor) -> None:
-        """Take a tensor as the residual stream: sums with it are the residual stream too."""
+        """Mark a tensor as the residual stream; its sums with other tensors are marked too."""
         self._stream[tensor] = True
 
     def in_stream(self, tensor: Any) -> bool:
@@ -327,7 +327,7 @@ class Freezing(TorchFunctionMode):
         difference = torch.tanh(point / 2) / 2 if name == "sigmoid" else func(point, *args, **kwargs) - level
         near = point.abs() < torch.finfo(x.dtype).tiny
         slope = torch.where(near, limit, difference / point.masked_fill(near, 1))
-        through = x * slope
+        through = linear_in(x, torch.mul, (x, slope), {})
         if bool(level == 0):
             return self._ranked(through, max(name not in LIMITS, self.rank(x)))
         return self._ranked(through + as_source(level, x), 2)
@@ -348,7 +348,7 @@ class Freezing(TorchFunctionMode):
         """Return a product that is linear in each operand: of two carried operands each gets half."""
         operands = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
         if len(operands) == 1:
-            return func(*args, **kwargs)
+            return linear_in(operands[0], func, args, kwargs)
         self.shared.add(name)
         parts = []
         for operand in operands:
@@ -356,12 +356,13 @@ class Freezing(TorchFunctionMode):
             def only(tensor: Tensor, live: Tensor = operand) -> Tensor:
                 return tensor if tensor is live else tensor.detach()
 
-            parts.append(func(*mapped(args, only), **mapped(kwargs, only)) / len(operands))
+            parts.append(linear_in(operand, func, mapped(args, only), mapped(kwargs, only)) / len(operands))
         return torch.stack(parts).sum(0)
 
     def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
         if not (carried(x) and carried(other)):
-            return self._ranked(func(x, other), self.rank(x if carried(x) else other))
+            live = x if carried(x) else other
+            return self._ranked(linear_in(live, func, (x, other), {}), self.rank(live))
         if x is other:
             return self._square(x)
         ranks = self.rank(x), self.rank(other)
@@ -375,7 +376,8 @@ class Freezing(TorchFunctionMode):
                 self.shared.add(name)
             halves = func(x.detach(), other) / 2 + func(x, other.detach()) / 2
             return self._ranked(halves, result_rank)
-        product = func(x.detach(), other) if frozen_first else func(x, other.detach())
+        frozen = (x.detach(), other) if frozen_first else (x, other.detach())
+        product = linear_in(other if frozen_first else x, func, frozen, {})
         # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
         return self._ranked(product, min(result_rank, 1) if self._half else result_rank)
 

@@ -73,13 +73,13 @@ class FrozenRun:
         layers: the traced layers in order of execution.
         choose: returns the scalar that a target and a `Logit` name, from an output.
         observe: returns this scalar in the trace.
-        rule: what a product of two factors of different rank freezes (see `Freezing`).
+        rule: how a product of two factors of different rank is frozen (see `Freezing`).
 
     Attributes:
         outputs: the layers' outputs in the run's graph.
         mixed: the edges of the run's graph after each layer's cores, if the rule is "half" (see `live_layer`).
         shared: names of functions that multiplied two factors of equal rank, each of which got half.
-        doubt: the first sentence of `complete_shares` about shares that miss their sum, None by default.
+        doubt: the first warning of `complete_shares` about shares that do not add up, None if there is none.
 
     Raises `UncoveredError` for a function without a rule, for opaque layers and for models with two streams of tokens.
     """
@@ -196,11 +196,11 @@ class FrozenRun:
         )
 
     def complete_shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
-        """Return `shares`, checked.
+        """Return `shares` after checking that they add up.
 
         Raises `ExactnessError` if a gap exceeds the tolerance of the host's dtype (see `tracing.trust`) relative to the
-        parts' size; it names the first module that is not affine. Inside `trusting("warn")` the error's sentence is
-        kept in `doubt` instead.
+        parts' size; it names the first module that is not affine. Inside `trusting("warn")` the message is kept in
+        `doubt` instead.
         """
         shares = self.shares(target, logit, by=by)
         accepted = max(tolerance(layer.precision) for layer in self._layers)
@@ -229,7 +229,7 @@ class FrozenRun:
         return linearized(self._output, self._tangents, lambda output: self._choose(output, target, logit))
 
     def _again(self, **changed: Any) -> "FrozenRun":
-        """Return this run before it ran."""
+        """Return a copy of this run that has not run yet, with some attributes changed."""
         run = FrozenRun.__new__(FrozenRun)
         fresh: dict[str, Any] = {name: [] for name in ("outputs", "mixed", "_leaves", "_streams", "_path")}
         vars(run).update({**vars(self), **fresh, "_entry": None, "_began": False, **changed})
@@ -347,7 +347,7 @@ class FrozenRun:
         return f"{name or 'the model'} ({type(module).__name__})"
 
     def _mixer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
-        """Return what a layer returned in the trace, with the tensors that depend on tokens in the graph."""
+        """Return a layer's result in the trace, with the tensors that depend on tokens in the graph."""
         numbered = (stream for name, _, stream in self._path if name.rpartition(".")[2].isdigit())
         self._streams.append(next((stream for stream in numbered if stream is not None), None))
         returned = self._layer(layer, arguments)
@@ -358,7 +358,7 @@ class FrozenRun:
         return mapped(returned, lambda t: values if t.shape == values.shape and not t.requires_grad else t)
 
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
-        """Return what a layer returned in the trace, with its output in the graph."""
+        """Return a layer's result in the trace, with its output in the graph."""
         mixed: list[GradientEdge] = []
         if self._rule == "half":
             output, mixed = live_output(layer, arguments)

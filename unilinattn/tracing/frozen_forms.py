@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unilinattn.errors import ModelStateError
+from unilinattn.tracing.nested import mapped
 
 _record: ContextVar[Callable[[Tensor], None] | None] = ContextVar("record", default=None)
 
@@ -27,6 +28,25 @@ def as_source(value: Any, like: Tensor) -> Any:
     if (record := _record.get()) is not None:
         record(value.requires_grad_())
     return forward_ad.make_dual(value, tangent)
+
+
+def linear_in(live: Tensor, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    """Apply a function that is linear in `live`, its only carried argument, to the value and to the tangent of `live`.
+
+    torch's forward mode would also multiply the value by the tangent of each constant factor, which is zero.
+    """
+    value, tangent = forward_ad.unpack_dual(live)
+
+    def at(part: Tensor) -> Tensor:
+        given, named = mapped((args, kwargs), lambda tensor: part if tensor is live else tensor)
+        return func(*given, **named)
+
+    result = at(value)
+    if tangent is None:
+        return result
+    with torch.no_grad():
+        moved = at(tangent)
+    return forward_ad.make_dual(result, moved)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from unilinattn.tracing.trust import precision_of
 def plain_output(
     where: Callable[[], str], module: nn.Module, form: PlainForm, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the result of a module's plain form on carried tensors, that of its own `forward` on constants.
+    """Run a module's plain form if an argument is carried, and its own `forward` if all are constants.
 
     `where` returns the module's path and class. Raises `ExactnessError` if the form's result differs from the module's
     by more than the rounding of the dtype of both, at least float32, in which fused kernels compute.

@@ -20,7 +20,7 @@ PASSES = 4
 
 
 LIVE = 2
-"""Elements that a live layer holds for each output of one of its stages, and passes of its operator that it takes."""
+"""Elements held per element of a stage's output while a layer's flow is built, and its cost in operator passes."""
 
 KEPT = 3
 """Elements that a frozen run keeps for each one that enters or leaves a layer or a weight matrix between layers."""

@@ -21,11 +21,11 @@ from unilinattn.tracing.module_calls import first_tensor
 def live_output(layer: Layer, arguments: Mapping[str, Any]) -> tuple[Tensor, list[GradientEdge]]:
     """Return the recorded output of a layer with the derivative of its live flow, and the edges after its cores.
 
-    Runs inside `Freezing(half=True)`, which multiplies by the gates: of a value and its gate each gets half of their
-    product's relevance, unless the gate is an activation with f(0) != 0, such as a sigmoid. All other factors are
-    constants: the matrices of token mixers, the slopes of activations and the scales of norms. Gates that an adapter
-    reads from a capture of the host's run are constants too, and a layer that reads several tensors is its frozen
-    operator, without edges after its cores.
+    Runs inside `Freezing(half=True)`, which multiplies by the gates: a value and its gate each get half of the
+    relevance of their product, unless the gate is an activation with f(0) != 0, such as a sigmoid. All other factors
+    are constants: the matrices of token mixers, the slopes of activations and the scales of norms. Gates that an
+    adapter reads from a capture of the host's run are constants too, and a layer that reads several tensors is its
+    frozen operator, without edges after its cores.
     """
     x = first_tensor(arguments.values())
     assert x is not None
@@ -52,7 +52,7 @@ def _flow(layer: Layer, x: Tensor) -> Flow:
 
 
 def _evaluate(stages: Sequence[Stage], x: Tensor) -> Tensor:
-    """Apply stages to a carried tensor; only gates, among the scales, are factors that carry."""
+    """Apply stages to a carried tensor; of the scales only gates are carried too."""
     for stage in stages:
         if isinstance(stage, Branch):
             x = torch.stack([_evaluate(chain, x) for chain in stage.chains]).sum(0)

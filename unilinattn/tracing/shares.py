@@ -217,7 +217,7 @@ def biases(
 def doubt_of(
     shares: Shares, by: str, layers: Sequence[Layer], accepted: float, culprit: Callable[[], str | None]
 ) -> str | None:
-    """Return a sentence about shares that miss their sum by more than `accepted` of their size, None for others.
+    """Return a message about shares whose gap exceeds `accepted` times their size, None for others.
 
     `culprit` returns the first module that is not affine.
     """

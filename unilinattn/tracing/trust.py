@@ -65,7 +65,7 @@ def require_exact(layers: Iterable[Checked]) -> tuple[str, ...]:
 
 
 def require_trust(doubt: str) -> None:
-    """Raise `ExactnessError` with the doubt about scores and the way to get them, unless `trusting("warn")`."""
+    """Raise `ExactnessError` with a doubt about scores and the option that returns them, unless `trusting("warn")`."""
     if _trust.get() == "require":
         raise ExactnessError(f"{doubt}, or pass trust='warn' to get them with this warning.")
 
