@@ -276,9 +276,9 @@ def trace(
     """Run a model once and return its token-mixing layers, whose exact operators are built on first access.
 
     The model is restored exactly, also after an exception or an interrupt: hooks, buffers, parameters, training flags
-    and attention implementation. It runs without a cache, and as the model inside `torch.compile` and `DataParallel`;
-    `docs/hosts.md` has more set-ups. Runs in several threads wait for each other; calls of the model from other threads
-    are not recorded.
+    and attention implementation. It runs without a cache, and as the model inside `torch.compile`, `DataParallel`,
+    nnsight's `NNsight` and TransformerLens's `TransformerBridge`; `docs/hosts.md` has more set-ups. Runs in several
+    threads wait for each other; calls of the model from other threads are not recorded.
 
     Modules outside of the registered layers that move information between tokens are found by perturbing tokens, which
     costs three runs of the model without the computation of its layers, once for each model (see
