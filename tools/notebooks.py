@@ -54,7 +54,7 @@ def executed(cells: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
                 figure = names.get("figure")
                 cell |= {
                     "execution_count": count,
-                    "outputs": _outputs(printed.getvalue(), figure, figure is not before),
+                    "outputs": _outputs(printed.getvalue(), figure, drawn=figure is not before),
                 }
     return cells
 

@@ -20,9 +20,12 @@ PASSES = 4
 
 
 LIVE = 2
-"""Elements held per element of a stage's output while a layer's flow is built, and its cost in operator passes."""
+"""Operator passes that the flow of a layer costs."""
 
-KEPT = 3
+HELD = 1.5
+"""Elements held per element of a stage's output while the flow of a layer is built."""
+
+KEPT = 2.5
 """Elements that a frozen run keeps for each one that enters or leaves a layer or a weight matrix between layers."""
 
 VOCABULARY = 16
@@ -87,10 +90,10 @@ def frozen_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits
     peak = KEPT * kept + max(cost.elements for cost in passed) + 4 * logits
     if live:
         chains = [(chain, op.inputs[port].shape[2]) for op in operators.values() for port, chain in op.chains.items()]
-        peak += LIVE * sum(_values(chain, tokens, channels) for chain, channels in chains)
+        peak += HELD * sum(_values(chain, tokens, channels) for chain, channels in chains)
     walked = LIVE * sum(cost.operations for cost in passed) if live else 0
     operations = walked + sum(cost.operations for cost in passed) + tokens * sum(map(prod, tokenwise))
-    return GradientCost(width * peak, operations + logits * first.output.shape[2])
+    return GradientCost(int(width * peak), operations + logits * first.output.shape[2])
 
 
 def _values(chain: Chain, tokens: int, channels: int) -> int:
