@@ -17,7 +17,7 @@ STAMP := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: compare test slow margins bench lint install fla vision oldest setups docs
+.PHONY: compare test slow margins bench lint install browser fla vision oldest setups docs
 
 compare: $(STAMP)
 	@echo "Comparing the trained models."
@@ -67,7 +67,17 @@ lint: $(STAMP)
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/mypy --no-error-summary
 
-install: $(STAMP)
+install: $(STAMP) browser
+
+# The tests of pages run in Chromium, and are skipped without it.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "Installing Chromium for the tests of pages (once)."; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	        apt-get install -qq -y --no-install-recommends chromium >/dev/null; \
+	fi || true; \
+	command -v chromium >/dev/null || echo "There is no Chromium: the tests of pages will be skipped."
 
 # Checks the interpreter of an environment, or the one that will make it: $(call check_python,ENVIRONMENT)
 define check_python

@@ -1,6 +1,7 @@
 """Structure of the package: directions of imports, docstrings, cost of import, public surface."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -237,12 +238,15 @@ def cost_of_import(name: str) -> tuple[float, set[str]]:
 
     CPU time rather than elapsed time, which depends on the load of the machine.
     """
+    # The package imports its parts when a public name is first used.
+    use = "unilinattn.explain" if name == "unilinattn" else ""
     code = f"""
 import json, sys, time
 import torch
 before = set(sys.modules)
 start = time.process_time()
 import {name}
+{use}
 seconds = time.process_time() - start
 print(json.dumps([seconds, sorted({{module.partition(".")[0] for module in set(sys.modules) - before}})]))
 """
@@ -267,6 +271,14 @@ def test_the_public_surface() -> None:
 
     assert set(PUBLIC) <= set(unilinattn.__all__)
     assert [name for name in unilinattn.__all__ if not hasattr(unilinattn, name)] == []
+    assert sorted(name for names in unilinattn._HOMES.values() for name in names) == [
+        name for name in unilinattn.__all__ if name != "analysis"
+    ]
+    for home, names in unilinattn._HOMES.items():
+        module = importlib.import_module(f"unilinattn.{home}")
+        assert [name for name in names if getattr(module, name) is not getattr(unilinattn, name)] == []
+    assert dir(unilinattn) == unilinattn.__all__ == sorted(unilinattn.__all__)
+    assert not hasattr(unilinattn, "explian") and not hasattr(unilinattn, "_explain")
     assert [name for name in PUBLIC if not (getattr(unilinattn, name).__doc__ or "").strip()] == []
 
 

@@ -40,19 +40,48 @@ def test_an_interrupted_import_ends_the_command_with_one_line(tmp_path: Path, st
     script = tmp_path / "unilinattn"
     script.write_text(SCRIPT)
     arguments = ["-m", "unilinattn"] if start == "module" else [str(script)]
-    done = interrupted(tmp_path, "torch.nn", *arguments, "list")
+    done = interrupted(tmp_path, "torch.nn", *arguments, "explain", "folder", "--text", "a")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "unilinattn: interrupted\n")
 
 
 def test_an_interrupted_import_of_the_library_raises(tmp_path: Path) -> None:
     code = """
+import unilinattn
 try:
-    import unilinattn
+    unilinattn.trace
 except KeyboardInterrupt:
     print("raised")
 """
     done = interrupted(tmp_path, "torch.nn", "-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "raised\n", "")
+
+
+def test_an_import_of_the_library_that_was_interrupted_can_be_repeated(tmp_path: Path) -> None:
+    code = """
+import sys
+import unilinattn
+try:
+    unilinattn.methods
+except KeyboardInterrupt:
+    # The finder that sends the interrupt.
+    del sys.meta_path[0]
+    print("rollout" in unilinattn.list_methods(), "mamba" in unilinattn.list_architectures())
+"""
+    done = interrupted(tmp_path, "unilinattn.methods.rollout", "-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
+
+
+def test_help_and_list_import_no_torch(tmp_path: Path) -> None:
+    # An import of torch would end the process with 130 and the message of the interrupt.
+    for arguments in (["--help"], ["--version"], ["list"], ["list", "latim"], ["explain", "--help"]):
+        done = interrupted(tmp_path, "torch", "-m", "unilinattn", *arguments)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout
+    done = interrupted(
+        tmp_path, "torch", "-c", "import unilinattn; print(dir(unilinattn) == sorted(unilinattn.__all__))"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+    done = interrupted(tmp_path, "torch", "-m", "unilinattn", "evaluate", "--help")
+    assert (done.returncode, done.stderr) == (130, "unilinattn: interrupted\n")
 
 
 def test_a_command_handles_interrupts_of_later_imports(tmp_path: Path) -> None:

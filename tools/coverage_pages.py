@@ -1,19 +1,16 @@
 """The generated parts of README and docs: families, architectures and their runs, methods and their options."""
 
-import collections.abc
 import difflib
 import re
-import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-from pydantic.fields import FieldInfo
+from typing import Any
 
 from tools import hybrids
 from tools.families import FAMILIES, GROUPS
 from tools.markers import MissingSectionError, markers, replace_section
+from unilinattn.methods.described import option_texts
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.registry import Architecture, Method, list_architectures, list_methods
 from unilinattn.testing.hosts import Host
@@ -111,36 +108,10 @@ def package_methods() -> dict[str, Method]:
     return {name: m for name, m in list_methods().items() if m.function.__module__.startswith("unilinattn.")}
 
 
-def accepted(annotation: Any, limits: Iterable[Any] = ()) -> str:
-    """Describe the accepted values of an option."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        inner = [limit for part in parts[1:] for limit in (part.metadata if isinstance(part, FieldInfo) else [part])]
-        return accepted(parts[0], [*inner, *limits])
-    if origin is Literal:
-        return ", ".join(f"`{value!r}`" for value in parts)
-    if origin in (Union, types.UnionType):
-        return " or ".join(accepted(part, limits) for part in parts)
-    if annotation is type(None):
-        return "`None`"
-    if origin is collections.abc.Callable:
-        return "a function"
-    if origin is collections.abc.Sequence:
-        return f"a list of {accepted(parts[0])}"
-    if origin is tuple:
-        return f"a pair of {accepted(parts[0])}"
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [
-        f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in signs.items() if hasattr(limit, name)
-    ]
-    return " ".join([annotation.__name__, ", ".join(bounds)]).strip()
-
-
 def _options_table(method: Method) -> str:
-    fields = {} if method.options is None else method.options.model_fields
     rows = [
-        (f"`{name}`", f"`{info.default!r}`", accepted(info.annotation, info.metadata), info.description or "")
-        for name, info in fields.items()
+        (f"`{text.name}`", f"`{text.default}`", re.sub(r"'[^']*'|None", r"`\g<0>`", text.accepted), text.meaning)
+        for text in option_texts(method)
     ]
     return _table(("option", "default", "accepted", "meaning"), rows)
 

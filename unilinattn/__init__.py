@@ -2,11 +2,13 @@
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
 turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory and operations of
-`explain` beforehand. `cut` runs a model without some edges between tokens. `list_architectures` and `list_methods`
-return the registry. `analysis` has measurements of layers and models beyond scores.
+`explain` beforehand. `explain_generation` explains every token that a model generates. `cut` runs a model without some
+edges between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has measurements of layers
+and models beyond scores.
 """
 
 import importlib
+import importlib.util
 
 # Imported first: torch takes seconds to import, and Ctrl-C may arrive meanwhile.
 from unilinattn import startup as _startup  # noqa: F401  the import installs the handler
@@ -14,20 +16,20 @@ from unilinattn import startup as _startup  # noqa: F401  the import installs th
 # isort: split
 from typing import TYPE_CHECKING, Any
 
-from unilinattn import architectures, methods  # noqa: F401  importing them registers the adapters and the methods
-from unilinattn.errors import UnilinattnError
-from unilinattn.methods.run import compare, estimate, explain
-from unilinattn.operator.flow import Flow
-from unilinattn.operator.operator import MixerOperator
-from unilinattn.registry import list_architectures, list_methods, register_architecture, register_method
-from unilinattn.results.attribution import Attribution
-from unilinattn.results.comparison import Comparison
-from unilinattn.tracing.cutting import cut
-from unilinattn.tracing.substitution import through_operators
-from unilinattn.tracing.trace import Trace, trace
-
 if TYPE_CHECKING:
+    from unilinattn import analysis
+    from unilinattn.errors import UnilinattnError
     from unilinattn.evaluation.evaluate import evaluate
+    from unilinattn.methods.generation import explain_generation
+    from unilinattn.methods.run import compare, estimate, explain
+    from unilinattn.operator.flow import Flow
+    from unilinattn.operator.operator import MixerOperator
+    from unilinattn.registry import list_architectures, list_methods, register_architecture, register_method
+    from unilinattn.results.attribution import Attribution
+    from unilinattn.results.comparison import Comparison
+    from unilinattn.tracing.cutting import cut
+    from unilinattn.tracing.substitution import through_operators
+    from unilinattn.tracing.trace import Trace, trace
 
 __version__ = "0.1.0"
 
@@ -38,11 +40,13 @@ __all__ = [
     "MixerOperator",
     "Trace",
     "UnilinattnError",
+    "analysis",
     "compare",
     "cut",
     "estimate",
     "evaluate",
     "explain",
+    "explain_generation",
     "list_architectures",
     "list_methods",
     "register_architecture",
@@ -51,15 +55,36 @@ __all__ = [
     "trace",
 ]
 
+_HOMES = {
+    "errors": ("UnilinattnError",),
+    "evaluation.evaluate": ("evaluate",),
+    "methods.generation": ("explain_generation",),
+    "methods.run": ("compare", "estimate", "explain"),
+    "operator.flow": ("Flow",),
+    "operator.operator": ("MixerOperator",),
+    "registry": ("list_architectures", "list_methods", "register_architecture", "register_method"),
+    "results.attribution": ("Attribution",),
+    "results.comparison": ("Comparison",),
+    "tracing.cutting": ("cut",),
+    "tracing.substitution": ("through_operators",),
+    "tracing.trace": ("Trace", "trace"),
+}
+"""The public names by the module that defines them, which is imported with torch when a name is first used."""
+
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that the import of the package stays quick.
-    if name == "analysis":
-        return importlib.import_module("unilinattn.analysis")
-    if name == "evaluate":
-        return importlib.import_module("unilinattn.evaluation.evaluate").evaluate
+    for home, names in _HOMES.items():
+        if name in names:
+            # Importing these registers the adapters and the methods of this package, before those of a user.
+            importlib.import_module("unilinattn.architectures")
+            importlib.import_module("unilinattn.methods")
+            value = getattr(importlib.import_module(f"unilinattn.{home}"), name)
+            globals()[name] = value
+            return value
+    if not name.startswith("_") and importlib.util.find_spec(f"unilinattn.{name}"):
+        return importlib.import_module(f"unilinattn.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "analysis"})
+    return __all__

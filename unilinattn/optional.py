@@ -1,9 +1,12 @@
-"""Packages of the optional extras, imported only when a feature needs them."""
+"""Packages of the optional extras and of plug-ins, imported only when a feature needs them."""
 
 import importlib
 from types import ModuleType
 
 from unilinattn.errors import UnilinattnError
+
+ENTRY_POINT_GROUPS = ("unilinattn.architectures", "unilinattn.methods")
+"""Groups of entry points. Each names a module that registers on import; one that fails is skipped with a warning."""
 
 
 class MissingExtraError(UnilinattnError, ImportError):

@@ -1,5 +1,6 @@
 """Architectures and methods by name, registered by this package or by others through entry points."""
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -14,11 +15,9 @@ from torch import Tensor, nn
 from unilinattn.call import Call
 from unilinattn.errors import OptionError, nearest
 from unilinattn.operator.flow import Flow
+from unilinattn.optional import ENTRY_POINT_GROUPS
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
-
-ENTRY_POINT_GROUPS = ("unilinattn.architectures", "unilinattn.methods")
-"""Groups of entry points. Each names a module that registers on import; one that fails is skipped with a warning."""
 
 Build = Callable[[Call], Flow]
 """An adapter: from a call of a host's token-mixing module to its stages."""
@@ -41,9 +40,29 @@ SharedValues = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 PlainForm = Callable[..., Any]
 """Plain torch code of a module without token mixing: `form(module, *args, **kwargs)` returns the result of its call."""
 
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """Places of an image's tokens in the sequence of a vision model.
+
+    Attributes:
+        grid: (rows, columns) of the patches.
+        patches: the position of each patch, row by row.
+        cls: the positions of the class tokens.
+    """
+
+    grid: tuple[int, int]
+    patches: tuple[int, ...]
+    cls: tuple[int, ...]
+
+
+Places = Callable[[nn.Module, int, int], ImageTokens | None]
+"""Returns the places of an image's tokens from a module, and the height and width of its pixels; None if unknown."""
+
 Adapter = TypeVar("Adapter", bound=Build)
 Function = TypeVar("Function", bound=Callable[..., Attribution])
 Form = TypeVar("Form", bound=PlainForm)
+PlacesOf = TypeVar("PlacesOf", bound=Places)
 Entry = TypeVar("Entry")
 
 
@@ -100,6 +119,7 @@ _architectures: dict[str, Architecture] = {}
 _hosts: dict[str, Architecture] = {}
 _methods: dict[str, Method] = {}
 _plain_forms: dict[str, PlainForm] = {}
+_image_tokens: dict[str, Places] = {}
 
 
 def register_architecture(
@@ -164,6 +184,25 @@ def register_plain_form(*hosts: str) -> Callable[[Form], Form]:
     return decorate
 
 
+def register_image_tokens(*hosts: str) -> Callable[[PlacesOf], PlacesOf]:
+    """Register where a vision model's patches and class tokens are in its sequence, for `Trace.image_tokens`.
+
+    `hosts` are class names, "package.module.Class", of the model or of its only module that makes tokens of pixels;
+    subclasses match by their MRO. `places(module, height, width)` returns `ImageTokens`, or None if they are unknown.
+
+    Raises `OptionError` if a host class is registered already.
+    """
+
+    def decorate(places: PlacesOf) -> PlacesOf:
+        taken = [host for host in hosts if host in _image_tokens]
+        if taken:
+            raise OptionError(f"{taken} have image tokens already; register those of another class.")
+        _image_tokens.update(dict.fromkeys(hosts, places))
+        return places
+
+    return decorate
+
+
 def register_method(
     name: str, *, options: type[BaseModel] | None = None, cost: Callable[..., Estimate] | None = None
 ) -> Callable[[Function], Function]:
@@ -193,6 +232,11 @@ def list_architectures() -> dict[str, Architecture]:
 def list_methods() -> dict[str, Method]:
     """Return every registered method by name."""
     load_entry_points()
+    return registered_methods()
+
+
+def registered_methods() -> dict[str, Method]:
+    """Return the methods that are registered so far, by name, without those of packages that were not imported yet."""
     return dict(sorted(_methods.items()))
 
 
@@ -204,6 +248,11 @@ def architecture_of(cls: type) -> Architecture | None:
 def plain_form_of(cls: type) -> PlainForm | None:
     """Return the plain form registered for a host class or its nearest ancestor, None if there is none."""
     return _nearest_ancestor(_plain_forms, cls)
+
+
+def image_tokens_of(cls: type) -> Places | None:
+    """Return the image tokens registered for a host class or its nearest ancestor, None if there are none."""
+    return _nearest_ancestor(_image_tokens, cls)
 
 
 def method(name: str) -> Method:
@@ -218,7 +267,7 @@ def method(name: str) -> Method:
 def overridden(*entries: Architecture | Method) -> Iterator[None]:
     """Override or add entries inside the block, and restore the registry as it was before, to test an adapter."""
     load_entry_points()
-    tables: tuple[dict[str, Any], ...] = (_architectures, _hosts, _methods, _plain_forms)
+    tables: tuple[dict[str, Any], ...] = (_architectures, _hosts, _methods, _plain_forms, _image_tokens)
     before = [dict(table) for table in tables]
     try:
         for entry in entries:
@@ -246,7 +295,10 @@ def _first_line(function: Callable[..., object]) -> str:
 
 @cache
 def load_entry_points() -> None:
-    """Import the modules that installed packages name in the groups `ENTRY_POINT_GROUPS`, once."""
+    """Import this package's adapters and methods, and the modules that other packages name in their groups, once."""
+    for group in ENTRY_POINT_GROUPS:
+        # A group has the name of the module that registers this package's own entries.
+        importlib.import_module(group)
     for group in ENTRY_POINT_GROUPS:
         for point in entry_points(group=group):
             # Another package may raise any error on import; the registry continues without it.

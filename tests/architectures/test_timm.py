@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from unilinattn import explain, trace
-from unilinattn.errors import UncoveredError
+from unilinattn.errors import InputError, UncoveredError
 from unilinattn.testing import Host, check_architecture, check_operator, randomize
 from unilinattn.testing.hosts.timm import HOSTS
 
@@ -116,3 +117,37 @@ def test_gradients_through_the_adapter_are_those_of_the_host() -> None:
         flow = layer.flow(x)
         (own,) = torch.autograd.grad((x + flow.value).square().sum(), x)
     torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("vit_tiny_patch16_224", {}, ((2, 3), (1, 2, 3, 4, 5, 6), (0,))),
+        ("vit_tiny_patch16_224", {"reg_tokens": 2}, ((2, 3), (3, 4, 5, 6, 7, 8), (0,))),
+        ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}, ((2, 3), (0, 1, 2, 3, 4, 5), ())),
+        ("deit_tiny_distilled_patch16_224", {}, ((2, 3), (2, 3, 4, 5, 6, 7), (0,))),
+    ],
+)
+def test_patches_and_cls_of_images(name: str, settings: dict[str, Any], expected: Any) -> None:
+    sizes = {"img_size": (8, 12), "patch_size": 4, "embed_dim": 16, "num_heads": 4, "depth": 1, "num_classes": 3}
+    model, pixels = timm.create_model(name, **{**sizes, **settings}).eval(), torch.rand(1, 3, 8, 12)
+    found = trace(model, pixels)
+    known = found.image_tokens
+    assert known is not None and (known.grid, known.patches, known.cls) == expected
+    for at, place in enumerate(known.patches):
+        row, column = divmod(at, 3)
+        other = pixels.clone()
+        other[..., 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
+        moved = (trace(model, other).layers[0].input - found.layers[0].input).abs().amax((0, 2)) > 1e-5
+        assert moved.nonzero().flatten().tolist() == [place]
+
+
+def test_pictures_by_a_transform() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", embed_dim=12, num_heads=2, depth=1, num_classes=3).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    image = Image.new("RGB", (300, 250), "red")
+    result = explain(model, image, processor=transform)
+    assert torch.equal(result.scores, explain(model, transform(image)[None]).scores)
+    assert result.grid == (14, 14) and result.cls == (0,)
+    with pytest.raises(InputError, match="the image has 10 x 10 pixels, and VisionTransformer takes 224 x 224"):
+        trace(model, torch.rand(1, 3, 10, 10))

@@ -41,6 +41,11 @@ def test_a_worked_example() -> None:
     activation = test.activation((0.0, *fifths, 1.0))
     assert activation.values[0].tolist() == pytest.approx(halves, abs=1e-12)
     assert activation.area == pytest.approx((sum(halves) - (halves[0] + halves[-1]) / 2) / 5, abs=1e-12)
+    # Removed most relevant first: (4, 3), (2, 3), (0, 3), (0, 2), (0, 1), (0, 0).
+    falling = [1 / (1 + math.exp(b - a)) for a, b in [(4, 3), (2, 3), (0, 3), (0, 2), (0, 1), (0, 0)]]
+    deletion = test.deletion((0.0, *fifths, 1.0))
+    assert deletion.values[0].tolist() == pytest.approx(falling, abs=1e-12)
+    assert deletion.area == pytest.approx((sum(falling) - (falling[0] + falling[-1]) / 2) / 5, abs=1e-12)
     # Removed least relevant first, the squared distance from (4, 3).
     assert test.pruning((0.0, *fifths, 1.0)).values.tolist() == [[0.0, 1.0, 4.0, 9.0, 13.0, 25.0]]
     p = 1 / (1 + math.exp(-1))
@@ -61,6 +66,7 @@ def test_the_reversed_order_exchanges_the_curves() -> None:
     assert torch.equal(good.positive().values, bad.negative().values)
     assert good.positive().area < bad.positive().area
     assert good.activation().area > bad.activation().area
+    assert good.deletion().area < bad.deletion().area
     assert good.comprehensiveness() > bad.comprehensiveness()
     assert good.sufficiency() < bad.sufficiency()
     # Pruning takes absolute scores, so that the order has to be reversed by other means.

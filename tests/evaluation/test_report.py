@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -192,10 +193,25 @@ def test_the_page_and_the_picture(measured: list[Measured], tmp_path: Path) -> N
     report.write(tmp_path, measured, report.numbers(measured, FEW, ["raw", "rollout"]))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted((report.PAGE, report.PICTURE, report.NUMBERS))
     page = (tmp_path / report.PAGE).read_text()
+    boards = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     # Two layers of raw, one composed map and the intervention for each of three models; answers are outlined.
-    assert page.count('<figure class="ula-map">') == page.count('<path class="expected"') == 12
-    for words in ("recency", "primacy", "intervention", "hit@1", "all layers, composed"):
+    assert [list(board["columns"]) for board in boards] == [["transformer"], ["transformer", "s4d"]]
+    assert [list(dict.fromkeys(cell["row"] for cell in board["cells"])) for board in boards] == [
+        ["raw", "rollout", "intervention"]
+    ] * 2
+    cells = [cell for board in boards for cell in board["cells"]]
+    pictures = [picture for cell in cells for picture in cell["pictures"]]
+    assert len(pictures) == 12 and all(picture["expected"] for picture in pictures)
+    for one, first in zip(measured, (0, 3, 4), strict=True):
+        # The scored layer is shown first, and has the average precision.
+        cell = cells[first]
+        assert (cell["row"], cell["column"]) == ("raw", one.model)
+        assert cell["pictures"][cell["start"]]["title"] == one.scores["raw"].layers[0]
+        assert cell["notes"][cell["start"]] == f"AP over all sequences {one.scores['raw'].found.ap:.3f}"
+        assert cell["notes"][1 - cell["start"]] == "layer not scored"
+    for words in ("recency", "primacy", "intervention", "hit@1", f"accuracy {measured[0].accuracy:.1%}"):
         assert words in page
+    assert page.index('class="ula-board"') < page.index("<table>")
     for link in ('src="http', 'href="http', "@import", "url(http"):
         assert link not in page
     assert (tmp_path / report.PICTURE).read_bytes().startswith(b"\x89PNG")

@@ -55,7 +55,7 @@ def test_files_keep_every_bit(tmp_path: Path) -> None:
         read = list(csv.DictReader(file))
     assert [tuple(one) for one in read] == [COLUMNS] * 5
     assert [float(one["value"]) for one in read] == [one["value"] for one in TABLE]
-    with pytest.raises(OptionError, match=r"accepted: \.csv, \.json"):
+    with pytest.raises(OptionError, match=r"accepted: \.csv, \.json, \.parquet"):
         TABLE.save(tmp_path / "table.txt")
     for text in ("{", "[1]", '{"format": "other", "format_version": "1"}'):
         (tmp_path / "other.json").write_text(text)

@@ -8,7 +8,7 @@ import torch
 from tests.methods.hosts import traced
 from unilinattn import methods
 from unilinattn.errors import OptionError
-from unilinattn.methods import explain
+from unilinattn.methods import estimate, explain
 from unilinattn.methods.options import Activation, MapOptions
 from unilinattn.methods.raw import RawOptions
 from unilinattn.operator.contributions import TAP_FUNCTIONS
@@ -112,6 +112,21 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 def test_invalid_options_are_refused_with_the_accepted_values(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         list_methods()[name].function(traced("mamba2"), **options)
+
+
+@pytest.mark.parametrize("name", ["raw", "latim", "alti", "knockout"])
+def test_an_index_selects_one_layer(name: str) -> None:
+    trace = traced("mamba2")
+    one, listed = (explain(trace, method=name, layers=layers, target=-1) for layers in (1, [1]))
+    assert torch.equal(one.scores, listed.scores) and one.layers == listed.layers == (trace.layers[1].name,)
+    assert one.options["layers"] == 1
+    if list_methods()[name].cost is not None:
+        first, second = (estimate(trace, method=name, layers=layers, target=-1) for layers in (1, [1]))
+        assert first == second
+    with pytest.raises(OptionError, match=f"{name}: layer 2 is out of range"):
+        explain(trace, method=name, layers=2)
+    with pytest.raises(OptionError, match=f"{name} does not accept layers=True"):
+        explain(trace, method=name, layers=True)
 
 
 def test_accepted_names_agree_with_the_operators() -> None:

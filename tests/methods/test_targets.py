@@ -1,6 +1,7 @@
 """Texts as inputs, targets and logits, and scores by word."""
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -87,6 +88,22 @@ def test_a_logit_is_named_by_its_text() -> None:
     assert torch.equal(pair.scores, explained(target=-1, logit=tuple(ids)).scores)
 
 
+def test_padding_changes_no_score(recwarn: pytest.WarningsRecorder) -> None:
+    texts = [PARIS, "matters"]
+    for side in ("left", "right"):
+        batch = ula.explain(mamba(), texts, tokenizer=tokenizer(side), target="last")
+        assert batch.mask is not None
+        for at, text in enumerate(texts):
+            alone, real = explained(text, target="last"), batch.mask[at]
+            assert torch.allclose(batch.scores[at, real], alone.scores[0], atol=1e-6)
+            assert not batch.scores[at, ~real].any()
+            words = batch.select(batch=at).words()
+            assert torch.allclose(words.scores, alone.words().scores[0], atol=1e-6)
+            assert words.tokens == alone.words().tokens and words.offsets == alone.words().offsets
+            assert not [token for token in batch.plot(batch=at).axes[0].get_xticklabels() if "pad" in token.get_text()]
+    assert not [warning for warning in recwarn if "padding" in str(warning.message)]
+
+
 BAD: list[tuple[Any, dict[str, Any], type[UnilinattnError], str]] = [
     (PARIS, {"target": "Rome"}, InputError, "target 'Rome' does not occur in the text"),
     (PARIS, {"target": "is"}, InputError, "target 'is' occurs 2 times, at characters 22, 28"),
@@ -95,6 +112,7 @@ BAD: list[tuple[Any, dict[str, Any], type[UnilinattnError], str]] = [
     (PARIS, {"tokenizer": None}, InputError, "the input is text, with no tokenizer; pass tokenizer="),
     (PARIS, {"tokenizer": "gpt2"}, InputError, "with str as tokenizer"),
     ("", {}, InputError, "text 0, '', has no tokens"),
+    ([PARIS, ""], {}, InputError, "text 1, '', has no tokens"),
     ([PARIS, 3], {}, InputError, "the inputs hold texts and a int"),
     (torch.tensor([[1, 2]]), {"target": "x"}, InputError, "the model was not given text"),
     (torch.tensor([[1, 2]]), {"logit": "P", "tokenizer": None}, InputError, r"logit 'P' is a text; give .* tokenizer="),
@@ -108,9 +126,26 @@ def test_invalid_texts_are_refused(inputs: Any, options: dict[str, Any], error: 
 
 
 def test_a_text_longer_than_the_positions_is_refused() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=8)).eval()
-    with pytest.raises(InputError, match=r"have \d+ tokens, and GPT2LMHeadModel has positions for 8"):
-        ula.explain(model, PARIS, tokenizer=tokenizer())
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=8)).eval()
+    bert = BertForSequenceClassification(BertConfig(**SMALL, max_position_embeddings=8)).eval()
+    for model in (gpt2, bert):
+        with pytest.raises(InputError, match=rf"have \d+ tokens, and {type(model).__name__} has positions for 8"):
+            ula.explain(model, PARIS, tokenizer=tokenizer())
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    ids = sorted({int(number) for number in tokenizer()(PARIS)["input_ids"]})
+    smaller = GPT2LMHeadModel(GPT2Config(vocab_size=ids[-1], n_embd=16, n_layer=1, n_head=2)).eval()
+    with pytest.raises(
+        InputError, match=rf"the id {ids[-1]}, and GPT2LMHeadModel has ids 0 to {ids[-1] - 1}: .* another"
+    ):
+        ula.explain(smaller, PARIS, tokenizer=tokenizer())
+    enough = GPT2LMHeadModel(GPT2Config(vocab_size=ids[-1] + 1, n_embd=16, n_layer=1, n_head=2)).eval()
+    with pytest.warns(UserWarning, match=rf"has {len(tokenizer())} tokens and GPT2LMHeadModel {ids[-1] + 1}"):
+        ula.explain(enough, PARIS, tokenizer=tokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        explained()
 
 
 def test_words_add_up_their_tokens() -> None:
@@ -152,3 +187,58 @@ def test_words_are_kept_in_files_and_selections(tmp_path: Any) -> None:
         ula.explain(mamba(), torch.tensor([[1, 2]])).words()
     with pytest.raises(OptionError, match="unknown reduction 'mean'"):
         result.words("mean")
+
+
+def test_spans_add_up_the_tokens_of_their_characters() -> None:
+    result = explained(target=-1)
+    assert result.offsets is not None and result.tokens is not None
+    assert all(PARIS[a:b] == token for (a, b), token in zip(result.offsets[0], result.tokens[0], strict=True))
+    begin = PARIS.index("France is")
+    spans = result.spans([(begin, begin + 9), (0, 3)])
+    inside = [a < begin + 9 and b > begin for a, b in result.offsets[0]]
+    total = sum(score for score, one in zip(result.scores[0].tolist(), inside, strict=True) if one)
+    assert spans.tokens is not None and spans.offsets is not None
+    # The token before "F" holds the space or not; every character of the span is in it.
+    place = next(k for k, token in enumerate(spans.tokens[0]) if token.strip() == "France is")
+    assert spans.scores[0, place].item() == pytest.approx(total, abs=1e-6)
+    assert len(spans.tokens[0]) == len(inside) - sum(inside) + 1 and "".join(spans.tokens[0]) == PARIS
+    assert PARIS[slice(*spans.offsets[0][place])] == spans.tokens[0][place]
+    assert torch.allclose(spans.scores.sum(), result.scores.sum(), atol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_spans_of_tokens_count_real_tokens(side: str) -> None:
+    result = ula.explain(mamba(), [PARIS, "matters"], tokenizer=tokenizer(side), method="latim")
+    merged = result.spans([[(0, 2)], [(0, 1)]], "max", unit="tokens")
+    assert result.mask is not None and merged.mask is not None
+    for at, width in ((0, 2), (1, 1)):
+        first = int(result.mask[at].nonzero()[0])
+        whole = result.scores[:, at, first + width - 1, first : first + width].amax(-1)
+        assert torch.equal(merged.scores[:, at, 0, 0], whole)
+        assert merged.mask[at].sum() == result.mask[at].sum() - width + 1
+
+
+@pytest.mark.parametrize(
+    ("spans", "options", "error", "message"),
+    [
+        ([(4, 4)], {}, InputError, r"span \(4, 4\) is empty"),
+        ([(-1, 4)], {}, InputError, "begins before 0"),
+        ([(0, "x")], {}, InputError, "is no pair of integers"),
+        ([(0, 3), (2, 5)], {}, InputError, r"span \(2, 5\) of sequence 0 shares token \d+ with another span"),
+        ([(900, 901)], {}, InputError, r"span \(900, 901\) of sequence 0 has no token; spans count characters"),
+        ([(40, 41)], {"unit": "tokens"}, InputError, "has no token; spans count tokens"),
+        ([[(0, 1)], [(0, 1)]], {}, InputError, "spans has 2 lists for 1 sequences"),
+        ([(0, 3)], {"unit": "bytes"}, OptionError, "unknown unit 'bytes'"),
+        ([(0, 3)], {"reduce": "mean"}, OptionError, "unknown reduction 'mean'"),
+    ],
+)
+def test_invalid_spans_are_refused(spans: Any, options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        explained(target=-1).spans(spans, **options)
+
+
+def test_characters_of_other_inputs_are_unknown() -> None:
+    result = ula.explain(mamba(), torch.tensor([[1, 2, 3]]), target=-1)
+    with pytest.raises(InputError, match="characters of this result's tokens are unknown"):
+        result.spans([(0, 1)])
+    assert result.spans([(0, 2)], unit="tokens").scores.shape == (1, 2)

@@ -3,6 +3,7 @@
 import pickle
 
 import jaxtyping
+import numpy as np
 import pytest
 
 from tests.results.samples import assert_same, make, make_target
@@ -70,3 +71,14 @@ def test_an_empty_comparison_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
             Comparison(nothing)
     with pytest.raises(InputError, match="holds Attribution, not int"):
         Comparison({"mamba": {"raw": 3}})  # type: ignore[dict-item]  # refused, as tested
+
+
+def test_a_result_is_an_array_and_a_comparison_is_none(comparison: Comparison) -> None:
+    result = comparison["mamba"]["raw"]
+    assert np.array_equal(np.asarray(result), result.scores.numpy())
+    half = make(scores=make().scores.bfloat16().requires_grad_())
+    assert half.scores.requires_grad is False
+    assert np.array_equal(np.asarray(half), half.scores.float().numpy())
+    assert np.asarray(result, dtype=np.float64).dtype == np.float64
+    with pytest.raises(InputError, match=r"3 results .* np.asarray\(comparison\['mamba'\]\['raw'\]\)"):
+        np.asarray(comparison)

@@ -1,8 +1,10 @@
 """HTML pages and fragments: well-formed, self-contained, escaped and labelled."""
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 from unilinattn.viz import blocks
 
-VOID = {"meta", "image", "rect", "path", "br", "img"}
+VOID = {"meta", "br", "img"}
 SPITE = '<script>alert("x")</script>&\'"'
 
 
@@ -69,14 +71,24 @@ def of_target(**changes: object) -> Attribution:
     return make(**({"scores": torch.randn(2, 4), "dims": ("batch", "key")} | changes))
 
 
+def boards(text: str) -> list[dict[str, Any]]:
+    found = re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
+    return [json.loads(content) for content in found]
+
+
+def pictures(text: str) -> list[dict[str, Any]]:
+    return [picture for data in boards(text) for cell in data["cells"] for picture in cell["pictures"]]
+
+
 def assert_self_contained(text: str) -> Outline:
     outline = Outline(text)
-    assert [r for r in outline.references if not r.startswith(("data:image/png;base64,", "#"))] == []
-    assert "http" not in text
-    assert "url(" not in text
-    assert "@import" not in text
-    assert SPITE not in text
-    assert text.count("<script>") == text.count("</script>") == 1
+    assert [reference for reference in outline.references if not reference.startswith("#")] == []
+    # Packed scores may spell any word.
+    plain = re.sub(r'"scores":"[^"]*"', "", text)
+    for word in ("http", "url(", "@import", SPITE):
+        assert word not in plain
+    assert text.count("<script>") == 1
+    assert text.count("<script") == text.count("</script>") == 1 + len(boards(text))
     return outline
 
 
@@ -88,15 +100,23 @@ def test_a_result_as_a_page(tmp_path: Path) -> None:
     words = " ".join(outline.words)
     for expected in ("latim of tiny", "p 2", "layer 2, batch 2, query 4, key 4", "torch 2.13.0"):
         assert expected in words
-    for expected in ("1.2e-07", "3.0e-07", "4.0e-09", "dense", "Toeplitz", SPITE, "expected"):
+    for expected in ("1.2e-07", "3.0e-07", "4.0e-09", "dense", "Toeplitz", SPITE):
         assert expected in words
-    assert page.count('class="ula-map"') == 2
-    assert page.count('class="expected"') == 2
+    assert [picture["title"] for picture in pictures(page)] == ["h.0", SPITE]
+    assert [picture["expected"] for picture in pictures(page)] == [[0, 1, 5, 1, 10, 1, 15, 1]] * 2
+    assert pictures(page)[0]["notes"].startswith("dense, error 1.2e-07, largest 0.")
+
+
+def test_the_picture_comes_first_and_the_tables_are_folded() -> None:
+    for page in (make().to_html(), Comparison({"a": {"raw": make()}}).to_html()):
+        body = page.split("</style>")[1]
+        assert body.index('class="ula-board"') < body.index("<details>") < body.index("<table>")
+        assert body.count("<table>") == body.count("<details>") == 2
 
 
 def test_a_page_of_selected_sequences() -> None:
-    assert pages.attribution(make(), batch=[0, 1]).count('class="ula-map"') == 4
-    assert "Sequence 1" in pages.attribution(make(), batch=-1)
+    assert [picture["sequence"] for picture in pictures(pages.attribution(make(), batch=[0, 1]))] == [0, 0, 1, 1]
+    assert [picture["sequence"] for picture in pictures(pages.attribution(make(), batch=-1))] == [1, 1]
     with pytest.raises(InputError, match="out of range"):
         make().to_html(batch=2)
 
@@ -108,61 +128,148 @@ def test_a_notebook_gets_a_fragment() -> None:
     assert_self_contained(fragment)
 
 
-def test_a_target_is_running_text_or_a_row_without_tokens() -> None:
-    page = of_target().to_html(expected=torch.tensor([[True, False, False, False]] * 2))
-    outline = assert_self_contained(page)
-    assert page.count('class="ula-strip"') == 1
-    assert "-strip)" in page.split("ula-legend")[-1]
-    assert SPITE in outline.words
-    assert of_target(tokens=None).to_html().count('class="ula-map"') == 1
+def test_the_layers_of_a_target_are_the_rows_of_one_picture() -> None:
+    result = of_target(scores=torch.rand(2, 2, 4), dims=("layer", "batch", "key"), options={"target": -1})
+    page = result.to_html(expected=torch.tensor([[True, False, False, False]] * 2))
+    assert_self_contained(page)
+    (picture,) = pictures(page)
+    assert (picture["rows"], picture["columns"], picture["names"]) == (2, 4, ["layer", "key"])
+    assert (picture["title"], picture["query"], picture["expected"]) == ("2 layers", 3, [0, 1, 4, 1])
+    (data,) = boards(page)
+    assert data["texts"][picture["rowTitles"]] == ["h.0", SPITE]
+    assert data["texts"][picture["columnTokens"]] == ["a", SPITE, "c", "d"]
+    (plain,) = pictures(of_target(tokens=None).to_html())
+    assert (plain["rows"], plain["title"]) == (1, "2 layers together") and "columnTokens" not in plain
 
 
-def test_an_image_is_a_map_of_patches() -> None:
-    page = of_target(tokens=None, grid=(2, 2)).to_html()
-    assert "patch row</text>" in page
+def test_an_image_has_its_patches_and_its_picture() -> None:
+    result = of_target(scores=torch.rand(2, 5), tokens=[["[CLS]", "a", "b", "c", "d"]] * 2, grid=(2, 2))
+    page = result.to_html(image=torch.rand(3, 4, 6))
+    (picture,) = pictures(page)
+    assert (picture["rows"], picture["columns"], picture["grid"]) == (1, 5, [2, 2])
+    assert picture["places"] == [1, 2, 3, 4]
+    assert boards(page)[0]["image"].startswith("data:image/png;base64,")
+    assert boards(result.to_html())[0]["image"] is None
+    assert boards(Comparison({"a": {"raw": result}}).to_html(image=torch.rand(4, 6)))[0]["image"]
+    with pytest.raises(InputError, match="5 x 6 pixels"):
+        result.to_html(image=torch.rand(3, 5, 6))
+    with pytest.raises(InputError, match=r"batch=\[0, 1\]; write a page for each"):
+        result.to_html(image=torch.rand(3, 4, 6), batch=[0, 1])
+    with pytest.raises(InputError, match="names no sequence"):
+        result.to_html(batch=[])
+    with pytest.raises(InputError, match="no grid; leave it out"):
+        make().to_html(image=torch.rand(3, 4, 6))
 
 
-def test_the_table_of_many_layers_is_folded() -> None:
-    names = tuple(f"h.{index}" for index in range(8))
-    scores = torch.rand(8, 4, 4)
-    eight = make(scores=scores, dims=("layer", "query", "key"), tokens=None, layers=names, kinds=("dense",) * 8)
-    assert "<summary>8 layers and their errors</summary>" in pages.attribution(eight)
-    assert_self_contained(pages.attribution_page(eight))
+def test_a_pattern_of_an_image_is_one_of_patches() -> None:
+    expected = torch.tensor([[False, True, False, False]] * 2)
+    (picture,) = pictures(of_target(tokens=None, grid=(2, 2)).to_html(expected=expected))
+    assert picture["expected"] == [1, 1]
 
 
 def test_one_negative_score_selects_the_diverging_colours_of_every_map() -> None:
     scores = torch.rand(2, 2, 4, 4)
-    assert "var(--sequential)" in pages.attribution(make(scores=scores)).split("ula-legend")[1]
+    assert boards(pages.attribution(make(scores=scores)))[0]["signed"] is False
     scores[1, 0, 2, 2] = -0.1
-    assert "var(--diverging)" in pages.attribution(make(scores=scores)).split("ula-legend")[1]
+    assert boards(pages.attribution(make(scores=scores)))[0]["signed"] is True
 
 
-def test_a_comparison_lists_models_and_layers_in_order(tmp_path: Path) -> None:
+def test_a_comparison_has_models_in_columns_and_methods_in_rows(tmp_path: Path) -> None:
     compared = Comparison(
         {"mamba": {"raw": make(), "rollout": make(scores=torch.rand(2, 4, 4), dims=("batch", "query", "key"))},
          SPITE: {"raw": make(), "strip": of_target()}}
     )  # fmt: skip
     page = compared.to_html(tmp_path / "page.html", expected=torch.ones(2, 4, 4, dtype=torch.bool))
-    outline = assert_self_contained(page)
-    assert page.count('class="ula-map"') == 5
-    assert page.count('class="expected"') == 5
-    assert page.count('class="ula-strip"') == 1
-    titles = [word for word in outline.words if word.startswith(("raw: ", "rollout: "))]
-    assert titles == ["raw: h.0", f"raw: {SPITE}", "rollout: 2 layers together", "raw: h.0", f"raw: {SPITE}"]
-    assert pages.comparison(compared, batch=[0, 1]).count('class="ula-map"') == 10
+    assert_self_contained(page)
+    (data,) = boards(page)
+    assert data["columns"] == {"mamba": "dense, Toeplitz", SPITE: "dense, Toeplitz"}
+    found = [(cell["row"], cell["column"], [p["title"] for p in cell["pictures"]]) for cell in data["cells"]]
+    assert found == [
+        ("raw", "mamba", ["h.0", SPITE]),
+        ("raw", SPITE, ["h.0", SPITE]),
+        ("rollout", "mamba", ["2 layers together"]),
+        ("strip", SPITE, ["2 layers together"]),
+    ]
+    # The pattern is one of queries, which the strip has not.
+    assert ["expected" in picture for picture in pictures(page)] == [True] * 5 + [False]
+    assert len(pictures(pages.comparison(compared, batch=[0, 1]))) == 12
     assert_self_contained(compared._repr_html_())
+
+
+def test_the_heading_names_target_token_and_logit() -> None:
+    labels = {"method": "logit", "tokens": [list("abcd")] * 2, "extras": {"logit": torch.tensor([1.5, 2.5])}}
+    mine = of_target(options={"logit": None, "target": -2}, **labels)
+    assert "Explains the logit of the model&#x27;s prediction at position 2 “c” = 1.5." in mine.to_html()
+    assert "position 2 “c” = 2.5." in mine.to_html(batch=1)
+    both = mine.to_html(batch=[0, 1])
+    assert "Sequence 0: Explains" in both and "Sequence 1: Explains" in both
+    named = of_target(options={"logit": 7, "target": [0, 3]}, **labels)
+    assert "Explains the logit of token 7 at position 0 “a” = 1.5." in named.to_html()
+    pair = of_target(options={"logit": [7, 9], "target": 1}, **(labels | {"extras": {}}))
+    assert "the difference of the logits of tokens 7 and 9 at position 1 “b”." in pair.to_html()
+    every = make(options={"logit": None, "target": None})
+    assert "Explains the logit of the model&#x27;s prediction for each query." in every.to_html()
+    assert "Scores of the keys for each query." in make().to_html()
+    generated = Attribution(
+        scores=torch.rand(1, 2, 4),
+        dims=("batch", "query", "key"),
+        method="logit",
+        tokens=[list("abcd")],
+        query_tokens=[list("cd")],
+        options={"logit": [7, 9], "target": [1, 2]},
+        extras={"logit": torch.tensor([[1.5, 2.5]])},
+    )
+    page = generated.to_html()
+    assert "Explains the logit of the generated token for each query." in page
+    assert boards(page)[0]["texts"] == [["c", "d"], ["a", "b", "c", "d"]]
+    assert pictures(page)[0]["facts"] == {"logit": [1.5, 2.5]}
+
+
+def test_the_target_of_padded_tokens_counts_real_ones() -> None:
+    mask = torch.tensor([[False, False, True, True], [True, True, True, True]])
+    result = of_target(options={"target": -1}, tokens=[list("__ab"), list("cdef")], mask=mask)
+    assert "at position 1 “b”." in result.to_html()
+    assert pictures(result.to_html())[0]["columns"] == 2
+
+
+def test_extras_of_each_query_are_listed_with_their_row() -> None:
+    extras = {"gap": torch.ones(2, 2, 4), "bias": torch.arange(16.0).view(2, 2, 4), "logit": torch.zeros(2, 2, 4)}
+    first, second = pictures(make(extras=extras | {"other": torch.ones(3)}).to_html(batch=1))
+    assert list(first["facts"]) == ["logit", "bias"]
+    assert (first["facts"]["bias"], second["facts"]["bias"]) == ([4, 5, 6, 7], [12, 13, 14, 15])
+
+
+def test_warnings_stand_above_the_pictures() -> None:
+    page = make(warnings=("h.0 misses",), left_out=("moe",)).to_html()
+    assert page.index("h.0 misses") < page.index("left out, no adapter knows them: moe") < page.index('"ula-board"')
+    assert "a, raw: h.0 misses" in Comparison({"a": {"raw": make(warnings=("h.0 misses",))}}).to_html()
+
+
+@pytest.mark.parametrize(
+    ("layers", "length", "megabytes"),
+    [(4, 256, 1), (24, 256, 2), (4, 1024, 4), pytest.param(24, 1024, 4, marks=pytest.mark.slow)],
+)
+def test_pages_are_small(layers: int, length: int, megabytes: float) -> None:
+    # Noise of a wide range deflates less than scores of models.
+    scores = (torch.randn(layers, length, length) * torch.randn(layers, length, length).exp()).tril()
+    tokens = [[f"token{index}" for index in range(length)]]
+    names = tuple(f"model.layers.{index}.self_attn" for index in range(layers))
+    result = Attribution(scores=scores, dims=("layer", "query", "key"), method="raw", tokens=tokens, layers=names)
+    page = result.to_html()
+    assert len(page.encode()) < megabytes * 1e6
+    assert ("each cell of a map is the largest of 3 x 3" in page) == (layers * length > 8192)
 
 
 def test_a_page_of_blocks() -> None:
     sections = [
         (f"Part {SPITE}", blocks.paragraph(SPITE) + blocks.facts({"a": SPITE, "b": None, "c": 0})),
-        ("Two", blocks.group("Three", blocks.grid(blocks.paragraph("x")), note=SPITE)),
+        ("Two", blocks.group("Three", blocks.paragraph("x"), note=SPITE)),
         ("Four", blocks.details(SPITE, blocks.paragraph("y"))),
     ]
     outline = assert_self_contained(blocks.page(SPITE, iter(sections), lead=SPITE))
     assert outline.references == ["#part-0", "#part-1", "#part-2"]
     assert outline.words.count(SPITE) == 7
-    assert "<nav>" not in blocks.page("t", sections[:2])
+    assert "<nav" not in blocks.page("t", sections[:2])
     assert "<dt>c</dt><dd>0</dd>" in sections[0][1]
     assert "<dt>b</dt>" not in sections[0][1]
 
@@ -192,7 +299,10 @@ def test_the_target_s_own_token_is_shown_apart() -> None:
     result = of_target(scores=torch.tensor([[0.1, 0.2, 0.0, 0.7]] * 2), **labels)
     text = result.to_html()
     assert "largest of the other tokens 0.2, the token itself and the residual stream 0.7" in text
-    assert 'class="own" style="--a:0.00" data-value="0.7"' in text
-    assert text.count('--a:0.65" data-value="0.2"') == 1
+    (data,) = boards(text)
+    assert data["cells"][0]["apart"] is True
+    # The stored scores are whole: the scale of the colours is the reader's choice.
+    assert (pictures(text)[0]["query"], pictures(text)[0]["scale"]) == (3, pytest.approx(0.7))
+    assert boards(make().to_html())[0]["cells"][0]["apart"] is False
     drawn = result.plot().axes[0].images[0].get_array()
     assert drawn.mask.tolist() == [[False, False, False, True]] and drawn[0, 1] == 1

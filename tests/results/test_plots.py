@@ -1,5 +1,6 @@
 """Matplotlib figures: arrays, colours, labels, outlines, and global state."""
 
+import math
 import os
 import pickle
 import subprocess
@@ -11,8 +12,9 @@ import pytest
 import torch
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
-from unilinattn.errors import InputError
+from unilinattn.errors import InputError, OptionError
 from unilinattn.results import plots as figures
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
@@ -45,6 +47,16 @@ def images(figure: Figure) -> list[np.ndarray]:
 def lines(figure: Figure) -> list[LineCollection]:
     drawn = [axes for axes in figure.axes if axes.images]
     return [c for axes in drawn for c in axes.collections if isinstance(c, LineCollection)]
+
+
+def assert_nothing_is_cut_off(figure: Figure) -> None:
+    figure.draw_without_rendering()
+    whole = figure.bbox.padded(1)
+    for text in figure.findobj(Text):
+        if text.get_visible() and text.get_text() and not math.isnan(text.get_window_extent().x0):
+            box = text.get_window_extent()
+            inside = whole.x0 <= box.x0 and whole.y0 <= box.y0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
+            assert inside, (text.get_text(), box)
 
 
 def test_each_layer_is_a_heat_map() -> None:
@@ -133,10 +145,23 @@ def test_a_comparison_has_models_as_columns_and_methods_and_layers_as_rows() -> 
     grid = np.array(figure.axes[:6]).reshape(3, 2)
     assert [[bool(axes.images) for axes in row] for row in grid] == [[True, True], [True, True], [True, False]]
     assert [axes.get_title(loc="left") for axes in grid[:, 0]] == ["h.0", "h.1", "2 layers together"]
-    words = [[text.get_text() for text in axes.texts] for axes in grid[:, 0]]
-    assert "mamba" in words[0]
-    assert ["raw" in words[0], "raw" in words[1], "rollout" in words[2]] == [True] * 3
+    assert "mamba" in [text.get_text() for text in grid[0, 0].texts]
+    names = [text for axes in figure.axes[6:9] for text in axes.texts]
+    assert [name.get_text() for name in names] == ["raw", "raw", "rollout"]
+    assert_nothing_is_cut_off(figure)
+    for name, row in zip(names, grid, strict=True):
+        box, beside = name.get_window_extent(), row[0].get_window_extent()
+        assert beside.y0 <= box.y0 and box.y1 <= beside.y1 and box.x1 <= beside.x0
     assert len(lines(figure)) == 5
+
+
+def test_a_comparison_of_targets_outlines_a_pattern_of_keys() -> None:
+    pattern = torch.tensor([[False, True, False, False], [False] * 4])
+    one = of_target(scores=torch.rand(2, 4), dims=("batch", "key"))
+    for expected in (pattern, pattern[0]):
+        assert len(lines(Comparison({"a": {"logit": one}, "b": {"logit": one}}).plot(expected=expected))) == 2
+    page = Comparison({"a": {"logit": one}}).to_html(expected=pattern)
+    assert '"expected":[1,1]' in page
 
 
 def test_a_comparison_of_targets_ignores_a_pattern_of_queries() -> None:
@@ -176,3 +201,82 @@ def test_the_scale_is_labelled_at_square_roots() -> None:
     bar = make().plot().axes[-1]
     assert [text.get_text() for text in bar.get_yticklabels()] == ["0%", "1%", "10%", "25%", "50%", "100%"]
     np.testing.assert_allclose(bar.get_yticks(), np.sqrt([0, 0.01, 0.1, 0.25, 0.5, 1]))
+
+
+def test_the_colour_bar_of_one_row_is_not_cut_off() -> None:
+    one = of_target(scores=torch.randn(2, 4), dims=("batch", "key"))
+    for figure in (one.plot(), of_target().plot(), Comparison({"a": {"logit": one}, "b": {"logit": one}}).plot()):
+        assert_nothing_is_cut_off(figure)
+        assert any("largest score" in text.get_text() for text in figure.findobj(Text))
+
+
+def test_models_of_different_depth_keep_the_names_of_rows_and_axes() -> None:
+    shallow = make().select(layer=0)
+    figure = Comparison({"shallow": {"raw": shallow}, "deep": {"raw": make()}}).plot()
+    assert_nothing_is_cut_off(figure)
+    first, second, empty, last = figure.axes[:4]
+    assert not empty.axison and last.images
+    # The outer panel of each row and column has the tokens.
+    assert [t.get_text() for t in first.get_yticklabels()] == ["a", r"\$x_", "c", "a long to…"]
+    assert (first.get_ylabel(), second.get_ylabel(), last.get_ylabel()) == ("query", "", "query")
+    assert (first.get_xlabel(), second.get_xlabel(), last.get_xlabel()) == ("key", "", "key")
+
+
+def test_models_with_different_tokens_have_each_their_own() -> None:
+    other = make(tokens=[list("wxyz")] * 2)
+    figure = Comparison({"a": {"raw": make()}, "b": {"raw": other}}).plot()
+    figure.canvas.draw()
+    assert [t.get_text() for t in figure.axes[1].get_yticklabels()] == list("wxyz")
+    assert [t.get_text() for t in figure.axes[1].get_xticklabels()] == list("wxyz")
+
+
+def test_one_layer_by_position_or_name() -> None:
+    result = make()
+    for layer in (1, -1, "h.1"):
+        (drawn,) = images(result.plot(layer=layer))
+        np.testing.assert_allclose(drawn, relative(result.scores[1, 0].double().numpy()))
+    with pytest.raises(OptionError, match=r"no layer 'h.2'"):
+        result.plot(layer="h.2")
+    compared = Comparison(
+        {"a": {"raw": result, "rollout": make(scores=torch.rand(2, 4, 4), dims=("batch", "query", "key"))}}
+    )
+    assert len(images(compared.plot(layer=1))) == 2
+
+
+def test_a_picture_in_given_axes() -> None:
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    assert make().plot(ax=right, layer=0) is figure
+    assert not left.images and len(right.images) == 1
+    with pytest.raises(InputError, match="has 2 layers; choose one by `layer`"):
+        make().plot(ax=left)
+
+
+def test_a_colour_map_and_a_limit_of_all_panels() -> None:
+    result = make()
+    figure = result.plot(cmap="viridis", vmax=0.5)
+    first = figure.axes[0].images[0]
+    assert first.get_cmap().name == "viridis" and first.get_clim() == (0, 1)
+    np.testing.assert_allclose(images(figure)[1], np.sqrt(result.scores[1, 0].double().numpy() / 0.5))
+    labels = [text.get_text() for text in figure.axes[-1].get_yticklabels()]
+    assert labels == ["0", "0.005", "0.05", "0.125", "0.25", "0.5"]
+    assert make().plot(cmap=first.get_cmap()).axes[0].images[0].get_cmap() == first.get_cmap()
+    with pytest.raises(OptionError, match="did you mean 'viridis'"):
+        result.plot(cmap="virids")
+    for vmax in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(OptionError, match="`vmax` must be a positive number"):
+            result.plot(vmax=vmax)
+
+
+def test_the_picture_is_beneath_the_patches() -> None:
+    result = of_target(grid=(2, 2), tokens=None)
+    axes = result.plot(image=torch.rand(4, 4)).axes[0]
+    below, above = axes.images
+    assert below.get_array().shape == (4, 4) and below.get_extent() == above.get_extent()
+    np.testing.assert_allclose(above.get_alpha(), 0.9 * relative(result.scores[0, 0].view(2, 2).double().numpy()))
+    with pytest.raises(InputError, match="divided"):
+        result.plot(image=torch.rand(3, 5))
+    with pytest.raises(InputError, match="no grid"):
+        make().plot(image=torch.rand(4, 4))
+    compared = Comparison({"a": {"raw": result}})
+    assert len(compared.plot(image=torch.rand(4, 4)).axes[0].images) == 2

@@ -32,7 +32,7 @@ Any other outcome is a bug.
 
 A trace runs a model module by module, without compiled code, gradient checkpointing and caches, none of which changes
 the values. `torch.compile`, `DataParallel` and `DistributedDataParallel` are unwrapped, so layers have the names of the
-inner model.
+inner model. So are the wrappers of nnsight and TransformerLens ([other tools](other_tools.md)).
 
 """
 

@@ -8,7 +8,7 @@ import pytest
 
 from tools import compare_page
 from tools.markers import read_section
-from unilinattn import cli
+from unilinattn.cli.arguments import METHODS
 from unilinattn.examples import names
 
 ROOT = Path(__file__).parents[2]
@@ -58,4 +58,4 @@ def test_the_page_holds_every_model_and_method() -> None:
     rows = [line.split() for line in table.splitlines()]
     assert [tuple(row[:2]) for row in rows if tuple(row[:2]) in names()] == names()
     words = {word for row in rows for word in row}
-    assert words >= {*cli.METHODS, "intervention", "random", "recency", "primacy"}
+    assert words >= {*METHODS, "intervention", "random", "recency", "primacy"}

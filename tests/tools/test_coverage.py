@@ -17,7 +17,6 @@ from torch import nn
 from tools import coverage, coverage_pages, coverage_runs, hybrids
 from tools.families import FAMILIES
 from tools.markers import read_section
-from unilinattn.methods.raw import RawOptions
 from unilinattn.testing.hosts import HOSTS, Host, transformers_model
 from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
 
@@ -334,17 +333,3 @@ def test_an_unknown_table_and_a_folder_that_is_no_checkout_are_refused(
     assert coverage.main(["--root", str(tmp_path)]) == 1
     assert "is no checkout of the repository" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_options_are_described_by_their_types() -> None:
-    fields = RawOptions.model_fields
-    described = {name: coverage_pages.accepted(field.annotation, field.metadata) for name, field in fields.items()}
-    assert described == {
-        "scope": "`'core'`, `'mixer'`, `'unified'`",
-        "heads": "`'mean'`, `'max'`, `'min'`, `'abs-mean'`, `'product'` or int or a list of int",
-        "sign": "`'keep'`, `'clamp'`, `'abs'`",
-        "discard": "float >= 0, < 1",
-        "normalize": "`'none'`, `'rows'`, `'min-max'`",
-        "layers": "`'all'`, `'mean'` or a list of int or str",
-        "compose": "`'none'`, `'rollout'`",
-    }

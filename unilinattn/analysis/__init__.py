@@ -4,6 +4,8 @@ from unilinattn.analysis.cls_row import ClsBias, cls_bias
 from unilinattn.analysis.convolution import ConvolutionTaps, convolution_taps
 from unilinattn.analysis.inner import InnerMatrices, QueryKeyHistory, inner_matrices, query_key_history
 from unilinattn.analysis.mixing import LayerMixing, Taxonomy, taxonomy
+from unilinattn.analysis.own_models import compare_models
+from unilinattn.analysis.own_results import ModelComparison, ModelMeasurements
 from unilinattn.analysis.similarity import LayerSimilarity, MapSimilarity, layer_similarity, map_similarity
 from unilinattn.analysis.smoothing import Oversmoothing, oversmoothing, token_cosine
 from unilinattn.analysis.statistics import LayerStatistics, MapStatistics, map_statistics
@@ -27,6 +29,8 @@ __all__ = [
     "LayerStatistics",
     "MapSimilarity",
     "MapStatistics",
+    "ModelComparison",
+    "ModelMeasurements",
     "Oversmoothing",
     "Projection",
     "QueryKeyHistory",
@@ -35,6 +39,7 @@ __all__ = [
     "TokenSimilarity",
     "TokenVectors",
     "cls_bias",
+    "compare_models",
     "convolution_taps",
     "embeddings",
     "inner_matrices",

@@ -23,6 +23,7 @@ from unilinattn.architectures import (
     s5,
     timm,
     vim,
+    vision,
     xlstm,
 )
 from unilinattn.call import Call
@@ -51,5 +52,6 @@ __all__ = [
     "s5",
     "timm",
     "vim",
+    "vision",
     "xlstm",
 ]

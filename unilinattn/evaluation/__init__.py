@@ -15,9 +15,11 @@ from unilinattn.evaluation.metrics import (
     row_scores,
 )
 from unilinattn.evaluation.perturbation import PerturbationCurve, PerturbationTest
-from unilinattn.evaluation.samples import Sample, read_samples, task_samples
+from unilinattn.evaluation.readers import read_samples
+from unilinattn.evaluation.samples import Sample, task_samples
 from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
 from unilinattn.evaluation.table import Table
+from unilinattn.evaluation.texts import read_texts
 
 __all__ = [
     "METRICS",
@@ -38,6 +40,7 @@ __all__ = [
     "gold_links",
     "rank_correlation",
     "read_samples",
+    "read_texts",
     "replacement_effects",
     "row_scores",
     "segmentation_scores",

@@ -14,7 +14,8 @@ from unilinattn.evaluation.evaluate import evaluate
 from unilinattn.evaluation.measures import METRICS
 from unilinattn.evaluation.plan import Model
 from unilinattn.evaluation.processes import Processes
-from unilinattn.evaluation.samples import Sample, read_samples, task_samples
+from unilinattn.evaluation.readers import read_samples
+from unilinattn.evaluation.samples import Sample, task_samples
 from unilinattn.evaluation.scorers import BASELINES
 from unilinattn.evaluation.side_by_side import one_thread, quiet_hosts, select
 from unilinattn.evaluation.table import Table
@@ -26,15 +27,13 @@ TASK = "induction"
 """The default task."""
 
 
-def add(commands: Any, methods: Sequence[str]) -> None:
-    """Add the command to the subparsers of the command line; `methods` are its default methods."""
-    parser = commands.add_parser(
-        "evaluate",
-        help="methods and metrics on the trained models or on local checkpoints: one table",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"metrics: {', '.join(METRICS)}\n\n"
-        "Options of a method or metric follow its name: alti:rollout=true, latim:p=1:layers=mean,\n"
-        "positive_perturbation:masking=token:mask_token_id=0",
+def add_arguments(parser: argparse.ArgumentParser, methods: Sequence[str]) -> None:
+    """Add the arguments of the command to its parser; `methods` are its default methods."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        f"metrics: {', '.join(METRICS)}\n\n"
+        "Options of a method or metric follow its name: alti:compose=rollout, latim:p=1:layers=mean,\n"
+        "positive_perturbation:masking=token:mask_token_id=0"
     )
     parser.add_argument("--task", help=f"task of the trained models: copying, induction or all (default: {TASK})")
     parser.add_argument(
@@ -52,7 +51,7 @@ def add(commands: Any, methods: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of random choices (default: 0)")
     parser.add_argument("--dtype", help=f"of checkpoints: {', '.join(DTYPES)} (default: as stored)")
     parser.add_argument("--out", type=Path, help="folder of the results; the same command continues there")
-    parser.set_defaults(run=run, default_methods=methods)
+    parser.set_defaults(default_methods=methods)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -14,6 +15,7 @@ from unilinattn.errors import InputError, OptionError, UnilinattnError
 from unilinattn.evaluation.measures import Case, Measurement
 from unilinattn.evaluation.plan import Entry, Model, Plan
 from unilinattn.evaluation.processes import Processes
+from unilinattn.evaluation.readers import OnError, read_samples
 from unilinattn.evaluation.samples import Sample, fingerprint
 from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
@@ -33,14 +35,18 @@ Choice = dict[str, list[Any] | None]
 
 def evaluate(
     models: Mapping[str, Model],
-    data: Iterable[Sample],
+    data: Any,
     methods: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry],
     metrics: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry],
     *,
-    selection: Iterable[Sample] | None = None,
+    selection: Any = None,
     select_by: str | None = None,
+    tokenizer: Any = None,
+    processor: Any = None,
+    on_error: OnError = "stop",
     baselines: Sequence[str] = BASELINES,
     out: str | os.PathLike[str] | None = None,
+    save_results: bool = False,
     seed: int = 0,
     trust: Trust = "require",
     max_memory: int | None = None,
@@ -58,18 +64,22 @@ def evaluate(
 
     Args:
         models: models by name, or functions that load them: one is loaded at a time, in processes with work for it.
-        data: the samples, with different names if they have any.
+        data: the samples, with different names if they have any; or a file of texts, a folder of images or a data set,
+            which `evaluation.read_samples` reads. Images get the patches of the model if there is one model, given as a
+            module.
         methods: names of methods, (name, options), or a mapping from labels to either or to a function
             `f(trace, sample)` that returns scores (key,) or (query, key), or an `Attribution`.
         metrics: names of metrics (`evaluation.measures.METRICS`), (name, options), or a mapping from labels to either
             or to a function from a `Case` to a number. `completeness_gap` has rows for methods that decompose a logit.
         selection: other samples, on which layers are chosen.
         select_by: label of the metric by which layers are chosen, by default the first.
+        tokenizer, processor, on_error: as in `evaluation.read_samples`, for data that are read.
         baselines: rows that ignore the model: random (the mean of 4 draws a sample), recency (a key's position) and
             primacy (its negative).
         out: folder in which every number is stored when it is computed, with `table.csv` and `table.json` at the end.
             The same call continues after an interruption. Functions are compared by their names, and a model by its
             class and by up to 4096 values of each weight.
+        save_results: whether to store the `Attribution` of every method and sample in the folder `results` of `out`.
         seed: seed of all random choices.
         trust, max_memory, progress: as in `unilinattn.explain`.
 
@@ -78,7 +88,13 @@ def evaluate(
     for a sample in both data and selection; `ResultFileError` for an `out` of another evaluation, naming the
     differences; and the errors of `explain`.
     """
-    plan = Plan.of(models, data, methods, metrics, selection, select_by, baselines, seed, trust, max_memory)
+    if save_results and out is None:
+        raise OptionError("save_results stores files; name their folder in `out`.")
+    read = partial(_read, models=models, tokenizer=tokenizer, processor=processor, on_error=on_error)
+    data, selection = read(data), None if selection is None else read(selection)
+    plan = Plan.of(
+        models, data, methods, metrics, selection, select_by, baselines, seed, trust, max_memory, save_results
+    )
     processes = Processes()
     store = Store(out, plan.configuration())
     rows: list[dict[str, Any]] = []
@@ -92,6 +108,20 @@ def evaluate(
         for ending in ("csv", "json"):
             table.save(store.folder / f"table.{ending}")
     return table
+
+
+def _read(data: Any, *, models: Any, tokenizer: Any, processor: Any, on_error: OnError) -> Iterable[Sample]:
+    """Return samples: the given ones, or those of a file, a folder or a data set."""
+    if isinstance(data, Sequence) and not isinstance(data, str):
+        is_read = any(isinstance(entry, Mapping) for entry in data)
+    else:
+        is_table = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, Mapping)
+        is_read = isinstance(data, str | os.PathLike) or is_table
+    if not is_read:
+        return data
+    alone = next(iter(models.values())) if isinstance(models, Mapping) and len(models) == 1 else None
+    model = alone if processor is not None and isinstance(alone, nn.Module) else None
+    return read_samples(data, tokenizer, processor=processor, model=model, on_error=on_error)
 
 
 class _Work:
@@ -183,6 +213,8 @@ class _Work:
                 results = [
                     self._one_layer(one, result, layers) for result in self._results(one, traced, sample, "data", at)
                 ]
+            if plan.save_results and len(results) == 1:
+                self._save(results[0], at, one.label)
             layer = results[0].layers[0] if len(results[0].layers) == 1 else "all" if results[0].layers else ""
             # One result for each draw of the random scores. Metrics share the values that a case caches.
             cases = [self._case(traced, sample, result, at) for result in results]
@@ -198,6 +230,13 @@ class _Work:
                     f"no method has a {label}: it is defined for methods that decompose a logit, such as 'logit'."
                 )
         return rows
+
+    def _save(self, result: Attribution, at: int, label: str) -> None:
+        assert self._store.folder is not None
+        number = [one.label for one in self._plan.scorers].index(label)
+        name = f"{self._at}-{at:06d}-{number}-{re.sub(r'[^A-Za-z0-9_=.-]+', '_', label)}.safetensors"
+        (self._store.folder / "results").mkdir(parents=True, exist_ok=True)
+        result.save(self._store.folder / "results" / name)
 
     def _trace(self, sample: Sample, where: str) -> Trace:
         with self._located(where):

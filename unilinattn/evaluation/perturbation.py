@@ -124,6 +124,13 @@ class PerturbationTest:
         """
         return self._curve(fractions, -self._relevance, self._correct)
 
+    def deletion(self, fractions: Sequence[float] = TENTHS) -> PerturbationCurve:
+        """Return the label's probability while the most relevant units are removed first.
+
+        A good order has a small area. Source: Petsiuk et al., "RISE" (BMVC 2018), 3.3.
+        """
+        return self._curve(fractions, self._relevance, self._probability)
+
     def activation(self, fractions: Sequence[float] = TENTHS) -> PerturbationCurve:
         """Return the label's probability while the most relevant units are added first to an input without any.
 

@@ -35,6 +35,7 @@ class Plan:
     seed: int
     trust: Trust
     max_memory: int | None
+    save_results: bool = False
 
     @classmethod
     def of(
@@ -49,6 +50,7 @@ class Plan:
         seed: int,
         trust: Trust,
         max_memory: int | None,
+        save_results: bool = False,
     ) -> "Plan":
         """Check the arguments of `evaluate`; see there for the errors."""
         if not isinstance(models, Mapping) or not models:
@@ -75,7 +77,7 @@ class Plan:
         for one in scorers:
             if [other.label for other in scorers].count(one.label) > 1:
                 raise OptionError(f"two rows are called {one.label!r}; give a mapping with another label for one.")
-        return cls(models, samples, others, tuple(scorers), chosen, select_by, seed, trust, max_memory)
+        return cls(models, samples, others, tuple(scorers), chosen, select_by, seed, trust, max_memory, save_results)
 
     def configuration(self) -> dict[str, Any]:
         """Return the request as JSON values: results of the same configuration belong together."""
@@ -89,6 +91,8 @@ class Plan:
             "data": {self.name_of(at): fingerprint(sample) for at, sample in enumerate(self.samples)},
             "selection": None if self.selection is None else fingerprint(*self.selection),
             "seed": self.seed,
+            # Numbers that were computed without result files would not be computed again.
+            **({"save_results": True} if self.save_results else {}),
             "versions": {"unilinattn": version("unilinattn"), "torch": torch.__version__},
         }
 

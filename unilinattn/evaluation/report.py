@@ -7,6 +7,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,10 @@ from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.optional import import_extra
 from unilinattn.results import plots
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.boards import cell
 from unilinattn.results.comparison import Comparison
-from unilinattn.results.panels import panels
-from unilinattn.viz import blocks, drawing
+from unilinattn.viz import blocks
+from unilinattn.viz.board import board
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,20 +143,22 @@ def machine() -> dict[str, Any]:
 
 
 def page(measured: Sequence[Measured], report: Mapping[str, Any]) -> str:
-    """Return the report as a self-contained HTML page: tables of scores and errors, then maps by model and layer."""
+    """Return the report as a self-contained HTML page: linked maps by model and method, then tables, folded."""
     sequences = report["options"]["sequences"]
     lead = (
-        f"Small models, each trained on a task whose answer is known for every query. The scores say how well a method "
-        f"finds the tokens that hold the answer, on {sequences['scored']} held-out sequences; the reconstruction error "
-        "is the distance of a layer's frozen linear operator from the model's own output there."
+        "Small models, each trained on a task whose answer is known for every query (outlined). The first held-out "
+        "sequence of each task; a query's own key is blank."
     )
-    sections = [
-        ("Which method finds the answer", _scores_section(measured, sequences)),
+    tasks = {one.task: [each for each in measured if each.task == one.task] for one in measured}
+    boards = {task: _task_board(some) for task, some in tasks.items()}
+    first = "".join(blocks.section(task, body) if len(tasks) > 1 else body for task, body in boards.items())
+    tables = (
+        ("Which method finds the answer: scores of every method", _scores_section(measured, sequences)),
         ("How exact the operators are", _errors_section(measured)),
-        *((f"{one.task}: {one.model}", _maps_section(one)) for one in measured),
         ("How it was measured", _about_section(report)),
-    ]
-    return blocks.page("Trained models side by side", sections, lead=lead)
+    )
+    folded = "".join(blocks.details(heading, body) for heading, body in tables)
+    return blocks.page(f"Trained models side by side: {', '.join(tasks)}", [], lead=lead, first=first + folded)
 
 
 def picture(measured: Sequence[Measured], path: Path) -> None:
@@ -292,42 +296,40 @@ def _errors_section(measured: Sequence[Measured]) -> str:
     return blocks.paragraph(text) + blocks.table(("task", "model", "layer", "mixer", "reconstruction error"), rows)
 
 
-def _maps_section(one: Measured) -> str:
-    drawn = {row: panels(result, expected=one.expected) for row, result in one.shown.items()}
-    signed = any(panel.signed for made in drawn.values() for panel in made)
-    parts = [
-        blocks.facts(
-            {
-                "mixer": one.kind,
-                "accuracy": f"{one.accuracy:.1%}",
-                "worst reconstruction error": error_text(one.worst_error),
-                "shown": f"the first held-out sequence of {one.task}; each query's own key is blank",
-            }
-        ),
-        blocks.legend(signed=signed, expected=True),
+def _task_board(measured: Sequence[Measured]) -> str:
+    """Return the maps of a task: models in columns, methods in rows, each at its scored layer first."""
+    rows = dict.fromkeys(row for one in measured for row in one.shown)
+    cells = [
+        cell(
+            one.shown[row],
+            row,
+            one.model,
+            batches=[0],
+            expected=one.expected,
+            start=_start(one, row),
+            notes=_notes(one, row),
+        )
+        for row in rows
+        for one in measured
+        if row in one.shown
     ]
-    maps = []
-    for row, made in drawn.items():
-        score = one.scores[row]
-        layerwise = "layer" in one.shown[row].dims
-        for panel in made:
-            scored = not layerwise or panel.title in score.layers
-            title = f"{row}: {panel.title}" if layerwise else row
-            maps.append(
-                drawing.heatmap(
-                    panel.values,
-                    title=title if layerwise or not score.layers else f"{row}: all layers, composed",
-                    notes=[
-                        *panel.notes,
-                        f"AP over all sequences {score.found.ap:.3f}" if scored else "layer not scored",
-                    ],
-                    row_tokens=panel.row_tokens,
-                    column_tokens=panel.column_tokens,
-                    expected=panel.expected,
-                    signed=signed,
-                )
-            )
-    return "".join((*parts, blocks.grid(*maps)))
+    # The own key is blank, so there is none to leave out of the scale.
+    cells = [replace(each, apart=False) for each in cells]
+    columns = {one.model: f"{one.kind}, accuracy {one.accuracy:.1%}" for one in measured}
+    return board(cells, columns=columns, layer_hint="compare fewer models or methods for all scores")
+
+
+def _start(one: Measured, row: str) -> int:
+    result = one.shown[row]
+    return result.layers.index(one.scores[row].layers[0]) if "layer" in result.dims else 0
+
+
+def _notes(one: Measured, row: str) -> list[str]:
+    score, result = one.scores[row], one.shown[row]
+    found = f"AP over all sequences {score.found.ap:.3f}"
+    if "layer" not in result.dims:
+        return [found]
+    return [found if layer in score.layers else "layer not scored" for layer in result.layers]
 
 
 def _about_section(report: Mapping[str, Any]) -> str:
@@ -345,7 +347,8 @@ def _about_section(report: Mapping[str, Any]) -> str:
 
 
 def _task_figure(measured: Sequence[Measured], task: str) -> "Figure":
-    chosen = {one.model: {row: _scored_layer(one, row) for row in one.shown} for one in measured}
+    # Panels of all tasks have one size only without labels of tokens.
+    chosen = {one.model: {row: replace(_scored_layer(one, row), tokens=None) for row in one.shown} for one in measured}
     figure = plots.comparison(Comparison(chosen), expected=measured[0].expected)
     title = f"{task}, {TASKS[task].length} tokens: each method at its scored layer, the known answer outlined"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")

@@ -1,27 +1,21 @@
 """Samples of a data set: one sequence or image each, with its known answer."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
-from unilinattn.evaluation.metrics import earlier_keys, gold_links, tensor_text
+from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.evaluation.metrics import earlier_keys, tensor_text
 from unilinattn.examples.tasks import HELD_OUT_SEED, NO_ANSWER, TASKS, Task
 from unilinattn.tracing.inputs import token_ids
 
 MASKS = ("relevant", "possible", "valid")
 """Fields of a `Sample` with one boolean for each key, or for each query and key."""
-
-LINE = ("text", "target", "relevant", "label", "name")
-"""Fields of a line of a JSON-lines file."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,33 +101,6 @@ def task_samples(task: str | Task, count: int, *, seed: int = HELD_OUT_SEED, tar
     return samples
 
 
-def read_samples(path: str | PathLike[str], tokenizer: Any) -> list[Sample]:
-    """Read samples from a JSON-lines file, and tokenize their texts.
-
-    A line is an object with `text`, and optionally `target` (a position, default -1), `relevant` (positions of the
-    relevant tokens; or pairs [query, key], which explain every query), `label` (the id of the true token at the target)
-    and `name`. Positions count the tokens of `tokenizer` from 0. Empty lines are skipped.
-
-    Raises `InputError`, with file and line, for a line that is not such an object, and for an empty file.
-    """
-    source = Path(path)
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source} cannot be read as UTF-8 text: {error}") from error
-    samples: list[Sample] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            samples.append(_from_line(line, tokenizer))
-        except (UnilinattnError, ValueError) as error:
-            raise InputError(f"{source}, line {number}: {error}") from error
-    if not samples:
-        raise InputError(f"{source} has no lines; give one JSON object with a `text` a line.")
-    return samples
-
-
 def fingerprint(*values: Any) -> str:
     """Return a hash of plain values, tensors and mappings of them, and of the fields of samples."""
     digest = hashlib.sha256()
@@ -157,36 +124,6 @@ def _hash(digest: Any, value: Any) -> None:
             _hash(digest, one)
     else:
         digest.update(f"{value!r};".encode())
-
-
-def _from_line(line: str, tokenizer: Any) -> Sample:
-    entry = json.loads(line)
-    if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-        raise InputError('the line is no JSON object with a text, such as {"text": "the cat", "target": -1}.')
-    for name in entry:
-        if name not in LINE:
-            raise InputError(f"unknown field {name!r}{nearest(name, LINE)}")
-    for name in ("target", "label"):
-        if type(entry.get(name, 0)) is not int:
-            raise InputError(f"{name} is {entry[name]!r}; give an integer.")
-    ids = torch.tensor([tokenizer(entry["text"])["input_ids"]], dtype=torch.long)
-    length = ids.shape[1]
-    if length == 0:
-        raise InputError("the text has no tokens.")
-    links, relevant, every = entry.get("relevant"), None, False
-    if isinstance(links, list) and not any(isinstance(link, list) for link in links):
-        relevant = gold_links([(0, key) for key in links], 1, length)[0]
-    elif isinstance(links, list) and all(isinstance(link, list) and len(link) == 2 for link in links):
-        relevant, every = gold_links([(query, key) for query, key in links], length, length), True
-    elif links is not None:
-        raise InputError(f"relevant is {links!r}; give a list of positions, or of pairs [query, key].")
-    return Sample(
-        inputs=ids,
-        target=entry.get("target", None if every else -1),
-        relevant=relevant,
-        label=entry.get("label"),
-        name=str(entry.get("name", "")),
-    )
 
 
 def _check_mask(name: str, mask: Any, length: int | None) -> None:

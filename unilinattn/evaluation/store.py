@@ -86,8 +86,8 @@ class Store:
         return self._folder / f"{key}.json"
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one step, and create its folder.
+def replace_text(path: Path, text: str | bytes) -> None:
+    """Write a file in one step, text as UTF-8, and create its folder.
 
     Raises `ResultFileError` if it cannot be written.
     """
@@ -95,7 +95,7 @@ def replace_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(text.encode() if isinstance(text, str) else text)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

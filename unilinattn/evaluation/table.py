@@ -92,12 +92,13 @@ class Table(Sequence[Mapping[str, Any]]):
         return import_extra("pandas", "xarray").DataFrame(rows, columns=list(self.columns))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the table as .csv (its columns) or .json (which `load` reads) and return the path.
+        """Write the table as .csv or .parquet (its columns) or .json (which `load` reads) and return the path.
 
-        The file is replaced in one step. Raises `OptionError` for another ending, and `ResultFileError` if the file
-        cannot be written.
+        The file is replaced in one step. Raises `OptionError` for another ending, `MissingExtraError` for .parquet if
+        pyarrow is missing, and `ResultFileError` if the file cannot be written.
         """
         target = Path(path)
+        text: str | bytes
         if target.suffix == ".json":
             described = {"format": FORMAT, "format_version": FORMAT_VERSION, "columns": self.columns}
             text = json.dumps({**described, "rows": [dict(row) for row in self.rows]}, indent=1) + "\n"
@@ -107,8 +108,13 @@ class Table(Sequence[Mapping[str, Any]]):
             writer.writeheader()
             writer.writerows(self.rows)
             text = stream.getvalue()
+        elif target.suffix == ".parquet":
+            parquet, buffer = import_extra("pyarrow.parquet", "parquet"), io.BytesIO()
+            columns = {name: [row[name] for row in self.rows] for name in self.columns}
+            parquet.write_table(import_extra("pyarrow", "parquet").table(columns), buffer)
+            text = buffer.getvalue()
         else:
-            raise OptionError(f"{target} has the ending {target.suffix!r}; accepted: .csv, .json.")
+            raise OptionError(f"{target} has the ending {target.suffix!r}; accepted: .csv, .json, .parquet.")
         replace_text(target, text)
         return target
 

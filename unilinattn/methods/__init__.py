@@ -1,10 +1,13 @@
 """Methods: functions from a trace to scores, one file each, registered by name and run by `explain` and `compare`."""
 
+from inspect import cleandoc
+
 from unilinattn.methods.alti import alti
 from unilinattn.methods.alti_logit import alti_logit
 from unilinattn.methods.attention_grad import attention_grad
 from unilinattn.methods.attribution import attribution
 from unilinattn.methods.contribution import contribution
+from unilinattn.methods.described import signature_text
 from unilinattn.methods.gradient import gradient
 from unilinattn.methods.input_x_gradient import input_x_gradient
 from unilinattn.methods.integrated_gradients import integrated_gradients
@@ -19,6 +22,7 @@ from unilinattn.methods.rollout import rollout
 from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.methods.smoothgrad import smoothgrad
 from unilinattn.methods.transformer_attribution import transformer_attribution
+from unilinattn.registry import registered_methods
 
 __all__ = [
     "alti",
@@ -43,3 +47,10 @@ __all__ = [
     "smoothgrad",
     "transformer_attribution",
 ]
+
+# Python run with -OO has no docstrings.
+if explain.__doc__ is not None:
+    explain.__doc__ = (
+        f"{cleandoc(explain.__doc__)}\n\nMethods and their options, whose meanings `unilinattn list NAME` prints:\n\n"
+        f"{signature_text(registered_methods().values())}\n"
+    )

@@ -31,8 +31,8 @@ TOKENS = 4096
 class KnockoutOptions(ScalarOptions):
     """Options of `knockout`."""
 
-    layers: Literal["all"] | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
-        "all", description="layers that are cut: every layer, or a list of indices or names"
+    layers: Literal["all"] | int | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
+        "all", description="layers that are cut: every layer, an index, or a list of indices or names"
     )
     window: Annotated[int, Field(ge=1)] | None = Field(
         None,

@@ -104,8 +104,8 @@ class MapOptions(Options):
 class Layerwise(Options):
     """Options of methods that keep a layer axis."""
 
-    layers: Literal["all", "mean"] | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
-        "all", description="every layer, the mean over all of them, or a list of indices or names"
+    layers: Literal["all", "mean"] | int | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
+        "all", description="every layer, the mean over all of them, an index, or a list of indices or names"
     )
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -25,6 +25,9 @@ from unilinattn.tracing.text import token_text
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
 
+if TYPE_CHECKING:
+    from unilinattn.methods.typed import Compares, Estimates, Explains
+
 Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
 """Texts of the key tokens, padding included: a list for each sequence, a list for a single sequence, or a tokenizer."""
 
@@ -37,11 +40,28 @@ Among the methods that compose all layers from maps it finds the known answers o
 """
 
 
+def _explained(function: Callable[..., Attribution]) -> "Explains":
+    """Give `explain` the options of each method as typed keywords, for editors and type checkers."""
+    return cast("Explains", function)
+
+
+def _estimated(function: Callable[..., Estimate]) -> "Estimates":
+    """Give `estimate` the options of each method as typed keywords."""
+    return cast("Estimates", function)
+
+
+def _compared(function: Callable[..., Comparison]) -> "Compares":
+    """Give `compare` the options of each method as typed mappings."""
+    return cast("Compares", function)
+
+
+@_explained
 def explain(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
     *,
     tokenizer: Any = None,
+    processor: Any = None,
     method: str | None = None,
     target: NamedTarget | None = None,
     tokens: Tokens | None = None,
@@ -57,15 +77,17 @@ def explain(
 
     Args:
         model_or_trace: the model, or a trace of it.
-        inputs: inputs of the model as in `trace`, such as a text; None for a trace.
+        inputs: inputs of the model as in `trace`, such as a text or an image; None for a trace.
         tokenizer: the tokenizer of texts; it also labels the tokens and reads the option `logit` if that is a text.
+        processor: the processor of images, as in `trace`.
         method: name of the method, by default `logit`, or for a model without logits `alti` composed over layers
             (method="alti", compose="rollout"); the result names it.
         target: a position, or one for each sequence, counted over real tokens and negative from their end; "last";
             "cls" for the token that class logits read; a text or a compiled pattern, for the last token of the only
             place in each input text where it matches; None keeps every query.
         tokens: labels of the keys: texts, or a tokenizer for the texts of the model's ids.
-        grid: the (rows, columns) of an image's patches.
+        grid: the (rows, columns) of an image's patches, for vision models whose patches are unknown to
+            `Trace.image_tokens`.
         max_memory: bytes that each operation may take in addition to its inputs and result, by default 1 GiB.
         progress: whether long work shows a progress bar on a terminal or in a notebook.
         trust: "require" raises an error for a layer whose reconstruction error exceeds the tolerance of its dtype (see
@@ -80,19 +102,21 @@ def explain(
     """
     _require_known(method)
     with limited_to(max_memory), bars(progress), trusting(trust):
-        traced = _traced(model_or_trace, inputs, tokenizer)
+        traced = _traced(model_or_trace, inputs, tokenizer, processor)
         target, options = _by_position(traced, tokenizer, target, options)
-        chosen, options = _chosen(method, options, traced)
+        chosen, options = chosen_method(method, options, traced)
         with _naming_methods_that_work(traced, target, None if method is not None else chosen):
-            result = _run(chosen, traced, target, options)
+            result = run_method(chosen, traced, target, options)
     return _with_labels(result, traced, tokens, tokenizer, grid)
 
 
+@_estimated
 def estimate(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
     *,
     tokenizer: Any = None,
+    processor: Any = None,
     method: str | None = None,
     target: NamedTarget | None = None,
     max_memory: int | None = None,
@@ -117,19 +141,21 @@ def estimate(
             f"have an estimate: {', '.join(costed)}."
         )
     with limited_to(max_memory), trusting(trust):
-        traced = _traced(model_or_trace, inputs, tokenizer)
+        traced = _traced(model_or_trace, inputs, tokenizer, processor)
         target, options = _by_position(traced, tokenizer, target, options)
-        chosen, options = _chosen(method, options, traced)
+        chosen, options = chosen_method(method, options, traced)
         assert chosen.cost is not None
         with _naming_methods_that_work(traced, target, None if method is not None else chosen), full_precision():
             return chosen.cost(traced, target=target, **options)
 
 
+@_compared
 def compare(
     models: Mapping[str, nn.Module | Trace],
     inputs: Any = None,
     *,
     tokenizer: Any = None,
+    processor: Any = None,
     methods: Sequence[str] = ("logit", "rollout", "latim"),
     target: NamedTarget | None = None,
     tokens: Tokens | None = None,
@@ -167,16 +193,16 @@ def compare(
     results: dict[str, dict[str, Attribution]] = {}
     with limited_to(max_memory), bars(progress), trusting(trust):
         for model, host in steps(models.items(), "models"):
-            traced = _traced(host, None if isinstance(host, Trace) else inputs, tokenizer)
+            traced = _traced(host, None if isinstance(host, Trace) else inputs, tokenizer, processor)
             results[model] = {}
             for name, entry in chosen.items():
                 place, given = _by_position(traced, tokenizer, target, {**shared, **by_method.get(name, {})})
-                result = _run(entry, traced, place, given)
+                result = run_method(entry, traced, place, given)
                 results[model][name] = _with_labels(result, traced, tokens, tokenizer, grid)
     return Comparison(results)
 
 
-def _run(method: Method, trace: Trace, target: Target | None, options: Mapping[str, Any]) -> Attribution:
+def run_method(method: Method, trace: Trace, target: Target | None, options: Mapping[str, Any]) -> Attribution:
     """Run a method, check the layers of its result against the host's outputs, and keep the warnings in the result."""
     with full_precision():
         result = method.function(trace, target=target, **options)
@@ -193,7 +219,7 @@ def _require_known(method: str | None) -> None:
         registered(method)
 
 
-def _chosen(method: str | None, options: dict[str, Any], found: Trace) -> tuple[Method, dict[str, Any]]:
+def chosen_method(method: str | None, options: dict[str, Any], found: Trace) -> tuple[Method, dict[str, Any]]:
     """Return the named method and `options`; without a name the model's default method and its options."""
     if method is not None:
         return registered(method), options
@@ -228,17 +254,17 @@ def _covers(name: str, found: Trace, target: Target | None) -> bool:
         return False
 
 
-def _traced(model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any) -> Trace:
+def _traced(model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any, processor: Any) -> Trace:
     if isinstance(model_or_trace, Trace):
         if inputs is not None:
             raise InputError("a trace holds its inputs already; pass only the trace, or the model with other inputs.")
         return model_or_trace
     if inputs is None:
         raise InputError(
-            f"{type(model_or_trace).__name__} needs inputs: a text, a tensor of ids or pixels, or a mapping of its "
-            "keyword arguments."
+            f"{type(model_or_trace).__name__} needs inputs: a text, an image, a tensor of ids or pixels, or a mapping "
+            "of its keyword arguments."
         )
-    return trace(model_or_trace, inputs, tokenizer=tokenizer)
+    return trace(model_or_trace, inputs, tokenizer=tokenizer, processor=processor)
 
 
 def _by_position(
@@ -254,17 +280,32 @@ def _by_position(
 def _with_labels(
     result: Attribution, trace: Trace, tokens: Tokens | None, tokenizer: Any, grid: tuple[int, int] | None
 ) -> Attribution:
-    text = trace.text
+    """Return the result with the labels of a text's tokens or of an image's patches.
+
+    Raises `InputError` for labels that do not fit.
+    """
+    text, image = trace.text, trace.image_tokens
     if tokenizer is None and text is not None:
         tokenizer = text.tokenizer
     tokens = tokenizer if tokens is None else tokens
-    if tokens is None and grid is None:
-        return result
-    rows = None if tokens is None else _rows_of(tokens, trace)
-    return replace(result, tokens=rows, word_ids=None if text is None else text.words, grid=grid)
+    labels: dict[str, Any] = {}
+    if tokens is not None:
+        labels["tokens"] = labels_of_tokens(tokens, trace)
+    if text is not None:
+        labels |= {"word_ids": text.words, "offsets": text.offsets}
+    if grid is not None:
+        labels["grid"] = grid
+    # A given grid with other numbers is checked against the keys, as for unknown models.
+    if image is not None and grid in (None, image.grid):
+        labels |= {"grid": image.grid, "patches": image.patches, "cls": image.cls}
+    return replace(result, **labels) if labels else result
 
 
-def _rows_of(tokens: Any, trace: Trace) -> list[list[str]]:
+def labels_of_tokens(tokens: Any, trace: Trace) -> list[list[str]]:
+    """Return the texts of the tokens of each sequence, given as such or by a tokenizer.
+
+    Raises `InputError` for other values, and for a tokenizer of a trace without ids.
+    """
     if hasattr(tokens, "convert_ids_to_tokens"):
         if trace.ids is None:
             raise InputError(

@@ -14,7 +14,7 @@ from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_exact
 
 
-def stackable_layers(trace: Trace, method: str, layers: str | Sequence[int | str]) -> tuple[Layer, ...]:
+def stackable_layers(trace: Trace, method: str, layers: str | int | Sequence[int | str]) -> tuple[Layer, ...]:
     """Return the layers named by the option `layers` of a layer-wise method, in the order of the list.
 
     Raises `OptionError` for an unknown layer, `UncoveredError` if the scores of these layers cannot be stacked, and
@@ -23,9 +23,9 @@ def stackable_layers(trace: Trace, method: str, layers: str | Sequence[int | str
     if isinstance(layers, str):
         chosen = _known(trace, method)
     else:
-        chosen = tuple(_named(trace, method, wanted) for wanted in layers)
+        chosen = tuple(_named(trace, method, wanted) for wanted in ([layers] if isinstance(layers, int) else layers))
         if len(set(map(id, chosen))) < len(chosen):
-            raise OptionError(f"{method}: layers={list(layers)} names a layer twice; name each one once.")
+            raise OptionError(f"{method}: layers={layers} names a layer twice; name each one once.")
     first = _axes(trace, chosen[0])
     for layer in chosen[1:]:
         if (axes := _axes(trace, layer)) != first:

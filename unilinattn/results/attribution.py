@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -11,10 +11,12 @@ from torch import Tensor
 from unilinattn.results import pages, plots
 from unilinattn.results.file import write_text
 from unilinattn.results.scores import Scores
-from unilinattn.results.words import merged_words
+from unilinattn.results.words import merged_spans, merged_words
 from unilinattn.viz import blocks
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 
@@ -30,8 +32,13 @@ class Attribution(Scores):
         options: the method's options, as JSON values.
         scope: scope of the operators, None if the method has none.
         tokens: a list of texts for each sequence, one text for each key, padding included.
+        query_tokens: a list of texts for each sequence, one text for each query, for queries that are not the keys.
         word_ids: the index of each token's word for each sequence, None outside of words; set for texts.
+        offsets: the first character of each token in its text and the one after its last; set for texts.
         grid: (rows, columns) of an image's patches.
+        patches: the keys of the patches, row by row, for vision models that are registered; an image's heat map is
+            `scores[..., result.patches].reshape(*leading, *result.grid)`.
+        cls: the keys of the class tokens, for vision models that are registered; empty for a model without one.
         mask: (batch, key), True at real tokens.
         layers: names of the layers.
         kinds: the kind of mixer of each layer.
@@ -59,15 +66,50 @@ class Attribution(Scores):
         """
         return merged_words(self, reduce)
 
-    def plot(self, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
+    def spans(
+        self,
+        spans: Sequence[Any],
+        reduce: str = "sum",
+        *,
+        unit: str = "characters",
+    ) -> Self:
+        """Return the result with the tokens of each span merged, as `words` does for words.
+
+        `spans`: pairs of the first character of a span in the text and the one after its last, in any order and
+        disjoint; with unit="tokens" pairs of positions, which count real tokens. For several sequences a list of pairs
+        for each. A token belongs to a span if it has a character in it; tokens outside of spans stay as they are.
+        `reduce`: "sum" or "max".
+
+        Raises `InputError` for a span without tokens, for overlapping spans, and for characters of other inputs than
+        texts; `OptionError` for an unknown `reduce` or `unit`.
+        """
+        return merged_spans(self, spans, reduce, unit)
+
+    def plot(
+        self,
+        *,
+        batch: int = 0,
+        expected: Bool[Tensor, "..."] | None = None,
+        layer: int | str | None = None,
+        ax: "Axes | None" = None,
+        cmap: "str | Colormap | None" = None,
+        vmax: float | None = None,
+        image: Any = None,
+    ) -> "Figure":
         """Draw one sequence of the result: one heat map per layer, or strips of tokens or patch maps for a target.
 
         `batch`: index of the sequence. `expected`: a boolean pattern to outline, (batch, query, key), or (batch, key)
-        without a query axis.
+        without a query axis. `layer`: position or name of the only layer to draw. `ax`: axes to draw one picture into,
+        whose figure is returned. `cmap`: a colour map of matplotlib or its name. `vmax`: score of the strongest colour,
+        in every picture; by default each picture's largest. `image`: the picture that the model read, drawn beneath its
+        patches: (height, width), (height, width, 3) or (3, height, width), uint8 or floats from 0 to 1, or a PIL image.
 
-        Raises `MissingExtraError` if matplotlib is missing, and `InputError` if `batch` or `expected` does not fit.
+        Raises `MissingExtraError` if matplotlib is missing, `InputError` if `batch`, `expected`, `layer`, `ax` or
+        `image` does not fit, and `OptionError` for an unknown `layer` or `cmap` or a `vmax` that is not positive.
         """
-        return plots.attribution(self, batch=batch, expected=expected)
+        return plots.attribution(
+            self, batch=batch, expected=expected, layer=layer, ax=ax, cmap=cmap, vmax=vmax, image=image
+        )
 
     def to_html(
         self,
@@ -75,14 +117,17 @@ class Attribution(Scores):
         *,
         batch: int | Sequence[int] = 0,
         expected: Bool[Tensor, "..."] | None = None,
+        image: Any = None,
     ) -> str:
         """Return the result as one self-contained HTML page, and write it to `path` if given.
 
-        `batch`: index or indices of the sequences. `expected`: a boolean pattern to outline, as in `plot`.
+        `batch`: index or indices of the sequences. `expected`: a boolean pattern to outline, as in `plot`. `image`: the
+        picture that the model read, drawn beneath the scores of its patches, as in `plot`.
 
-        Raises `InputError` if `batch` or `expected` does not fit, and `ResultFileError` if `path` cannot be written.
+        Raises `InputError` if `batch`, `expected` or `image` does not fit, and `ResultFileError` if `path` cannot be
+        written.
         """
-        return write_text(path, pages.attribution_page(self, batch=batch, expected=expected))
+        return write_text(path, pages.attribution_page(self, batch=batch, expected=expected, image=image))
 
     def _repr_html_(self) -> str:
         return blocks.fragment(pages.attribution(self))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -14,6 +14,7 @@ from unilinattn.results.table import ScoreTable
 from unilinattn.viz import blocks
 
 if TYPE_CHECKING:
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 
@@ -25,15 +26,26 @@ class Comparison(ScoreTable[Attribution]):
 
     _kind = Attribution
 
-    def plot(self, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
+    def plot(
+        self,
+        *,
+        batch: int = 0,
+        expected: Bool[Tensor, "..."] | None = None,
+        layer: int | None = None,
+        cmap: "str | Colormap | None" = None,
+        vmax: float | None = None,
+        image: Any = None,
+    ) -> "Figure":
         """Draw one sequence as a grid: one column per model, one row per method and layer.
 
-        `batch`: index of the sequence. `expected`: a boolean pattern to outline, (batch, query, key); it is omitted for
-        results without a query axis.
+        `batch`: index of the sequence. `expected`: a boolean pattern to outline, (batch, query, key), which is omitted
+        for results without a query axis, or (batch, key) for results of a target. `layer`: position of the only layer
+        to draw of results with a layer axis. `cmap`, `vmax` and `image` are those of `Attribution.plot`.
 
-        Raises `MissingExtraError` if matplotlib is missing, and `InputError` if `batch` or `expected` does not fit.
+        Raises `MissingExtraError` if matplotlib is missing, `InputError` if `batch`, `expected`, `layer` or `image`
+        does not fit, and `OptionError` for an unknown `cmap` or a `vmax` that is not positive.
         """
-        return plots.comparison(self, batch=batch, expected=expected)
+        return plots.comparison(self, batch=batch, expected=expected, layer=layer, cmap=cmap, vmax=vmax, image=image)
 
     def to_html(
         self,
@@ -41,14 +53,17 @@ class Comparison(ScoreTable[Attribution]):
         *,
         batch: int | Sequence[int] = 0,
         expected: Bool[Tensor, "..."] | None = None,
+        image: Any = None,
     ) -> str:
         """Return the comparison as one self-contained HTML page, and write it to `path` if given.
 
-        `batch`: index or indices of the sequences. `expected`: a boolean pattern to outline, as in `plot`.
+        `batch`: index or indices of the sequences. `expected`: a boolean pattern to outline, as in `plot`. `image`: the
+        picture that the model read, drawn beneath the scores of its patches, as in `plot`.
 
-        Raises `InputError` if `batch` or `expected` does not fit, and `ResultFileError` if `path` cannot be written.
+        Raises `InputError` if `batch`, `expected` or `image` does not fit, and `ResultFileError` if `path` cannot be
+        written.
         """
-        return write_text(path, pages.comparison_page(self, batch=batch, expected=expected))
+        return write_text(path, pages.comparison_page(self, batch=batch, expected=expected, image=image))
 
     def _repr_html_(self) -> str:
         return blocks.fragment(pages.comparison(self))

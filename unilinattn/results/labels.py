@@ -24,8 +24,12 @@ class Header(BaseModel):
     options: dict[str, JsonValue]
     scope: str | None
     tokens: tuple[tuple[str, ...], ...] | None
+    query_tokens: tuple[tuple[str, ...], ...] | None = None
     word_ids: tuple[tuple[int | None, ...], ...] | None = None
+    offsets: tuple[tuple[tuple[int, int], ...], ...] | None = None
     grid: tuple[int, int] | None
+    patches: tuple[int, ...] | None = None
+    cls: tuple[int, ...] | None = None
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
     left_out: tuple[str, ...] = ()
@@ -81,7 +85,8 @@ def check_fit(header: Header, shape: tuple[int, ...], mask_shape: tuple[int, ...
     if len(dims) != len(shape):
         raise InputError(f"dims {dims} name {len(dims)} axes, but scores have shape {shape}.")
     sizes = dict(zip(dims, shape, strict=True))
-    _check_tokens(header, sizes.get("batch", 1), sizes["key"], mask_shape)
+    _check_tokens(header, sizes, mask_shape)
+    _check_patches(header, sizes["key"])
     if len(set(header.layers)) != len(header.layers):
         raise InputError(
             f"Layer names must be unique, because errors are kept by name; got {header.layers}. "
@@ -93,7 +98,8 @@ def check_fit(header: Header, shape: tuple[int, ...], mask_shape: tuple[int, ...
         raise InputError(f"The layer axis has {sizes['layer']} entries, but layers {len(header.layers)} names.")
 
 
-def _check_tokens(header: Header, sequences: int, length: int, mask_shape: tuple[int, ...] | None) -> None:
+def _check_tokens(header: Header, sizes: Mapping[Any, int], mask_shape: tuple[int, ...] | None) -> None:
+    sequences, length = sizes.get("batch", 1), sizes["key"]
     if mask_shape not in (None, (sequences, length)):
         raise InputError(f"mask must have shape {(sequences, length)} (batch, key), not {mask_shape}.")
     lengths = None if header.tokens is None else [len(row) for row in header.tokens]
@@ -104,5 +110,19 @@ def _check_tokens(header: Header, sequences: int, length: int, mask_shape: tuple
         )
     if header.word_ids is not None and [len(row) for row in header.word_ids] != [length] * sequences:
         raise InputError(f"word_ids must be {sequences} lists of {length} word indices, one for each key.")
+    if header.offsets is not None and [len(row) for row in header.offsets] != [length] * sequences:
+        raise InputError(f"offsets must be {sequences} lists of {length} pairs of characters, one for each key.")
+    queries = sizes.get("query", 0)
+    if header.query_tokens is not None and [len(row) for row in header.query_tokens] != [queries] * sequences:
+        raise InputError(f"query_tokens must be {sequences} lists of {queries} texts, one for each query.")
+
+
+def _check_patches(header: Header, length: int) -> None:
     if header.grid is not None and (min(header.grid) < 1 or header.grid[0] * header.grid[1] > length):
         raise InputError(f"The patches of grid {header.grid} are more than the {length} keys, or none.")
+    patches, classes = header.patches, header.cls or ()
+    if patches is not None and (header.grid is None or len(patches) != header.grid[0] * header.grid[1]):
+        raise InputError(f"{len(patches)} patches do not fill the grid {header.grid}; give one position for each.")
+    positions = (*(patches or ()), *classes)
+    if len(set(positions)) < len(positions) or any(not 0 <= place < length for place in positions):
+        raise InputError(f"The positions of patches and of CLS are different ones of the {length} keys.")

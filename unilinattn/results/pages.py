@@ -1,63 +1,119 @@
 """HTML pages and fragments of results."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from jaxtyping import Bool
 from torch import Tensor
 
-from unilinattn.results.panels import Panel, panels
+from unilinattn.errors import InputError
+from unilinattn.results.boards import beneath, cell, explained
+from unilinattn.results.panels import fitting_pattern
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
-from unilinattn.viz.blocks import details, facts, grid, group, legend, page, table
-from unilinattn.viz.drawing import heatmap, strip
+from unilinattn.viz.blocks import details, facts, group, page, paragraph, table, warning
+from unilinattn.viz.board import board
+
+WHOLE = "result.select(layer=0).to_html() draws one layer with all its scores"
+"""Remedy for a result that has too many scores for one page."""
 
 
-def attribution(result: Scores, *, batch: int | Sequence[int] = 0, expected: Bool[Tensor, "..."] | None = None) -> str:
-    """Return HTML blocks of a result: its labels, its layers with their errors, and one picture per layer and sequence.
+def attribution(
+    result: Scores,
+    *,
+    batch: int | Sequence[int] = 0,
+    expected: Bool[Tensor, "..."] | None = None,
+    image: Any = None,
+) -> str:
+    """Return HTML blocks of a result: its pictures, linked, then its labels and its layers with their errors, folded.
 
     `batch`: index or indices of the sequences to draw. `expected`: a boolean pattern to outline, (batch, query, key),
-    or (batch, key) without a query axis.
+    or (batch, key) without a query axis. `image`: the picture beneath the patches of an image.
 
-    Raises `InputError` if `batch` or `expected` does not fit.
+    Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
-    return _about(result) + _pictures(result, batch, expected)
+    return _shown(result, batch, expected, image) + _about(result)
 
 
 def attribution_page(
-    result: Scores, *, batch: int | Sequence[int] = 0, expected: Bool[Tensor, "..."] | None = None
+    result: Scores,
+    *,
+    batch: int | Sequence[int] = 0,
+    expected: Bool[Tensor, "..."] | None = None,
+    image: Any = None,
 ) -> str:
     """Return `attribution` as a complete HTML document.
 
-    Raises `InputError` if `batch` or `expected` does not fit.
+    Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
     title = f"{result.method} of {result.model}" if result.model else result.method
-    sections = [("About", _about(result)), ("Scores", _pictures(result, batch, expected))]
-    return page(title, sections)
+    return page(title, [], first=attribution(result, batch=batch, expected=expected, image=image))
 
 
 def comparison(
-    results: ScoreTable[Any], *, batch: int | Sequence[int] = 0, expected: Bool[Tensor, "..."] | None = None
+    results: ScoreTable[Any],
+    *,
+    batch: int | Sequence[int] = 0,
+    expected: Bool[Tensor, "..."] | None = None,
+    image: Any = None,
 ) -> str:
-    """Return HTML blocks of a comparison: a table of all results, then the pictures by model, method and layer.
+    """Return HTML blocks of a comparison: models in columns and methods in rows, then a folded table of all results.
 
-    `expected` (batch, query, key) is outlined in every result with a query axis.
+    `expected` is outlined in every result with its axes: (batch, query, key), or (batch, key) for those of a target.
 
-    Raises `InputError` if `batch` or `expected` does not fit.
+    Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
-    parts = _comparison_parts(results, batch, expected)
-    return "".join(f"<section><h2>{escape(heading)}</h2>{body}</section>" for heading, body in parts)
+    chosen = _chosen(batch, image)
+    cells = [
+        cell(result, method, model, batches=chosen, expected=fitting_pattern(result, expected))
+        for method in results.methods
+        for model in results
+        if (result := results[model].get(method)) is not None
+    ]
+    kinds = {model: count_kinds(next(iter(results[model].values())).kinds) for model in results if results[model]}
+    sentences = {explained(result, chosen[0]): None for _, _, result in results.results()}
+    lead = paragraph(next(iter(sentences))) if len(sentences) == 1 else ""
+    alerts = "".join(
+        warning(f"{model}, {method}: {message}") for model, method, r in results.results() for message in r.warnings
+    )
+    pixels = beneath((result for _, _, result in results.results()), image)
+    drawn = board(cells, columns=kinds, image=pixels, layer_hint="compare fewer results for all scores")
+    return lead + alerts + drawn + _table(results)
 
 
 def comparison_page(
-    results: ScoreTable[Any], *, batch: int | Sequence[int] = 0, expected: Bool[Tensor, "..."] | None = None
+    results: ScoreTable[Any],
+    *,
+    batch: int | Sequence[int] = 0,
+    expected: Bool[Tensor, "..."] | None = None,
+    image: Any = None,
 ) -> str:
     """Return `comparison` as a complete HTML document.
 
-    Raises `InputError` if `batch` or `expected` does not fit.
+    Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
-    return page(f"Comparison of {', '.join(results)}", _comparison_parts(results, batch, expected))
+    blocks = comparison(results, batch=batch, expected=expected, image=image)
+    return page(f"Comparison of {', '.join(results)}", [], first=blocks)
+
+
+def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, image: Any) -> str:
+    chosen = _chosen(batch, image)
+    one = cell(result, result.method, result.model, batches=chosen, expected=expected)
+    sentences = [explained(result, index) for index in chosen]
+    lead = sentences[0] if len(set(sentences)) == 1 else ""
+    worst, kinds = result.worst_error, count_kinds(result.kinds)
+    short = [
+        lead,
+        f"Layers: {kinds}." if kinds else "",
+        "" if worst is None else f"Worst reconstruction error {worst[1]:.1e}.",
+    ]
+    if len(chosen) > 1 and not lead:
+        short += [f"Sequence {index}: {text}" for index, text in zip(chosen, sentences, strict=True)]
+    alerts = "".join(warning(message) for message in result.warnings)
+    if result.left_out:
+        alerts += warning(f"left out, no adapter knows them: {', '.join(result.left_out)}")
+    text = " ".join(part for part in short if part)
+    return (paragraph(text) if text else "") + alerts + board([one], image=beneath([result], image), layer_hint=WHOLE)
 
 
 def _about(result: Scores) -> str:
@@ -68,9 +124,8 @@ def _about(result: Scores) -> str:
             (name, kind, result.reconstruction_error.get(name, "not recorded"))
             for name, kind in zip(result.layers, kinds, strict=True)
         ]
-        layers = table(("layer", "mixer", "reconstruction error"), rows)
-        blocks.append(layers if len(rows) <= 6 else details(f"{len(rows)} layers and their errors", layers))
-    return "".join(blocks)
+        blocks.append(table(("layer", "mixer", "reconstruction error"), rows))
+    return details("Labels of the result, its layers and their errors", *blocks)
 
 
 def _facts(result: Scores) -> dict[str, object]:
@@ -82,48 +137,13 @@ def _facts(result: Scores) -> dict[str, object]:
         "options": _pairs(result.options),
         "scores": ", ".join(f"{name} {size}" for name, size in result.sizes.items()),
         "left out (no adapter knows them)": ", ".join(result.left_out) or None,
-        "WARNING": " ".join(result.warnings) or None,
         "worst reconstruction error": None if worst is None else f"{worst[1]:.1e} ({worst[0]})",
         "completeness gap": None if gap is None else f"{gap:.1e}",
         "versions": _pairs(result.versions),
     }
 
 
-def _pictures(result: Scores, batch: int | Sequence[int], expected: Tensor | None) -> str:
-    chosen = [batch] if isinstance(batch, int) else list(batch)
-    drawn = {index: panels(result, batch=index, expected=expected) for index in chosen}
-    signed = any(panel.signed for made in drawn.values() for panel in made)
-    strips = all(panel.kind == "strip" for made in drawn.values() for panel in made)
-    blocks = [legend(signed=signed, expected=expected is not None, strips=strips)]
-    total = result.sizes.get("batch", 1)
-    for index, made in drawn.items():
-        maps = grid(*(_picture(panel, signed) for panel in made))
-        blocks.append(group(f"Sequence {index % total}", maps, note=f"of {total}") if total > 1 else maps)
-    return "".join(blocks)
-
-
-def _picture(panel: Panel, signed: bool, title: str = "") -> str:
-    title = title or panel.title
-    notes = [panel.mixer, *panel.notes]
-    if panel.kind == "strip" and panel.column_tokens is not None:
-        expected = None if panel.expected is None else panel.expected[0]
-        return strip(panel.values[0], panel.column_tokens, title=title, notes=notes, expected=expected, own=panel.own)
-    return heatmap(
-        panel.values,
-        title=title,
-        notes=notes,
-        row_tokens=panel.row_tokens,
-        column_tokens=panel.column_tokens,
-        expected=panel.expected,
-        signed=signed,
-        names=("patch row", "patch column") if panel.kind == "image" else ("query", "key"),
-    )
-
-
-def _comparison_parts(
-    results: ScoreTable[Any], batch: int | Sequence[int], expected: Tensor | None
-) -> list[tuple[str, str]]:
-    chosen = [batch] if isinstance(batch, int) else list(batch)
+def _table(results: ScoreTable[Any]) -> str:
     rows = [
         (
             model,
@@ -137,27 +157,17 @@ def _comparison_parts(
     ]
     header = ("model", "mixers", "method", "scope", "options", "worst reconstruction error")
     versions = {name: v for _, _, result in results.results() for name, v in result.versions.items()}
-    drawn: dict[str, list[tuple[str, int, tuple[Panel, ...]]]] = {model: [] for model in results}
-    for model, method, result in results.results():
-        pattern = expected if "query" in result.dims else None
-        drawn[model] += [(method, index, panels(result, batch=index, expected=pattern)) for index in chosen]
-    every = [panel for made in drawn.values() for *_, some in made for panel in some]
-    signed = any(panel.signed for panel in every)
-    overview = facts({"versions": _pairs(versions)}) + table(header, rows)
-    outlined = any(panel.expected is not None for panel in every)
-    strips = all(panel.kind == "strip" for panel in every)
-    overview += legend(signed=signed, expected=outlined, strips=strips)
-    parts = [("Overview", overview)]
-    for model, made in drawn.items():
-        sequences = {index: [entry for entry in made if entry[1] == index] for index in chosen}
-        maps = {
-            index: grid(
-                *(_picture(panel, signed, f"{method}: {panel.title}") for method, _, some in entries for panel in some)
-            )
-            for index, entries in sequences.items()
-        }
-        parts.append((model, "".join(group(f"Sequence {i}", m) if len(maps) > 1 else m for i, m in maps.items())))
-    return parts
+    body = table(header, rows) + facts({"versions": _pairs(versions)})
+    return details("Results, their options and errors", group("Results", body))
+
+
+def _chosen(batch: int | Sequence[int], image: Any) -> list[int]:
+    chosen = [batch] if isinstance(batch, int) else list(batch)
+    if not chosen:
+        raise InputError("`batch` names no sequence; give the index of at least one.")
+    if image is not None and len(chosen) > 1:
+        raise InputError(f"`image` is the picture of one sequence, but batch={chosen}; write a page for each.")
+    return chosen
 
 
 def _pairs(values: Mapping[str, object]) -> str:

@@ -76,20 +76,31 @@ def panels(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | No
             rows = real if square else np.ones(values.shape[0], dtype=bool)
             outlined = None if pattern is None else pattern[np.ix_(rows, real)]
             labels = tokens if square else None
+            if one.query_tokens is not None:
+                labels = tuple(map(shown, one.query_tokens[0]))
             made.append(Panel("matrix", *title, values[np.ix_(rows, real)], labels, tokens, outlined))
         elif one.grid is not None:
-            patches = _patch_positions(one)
+            patches = patch_positions(one)
             outlined = None if pattern is None else pattern[patches].reshape(one.grid)
             made.append(Panel("image", *title, values[patches].reshape(one.grid), None, None, outlined))
         else:
             outlined = None if pattern is None else pattern[None, real]
             row = values[None, real]
             own = None
-            if (place := _own_key(result, batch, row.size)) is not None:
+            place = target_key(result, batch, row.size) if counts_residual(result) else None
+            if place is not None:
                 own = (place, float(row[0, place]))
                 row[0, place] = np.nan
             made.append(Panel("strip", *title, row, None, tokens, outlined, own))
     return tuple(made)
+
+
+def fitting_pattern(result: Scores, expected: Bool[Tensor, "..."] | None) -> Bool[Tensor, "..."] | None:
+    """Return the pattern of a comparison for one result: None if it is one of queries and the result is of a target."""
+    sizes = tuple(size for axis, size in result.sizes.items() if axis != "layer")
+    if expected is None or "query" in result.dims or tuple(expected.shape) in (sizes, sizes[-1:]):
+        return expected
+    return None
 
 
 def counts_residual(result: Scores) -> bool:
@@ -121,20 +132,22 @@ def _titles(one: Scores, count: int) -> list[tuple[str, str, float | None]]:
     return [(name, kind, one.reconstruction_error.get(name)) for name, kind in zip(names, kinds, strict=True)]
 
 
-def _own_key(result: Scores, batch: int, count: int) -> int | None:
-    """Return the target's position among the real keys, or None if the method adds no residual stream to it."""
+def target_key(result: Scores, batch: int, count: int) -> int | None:
+    """Return the target's position among `count` real keys, or None if unknown or if it is the only key."""
     target = result.options.get("target")
     if isinstance(target, list):
         # A sequence that was selected earlier has not recorded which of several targets was its own.
         target = target[batch] if "batch" in result.dims or len(target) == 1 else None
     if not isinstance(target, int) or not -count <= target < count or count == 1:
         return None
-    return target % count if counts_residual(result) else None
+    return target % count
 
 
-def _patch_positions(one: Scores) -> list[int]:
-    """Return the positions of the patches: keys without a bracketed token such as [CLS], else the last keys."""
+def patch_positions(one: Scores) -> list[int]:
+    """Return the positions of the patches: if unknown, keys without a bracketed token such as [CLS], else the last."""
     assert one.grid is not None
+    if one.patches is not None:
+        return list(one.patches)
     length, count = one.sizes["key"], one.grid[0] * one.grid[1]
     if one.tokens is not None:
         plain = [i for i, t in enumerate(one.tokens[0]) if not (t.startswith("[") and t.endswith("]"))]

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,13 @@ import numpy as np
 from jaxtyping import Bool
 from torch import Tensor
 
+from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.optional import import_extra
-from unilinattn.results.panels import Panel, panels
+from unilinattn.results.boards import beneath
+from unilinattn.results.panels import Panel, fitting_pattern, panels
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
-from unilinattn.viz.colours import DIVERGING, LINES, OUTLINE, SEQUENTIAL, outline, relative
+from unilinattn.viz.colours import DIVERGING, LINES, OUTLINE, SEQUENTIAL, Array, outline, relative
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,80 +25,137 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
+LOW = 2.6
+"""Height of all panels, in inches, below which the colour bar lies under them."""
+
 MOST_LABELS = 40
 """Largest number of tokens that label an axis; longer axes show positions."""
 
 INK, FAINT = "#1c1f2b", "#737a8c"
 
 
-def attribution(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
+def attribution(
+    result: Scores,
+    *,
+    batch: int = 0,
+    expected: Bool[Tensor, "..."] | None = None,
+    layer: int | str | None = None,
+    ax: "Axes | None" = None,
+    cmap: "str | Colormap | None" = None,
+    vmax: float | None = None,
+    image: Any = None,
+) -> "Figure":
     """Draw one sequence of a result, one panel per layer: heat maps, or patch maps or token strips for a target.
 
-    A colour is the square root of a score relative to its panel's largest; the scale diverges around zero if any score
-    is negative. `expected` is outlined: (batch, query, key), or (batch, key) without a query axis.
+    A colour is the square root of a score relative to its panel's largest, or to `vmax`; the scale diverges around zero
+    if any score is negative. The arguments are those of `Attribution.plot`.
 
-    Raises `MissingExtraError` if matplotlib is missing, and `InputError` if `batch` or `expected` does not fit.
+    Raises `MissingExtraError` if matplotlib is missing, and `InputError` or `OptionError` if an argument does not fit.
     """
+    below = beneath([result], image)
+    result = result if layer is None else result.select(layer=layer)
     drawn = panels(result, batch=batch, expected=expected)
+    style = _Style.of(drawn, cmap, vmax)
+    if ax is not None:
+        if len(drawn) > 1:
+            raise InputError(f"`ax` holds one picture, but the result has {len(drawn)} layers; choose one by `layer`.")
+        _draw(ax, drawn[0], style, True, below)
+        _caption(ax, drawn[0].title, [drawn[0].mixer, *drawn[0].notes])
+        figure = ax.get_figure(root=True)
+        assert figure is not None
+        _colour_bar(figure, [ax], style, lying=drawn[0].kind == "strip")
+        return figure
     strips = drawn[0].kind == "strip"
     columns = 1 if strips else min(len(drawn), 4 if len(drawn) > 6 else 3)
     rows = -(-len(drawn) // columns)
     named = strips or len(drawn) <= 6
     width, height = _panel_size(drawn[0], named)
-    figure = new_figure(columns * width + 0.9, rows * height + 0.6)
+    figure = new_figure(columns * width + 0.9, rows * height + (1.2 if strips else 0.6))
     grid = figure.subplots(rows, columns, squeeze=False)
-    signed = any(panel.signed for panel in drawn)
     for index, axes in enumerate(grid.flat):
         if index >= len(drawn):
             axes.set_axis_off()
             continue
         panel = drawn[index]
-        _draw(axes, panel, signed, named and (not strips or index == len(drawn) - 1))
+        _draw(axes, panel, style, named and (not strips or index == len(drawn) - 1), below)
         _caption(axes, panel.title, [panel.mixer, *panel.notes])
     of = f" of {result.model}" if result.model else ""
     scope = f", scope {result.scope}" if result.scope else ""
     title = _math_free(f"{result.method}{of}{scope}")
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
-    _legend(figure, list(grid.flat), signed, expected is not None)
+    _colour_bar(figure, list(grid.flat), style, lying=strips)
+    if expected is not None:
+        _key(figure)
     return figure
 
 
-def comparison(results: ScoreTable[Any], *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> "Figure":
+def comparison(
+    results: ScoreTable[Any],
+    *,
+    batch: int = 0,
+    expected: Bool[Tensor, "..."] | None = None,
+    layer: int | None = None,
+    cmap: "str | Colormap | None" = None,
+    vmax: float | None = None,
+    image: Any = None,
+) -> "Figure":
     """Draw one sequence of a comparison as a grid: one column per model, one row per method and layer.
 
-    Colours are those of `attribution`. `expected` (batch, query, key) is outlined in every result with a query axis.
+    Colours are those of `attribution`. The arguments are those of `Comparison.plot`.
 
-    Raises `MissingExtraError` if matplotlib is missing, and `InputError` if `batch` or `expected` does not fit.
+    Raises `MissingExtraError` if matplotlib is missing, and `InputError` or `OptionError` if an argument does not fit.
     """
+    below = beneath((result for _, _, result in results.results()), image)
     cells: dict[tuple[str, int], dict[str, Panel]] = {}
     for method in results.methods:
         for model in results:
             if (result := results[model].get(method)) is None:
                 continue
-            pattern = expected if "query" in result.dims else None
-            for place, panel in enumerate(panels(result, batch=batch, expected=pattern)):
+            pattern = fitting_pattern(result, expected)
+            chosen = result.select(layer=layer) if layer is not None and "layer" in result.dims else result
+            for place, panel in enumerate(panels(chosen, batch=batch, expected=pattern)):
                 cells.setdefault((method, place), {})[model] = panel
     rows = sorted(cells, key=lambda row: (results.methods.index(row[0]), row[1]))
-    sizes = [max(_panel_size(panel, False) for panel in cells[row].values()) for row in rows]
-    width, heights = max(size[0] for size in sizes), [size[1] for size in sizes]
-    figure = new_figure(len(results) * width + 1.1, sum(heights) + 0.9)
-    grid = figure.subplots(len(rows), len(results), squeeze=False, height_ratios=heights)
     every = [panel for row in cells.values() for panel in row.values()]
-    signed = any(panel.signed for panel in every)
+    sizes = [max(_panel_size(panel, True) for panel in cells[row].values()) for row in rows]
+    width, heights = max(size[0] for size in sizes), [size[1] for size in sizes]
+    # The note on a token apart is too long for narrow columns.
+    apart = all(panel.own is not None for panel in every)
+    if all(panel.kind == "strip" for panel in every):
+        width, heights = min(width, max(3.2, 15 / len(results))), [height + 0.15 * apart for height in heights]
+    lying = sum(heights) < LOW
+    figure = new_figure(len(results) * width + 1.4, sum(heights) + (1.5 if lying else 0.9))
+    # The names of the rows have a column of axes, which stays where a model has no panel.
+    layout = figure.add_gridspec(
+        len(rows), len(results) + 1, width_ratios=[0.25, *[width] * len(results)], height_ratios=heights
+    )
+    grid = [[figure.add_subplot(layout[i, j + 1]) for j in range(len(results))] for i in range(len(rows))]
+    style = _Style.of(every, cmap, vmax)
+    lowest = {model: row for row in rows for model in cells[row]}
+    # With the same tokens everywhere, the outer panels have the labels.
+    alike = len({panel.column_tokens for panel in every}) == 1
     for line, row in zip(grid, rows, strict=True):
         for axes, model in zip(line, results, strict=True):
             if model not in cells[row]:
                 axes.set_axis_off()
                 continue
             panel = cells[row][model]
-            _draw(axes, panel, signed, panel.kind == "strip")
-            _caption(axes, panel.title, panel.notes)
-            axes.label_outer(remove_inner_ticks=False)
-        _side_title(line[0], row[0])
+            _draw(axes, panel, style, True, below)
+            _caption(axes, panel.title, panel.notes, two_lines=apart)
+            if alike and model != next(iter(cells[row])):
+                axes.tick_params(labelleft=False)
+                axes.set_ylabel("")
+            if alike and row != lowest[model]:
+                axes.tick_params(labelbottom=False)
+                axes.set_xlabel("")
     for axes, model in zip(grid[0], results, strict=True):
         kinds = count_kinds(next(iter(results[model].values())).kinds)
-        _top_title(axes, model, kinds)
-    _legend(figure, list(grid.flat), signed, any(panel.expected is not None for panel in every))
+        _top_title(axes, model, kinds, above=10 if apart else 0)
+    for number, row in enumerate(rows):
+        _side_title(figure.add_subplot(layout[number, 0]), row[0])
+    _colour_bar(figure, [axes for line in grid for axes in line], style, lying=lying)
+    if any(panel.expected is not None for panel in every):
+        _key(figure)
     return figure
 
 
@@ -160,18 +220,43 @@ def _few(tokens: Sequence[str] | None) -> bool:
     return tokens is not None and len(tokens) <= MOST_LABELS
 
 
-def _colours(signed: bool) -> "Colormap":
-    stops = (DIVERGING if signed else SEQUENTIAL)["light"]
-    return import_extra("matplotlib.colors", "plot").LinearSegmentedColormap.from_list("unilinattn", stops)
+@dataclass(frozen=True)
+class _Style:
+    """The colours of a figure: the map, whether scores have signs, and the limit, None for each panel's largest."""
+
+    colours: "Colormap"
+    signed: bool
+    limit: float | None
+
+    @classmethod
+    def of(cls, drawn: Sequence[Panel], cmap: "str | Colormap | None", limit: float | None) -> "_Style":
+        """Return the style of panels. Raises `OptionError` for a limit that is not positive or an unknown map."""
+        if limit is not None and not 0 < limit < float("inf"):
+            raise OptionError(f"`vmax` must be a positive number, the score of the strongest colour; got {limit}.")
+        signed = any(panel.signed for panel in drawn)
+        if cmap is None:
+            stops = (DIVERGING if signed else SEQUENTIAL)["light"]
+            named = import_extra("matplotlib.colors", "plot").LinearSegmentedColormap.from_list("unilinattn", stops)
+            return cls(named, signed, limit)
+        known = import_extra("matplotlib", "plot").colormaps
+        if isinstance(cmap, str) and cmap not in known:
+            raise OptionError(f"unknown `cmap` {cmap!r}{nearest(cmap, [n for n in known if not n.endswith('_r')])}")
+        return cls(known[cmap] if isinstance(cmap, str) else cmap, signed, limit)
 
 
-def _draw(axes: "Axes", panel: Panel, signed: bool, named: bool) -> None:
+def _draw(axes: "Axes", panel: Panel, style: _Style, named: bool, below: Array | None = None) -> None:
     rows, columns = panel.values.shape
+    shades = relative(panel.values, style.limit)
+    over = below is not None and panel.kind == "image"
+    if below is not None and over:
+        # Grey and pale, so that the only colour is that of the scores.
+        axes.imshow(below.mean(-1) / 2 + 127, cmap="gray", vmin=0, vmax=255, extent=(0, columns, rows, 0))
     axes.imshow(
-        relative(panel.values),
-        cmap=_colours(signed),
-        vmin=-1 if signed else 0,
+        shades,
+        cmap=style.colours,
+        vmin=-1 if style.signed else 0,
         vmax=1,
+        alpha=np.nan_to_num(np.abs(shades)).clip(0, 1) * 0.9 if over else None,
         aspect="auto" if panel.kind == "strip" else "equal",
         interpolation="nearest" if max(rows, columns) <= 256 else "auto",
         extent=(0, columns, rows, 0),
@@ -213,10 +298,13 @@ def _math_free(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _caption(axes: "Axes", title: str, notes: Sequence[str]) -> None:
-    axes.set_title(_math_free(title), loc="left", fontsize=8, color=INK, pad=13)
+def _caption(axes: "Axes", title: str, notes: Sequence[str], *, two_lines: bool = False) -> None:
+    """Write a title, and notes below it; with `two_lines` the last note has a line for itself."""
+    texts = [note for note in notes if note]
+    words = "\n".join((", ".join(texts[:-1]), texts[-1])) if two_lines else ", ".join(texts)
+    axes.set_title(_math_free(title), loc="left", fontsize=8, color=INK, pad=23 if two_lines else 13)
     axes.annotate(
-        _math_free(", ".join(note for note in notes if note)),
+        _math_free(words),
         (0, 1),
         xytext=(0, 3),
         xycoords="axes fraction",
@@ -227,27 +315,17 @@ def _caption(axes: "Axes", title: str, notes: Sequence[str]) -> None:
 
 
 def _side_title(axes: "Axes", text: str) -> None:
-    axes.annotate(
-        _math_free(text),
-        (0, 0.5),
-        xytext=(-34, 0),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=9,
-        fontweight="bold",
-        color=INK,
-        rotation=90,
-        ha="right",
-        va="center",
-    )
+    axes.set_axis_off()
+    words = axes.text(0.5, 0.5, _math_free(text), fontsize=9, fontweight="bold", color=INK, rotation=90)
+    words.set(ha="center", va="center", transform=axes.transAxes)
 
 
-def _top_title(axes: "Axes", text: str, kinds: str) -> None:
+def _top_title(axes: "Axes", text: str, kinds: str, *, above: int = 0) -> None:
     for words, height, weight, size, colour in ((text, 38, "bold", 10, INK), (kinds, 27, "normal", 7, FAINT)):
         axes.annotate(
             _math_free(words),
             (0, 1),
-            xytext=(0, height),
+            xytext=(0, height + above),
             xycoords="axes fraction",
             textcoords="offset points",
             fontsize=size,
@@ -256,16 +334,25 @@ def _top_title(axes: "Axes", text: str, kinds: str) -> None:
         )
 
 
-def _legend(figure: "Figure", axes: "list[Axes]", signed: bool, outlined: bool) -> None:
-    """Add the colour scale, relative to the largest score of each panel, and the key of the outline."""
-    norm = import_extra("matplotlib.colors", "plot").Normalize(-1 if signed else 0, 1)
-    mappable = import_extra("matplotlib.cm", "plot").ScalarMappable(norm, _colours(signed))
-    shares = [-1, -0.5, -0.1, 0, 0.1, 0.5, 1] if signed else [0, 0.01, 0.1, 0.25, 0.5, 1]
-    bar = figure.colorbar(mappable, ax=axes, fraction=0.03, aspect=30, shrink=min(1.0, 4 / figure.get_figheight()))
-    bar.set_ticks([float(np.sign(s) * abs(s) ** 0.5) for s in shares], labels=[f"{s:.0%}" for s in shares])
+def _colour_bar(figure: "Figure", axes: "list[Axes]", style: _Style, *, lying: bool) -> None:
+    """Add the colour scale: shares of the largest score of each panel, or scores up to the limit; below if `lying`."""
+    norm = import_extra("matplotlib.colors", "plot").Normalize(-1 if style.signed else 0, 1)
+    mappable = import_extra("matplotlib.cm", "plot").ScalarMappable(norm, style.colours)
+    shares = [-1, -0.5, -0.1, 0, 0.1, 0.5, 1] if style.signed else [0, 0.01, 0.1, 0.25, 0.5, 1]
+    if lying:
+        bar = figure.colorbar(mappable, ax=axes, location="bottom", fraction=0.25 / len(axes) ** 0.5, aspect=25)
+    else:
+        shrink = min(1.0, 4 / figure.get_figheight())
+        bar = figure.colorbar(mappable, ax=axes, fraction=0.03, aspect=30, shrink=shrink)
+    labels = [f"{s:.0%}" if style.limit is None else f"{s * style.limit:.3g}" for s in shares]
+    bar.set_ticks([float(np.sign(s) * abs(s) ** 0.5) for s in shares], labels=labels)
     bar.ax.tick_params(length=0, labelsize=6.5, colors=FAINT)
-    bar.set_label("share of the panel's largest score", fontsize=7, color=FAINT)
+    what = "share of the panel's largest score" if style.limit is None else "score"
+    bar.set_label(f"{what}, square root", fontsize=7, color=FAINT)
     bar.outline.set_visible(False)
-    if outlined:
-        line = import_extra("matplotlib.lines", "plot").Line2D([], [], color=OUTLINE["light"], linewidth=1.2)
-        figure.legend([line], ["expected"], loc="outside upper right", frameon=False, fontsize=7, labelcolor=FAINT)
+
+
+def _key(figure: "Figure") -> None:
+    """Add the key of the outline."""
+    line = import_extra("matplotlib.lines", "plot").Line2D([], [], color=OUTLINE["light"], linewidth=1.2)
+    figure.legend([line], ["expected"], loc="outside upper right", frameon=False, fontsize=7, labelcolor=FAINT)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
+SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets")
+"""Labels with a list for each sequence."""
+
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Scores:
@@ -38,8 +41,12 @@ class Scores:
     options: Mapping[str, Any] = field(default_factory=dict)
     scope: str | None = None
     tokens: Sequence[Sequence[str]] | None = None
+    query_tokens: Sequence[Sequence[str]] | None = None
     word_ids: Sequence[Sequence[int | None]] | None = None
+    offsets: Sequence[Sequence[tuple[int, int]]] | None = None
     grid: tuple[int, int] | None = None
+    patches: Sequence[int] | None = None
+    cls: Sequence[int] | None = None
     mask: Bool[Tensor, "batch length"] | None = None
     layers: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
@@ -132,7 +139,7 @@ class Scores:
             selected |= _select_axis(selected, "layer", index)
         if batch is not None:
             index = self._position("batch", batch)
-            for name in ("tokens", "word_ids"):
+            for name in SEQUENCE_LABELS:
                 if selected[name] is not None:
                     selected[name] = (selected[name][index],)
             if self.mask is not None:
@@ -212,7 +219,7 @@ class Scores:
         attributes = {
             name: json.dumps(value) if isinstance(value, dict) else value
             for name, value in self._header().model_dump(mode="python").items()
-            if name not in ("dims", "tokens", "word_ids", "layers", "kinds") and value is not None
+            if name not in ("dims", *SEQUENCE_LABELS, "layers", "kinds") and value is not None
         }
         return package.DataArray(score_array(self), coords=coordinates, dims=self.dims, name="score", attrs=attributes)
 
@@ -251,6 +258,8 @@ class Scores:
         return "query" in self.dims and self.sizes["query"] == self.sizes["key"]
 
     def _axis_tokens(self, axis: str) -> Sequence[Sequence[str]] | None:
+        if axis == "query" and self.query_tokens is not None:
+            return self.query_tokens
         return self.tokens if axis == "key" or (axis == "query" and self._square()) else None
 
 

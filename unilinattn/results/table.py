@@ -91,6 +91,13 @@ class ScoreTable(_Named[Mapping[str, Result]], Generic[Result]):
     def __repr__(self) -> str:
         return f"Comparison of {len(self)} models, {len(self.methods)} methods\n{self.table()}"
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        model, method, _ = next(self.results())
+        raise InputError(
+            f"A comparison holds {sum(map(len, self.values()))} results with different axes, which are no array; take "
+            f"one of them, such as np.asarray(comparison[{model!r}][{method!r}]), or `to_dataframe()`."
+        )
+
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return the long format of all results in one table, with the first columns `model` and `method`.
 

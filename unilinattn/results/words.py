@@ -1,9 +1,9 @@
-"""Merge the tokens of each word of a result."""
+"""Merge the tokens of each word or span of a result."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,9 +14,10 @@ from unilinattn.results.scores import Scores
 
 Result = TypeVar("Result", bound=Scores)
 Span = tuple[int, int]
-"""First token of a word, and the one after its last."""
+"""First token of a word, and the one after its last; also of characters."""
 
 REDUCTIONS = ("sum", "max")
+UNITS = ("characters", "tokens")
 
 
 def merged_words(result: Result, reduce: str) -> Result:
@@ -24,30 +25,107 @@ def merged_words(result: Result, reduce: str) -> Result:
 
     Raises `InputError` if the words are unknown, and `OptionError` for an unknown reduction.
     """
-    if reduce not in REDUCTIONS:
-        raise OptionError(f"unknown reduction {reduce!r}{nearest(reduce, REDUCTIONS)}")
-    if result.word_ids is None or result.tokens is None:
+    if result.word_ids is None:
         raise InputError(
             "the words of this result are unknown; explain a text with a fast tokenizer: "
             "explain(model, text, tokenizer=tokenizer)."
         )
+    return _merged_groups(result, result.word_ids, reduce)
+
+
+def merged_spans(result: Result, spans: Sequence[Any], reduce: str, unit: str) -> Result:
+    """Return a result with one key, and one query, for each span, see `Attribution.spans`.
+
+    Raises `InputError` for spans that do not fit, and `OptionError` for an unknown reduction or unit.
+    """
+    if unit not in UNITS:
+        raise OptionError(f"unknown unit {unit!r}{nearest(unit, UNITS)}")
+    if unit == "characters" and result.offsets is None:
+        raise InputError(
+            "the characters of this result's tokens are unknown; explain a text with a fast tokenizer, or give "
+            'positions of tokens with unit="tokens".'
+        )
+    real = _real(result)
+    by_sequence = [spans] if len(real) == 1 and not _nested(spans) else spans
+    if len(by_sequence) != len(real):
+        raise InputError(f"spans has {len(by_sequence)} lists for {len(real)} sequences; give a list for each.")
+    groups = []
+    for at, (wanted, mask) in enumerate(zip(by_sequence, real, strict=True)):
+        places = mask.nonzero().flatten().tolist()
+        if unit == "characters" and result.offsets is not None:
+            extents = [result.offsets[at][place] for place in places]
+        else:
+            extents = [(count, count + 1) for count in range(len(places))]
+        numbers = _span_numbers(wanted, extents, f"of sequence {at}", unit)
+        # Padding is in no group.
+        by_place = dict(zip(places, numbers, strict=True))
+        groups.append([by_place.get(place) for place in range(len(mask))])
+    return _merged_groups(result, groups, reduce)
+
+
+def _span_numbers(spans: Sequence[Any], extents: Sequence[Span], where: str, unit: str) -> list[int | None]:
+    """Return the number of the span of each token, None outside of them."""
+    numbers: list[int | None] = [None] * len(extents)
+    for number, span in enumerate(spans):
+        begin, end = _checked(span)
+        members = [at for at, (a, b) in enumerate(extents) if max(a, begin) < min(b, end)]
+        if not members:
+            raise InputError(f"span ({begin}, {end}) {where} has no token; spans count {unit}.")
+        if taken := [at for at in members if numbers[at] is not None]:
+            raise InputError(f"span ({begin}, {end}) {where} shares token {taken[0]} with another span.")
+        for at in members:
+            numbers[at] = number
+    return numbers
+
+
+def _nested(spans: Sequence[Any]) -> bool:
+    """Whether spans are lists of pairs, one for each sequence."""
+    return any(isinstance(part, Sequence) and not all(isinstance(n, int) for n in part) for part in spans)
+
+
+def _checked(span: Any) -> Span:
+    if not isinstance(span, Sequence) or len(span) != 2 or not all(type(n) is int for n in span):
+        raise InputError(f"span {span!r} is no pair of integers, such as (4, 11).")
+    begin, end = span
+    if not 0 <= begin < end:
+        raise InputError(f"span ({begin}, {end}) is empty or begins before 0; give (first, one after the last).")
+    return begin, end
+
+
+def _real(result: Scores) -> Bool[Tensor, "batch key"]:
+    if result.mask is not None:
+        return result.mask.cpu()
+    return torch.ones(result.sizes.get("batch", 1), result.sizes["key"], dtype=torch.bool)
+
+
+def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduce: str) -> Result:
+    """Return a result with one key, and one query, for each run of tokens with the same number.
+
+    Raises `OptionError` for an unknown reduction.
+    """
+    if reduce not in REDUCTIONS:
+        raise OptionError(f"unknown reduction {reduce!r}{nearest(reduce, REDUCTIONS)}")
     length = result.sizes["key"]
-    real = torch.ones(len(result.word_ids), length, dtype=torch.bool) if result.mask is None else result.mask.cpu()
-    spans = [_spans(ids, each) for ids, each in zip(result.word_ids, real, strict=True)]
-    square = result.sizes.get("query") == length
+    spans = [_spans(ids, each) for ids, each in zip(groups, _real(result), strict=True)]
+    square = result.sizes.get("query") == length and result.query_tokens is None
     scores = _by_sequence(result, result.scores, spans, lambda part, each: _merged(part, each, reduce, square=square))
     extras = dict(result.extras)
     for name, tensor in extras.items():
         if square and tensor.shape == result.scores.shape[:-1]:
             extras[name] = _by_sequence(result, tensor, spans, lambda part, each: _last(part, each, -1))
-    texts = [["".join(row[a:b]) for a, b in each] for row, each in zip(result.tokens, spans, strict=True)]
     count = scores.shape[-1]
+    labels: dict[str, Any] = dict.fromkeys(("word_ids", "grid", "patches", "cls"))
+    if result.tokens is not None:
+        texts = [["".join(row[a:b]) for a, b in each] for row, each in zip(result.tokens, spans, strict=True)]
+        labels["tokens"] = [[*row, *[""] * (count - len(row))] for row in texts]
+    if result.offsets is not None:
+        extents = [[_extent(row[a:b]) for a, b in each] for row, each in zip(result.offsets, spans, strict=True)]
+        labels["offsets"] = [[*row, *[(0, 0)] * (count - len(row))] for row in extents]
     mask = torch.arange(count) < torch.tensor([[len(each)] for each in spans])
     return replace(
         result,
         scores=scores,
-        tokens=[[*row, *[""] * (count - len(row))] for row in texts],
-        word_ids=None,
+        **labels,
         mask=None if bool(mask.all()) else mask.to(scores.device),
         extras=extras,
     )
@@ -60,6 +138,12 @@ def _spans(word_ids: Sequence[int | None], real: Bool[Tensor, " key"]) -> list[S
     words = groupby(places, lambda place: ("token", place) if word_ids[place] is None else ("word", word_ids[place]))
     groups = [list(tokens) for _, tokens in words]
     return [(tokens[0], tokens[-1] + 1) for tokens in groups]
+
+
+def _extent(offsets: Sequence[Span]) -> Span:
+    """Return the characters from the first token to the last, without tokens that have none."""
+    own = [(a, b) for a, b in offsets if b > a]
+    return (min(a for a, _ in own), max(b for _, b in own)) if own else (0, 0)
 
 
 def _by_sequence(

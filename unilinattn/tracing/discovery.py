@@ -124,6 +124,12 @@ def refuse(
         otherwise = "strict=False cannot leave it out, because registered layers run inside it."
     else:
         otherwise = "Or trace with strict=False, which leaves it out."
+    if any(type(module).__module__.startswith("transformer_lens.") for module in model.modules()):
+        raise UnknownArchitectureError(
+            f"{what}.{too} TransformerLens computes the token mixing of such modules in its own code, for which no "
+            "adapter is registered. Trace the Hugging Face model before it is bridged: boot_transformers changes the "
+            "model that it is given, so give it a copy (hf_model=copy.deepcopy(model))."
+        )
     raise UnknownArchitectureError(
         f"{what}; no adapter is registered for it{like}.{too} `unilinattn list` shows all. To add one, decorate a "
         "function that builds a `Flow` with `unilinattn.register_architecture('package.module.Class', name=..., "

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from unilinattn.errors import InputError, nearest
+from unilinattn.errors import InputError, UnilinattnError, nearest
 from unilinattn.tracing.wrappers import OPTIMIZED
 
 CACHE = "past_key_values"
@@ -68,18 +68,48 @@ def refuse_states(arguments: Mapping[str, Any], name: str, caches: Sequence[str]
 def call_host(model: nn.Module, given: Mapping[str, Any]) -> Any:
     """Call a model with its arguments: by name, or by position where its forward takes only `*args`.
 
-    Raises `InputError` for more tokens than the model has positions.
+    Raises `InputError` for more tokens than the model has positions, and for images of another size than the model's.
     """
     try:
         return model(*given.values()) if _only_positional(model) else model(**given)
-    except IndexError as error:
-        ids, most = token_ids(given), getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        if ids is None or not isinstance(most, int) or ids.shape[1] <= most:
+    except (UnilinattnError, torch.OutOfMemoryError):
+        raise
+    except (IndexError, RuntimeError, ValueError, AssertionError) as error:
+        if (reason := _misfit(model, given)) is None:
             raise
-        raise InputError(
-            f"the inputs have {ids.shape[1]} tokens, and {type(model).__name__} has positions for {most}; give a "
-            "shorter text."
-        ) from error
+        raise InputError(reason) from error
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Return the number of positions in a model's configuration, None if it has none."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def pixels(given: Mapping[str, Any]) -> Float[Tensor, "batch channel height width"] | None:
+    """Return the images among a host's arguments, None if there are none or several tensors of them."""
+    images = [x for x in given.values() if isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point()]
+    return images[0] if len(images) == 1 else None
+
+
+def _misfit(model: nn.Module, given: Mapping[str, Any]) -> str | None:
+    """Return why a model failed on these inputs, None if they fit its positions and its image size."""
+    ids, most = token_ids(given), max_positions(model)
+    name = type(model).__name__
+    if ids is not None and most is not None and ids.shape[1] > most:
+        return f"the inputs have {ids.shape[1]} tokens, and {name} has positions for {most}; give a shorter text."
+    images = pixels(given)
+    embedding = getattr(model, "patch_embed", None)
+    size = getattr(getattr(model, "config", None), "image_size", getattr(embedding, "img_size", None))
+    if images is None or size is None:
+        return None
+    wanted = (size, size) if isinstance(size, int) else tuple(size)
+    if tuple(images.shape[2:]) == wanted:
+        return None
+    return (
+        f"the image has {images.shape[2]} x {images.shape[3]} pixels, and {name} takes {wanted[0]} x {wanted[1]}; "
+        "give the processor or transform of this model, which resizes images."
+    )
 
 
 def token_ids(given: Mapping[str, Any]) -> Tensor | None:

@@ -1,13 +1,14 @@
 """Texts as inputs: their token ids, the labels and words of their tokens, and targets and logits named by text."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError, nearest
 
@@ -33,6 +34,37 @@ class Text:
     arguments: dict[str, Tensor]
     spans: tuple[tuple[Span, ...], ...] | None
     words: tuple[tuple[int | None, ...], ...] | None
+
+    @property
+    def offsets(self) -> list[list[Span]] | None:
+        """`spans` with (0, 0) at padding, None for a tokenizer without offsets."""
+        if self.spans is None:
+            return None
+        mask = self.arguments.get("attention_mask", torch.ones_like(self.arguments["input_ids"]))
+        rows = []
+        for spans, real in zip(self.spans, mask.tolist(), strict=True):
+            remaining = iter(spans)
+            rows.append([next(remaining) if one else (0, 0) for one in real])
+        return rows
+
+    def require_vocabulary(self, model: nn.Module) -> None:
+        """Raise `InputError` for ids that the model does not have, and warn of a tokenizer with more tokens than it."""
+        size = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
+        if size is None:
+            return
+        name, host, ids = type(self.tokenizer).__name__, type(model).__name__, self.arguments["input_ids"]
+        if (last := int(ids.max())) >= size:
+            token = self.tokenizer.convert_ids_to_tokens(last)
+            raise InputError(
+                f"the tokenizer gives {token!r} the id {last}, and {host} has ids 0 to {size - 1}: {name} belongs to "
+                "another model. Load the tokenizer that was saved with this model."
+            )
+        if hasattr(self.tokenizer, "__len__") and len(self.tokenizer) > size:
+            warnings.warn(
+                f"{name} has {len(self.tokenizer)} tokens and {host} {size}: it may belong to another model, whose "
+                "ids mean other tokens.",
+                stacklevel=3,
+            )
 
     def positions(self, target: str | re.Pattern[str]) -> Int[Tensor, " batch"]:
         """Return the last token of the only place where a text or a pattern matches in each sequence.
@@ -83,6 +115,29 @@ def encoded(texts: str | Sequence[str], tokenizer: Any) -> Text:
     spans = tuple(tuple(map(tuple, encoding["offset_mapping"])) for encoding in encodings)
     words = tuple(tuple(padded(encoding.word_ids(), None)) for encoding in encodings)
     return Text(texts, tokenizer, arguments, spans, words)
+
+
+def words_of(tokenizer: Any, ids: Sequence[int], prompt: int) -> tuple[list[int | None], list[Span]] | None:
+    """Return the word and the characters of each token in the text that the ids decode to.
+
+    If the tokenizer splits this text into other tokens, those of the first `prompt` ids, and no words behind them. None
+    if it splits the prompt into other tokens, and for a tokenizer without offsets.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        return None
+    special = set(tokenizer.all_special_ids)
+    for count in (len(ids), prompt):
+        text = tokenizer.decode(ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        plain = [at for at, token in enumerate(ids[:count]) if token not in special]
+        if list(encoding["input_ids"]) != [ids[at] for at in plain]:
+            continue
+        words: list[int | None] = [None] * len(ids)
+        offsets: list[Span] = [(0, 0)] * len(ids)
+        for at, word, span in zip(plain, encoding.word_ids(), encoding["offset_mapping"], strict=True):
+            words[at], offsets[at] = word, (span[0], span[1])
+        return words, offsets
+    return None
 
 
 def is_text(inputs: Any) -> bool:

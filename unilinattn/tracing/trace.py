@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_map_only
 
 from unilinattn.errors import OptionError
 from unilinattn.progress import bars
+from unilinattn.registry import ImageTokens
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
+from unilinattn.tracing.image import image_tokens, is_image, processed
 from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
@@ -60,6 +62,7 @@ class Trace:
     ) -> None:
         """Freeze the layers of a recorded run."""
         self.host, self.arguments, self._opaque, self.text = model, given, recorder.opaque, text
+        self._shared: tuple[Sequence[Target], dict[str, FrozenRun]] | None = None
         builder = LayerBuilder(model, given, dtype)
         self._weights = builder.weights
         self.model = type(model).__name__
@@ -79,6 +82,14 @@ class Trace:
     def ids(self) -> Int[Tensor, "batch length"] | None:
         """The token ids of the inputs, None for other inputs and for those of two streams."""
         return token_ids(self.arguments)
+
+    @property
+    def image_tokens(self) -> ImageTokens | None:
+        """Places of an image's patches and class tokens in the sequence, None for other inputs or if unknown.
+
+        Known for the vision models of `registry.register_image_tokens`.
+        """
+        return image_tokens(self.host, self.arguments, {layer.output.shape[1] for layer in self.layers})
 
     @property
     def versions(self) -> dict[str, str]:
@@ -168,6 +179,26 @@ class Trace:
         Raises `ModelStateError` if a weight changed since the trace, and the errors of `FrozenRun`.
         """
         self._weights.require_same(self.host, self.model, "its shares would not be those of the traced model")
+        if self._shared is not None and targets is not None:
+            every, runs = self._shared
+            if rule not in runs:
+                runs[rule] = self._frozen(every, rule)
+            return runs[rule]
+        return self._frozen(targets, rule)
+
+    @contextmanager
+    def one_frozen_run(self, targets: Sequence[Target]) -> Iterator[None]:
+        """Inside the context, `frozen` returns one run by each rule, which computes the logits of all `targets`.
+
+        For a method that runs once for each of them. The runs keep their graphs until the context ends.
+        """
+        self._shared = (targets, {})
+        try:
+            yield
+        finally:
+            self._shared = None
+
+    def _frozen(self, targets: Sequence[Target] | None, rule: str) -> FrozenRun:
         given = self.arguments
         if targets is not None:
             wanted = partial(logits_at, self.host, given, lambda: [self.positions(t) for t in targets], above=0)
@@ -236,6 +267,7 @@ def trace(
     inputs: Any,
     *,
     tokenizer: Any = None,
+    processor: Any = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
     progress: bool = True,
@@ -244,9 +276,9 @@ def trace(
     """Run a model once and return its token-mixing layers, whose exact operators are built on first access.
 
     The model is restored exactly, also after an exception or an interrupt: hooks, buffers, parameters, training flags
-    and attention implementation. It runs without a cache, and as the model inside `torch.compile` and `DataParallel`;
-    `docs/hosts.md` has more set-ups. Runs in several threads wait for each other; calls of the model from other threads
-    are not recorded.
+    and attention implementation. It runs without a cache, and as the model inside `torch.compile`, `DataParallel`,
+    nnsight's `NNsight` and TransformerLens's `TransformerBridge`; `docs/hosts.md` has more set-ups. Runs in several
+    threads wait for each other; calls of the model from other threads are not recorded.
 
     Modules outside of the registered layers that move information between tokens are found by perturbing tokens, which
     costs three runs of the model without the computation of its layers, once for each model (see
@@ -265,8 +297,11 @@ def trace(
 
     Args:
         model: the host model.
-        inputs: a text or a list of texts, a tensor of ids or pixels, or a mapping of the host's keyword arguments.
+        inputs: a text or an image or a list of either, a tensor of ids or pixels, or a mapping of the host's keyword
+            arguments. An image is a PIL image, which is converted to RGB, or a uint8 array (height, width, 3).
         tokenizer: the tokenizer of texts, such as `transformers.AutoTokenizer.from_pretrained` returns.
+        processor: the processor of images: an image processor of transformers, or a callable from a PIL image to a
+            tensor (channel, height, width), such as timm's `create_transform` returns.
         dtype: dtype of the operators, at least float32; by default float32, or float64 for a float64 model.
         strict: whether to refuse modules without an adapter that move information between tokens. With `strict=False`
             they become opaque layers without an operator: methods leave them out, and every result names them in
@@ -286,8 +321,12 @@ def trace(
         raise OptionError(
             f"substitute_above={substitute_above!r}; give a positive number of tokens, such as {SUBSTITUTE_ABOVE}."
         )
-    text = encoded(inputs, tokenizer) if is_text(inputs) else None
-    if text is not None:
+    text = None
+    if processor is not None or is_image(inputs):
+        inputs = processed(inputs, processor, model)
+    elif is_text(inputs):
+        text = encoded(inputs, tokenizer)
+        text.require_vocabulary(model)
         inputs = {name: ids.to(next(model.parameters()).device) for name, ids in text.arguments.items()}
     # The caller may write into the tensors before a gradient runs the model on them again.
     given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +15,29 @@ OPTIMIZED = "_orig_mod"
 """Name of the original module inside a module that `torch.compile` returned."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`, which compute the same.
+def unwrapped(model: Any) -> nn.Module:
+    """Return the model inside the wrappers that compute the same.
+
+    These are `torch.compile`, `DataParallel`, `DistributedDataParallel`, nnsight's `NNsight` and `LanguageModel`, and
+    TransformerLens's `TransformerBridge`.
 
     Raises `InputError` for anything but a module, and `ModelStateError` for a module whose calls or weights cannot be
-    read: TorchScript, sharded or offloaded weights.
+    read: TorchScript, sharded or offloaded weights, and edits that run only in nnsight's own traces.
     """
-    while isinstance(model, nn.Module):
+    while True:
         if isinstance(model, DataParallel | DistributedDataParallel):
             model = model.module
-        elif OPTIMIZED in model._modules:
+        elif isinstance(model, nn.Module) and OPTIMIZED in model._modules:
             model = getattr(model, OPTIMIZED)
+        elif isinstance(model, _imported("nnsight", "Envoy")):
+            if getattr(model, "_edits", None):
+                raise ModelStateError(
+                    "model has edits of nnsight, which run only in nnsight's own traces; call model.clear_edits(), or "
+                    "give its module if the model without edits is meant."
+                )
+            model = model._module
+        elif isinstance(model, _imported("transformer_lens.model_bridge", "TransformerBridge")):
+            model = model.original_model
         else:
             break
     if not isinstance(model, nn.Module):
@@ -68,6 +81,11 @@ def require_gradients(model: nn.Module) -> None:
             f"{len(made)} weights of {type(model).__name__}, {made[0]} among them, were made in torch.inference_mode, "
             "so no gradient passes through them; build or load the model outside of it."
         )
+
+
+def _imported(package: str, name: str) -> Any:
+    """Return a class of a package if the package was imported, else no class: the second argument of `isinstance`."""
+    return getattr(sys.modules.get(package), name, ())
 
 
 def _check_readable(model: nn.Module) -> None:

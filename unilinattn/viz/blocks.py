@@ -1,8 +1,8 @@
 """Blocks of self-contained HTML: functions that return HTML text, and the page that they form.
 
-No block needs another file, a network or a library: pictures are embedded, and one small inline script shows the value
-under the pointer; the page also works without it. Each block escapes its plain text; only arguments called `blocks`,
-`body` or `sections` are HTML.
+No block needs another file, a network or a library: scores are embedded, and one inline script draws the boards; their
+tables also work without it. Each block escapes its plain text; only arguments called `blocks`, `body`, `first` or
+`sections` are HTML.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,15 +12,19 @@ from importlib.resources import files
 
 from unilinattn.viz.colours import DIVERGING, OUTLINE, SEQUENTIAL
 
+SCRIPTS = ("elements.js", "maps.js", "legend.js", "reader.js", "downloads.js", "page.js")
+"""Parts of the page's script; the last starts the boards."""
 
-def page(title: str, sections: Iterable[tuple[str, str]], *, lead: str = "") -> str:
+
+def page(title: str, sections: Iterable[tuple[str, str]], *, lead: str = "", first: str = "") -> str:
     """Return a complete HTML document of (heading, body) sections, whose bodies are blocks of this module.
 
-    `lead`: plain text under the title. Three or more sections get links at the top.
+    `lead`: plain text under the title. `first`: blocks above the sections. Three or more sections get links below the
+    title.
     """
     parts = list(sections)
     links = "".join(f'<a href="#part-{i}">{escape(heading)}</a>' for i, (heading, _) in enumerate(parts))
-    navigation = f"<nav>{links}</nav>" if len(parts) > 2 else ""
+    navigation = f'<nav aria-label="Sections">{links}</nav>' if len(parts) > 2 else ""
     intro = paragraph(lead) if lead else ""
     head = f"<header><h1>{escape(title)}</h1>{intro}{navigation}</header>"
     body = [f'<section id="part-{i}"><h2>{escape(h)}</h2>{b}</section>' for i, (h, b) in enumerate(parts)]
@@ -28,13 +32,20 @@ def page(title: str, sections: Iterable[tuple[str, str]], *, lead: str = "") -> 
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f'<title>{escape(title)}</title></head><body class="ula-page">{fragment(head, *body)}</body></html>\n'
+        f'<title>{escape(title)}</title></head><body class="ula-page">{fragment(head, first, *body)}</body></html>\n'
     )
 
 
 def fragment(*blocks: str) -> str:
     """Return blocks with their style and script, for a notebook or another page."""
-    return f'<div class="ula"><style>{_style()}</style>{"".join(blocks)}<script>{_asset("page.js")}</script></div>'
+    scripts = "\n".join(_asset(name) for name in SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{scripts}\n}})();'
+    return f'<div class="ula"><style>{_style()}</style>{"".join(blocks)}<script>{script}</script></div>'
+
+
+def warning(text: str) -> str:
+    """Return plain text as a warning."""
+    return f'<p class="ula-warning"><b>WARNING</b> {escape(text)}</p>'
 
 
 def paragraph(text: str) -> str:
@@ -42,15 +53,15 @@ def paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
 
 
+def section(heading: str, *blocks: str) -> str:
+    """Return blocks under a second-level heading."""
+    return f"<section><h2>{escape(heading)}</h2>{''.join(blocks)}</section>"
+
+
 def group(heading: str, *blocks: str, note: str = "") -> str:
     """Return blocks under a third-level heading, followed by a faint note."""
     faint = f" <small>{escape(note)}</small>" if note else ""
     return f"<h3>{escape(heading)}{faint}</h3>{''.join(blocks)}"
-
-
-def grid(*blocks: str) -> str:
-    """Return blocks side by side, wrapped at the width of the window."""
-    return f'<div class="ula-grid">{"".join(blocks)}</div>'
 
 
 def details(summary: str, *blocks: str) -> str:
@@ -92,22 +103,6 @@ def table(
     return f'<div class="ula-wide"><table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def legend(*, signed: bool, expected: bool, strips: bool = False) -> str:
-    """Return the colour scale of heat maps, or of strips, and the key of the outline if `expected`."""
-    shares = (-1, -0.25, 0, 0.25, 1) if signed else (0, 0.1, 0.25, 0.5, 1)
-    marks = []
-    for share in shares:
-        place = (1 if share >= 0 else -1) * abs(share) ** 0.5
-        marks.append(f'<span style="left:{100 * ((place + 1) / 2 if signed else place):.4g}%">{share:.0%}</span>')
-    ramp = ("diverging" if signed else "sequential") + ("-strip" if strips else "")
-    outlined = '<div><span class="box"></span>expected</div>' if expected else ""
-    return (
-        f'<div class="ula-legend"><div class="scale"><div class="ramp" style="background:var(--{ramp})"></div>'
-        f'<div class="marks">{"".join(marks)}</div></div>'
-        f"<div>share of the largest score in each picture</div>{outlined}</div>"
-    )
-
-
 def _is_number(cell: object) -> bool:
     return isinstance(cell, int | float) and not isinstance(cell, bool)
 
@@ -132,8 +127,8 @@ def _asset(name: str) -> str:
 def _style() -> str:
     def colours(theme: str) -> str:
         ramps = {"sequential": SEQUENTIAL, "diverging": DIVERGING}
-        scales = "".join(f"--{name}:linear-gradient(90deg,{','.join(r[theme])});" for name, r in ramps.items())
-        return f".ula{{{scales}--expected:{OUTLINE[theme]}}}"
+        stops = "".join(f"--{name}:{','.join(ramp[theme])};" for name, ramp in ramps.items())
+        return f"{{{stops}--expected:{OUTLINE[theme]}}}"
 
-    dark = f"@media (prefers-color-scheme:dark){{{colours('dark')}}}"
-    return _asset("page.css") + colours("light") + dark
+    dark = f"@media (prefers-color-scheme:dark){{.ula:not([data-print]){colours('dark')}}}"
+    return f"{_asset('page.css')}.ula{colours('light')}{dark}"

@@ -38,12 +38,14 @@ def largest(scores: Float[Array, "..."]) -> float:
     return float(np.abs(scores, where=np.isfinite(scores), out=np.zeros(scores.shape)).max(initial=0.0))
 
 
-def relative(scores: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return sign(v) sqrt(|v| / max |v|), in [-1, 1]: the position of each score v on the colour scale.
+def relative(scores: Float[Array, "..."], limit: float | None = None) -> Float[Array, "..."]:
+    """Return sign(v) sqrt(|v| / limit): the position of each score v on the colour scale, in [-1, 1] up to the limit.
+
+    `limit` is max |v| by default.
 
     The square root keeps small scores visible next to the diagonal's large ones and preserves their order.
     """
-    return np.sign(scores) * np.sqrt(np.abs(scores) / (largest(scores) or 1.0))
+    return np.sign(scores) * np.sqrt(np.abs(scores) / (limit or largest(scores) or 1.0))
 
 
 def outline(pattern: Bool[Array, "row column"]) -> list[tuple[int, int, int, int]]:

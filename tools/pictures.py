@@ -1,0 +1,45 @@
+"""`python -m tools.pictures`: draw the pictures of docs/gallery.md and docs/analysis by running their programs.
+
+A program leaves its picture in the variable `figure`.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+DOCS = Path(__file__).parents[1] / "docs"
+GALLERY = DOCS / "gallery.md"
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+_LINK = re.compile(r"^!\[.*\]\((gallery/\w+\.png)\)$", re.M)
+
+
+def programs() -> Iterator[tuple[Path, list[str]]]:
+    """Yield each picture with the blocks of the program that draws it."""
+    for page in sorted((DOCS / "analysis").glob("*.md")):
+        yield page.with_suffix(".png"), _BLOCK.findall(page.read_text())
+    for section in GALLERY.read_text().split("\n## ")[1:]:
+        ((link,), blocks) = _LINK.findall(section), _BLOCK.findall(section)
+        yield DOCS / link, blocks
+
+
+def figure_of(blocks: list[str], name: str) -> Any:
+    """Run blocks in one namespace, and return their variable `figure`."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks:
+        exec(compile(block, name, "exec"), names)
+    return names["figure"]
+
+
+def main() -> None:
+    """Write all pictures."""
+    for path, blocks in tqdm(list(programs())):
+        path.parent.mkdir(exist_ok=True)
+        figure_of(blocks, path.stem).savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

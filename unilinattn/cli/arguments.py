@@ -1,0 +1,101 @@
+"""Arguments of the commands. Importing this module imports no torch, so that `--help` is printed at once."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+METHODS = ("logit", "raw", "rollout", "attribution", "latim", "alti")
+"""Default methods of `compare` and `evaluate`."""
+
+OUT = Path("unilinattn-report")
+DTYPES = "float32, float64, bfloat16, float16"
+
+
+def parser(version: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return the parser of the command line, and that of `evaluate`, which has no arguments yet."""
+    parser = argparse.ArgumentParser(
+        prog="unilinattn",
+        description="The attention matrix hidden in linear RNNs and Transformers, exact and explained.",
+    )
+    parser.add_argument("--version", action="version", version=f"unilinattn {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _compare(commands)
+    evaluate = commands.add_parser(
+        "evaluate", help="methods and metrics on the trained models or on local checkpoints: one table"
+    )
+    _explain(commands)
+    _decomposition(commands)
+    listing = commands.add_parser("list", help="the registered architectures and methods, or one with its options")
+    listing.add_argument("name", nargs="?", metavar="NAME", help="name of a method or an architecture")
+    return parser, evaluate
+
+
+def _compare(commands: Any) -> None:
+    side = commands.add_parser(
+        "compare",
+        help="the trained models, or local checkpoints on texts, side by side: tables and a report",
+        description="Without PATH the trained models are measured on tasks with known answers. Local checkpoints are "
+        "measured on texts: reconstruction errors, statistics and similarity of the attention maps, and the deletion "
+        "curve of each method.",
+    )
+    side.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        metavar="PATH",
+        help="folders, each with a causal language model and its tokenizer",
+    )
+    side.add_argument("--text", action="append", help="a text for the checkpoints; may be repeated")
+    side.add_argument(
+        "--texts", type=Path, metavar="FILE", help=".txt with a text on each line, or JSON lines with the field `text`"
+    )
+    side.add_argument("--dtype", help=f"of checkpoints: {DTYPES} (default: as stored)")
+    side.add_argument("--task", help="of the trained models: copying, induction or all (default: all)")
+    side.add_argument("--models", nargs="+", metavar="MODEL", help="names of trained models (default: all)")
+    side.add_argument("--methods", nargs="+", metavar="METHOD", help=f"methods (default: {' '.join(METHODS)})")
+    side.add_argument("--out", type=Path, default=OUT, help=f"folder of the report (default: {OUT})")
+
+
+def _explain(commands: Any) -> None:
+    one = commands.add_parser("explain", help="explain a local checkpoint on a text")
+    one.add_argument("path", type=Path, metavar="PATH", help="folder with a causal language model and its tokenizer")
+    one.add_argument("--text", required=True, help="the input")
+    one.add_argument(
+        "--method",
+        help="name of a method, see `unilinattn list` (default: logit; without logits alti over all layers)",
+    )
+    one.add_argument(
+        "--target",
+        default="-1",
+        help="position to explain, negative from the end, or a text that occurs once, for its last token (default: -1)",
+    )
+    one.add_argument(
+        "--logit",
+        nargs="+",
+        metavar="TOKEN",
+        help="token (id or text) whose logit is explained, or two: their difference",
+    )
+    one.add_argument("--scope", help="stages that form the attention matrix: core, mixer or unified")
+    one.add_argument(
+        "--option",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="further options of the method, such as p=1; `unilinattn list METHOD` prints them",
+    )
+    one.add_argument("--layer", default="mean", help="layer to print, an index or a name (default: their mean)")
+    one.add_argument("--dtype", help=f"{DTYPES} (default: as stored)")
+    one.add_argument(
+        "--trust",
+        default="require",
+        choices=("require", "warn"),
+        help="a layer that misses the model's own output is an error (require, default) or a warning (warn)",
+    )
+    one.add_argument("--out", type=Path, help="file for the result: .html, .png or .safetensors")
+
+
+def _decomposition(commands: Any) -> None:
+    split = commands.add_parser("decomposition", help="errors of LaTIM's splits of the activation, by layer")
+    split.add_argument("path", type=Path, nargs="?", metavar="PATH", help="a checkpoint (default: the trained models)")
+    split.add_argument("--text", help="the input of the checkpoint")
+    split.add_argument("--out", type=Path, help="folder for decomposition.png and decomposition.json")

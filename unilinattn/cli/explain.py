@@ -1,0 +1,157 @@
+"""The command `unilinattn explain`: the scores of one method for a local checkpoint on a text."""
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from unilinattn.errors import ExactnessWarning, OptionError, ResultFileError, UncoveredError
+from unilinattn.evaluation import command, report
+from unilinattn.evaluation.checkpoints import load_checkpoint
+from unilinattn.evaluation.side_by_side import quiet_hosts
+from unilinattn.methods.run import explain
+from unilinattn.methods.targets import position_of
+from unilinattn.registry import method as registered
+from unilinattn.results.attribution import Attribution
+from unilinattn.results.panels import counts_residual
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.text import token_text
+from unilinattn.tracing.trace import Trace, trace
+
+BAR = 40
+"""Characters of the longest bar."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Explain a local checkpoint on a text: print its tokens' scores for the target, and save them with --out."""
+    if options.method is not None:
+        registered(options.method)
+    _check_out(options.out)
+    with quiet_hosts():
+        host, tokenizer = load_checkpoint(options.path, options.dtype)
+        observed = trace(host, options.text, tokenizer=tokenizer)
+        target = position_of(observed, _integer(options.target))
+        chosen = _method_options(options)
+        with warnings.catch_warnings():
+            # The doubts are printed below.
+            warnings.simplefilter("ignore", ExactnessWarning)
+            result = explain(observed, method=options.method, target=target, trust=options.trust, **chosen)
+    assert result.tokens is not None
+    texts, place = result.tokens[0], int(observed.positions(-1 if target is None else target)[0])
+    column, scores = _shown_scores(result, options.layer)
+    scope = f", scope {result.scope}" if result.scope else ""
+    print(f"{observed.model} from {options.path}, {len(observed.layers)} layers")
+    print(_layer_lines(observed))
+    print(f"\n{result.method}{scope}: scores for position {place} {texts[place]!r}, {column}")
+    if (following := _prediction(observed, place, tokenizer)) is not None:
+        print(f"the model predicts {following!r} after it")
+    label = "the token itself and the residual stream" if counts_residual(result) else "the token itself"
+    print(bar_chart(texts, scores, place, label))
+    if result.method == "logit":
+        print(_sum_line(result))
+    for doubt in result.warnings:
+        print(f"\nWARNING: {doubt}")
+    if options.out is not None:
+        _save(result, options.out)
+        print(f"\nSaved to {options.out}")
+
+
+def _integer(text: str) -> int | str:
+    """Return a number as an int, another text as it is."""
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
+def _method_options(options: argparse.Namespace) -> dict[str, Any]:
+    chosen: dict[str, Any] = dict(command.option("--option", pair) for pair in options.option)
+    if options.scope is not None:
+        chosen["scope"] = options.scope
+    if options.logit is not None:
+        tokens = tuple(map(_integer, options.logit))
+        if len(tokens) > 2:
+            raise OptionError(f"--logit takes one token, or two for their difference; got {len(tokens)}.")
+        chosen["logit"] = tokens[0] if len(tokens) == 1 else tokens
+    return chosen
+
+
+def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:
+    """Return the title of the printed column and the score of each key."""
+    if "layer" not in result.dims:
+        if layer != "mean":
+            raise OptionError(f"{result.method} has no layers to choose from here; leave --layer out.")
+        return "all layers", result.scores.flatten()
+    if layer == "mean":
+        count = len(result.layers)
+        column = f"mean over {count} layers (--layer shows one)" if count > 1 else result.layers[0]
+        return column, result.scores.mean(0).flatten()
+    one = result.select(layer=int(layer) if layer.lstrip("-").isdecimal() else layer)
+    return one.layers[0], one.scores.flatten()
+
+
+def _layer_lines(observed: Trace) -> str:
+    names = [layer.name for layer in observed.layers]
+    kinds = [layer.kind for layer in observed.layers]
+    wide, kind_wide = max(map(len, names)), max(map(len, kinds))
+    lines = [f"  {'layer'.ljust(wide + 4)}  {'mixer'.ljust(kind_wide)}  reconstruction error"]
+    for index, layer in enumerate(observed.layers):
+        error = _error_text(layer)
+        lines.append(f"  {index:>2}  {layer.name.ljust(wide)}  {layer.kind.ljust(kind_wide)}  {error}")
+    return "\n".join(lines)
+
+
+def _error_text(layer: Layer) -> str:
+    try:
+        return report.error_text(layer.reconstruction_error())
+    except UncoveredError:
+        return "not covered: only its core is"
+
+
+def _prediction(observed: Trace, place: int, tokenizer: Any) -> str | None:
+    logits = getattr(observed.output, "logits", None)
+    return None if logits is None else token_text(tokenizer, int(logits[0, place].argmax()))
+
+
+def bar_chart(texts: Sequence[str], scores: Tensor, own: int, own_name: str) -> str:
+    """Return a line with the score of each token: `own` first, then the others with bars relative to the largest."""
+    shown = [text if text.isprintable() and text == text.strip() else repr(text) for text in texts]
+    wide = max(map(len, shown))
+    others = [place for place in range(len(shown)) if place != own]
+    largest = max((abs(float(scores[place])) for place in others), default=0.0) or 1.0
+    lines = [f"  {own:>4}  {shown[own].ljust(wide)}  {float(scores[own]):>10.4g}  {own_name}, no bar"]
+    for place in others:
+        score = float(scores[place])
+        bar = ("#" if score >= 0 else "-") * round(BAR * abs(score) / largest)
+        lines.append(f"  {place:>4}  {shown[place].ljust(wide)}  {score:>10.4g}  {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def _sum_line(result: Attribution) -> str:
+    """Return the line that adds up the shares of a logit."""
+    bias, value, gap = (float(result.extras[name][0]) for name in ("bias", "logit", "gap"))
+    return (
+        f"  tokens {float(result.scores.sum()):.4g} + biases {bias:.4g} = {value:.4g}, the model's own logit, "
+        f"to {gap:.0e}"
+    )
+
+
+def _check_out(out: Path | None) -> None:
+    if out is None:
+        return
+    if out.suffix not in (".html", ".png", ".safetensors"):
+        raise OptionError(f"--out {out} has the ending {out.suffix!r}; accepted: .html, .png, .safetensors.")
+    if not out.parent.is_dir():
+        raise ResultFileError(f"Cannot save to {out}: there is no folder {out.parent}; create it first.")
+
+
+def _save(result: Attribution, out: Path) -> None:
+    try:
+        if out.suffix == ".html":
+            result.to_html(out)
+        elif out.suffix == ".png":
+            result.plot().savefig(out)
+        else:
+            result.save(out)
+    except OSError as error:
+        raise ResultFileError(f"Cannot save to {out}: {error.strerror or error}.") from error

@@ -1,0 +1,136 @@
+"""`explain_generation`: generate text, and explain every generated token by one trace of the finished text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from unilinattn.errors import OptionError
+from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.run import Tokens, chosen_method, labels_of_tokens, run_method
+from unilinattn.progress import bars
+from unilinattn.progress import progress as steps
+from unilinattn.results.attribution import Attribution
+from unilinattn.tracing.generation import generated, prompt_ids
+from unilinattn.tracing.text import words_of
+from unilinattn.tracing.trace import trace
+from unilinattn.tracing.trust import Trust, trusting
+from unilinattn.tracing.wrappers import unwrapped
+
+
+def explain_generation(
+    model: nn.Module,
+    prompt: Any,
+    *,
+    tokenizer: Any = None,
+    max_new_tokens: int = 20,
+    method: str | None = None,
+    generate_kwargs: Mapping[str, Any] | None = None,
+    tokens: Tokens | None = None,
+    max_memory: int | None = None,
+    progress: bool = True,
+    trust: Trust = "require",
+    **options: Any,
+) -> Attribution:
+    """Generate text by `model.generate`, and explain every generated token: one row each.
+
+    The finished text is traced once. The row of a generated token explains its own logit at the position before it,
+    from which it was generated; methods that explain no logit give the row of that position.
+
+    Scores: (batch 1, query, key), with a `layer` axis in front for a method that keeps one. The queries are the
+    generated tokens, labelled by `query_tokens`, and the keys are the tokens of the finished text, the prompt's first.
+    The scores of a token itself and of those behind it are zero. Extras have the query axis too: with `logit`, the
+    shares and `bias` of a row sum to its `logit`, up to its `gap`. `completeness_gap` is that of the worst row. The
+    options "target" and "logit" of the result hold the position and the id of each row.
+
+    Cost: one generation, one trace, and the method for one target a token; `logit`, `lrp` and the other methods of the
+    frozen model share one run of it, and each token costs a backward pass.
+
+    Args:
+        model: a causal language model with `generate`, as transformers has.
+        prompt: a text, its token ids (1, length), or a mapping with `input_ids`.
+        tokenizer: the tokenizer of the prompt, which also labels the tokens.
+        max_new_tokens: largest number of generated tokens; fewer if the model ends its text.
+        method: name of the method, by default `logit`.
+        generate_kwargs: further arguments of `model.generate`, such as {"do_sample": True}; greedy by default.
+        tokens: labels of the finished text's tokens, or a tokenizer for them.
+        max_memory, progress, trust: as in `explain`.
+        options: options of the method, but no `target` or `logit`.
+
+    Raises `InputError` for several prompts, prompts with images or padding, and for more tokens than the model has
+    positions; `OptionError` for `target` and `logit`; `UncoveredError` for a model that does not generate; and the
+    errors of `explain`.
+    """
+    for name in ("target", "logit"):
+        if name in options:
+            raise OptionError(
+                f"{name}={options[name]!r}: every generated token is explained, by its own logit; for another {name} "
+                "call explain on the finished text."
+            )
+    settings = dict(generate_kwargs or {})
+    with limited_to(max_memory), bars(progress), trusting(trust):
+        host = unwrapped(model)
+        before = prompt_ids(host, prompt, tokenizer)
+        ids = generated(host, before, max_new_tokens, settings)
+        traced = trace(host, {"input_ids": ids})
+        entry, options = chosen_method(method, options, traced)
+        positions = list(range(before.shape[1] - 1, ids.shape[1] - 1))
+        targets = ids[0, before.shape[1] :].tolist()
+        names_a_logit = entry.options is not None and "logit" in entry.options.model_fields
+        rows = []
+        with traced.one_frozen_run(positions):
+            for position, token in zip(steps(positions, "generated tokens"), targets, strict=True):
+                named = {"logit": token} if names_a_logit else {}
+                rows.append(run_method(entry, traced, position, {**options, **named}))
+    stored = {
+        **rows[0].options,
+        "target": [positions],
+        **({"logit": [targets]} if names_a_logit else {}),
+        "max_new_tokens": max_new_tokens,
+        "generate_kwargs": {name: _plain(value) for name, value in settings.items()},
+    }
+    labels: dict[str, Any] = {}
+    labelled_by = tokenizer if tokens is None else tokens
+    if labelled_by is not None:
+        texts = labels_of_tokens(labelled_by, traced)
+        labels = {"tokens": texts, "query_tokens": [row[before.shape[1] :] for row in texts]}
+    if tokenizer is not None and (found := words_of(tokenizer, ids[0].tolist(), before.shape[1])) is not None:
+        labels |= {"word_ids": [found[0]], "offsets": [found[1]]}
+    return replace(_stacked(rows, positions), options=stored, **labels)
+
+
+def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attribution:
+    """Return results of one target each as one result with a query axis, with zeros at keys behind the targets."""
+    first = rows[0]
+    extras = {}
+    for name in first.extras:
+        parts = [row.extras[name] for row in rows]
+        if parts[0].shape == first.scores.shape:
+            extras[name] = _causal(torch.stack(parts, -2), positions)
+        elif parts[0].shape == first.scores.shape[:-1]:
+            extras[name] = torch.stack(parts, -1)
+        else:
+            # One number for each layer, such as its decomposition error: that of the worst row.
+            extras[name] = torch.stack(parts).amax(0)
+    gaps = [row.completeness_gap for row in rows if row.completeness_gap is not None]
+    return replace(
+        first,
+        scores=_causal(torch.stack([row.scores for row in rows], -2), positions),
+        dims=(*first.dims[:-1], "query", "key"),
+        extras=extras,
+        completeness_gap=max(gaps, default=None),
+        warnings=tuple(dict.fromkeys(warning for row in rows for warning in row.warnings)),
+    )
+
+
+def _causal(values: Float[Tensor, "*axes query key"], positions: Sequence[int]) -> Float[Tensor, "*axes query key"]:
+    """Return the values with exact zeros behind each row's position, where sampling and rounding leave others."""
+    keys = torch.arange(values.shape[-1], device=values.device)
+    return values.masked_fill(keys > torch.tensor(positions, device=values.device)[:, None], 0)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)

@@ -1,0 +1,184 @@
+"""Boards of results: the pictures of a page, one cell for each model and method."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from unilinattn.errors import InputError
+from unilinattn.results.panels import Panel, counts_residual, panels, patch_positions, target_key
+from unilinattn.results.scores import Scores, score_array
+from unilinattn.viz.board import Cell, Picture
+from unilinattn.viz.colours import Array
+from unilinattn.viz.image import pixels
+
+HIDDEN_EXTRAS = ("gap",)
+"""Extras of each query that a page does not list."""
+
+
+def cell(
+    result: Scores,
+    row: str,
+    column: str,
+    *,
+    batches: Sequence[int],
+    expected: Bool[Tensor, "..."] | None = None,
+    start: int = 0,
+    notes: Sequence[str] = (),
+) -> Cell:
+    """Return the pictures of one result for a board: one per layer and sequence.
+
+    The scores of a target without an image are one picture per sequence, whose rows are the layers. `expected`: a
+    boolean pattern, as in `Attribution.plot`. `start`: index of the layer to show first. `notes`: a text for each
+    layer.
+
+    Raises `InputError` if a sequence of `batches` does not exist or `expected` does not fit.
+    """
+    pictures: list[Picture] = []
+    for batch in batches:
+        made = panels(result, batch=batch, expected=expected)
+        one = result.select(batch=batch) if "batch" in result.dims else result
+        position = batch % result.sizes.get("batch", 1)
+        facts = _facts(one, made)
+        if made[0].kind == "strip":
+            pictures.append(_strip(result, batch, made, position, facts))
+        elif made[0].kind == "image":
+            pictures += _images(one, made, position, facts)
+        else:
+            pictures += _maps(one, made, position, facts)
+    return Cell(row, column, pictures, start, counts_residual(result), notes)
+
+
+def beneath(results: Iterable[Scores], image: Any) -> Array | None:
+    """Return the pixels of an image beneath the patches of results, or None without an image.
+
+    Raises `InputError` if no result has a grid of patches, or if the image does not fit one.
+    """
+    if image is None:
+        return None
+    grids = dict.fromkeys(result.grid for result in results if result.grid is not None)
+    if not grids:
+        raise InputError("`image` is for scores of an image's patches, and these have no grid; leave it out.")
+    return [pixels(image, grid) for grid in grids][-1]
+
+
+def explained(result: Scores, batch: int = 0) -> str:
+    """Return a sentence on the explained value of a sequence: target, its token and the logit, where recorded."""
+    one = result.select(batch=batch) if "batch" in result.dims else result
+    tokens = None if one.tokens is None else one.tokens[0]
+    if one.mask is not None and tokens is not None:
+        tokens = [text for text, real in zip(tokens, one.mask[0].tolist(), strict=True) if real]
+    count = one.sizes["key"] if one.mask is None else int(one.mask[0].sum())
+    place = None if "query" in result.dims else target_key(result, batch, count)
+    if place is None:
+        where = "for each query" if "query" in result.dims else ""
+    else:
+        where = f"at position {place}" + ("" if tokens is None else f" “{tokens[place]}”")
+    if "logit" not in result.options:
+        return f"Scores of the keys {where}." if where else ""
+    chosen, value = result.options["logit"], one.extras.get("logit")
+    what = "the logit of the model's prediction"
+    if isinstance(chosen, int):
+        what = f"the logit of token {chosen}"
+    elif isinstance(chosen, list) and "query" in result.dims:
+        what = "the logit of the generated token"
+    elif isinstance(chosen, list):
+        what = f"the difference of the logits of tokens {' and '.join(map(str, chosen))}"
+    elif chosen is not None:
+        what = f"the function {chosen}"
+    numbers = {f"{number:.4g}" for number in value.flatten().tolist()} if value is not None else set()
+    equal = f" = {numbers.pop()}" if len(numbers) == 1 else ""
+    return f"Explains {what} {where}".rstrip() + f"{equal}."
+
+
+def _strip(
+    result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]
+) -> Picture:
+    values = np.concatenate([panel.values for panel in made])
+    for row, panel in zip(values, made, strict=True):
+        if panel.own is not None:
+            row[panel.own[0]] = panel.own[1]
+    composed = len(made) == 1
+    return Picture(
+        values,
+        made[0].title if composed else f"{len(made)} layers",
+        _notes(made[0]) if composed else "",
+        sequence,
+        ("layer", "key"),
+        column_tokens=made[0].column_tokens,
+        row_titles=[panel.title for panel in made],
+        query=target_key(result, batch, values.shape[1]),
+        expected=None if made[0].expected is None else np.concatenate([_pattern(panel) for panel in made]),
+        facts={name: [number for numbers in facts for number in numbers[name]] for name in facts[0]},
+    )
+
+
+def _images(
+    one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]
+) -> list[Picture]:
+    places, tokens = patch_positions(one), None if one.tokens is None else one.tokens[0]
+    stacked = score_array(one).astype(np.float64).reshape(len(made), 1, -1)
+    pictures = []
+    for panel, values, numbers in zip(made, stacked, facts, strict=True):
+        pattern = np.zeros(values.shape, dtype=bool)
+        if panel.expected is not None:
+            pattern[0, places] = panel.expected.ravel()
+        pictures.append(
+            Picture(
+                values,
+                panel.title,
+                _notes(panel),
+                sequence,
+                ("target", "patch"),
+                column_tokens=tokens,
+                expected=None if panel.expected is None else pattern,
+                grid=one.grid,
+                places=places,
+                facts=numbers,
+            )
+        )
+    return pictures
+
+
+def _maps(one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]) -> list[Picture]:
+    places = None if one.grid is None else patch_positions(one)
+    return [
+        Picture(
+            panel.values,
+            panel.title,
+            _notes(panel),
+            sequence,
+            row_tokens=panel.row_tokens,
+            column_tokens=panel.column_tokens,
+            expected=panel.expected,
+            grid=one.grid,
+            places=places,
+            facts=numbers,
+        )
+        for panel, numbers in zip(made, facts, strict=True)
+    ]
+
+
+def _notes(panel: Panel) -> str:
+    return ", ".join(note for note in (panel.mixer, *panel.notes) if note)
+
+
+def _pattern(panel: Panel) -> Bool[Array, "row column"]:
+    return np.zeros(panel.values.shape, dtype=bool) if panel.expected is None else panel.expected
+
+
+def _facts(one: Scores, made: Sequence[Panel]) -> list[dict[str, list[float]]]:
+    """Return the extras of each query, by panel and name; padded queries are left out."""
+    shape = tuple(one.scores.shape[:-1])
+    square = one.sizes.get("query") == one.sizes["key"]
+    real = one.mask[0].cpu().numpy() if square and one.mask is not None else None
+    found: list[dict[str, list[float]]] = [{} for _ in made]
+    for name, tensor in sorted(one.extras.items(), key=lambda item: item[0] != "logit"):
+        if tuple(tensor.shape) != shape or name in HIDDEN_EXTRAS:
+            continue
+        values: Float[Array, "layer query"] = tensor.double().cpu().numpy().reshape(len(made), -1)
+        for numbers, row in zip(found, values, strict=True):
+            numbers[name] = (row if real is None else row[real]).tolist()
+    return found

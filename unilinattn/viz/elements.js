@@ -1,0 +1,30 @@
+// Elements and texts of the page's controls.
+
+/** An element with attributes, properties of which a function is a listener, and children. */
+function make(/** @type {string} */ tag, /** @type {Object<string, any>} */ attributes = {}, /** @type {any[]} */ ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter(child => child !== null && child !== undefined));
+  return element;
+}
+
+/** A score to three digits. */
+function digits(/** @type {number} */ value) {
+  if (!Number.isFinite(value)) return String(value);
+  const size = Math.abs(value);
+  return value === 0 ? "0" : size < 1e-3 || size >= 1e5 ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+}
+
+/** A choice among named values. */
+function picker(
+  /** @type {string} */ name, /** @type {Object<string, string>} */ choices, /** @type {string} */ chosen,
+  /** @type {(value: string) => void} */ choose,
+) {
+  const options = Object.entries(choices).map(([value, text]) => make("option", { value, selected: value === chosen }, text));
+  const select = /** @type {HTMLSelectElement} */ (make("select", { "aria-label": name }, ...options));
+  select.addEventListener("change", () => choose(select.value));
+  return select;
+}
