@@ -4,6 +4,7 @@ A program leaves its picture in the variable `figure`.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ def programs() -> Iterator[tuple[Path, list[str]]]:
 
 def figure_of(blocks: list[str], name: str) -> Any:
     """Run blocks in one namespace, and return their variable `figure`."""
+    if str(DOCS / "examples") not in sys.path:
+        sys.path.append(str(DOCS / "examples"))
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks:
         exec(compile(block, name, "exec"), names)

@@ -1,5 +1,7 @@
 """The documentation: outputs of its programs, quoted files, links, and completeness."""
 
+import importlib
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 import unilinattn
 from tests.docs import pages
+from tools import notebooks, pictures
 from unilinattn import errors, list_methods
 
 every_page = pytest.mark.parametrize("page", pages.pages(), ids=lambda page: str(page.relative_to(pages.ROOT)))
@@ -83,9 +86,53 @@ def test_the_api_reference_covers_the_public_surface() -> None:
 def test_the_readme_is_short_and_opens_with_a_program() -> None:
     lines = pages.README.read_text().splitlines()
     assert len(lines) < 120
-    (program,) = [block for block in pages.blocks(pages.README) if block.kind == "python"]
+    program, own = [block for block in pages.blocks(pages.README) if block.kind == "python"]
     assert len(program.text.splitlines()) <= 10
     assert lines.index("```python") < 12
+    # With `pip install`, the first picture of one's own checkpoint takes five lines.
+    assert len(own.text.split("\n\n")) == 2 and len(own.text.replace("\n\n", "\n").splitlines()) == 4
+
+
+def test_the_readme_draws_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(pages.EXAMPLES)
+    train = importlib.import_module("train_checkpoint")
+    train.train(train.mamba2, "checkpoint", steps=1)
+    _, own = [block for block in pages.blocks(pages.README) if block.kind == "python"]
+    exec(compile(own.text, "README.md", "exec"), {})
+    assert "<title>logit of Mamba2ForCausalLM</title>" in (tmp_path / "scores.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_gallery_draw_its_pictures(tmp_path: Path) -> None:
+    drawn = [(path, blocks) for path, blocks in pictures.programs() if path.parent.name == "gallery"]
+    assert len(drawn) == 10
+    assert {path for path, _ in drawn} == set((pages.DOCS / "gallery").glob("*.png"))
+    for path, blocks in drawn:
+        (program,) = blocks
+        assert len(program.splitlines()) <= 12
+        figure = pictures.figure_of([program], path.stem)
+        figure.savefig(tmp_path / path.name)
+        assert figure.axes and (tmp_path / path.name).stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name", notebooks.PAGES)
+def test_a_notebook_has_the_programs_of_its_page_with_their_outputs(name: str) -> None:
+    page = pages.DOCS / name
+    stored = json.loads((notebooks.FOLDER / page.with_suffix(".ipynb").name).read_text())["cells"]
+    plain = [{**cell, "execution_count": None, "outputs": []} if "outputs" in cell else cell for cell in stored]
+    assert plain == notebooks.cells(page)
+    code = [cell for cell in stored if "outputs" in cell]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    printed = {
+        "".join(cell["source"]): "".join(output["text"])
+        for cell in code
+        for output in cell["outputs"]
+        if output["output_type"] == "stream"
+    }
+    shown = {source.text.strip("\n"): output.text for source, output in pages.shown(page) if source.kind == "python"}
+    assert printed.keys() == shown.keys()
+    assert all(pages.same(shown[source], printed[source]) for source in shown)
 
 
 @pytest.mark.parametrize(
