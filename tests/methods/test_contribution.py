@@ -171,9 +171,10 @@ def test_normalisation_follows_the_mean_over_heads() -> None:
         assert relative_error(result.scores, expected) <= LIMIT
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("sign", "count"), [("clamp", 1), ("keep", 1), ("keep", 3)])
-def test_padding_takes_no_part_in_a_layer(sign: Any, count: int) -> None:
-    found, real = leaking(), real_tokens("left")
+def test_padding_takes_no_part_in_a_layer(sign: Any, count: int, side: str) -> None:
+    found, real = leaking() if side == "left" else traced("llama", side), real_tokens(side)
     layer = found.layers[0]
     rows, changed = torch.rand(2, BATCH, count, LENGTH, dtype=torch.float64)
     changed = torch.where(real[:, None], rows, changed)

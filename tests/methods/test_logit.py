@@ -32,6 +32,9 @@ def test_each_row_is_the_target_at_its_position(side: str) -> None:
         assert torch.allclose(one.scores, every.scores[rows, place], rtol=1e-9, atol=1e-12)
         for name in ("bias", "logit", "gap", "remainder"):
             assert torch.allclose(one.extras[name], every.extras[name][rows, place], rtol=1e-9, atol=1e-9)
+    ratios = every.extras["gap"] / every.extras["logit"].abs().clamp_min(1e-300)
+    assert every.completeness_gap == pytest.approx(float(ratios.max()), rel=1e-9, abs=0)
+    assert float(ratios.min()) < float(ratios.max())
     # Later tokens have no share in an earlier logit.
     assert not every.scores.triu(1).any()
     total = every.scores.double().sum(-1) + every.extras["bias"] + every.extras["remainder"]
