@@ -182,6 +182,26 @@ def test_explain_saves_pictures(checkpoints: Path, tmp_path: Path, ending: str, 
     assert out.read_bytes().startswith(start)
 
 
+def test_explain_explains_generated_tokens(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "result.safetensors"
+    command = ["explain", str(checkpoints / "mamba"), "--text", TEXT, "--generate", "3", "--out", str(out)]
+    assert cli.main(command) == 0
+    result = Attribution.load(out)
+    assert result.dims == ("batch", "query", "key") and result.tokens is not None
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("     ")]
+    assert len(rows) == result.scores.shape[1] <= 3
+    length = len(result.tokens[0]) - len(rows)
+    for place, (line, row) in enumerate(zip(rows, result.scores[0], strict=True), length):
+        assert line.split()[:2] == [str(place), repr(result.tokens[0][place])]
+        largest = int(row.abs().argmax())
+        assert f"{result.tokens[0][largest]!r} {float(row[largest]):.3g}" in line
+    for option in ("target", "logit"):
+        error = fails(capsys, *command[:-2], f"--{option}", "1")
+        assert f"leave --{option} out" in error
+
+
 def test_the_logit_is_a_token_an_id_or_two(checkpoints: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.safetensors"
     arguments = ["explain", str(checkpoints / "llama"), "--text", TEXT, "--method", "attribution", "--out", str(out)]

@@ -78,7 +78,9 @@ def page(found: ModelComparison) -> str:
         "exact its operators are, what its maps look like, and which tokens its own prediction depends on."
     )
     curves = [_table(_curves(name, one)) for name, one in found.models.items()]
+    scores = [] if found.shown is None else [("Scores on the first text", found.shown._repr_html_())]
     sections = [
+        *scores,
         ("Models", _table(model_rows(found))),
         (
             "Which tokens the prediction depends on",
@@ -89,7 +91,6 @@ def page(found: ModelComparison) -> str:
             _table(similarity_rows(found)) + blocks.details("Every two layers", *map(_table, _matrices(found))),
         ),
         ("Layers", _table(layer_rows(found))),
-        *([] if found.shown is None else [("Scores on the first text", found.shown._repr_html_())]),
         (
             "How it was measured",
             "".join(blocks.paragraph(remark) for remark in remarks(found))

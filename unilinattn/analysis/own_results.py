@@ -14,6 +14,7 @@ from unilinattn.errors import OptionError, nearest
 from unilinattn.evaluation.perturbation import PerturbationCurve
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.scores import count_kinds
+from unilinattn.viz.blocks import cell_text
 
 RANDOM = "random"
 """Row of the deletion curve of random orders, to compare with."""
@@ -127,14 +128,7 @@ def _text(rows: Iterable[Row]) -> str:
     head, *lines = rows
     # Names come before the numbers.
     texts = next((place for place, cell in enumerate(lines[0]) if not isinstance(cell, str)), len(head))
-    return text_table([str(name) for name in head], [[_cell(cell) for cell in row] for row in lines], texts=texts)
-
-
-def _cell(value: object) -> str:
-    """Return the text of a cell, of numbers as in `blocks.table`."""
-    if isinstance(value, float):
-        return f"{value:.3f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
-    return str(value)
+    return text_table([str(name) for name in head], [[cell_text(cell) for cell in row] for row in lines], texts=texts)
 
 
 def model_rows(found: ModelComparison) -> Iterator[Row]:

@@ -1,6 +1,6 @@
 """Mamba-2 and its relatives: the state-space dual SSD with one decay per head, then a gated norm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def falcon_h1(call: Call) -> Flow:
     return flow.matrix(*call.affine(host.out_proj), role="output")
 
 
-def _gated_norm(call: Call, limit: tuple[float, float]) -> Flow:
+def _gated_norm(call: Call, limit: Sequence[float]) -> Flow:
     """Build a layer with the order of most hosts: SSD, gate, RMS norm, output projection."""
     host, tensor = call.host, call.tensor
     flow, gate = _mixed(call, call.affine(host.in_proj), limit)
@@ -96,7 +96,7 @@ def _gated_norm(call: Call, limit: tuple[float, float]) -> Flow:
     return flow.matrix(*call.affine(host.out_proj), role="output")
 
 
-def _mixed(call: Call, projection: Affine, limit: tuple[float, float]) -> tuple[Flow, Callable[[], Tensor]]:
+def _mixed(call: Call, projection: Affine, limit: Sequence[float]) -> tuple[Flow, Callable[[], Tensor]]:
     """Return the flow up to the core and its skip, and a function that computes the frozen gate."""
     host, tensor = call.host, call.tensor
     call.refuse("seq_idx")

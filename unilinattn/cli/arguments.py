@@ -66,8 +66,10 @@ def _explain(commands: Any) -> None:
     )
     one.add_argument(
         "--target",
-        default="-1",
         help="position to explain, negative from the end, or a text that occurs once, for its last token (default: -1)",
+    )
+    one.add_argument(
+        "--generate", type=int, metavar="N", help="generate up to N tokens after the text, and explain each of them"
     )
     one.add_argument(
         "--logit",

@@ -12,6 +12,7 @@ from unilinattn.errors import ExactnessWarning, OptionError, ResultFileError, Un
 from unilinattn.evaluation import command, report
 from unilinattn.evaluation.checkpoints import load_checkpoint
 from unilinattn.evaluation.side_by_side import quiet_hosts
+from unilinattn.methods.generation import explain_generation
 from unilinattn.methods.run import explain
 from unilinattn.methods.targets import position_of
 from unilinattn.registry import method as registered
@@ -20,6 +21,9 @@ from unilinattn.results.panels import counts_residual
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.text import token_text
 from unilinattn.tracing.trace import Trace, trace
+
+LARGEST = 4
+"""Keys that are printed for each generated token."""
 
 BAR = 40
 """Characters of the longest bar."""
@@ -30,10 +34,13 @@ def run(options: argparse.Namespace) -> None:
     if options.method is not None:
         registered(options.method)
     _check_out(options.out)
+    if options.generate is not None:
+        _run_generation(options)
+        return
     with quiet_hosts():
         host, tokenizer = load_checkpoint(options.path, options.dtype)
         observed = trace(host, options.text, tokenizer=tokenizer)
-        target = position_of(observed, _integer(options.target))
+        target = position_of(observed, _integer("-1" if options.target is None else options.target))
         chosen = _method_options(options)
         with warnings.catch_warnings():
             # The doubts are printed below.
@@ -52,11 +59,47 @@ def run(options: argparse.Namespace) -> None:
     print(bar_chart(texts, scores, place, label))
     if result.method == "logit":
         print(_sum_line(result))
+    _finish(result, options.out)
+
+
+def _run_generation(options: argparse.Namespace) -> None:
+    """Generate tokens after the text, and print the largest scores for each of them."""
+    for name in ("target", "logit"):
+        if getattr(options, name) is not None:
+            raise OptionError(f"--generate explains every generated token by its own logit; leave --{name} out.")
+    with quiet_hosts(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExactnessWarning)
+        host, tokenizer = load_checkpoint(options.path, options.dtype)
+        result = explain_generation(
+            host,
+            options.text,
+            tokenizer=tokenizer,
+            max_new_tokens=options.generate,
+            method=options.method,
+            trust=options.trust,
+            **_method_options(options),
+        )
+    column, scores = _shown_scores(result, options.layer)
+    print(f"{result.model} from {options.path}, {len(result.layers)} layers\n")
+    print(f"{result.method}: largest scores for each generated token, {column}")
+    assert result.tokens is not None and result.query_tokens is not None
+    texts, made = result.tokens[0], result.query_tokens[0]
+    wide = max(len(repr(text)) for text in made)
+    first = len(texts) - len(made)
+    for place, (text, row) in enumerate(zip(made, scores.view(len(made), -1), strict=True), first):
+        largest = row.abs().argsort(descending=True)[:LARGEST].tolist()
+        named = "   ".join(f"{texts[key]!r} {float(row[key]):.3g}" for key in largest)
+        print(f"  {place:>4}  {repr(text).ljust(wide)}  {named}")
+    _finish(result, options.out)
+
+
+def _finish(result: Attribution, out: Path | None) -> None:
+    """Print the doubts about a result, and save it."""
     for doubt in result.warnings:
         print(f"\nWARNING: {doubt}")
-    if options.out is not None:
-        _save(result, options.out)
-        print(f"\nSaved to {options.out}")
+    if out is not None:
+        _save(result, out)
+        print(f"\nSaved to {out}")
 
 
 def _integer(text: str) -> int | str:

@@ -329,7 +329,8 @@ def require_fields(metrics: Sequence[Metric], samples: Sequence[Sample]) -> None
         for at, sample in enumerate(samples):
             for field in one.needs:
                 if getattr(sample, field) is None:
+                    free = ", ".join(name for name, metric in METRICS.items() if not metric.needs)
                     raise InputError(
-                        f"metric {one.name} needs `{field}`, and sample {sample.name or at} has none; give it, or "
-                        "leave the metric out."
+                        f"metric {one.name} needs `{field}`, and sample {sample.name or at} has none; give it, or take "
+                        f"metrics that need no known answer: {free}."
                     )

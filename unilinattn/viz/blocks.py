@@ -93,7 +93,7 @@ def table(
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{_classes(num=j in numeric, strong=(i, j) in strong)}>{escape(_cell(cell))}</td>"
+            f"<td{_classes(num=j in numeric, strong=(i, j) in strong)}>{escape(cell_text(cell))}</td>"
             for j, cell in enumerate(line)
         )
         + "</tr>"
@@ -107,10 +107,13 @@ def _is_number(cell: object) -> bool:
     return isinstance(cell, int | float) and not isinstance(cell, bool)
 
 
-def _cell(cell: object) -> str:
-    if isinstance(cell, float):
-        return f"{cell:.3f}" if cell == 0 or abs(cell) >= 1e-3 else f"{cell:.1e}"
-    return str(cell)
+def cell_text(cell: object) -> str:
+    """Return the text of a table's cell, of numbers with three digits; 0 stands for exactly zero."""
+    if not isinstance(cell, float):
+        return str(cell)
+    if cell == 0:
+        return "0"
+    return f"{cell:.3f}" if abs(cell) >= 1e-3 else f"{cell:.1e}"
 
 
 def _classes(**names: bool) -> str:
