@@ -331,6 +331,7 @@ def test_the_surface_and_the_root_are_small() -> None:
     assert len([path for path in PACKAGE.iterdir() if path.is_file()]) <= 10
 
 
+@pytest.mark.slow
 def test_public_names_survive_the_import_of_every_module() -> None:
     # The first import of a submodule binds its name on the package, where it could replace a public name.
     modules = [module_name(path) for path in package_files() if path.stem != "__main__"]

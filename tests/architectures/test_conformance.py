@@ -16,7 +16,9 @@ from unilinattn.testing.hosts import delta, recurrent
 from unilinattn.testing.hosts import reference as reference_hosts
 
 USUAL = ("bert", "gpt neox, parallel", "vit", "deepseek 3.2, selected keys", "glm 5 next")
-EVERY_HOST = [case for name, table in hosts.tables().items() for case in hosts.cases(table, USUAL, f"{name}/")]
+EVERY_HOST = [
+    case for name, table in hosts.tables().items() for case in hosts.cases(table, USUAL, f"{name}/", large=hosts.LARGE)
+]
 with_recurrence = hosts.every_host([host for host in HOSTS if host.architecture in RECURRENCES])
 
 

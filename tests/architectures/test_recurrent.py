@@ -162,7 +162,9 @@ def packed(lengths: tuple[int, ...], batch: int) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths]).expand(batch, -1)
 
 
-@pytest.mark.parametrize("name", ["recurrent gemma", "recurrent gemma, no convolution"])
+@pytest.mark.parametrize(
+    "name", ["recurrent gemma", pytest.param("recurrent gemma, no convolution", marks=pytest.mark.slow)]
+)
 def test_packed_sequences_are_segments(name: str) -> None:
     host, lengths = named(name), (4, 1, 8)
     model, ids = host.model().double(), torch.arange(26).reshape(2, 13)

@@ -75,7 +75,7 @@ def compared(name: str, inputs: dict[str, Tensor | None], bound: float = 1e-5) -
 
 @pytest.mark.parametrize("name", ["diagonal_scan", "diagonal_scan_adjoint"])
 @pytest.mark.parametrize(
-    ("length", "columns"), [(1, 1), (20, 5), *(pytest.param(*size, marks=SLOW) for size in ((3, 5), (63, 1), (130, 1)))]
+    ("length", "columns"), [(1, 1), (3, 5), *(pytest.param(*size, marks=SLOW) for size in ((20, 5), (63, 1), (130, 1)))]
 )
 def test_the_diagonal_scan_and_its_gradients(name: str, length: int, columns: int) -> None:
     compared(name, diagonal(length, columns))

@@ -16,6 +16,8 @@ from PIL import Image
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 6
 TOKENS = ["the", "cat", '=1+"2"', "漢", "\n", "end"]
 SHOWN = ["the", "cat", '=1+"2"', "漢", r"\n", "end"]
