@@ -54,6 +54,8 @@ def test_the_tutorial_shows_its_programs_and_its_wrong_adapters() -> None:
 
 def test_every_method_and_every_error_is_documented() -> None:
     assert {path.stem for path in (pages.DOCS / "methods").glob("*.md")} == {"index", *list_methods()}
+    for name in list_methods():
+        assert f"({name}.png)" in (pages.DOCS / "methods" / f"{name}.md").read_text()
     listed = set(re.findall(r"^\| `(\w+)` ", (pages.DOCS / "errors.md").read_text(), re.M))
     classes = [
         value for value in vars(errors).values() if isinstance(value, type) and value.__module__ == errors.__name__
