@@ -46,7 +46,7 @@ def test_one_channel_is_grey() -> None:
         (np.full((4, 6), np.nan), "nan"),
         (np.zeros((4, 6), dtype=np.int64), "int64"),
         (np.zeros((4, 6), dtype=np.uint16), "uint16"),
-        ("picture.png", "accepted"),
+        ("picture.png", "image is 'picture.png'; accepted"),
     ],
 )
 def test_other_images_are_refused(image: object, message: str) -> None:

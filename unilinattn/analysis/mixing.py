@@ -78,8 +78,8 @@ def taxonomy(trace: Trace) -> Taxonomy:
     Mixing is fixed if every token mixer has the same matrix for all sequences, up to rounding; it has diagonal data
     control if in addition a gate before the output projection differs. Matrices are compared by their products with
     one random vector, which differ whenever the matrices do, in time linear in length for mixers with a linear pass.
-    Activations and norms are not counted, since they scale each token by a function of its own value; nor are gates
-    inside or after the output projection, such as S4's GLU.
+    The comparison leaves out activations and norms, which mix no tokens, and gates inside or after the output
+    projection, such as S4's GLU.
 
     Raises `InputError` for a single sequence, for padding, and for a layer whose inputs are all equal.
     Source: HMA ACL Theorem 1 and Appendix C.

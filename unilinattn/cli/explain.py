@@ -103,7 +103,7 @@ def _finish(result: Attribution, out: Path | None) -> None:
 
 
 def _integer(text: str) -> int | str:
-    """Return a number as an int, another text as it is."""
+    """Convert `text` to an int if it is a decimal number; return it unchanged otherwise."""
     return int(text) if text.removeprefix("-").isdecimal() else text
 
 

@@ -30,7 +30,8 @@ def pixels(image: Any, grid: tuple[int, int]) -> Array:
     if values.ndim == 2:
         values = np.repeat(values[..., None], 3, axis=2)
     if values.ndim != 3 or values.shape[-1] != 3 or values.dtype.kind not in "fu" or 0 in values.shape:
-        raise InputError(f"image has shape {values.shape} of {values.dtype}; accepted: {ACCEPTED}.")
+        came = f"has shape {values.shape} of {values.dtype}" if values.dtype.kind in "biuf" else f"is {image!r:.60}"
+        raise InputError(f"image {came}; accepted: {ACCEPTED}.")
     height, width, _ = values.shape
     if height % grid[0] or width % grid[1]:
         raise InputError(
