@@ -1,9 +1,13 @@
 """Evaluations of an image classifier: patches in a grid, a CLS token between them, foreground masks."""
 
+import dataclasses
+
+import pytest
 import torch
 from torch.nn import functional
 
 import unilinattn as ula
+from unilinattn.errors import InputError
 from unilinattn.evaluation import Case, PerturbationTest, Sample, segmentation_scores
 from unilinattn.models.vim import VisionMamba
 
@@ -20,11 +24,14 @@ def test_an_image_classifier_is_measured_on_its_patches() -> None:
     valid = torch.zeros(5, dtype=torch.bool)
     valid[PATCHES] = True
     sample = Sample(inputs=pixels, target=CLS, valid=valid, grid=(2, 2), foreground=foreground, label=1)
+    other = torch.rand_like(pixels)
+    sample = dataclasses.replace(sample, reference=other)
     metrics = {
         "foreground_ap": "foreground_ap",
         "mean_iou": "mean_iou",
         "mean": ("activation_auac", {"masking": "mean"}),
         "blur": ("pruning_au_mse", {"masking": "blur"}),
+        "reference": ("positive_perturbation", {"masking": "reference"}),
     }
     table = ula.evaluate({"vim": model}, [sample], ["rollout", "logit"], metrics, baselines=["primacy"])
     for method in ("rollout", "logit"):
@@ -36,7 +43,11 @@ def test_an_image_classifier_is_measured_on_its_patches() -> None:
             name: PerturbationTest(model, pixels, patches, masking=name, labels=torch.tensor([1]))
             for name in ("mean", "blur")
         }
+        replaced = PerturbationTest(
+            model, pixels, patches, masking="reference", reference=other, labels=torch.tensor([1])
+        )
         expected = {
+            "reference": replaced.positive().area,
             "foreground_ap": found.foreground_ap,
             "mean_iou": found.mean_iou,
             "mean": tests["mean"].activation().area,
@@ -44,6 +55,10 @@ def test_an_image_classifier_is_measured_on_its_patches() -> None:
         }
         assert {row["metric"]: row["value"] for row in table.select(method=method)} == expected
     assert len(table.select(method="primacy")) == len(metrics)
+    with pytest.raises(InputError, match="metric positive_perturbation needs `reference`, and sample 0 has none"):
+        ula.evaluate(
+            {"vim": model}, [dataclasses.replace(sample, reference=None)], ["rollout"], {"r": metrics["reference"]}
+        )
 
 
 def test_every_other_key_reaches_a_query_of_a_bidirectional_model() -> None:

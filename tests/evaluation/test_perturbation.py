@@ -198,12 +198,13 @@ def test_the_blur_is_a_gaussian_mean_of_the_neighbours(sigma: float) -> None:
     torch.testing.assert_close(gaussian_blur(images, sigma)[0], expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("masking", ["zero", "mean", "blur"])
+@pytest.mark.parametrize("masking", ["zero", "mean", "blur", "reference"])
 def test_removed_patches_are_replaced_pixel_by_pixel(masking) -> None:
     model = Votes()
     images = torch.randn(2, 3, 6, 4, dtype=torch.float64)
-    relevance = torch.randn(2, 3, 2)
-    curve = PerturbationTest(model, images, relevance, masking=masking).positive((0.5, 0.9))
+    relevance, other = torch.randn(2, 3, 2), torch.randn_like(images)
+    options = {"reference": other} if masking == "reference" else {}
+    curve = PerturbationTest(model, images, relevance, masking=masking, **options).positive((0.5, 0.9))
     assert curve.values.shape == (2, 2) and len(model.log.seen) == 3
     for fraction, ran in zip((0.5, 0.9), model.log.seen[1:], strict=True):
         expected = images.clone()
@@ -216,11 +217,19 @@ def test_removed_patches_are_replaced_pixel_by_pixel(masking) -> None:
                         "zero": torch.zeros_like(plane),
                         "mean": torch.full_like(plane, float(plane.mean())),
                         "blur": loop_blur(plane, BLUR * 4),
+                        "reference": other[b, channel],
                     }[masking]
                     expected[b, channel, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2] = values[
                         2 * i : 2 * i + 2, 2 * j : 2 * j + 2
                     ]
         torch.testing.assert_close(ran, expected, atol=1e-12, rtol=0)
+
+
+def test_removed_tokens_are_replaced_by_those_of_a_reference() -> None:
+    model, ids, other = Votes(VOTES), torch.tensor([[2, 3, 2, 3]]), torch.tensor([[3, 2, 3, 2]])
+    scores = torch.tensor([[1.0, 4.0, 3.0, 2.0]])
+    PerturbationTest(model, ids, scores, masking="reference", reference=other).positive((0.25, 0.5))
+    assert [ran.tolist() for ran in model.log.seen[1:]] == [[[2, 2, 2, 3]], [[2, 2, 3, 3]]]
 
 
 @pytest.mark.usefixtures("in_float64")

@@ -1,4 +1,4 @@
-"""Remove tokens or image patches from a model's input: replace them by zeros, a mean, a blur or a mask token."""
+"""Remove tokens or image patches from a model's input: replace them by zeros, a mean, a blur or given values."""
 
 import inspect
 import math
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.evaluation.metrics import tensor_text
 from unilinattn.tracing.inputs import token_ids
 
-Masking = Literal["zero", "mean", "blur", "token"]
+Masking = Literal["zero", "mean", "blur", "token", "reference"]
 """The values that replace a removed token or patch."""
 
 EMBEDS = "inputs_embeds"
@@ -58,6 +59,7 @@ def removal(
     units: tuple[int, ...],
     masking: Masking,
     mask_token_id: int | None = None,
+    reference: Tensor | None = None,
 ) -> Removal:
     """Return the `Removal` of tokens (`units` is (batch, token)) or of patches (`units` is (batch, row, column)).
 
@@ -70,10 +72,14 @@ def removal(
             f"masking={masking!r} came with mask_token_id={mask_token_id}; masking='token' takes the id of a mask "
             "token, and the other maskings take none."
         )
+    if reference is not None and masking != "reference":
+        raise OptionError(f"masking={masking!r} came with a reference; masking='reference' takes one.")
     if len(units) == 3:
-        return _patches(given, units, masking)
+        return _patches(given, units, masking, reference)
     if masking == "blur":
-        raise OptionError("masking='blur' is for images; tokens have the maskings 'zero', 'mean' and 'token'.")
+        raise OptionError(
+            "masking='blur' is for images; tokens have the maskings 'zero', 'mean', 'token' and 'reference'."
+        )
     ids, embeds = token_ids(given), given.get(EMBEDS)
     tokens = embeds if ids is None else ids
     if not isinstance(tokens, Tensor):
@@ -86,6 +92,8 @@ def removal(
             f"relevance of shape {units} does not fit inputs of {tokens.shape[0]} sequences with {tokens.shape[1]} "
             "tokens; give one score for each token, padding included."
         )
+    if masking == "reference":
+        return Removal(given, _name_of(given, tokens), tokens, _reference(reference, tokens))
     if masking != "token":
         return _embeddings(model, given, ids, masking)
     if ids is None:
@@ -127,7 +135,24 @@ def _embeddings(model: nn.Module, given: Mapping[str, Any], ids: Tensor | None, 
     return Removal(arguments, EMBEDS, values, mean.to(values.dtype).expand_as(values))
 
 
-def _patches(given: Mapping[str, Any], units: tuple[int, ...], masking: Masking) -> Removal:
+def _reference(reference: Tensor | None, values: Tensor) -> Tensor:
+    """Return the values that replace removed units; raise `InputError` if they do not fit the input."""
+    fits = (
+        isinstance(reference, Tensor)
+        and reference.shape == values.shape
+        and reference.is_floating_point() == values.is_floating_point()
+        and not bool(reference.isnan().any())
+    )
+    if not fits:
+        raise InputError(
+            "masking='reference' replaces removed units by those of another input, of the same kind and shape and "
+            f"without NaN: the input is {tensor_text(values)}, the reference {tensor_text(reference)}. Give it as "
+            "`reference` of the sample or of the test."
+        )
+    return reference.to(values)
+
+
+def _patches(given: Mapping[str, Any], units: tuple[int, ...], masking: Masking, reference: Tensor | None) -> Removal:
     images = {
         name: value
         for name, value in given.items()
@@ -146,8 +171,12 @@ def _patches(given: Mapping[str, Any], units: tuple[int, ...], masking: Masking)
             "give (batch, row, column), or scale the map to the pixels, as by torch.nn.functional.interpolate."
         )
     if masking == "token":
-        raise OptionError("masking='token' is for tokens; images have the maskings 'zero', 'mean' and 'blur'.")
-    if masking == "blur":
+        raise OptionError(
+            "masking='token' is for tokens; images have the maskings 'zero', 'mean', 'blur' and 'reference'."
+        )
+    if masking == "reference":
+        baseline = _reference(reference, pixels)
+    elif masking == "blur":
         baseline = gaussian_blur(pixels, BLUR * min(height, width))
     elif masking == "mean":
         baseline = pixels.mean((2, 3), keepdim=True).expand_as(pixels)

@@ -180,6 +180,7 @@ class Case:
                 self.sample.inputs,
                 masking=masking,
                 mask_token_id=mask_token_id,
+                reference=self.sample.reference if masking == "reference" else None,
                 labels=None if label is None else torch.tensor([label]),
                 target=-1 if target is None else target,
                 seed=self.seed,
@@ -240,7 +241,8 @@ def metric(name: str, options: Mapping[str, Any]) -> Metric:
     masking = options.get("masking", "zero")
     if masking not in get_args(Masking):
         raise OptionError(f"metric {name}: unknown masking {masking!r}{nearest(masking, get_args(Masking))}")
-    return Metric(name, found.measure, found.needs, found.larger_is_better, dict(options))
+    needs = (*found.needs, "reference") if masking == "reference" else found.needs
+    return Metric(name, found.measure, needs, found.larger_is_better, dict(options))
 
 
 def function_metric(function: Callable[[Case], float]) -> Metric:

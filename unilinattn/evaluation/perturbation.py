@@ -75,6 +75,7 @@ class PerturbationTest:
         *,
         masking: Masking,
         mask_token_id: int | None = None,
+        reference: Tensor | None = None,
         labels: Int[Tensor, " batch"] | None = None,
         target: Target = -1,
         valid: Bool[Tensor, "batch *unit"] | None = None,
@@ -88,7 +89,8 @@ class PerturbationTest:
         masking: the values that replace a removed unit. "token": the id `mask_token_id`. "zero": zeros, in place of
             the token's embedding or of the model's own pixel values (not black, if these are normalised). "mean": the
             mean over the sequence's real tokens of their embeddings, or the image's mean colour. "blur": the image
-            under a Gaussian blur with a standard deviation of 10 of 224 pixels of its shorter side.
+            under a Gaussian blur with a standard deviation of 10 of 224 pixels of its shorter side. "reference": the
+            same unit of `reference`, another input of the same shape, such as the image without its object.
         labels: the true class of each sequence or image; by default the model's prediction.
         target: the position, counted over real tokens, whose logits a model with logits at every token is tested on.
         valid: units that may be removed; by default all, and only real tokens where there is an `attention_mask`.
@@ -100,7 +102,7 @@ class PerturbationTest:
         self._model, self._mask_token_id, self._target, self._seed = model, mask_token_id, target, seed
         given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
         units = _shape_of(relevance)
-        self._removal = in_gradient_mode(False, lambda: removal(model, given, units, masking, mask_token_id))
+        self._removal = in_gradient_mode(False, lambda: removal(model, given, units, masking, mask_token_id, reference))
         device = self._removal.values.device
         self._relevance = relevance.detach().to(device, torch.float64)
         self._real = real_tokens(given, units).to(device) if len(units) == 2 else None

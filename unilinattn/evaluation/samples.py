@@ -34,6 +34,8 @@ class Sample:
         label: the true class, or the id of the true token at the target; by default the model's prediction.
         grid: (rows, columns) of an image's patches, which are the valid keys in order.
         foreground: (height, width), True at the foreground of an image.
+        reference: values that replace removed tokens or patches under masking="reference", of the shape of the ids or
+            pixels in `inputs`: the same image without its object, for example.
         name: name in tables, by default the sample's position in the data.
 
     Raises `InputError` for a mask that is not boolean or of the wrong size.
@@ -47,6 +49,7 @@ class Sample:
     label: int | None = None
     grid: tuple[int, int] | None = None
     foreground: Bool[Tensor, "height width"] | None = None
+    reference: Tensor | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
