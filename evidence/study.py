@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor, nn
 
 from evidence.claims import Claim, Results
-from evidence.training import Recipe, loaded
+from evidence.training import Recipe, loaded, trained
 from unilinattn.evaluation import Table
 
 if TYPE_CHECKING:
@@ -79,6 +79,18 @@ class Study(ABC):
     def accuracy(self, host: nn.Module, model: str) -> float:
         """Return the share of right answers on held-out samples, from 0 to 1."""
         raise NotImplementedError
+
+    def train(self, model: str, seed: int, path: Path) -> None:
+        """Train a model and store its weights at `path`."""
+        spec = self.models[model]
+        trained(
+            spec.build,
+            spec.recipe,
+            seed,
+            lambda host, at: self.loss(host, at, spec.recipe.batch),
+            lambda host: self.accuracy(host, model),
+            path,
+        )
 
     @abstractmethod
     def measure(
