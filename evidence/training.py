@@ -47,6 +47,11 @@ class Recipe:
     gradient_norm: float = 1.0
     through_operators: bool = False
 
+    @property
+    def samples(self) -> int:
+        """Number of samples of the whole training."""
+        return self.steps * self.batch
+
 
 def fit(host: nn.Module, recipe: Recipe, seed: int, loss: Callable[[nn.Module, int], Tensor], label: str) -> float:
     """Train a model in place and return its last loss.
@@ -66,7 +71,7 @@ def fit(host: nn.Module, recipe: Recipe, seed: int, loss: Callable[[nn.Module, i
             optimizer.step()
             schedule.step()
     host.eval()
-    return float(value)
+    return float(value.detach())
 
 
 def trained(
@@ -89,8 +94,8 @@ def trained(
         host = build()
         last = fit(host, recipe, seed, loss, path.stem)
         seconds = time.perf_counter() - start
-        weights = {name: tensor.half().contiguous() for name, tensor in host.state_dict().items()}
-        host.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+        weights = {name: _as(tensor, torch.float16).contiguous() for name, tensor in host.state_dict().items()}
+        host.load_state_dict({name: _as(tensor, torch.float32) for name, tensor in weights.items()})
         record = {
             "class": type(host).__name__,
             "parameters": sum(parameter.numel() for parameter in host.parameters()),
@@ -125,10 +130,14 @@ def loaded(build: Callable[[], nn.Module], path: Path) -> nn.Module:
     weights = _read(path)[1]
     host = build()
     try:
-        host.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+        host.load_state_dict({name: _as(tensor, torch.float32) for name, tensor in weights.items()})
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit {type(host).__name__}: {error}. Train it again.") from error
     return host.eval()
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
