@@ -225,6 +225,21 @@ def test_removed_patches_are_replaced_pixel_by_pixel(masking) -> None:
         torch.testing.assert_close(ran, expected, atol=1e-12, rtol=0)
 
 
+def test_the_fractions_of_one_image_are_one_batch_in_evaluation_mode() -> None:
+    images, relevance = torch.randn(2, 3, 6, 4, dtype=torch.float64), torch.randn(2, 3, 2)
+    fractions = (0.0, 0.5, 0.9)
+    alone, training, pair = Votes().eval(), Votes().train(), Votes().eval()
+    curves = [
+        PerturbationTest(model, images[:1], relevance[:1], masking="mean").activation(fractions)
+        for model in (alone, training)
+    ]
+    whole = PerturbationTest(pair, images, relevance, masking="mean").activation(fractions)
+    for curve in curves:
+        torch.testing.assert_close(curve.values, whole.values[:1], atol=1e-12, rtol=0)
+    assert [len(model.log.seen) for model in (alone, training, pair)] == [2, 4, 4]
+    torch.testing.assert_close(alone.log.seen[1], torch.cat(training.log.seen[1:]), atol=0, rtol=0)
+
+
 def test_removed_tokens_are_replaced_by_those_of_a_reference() -> None:
     model, ids, other = Votes(VOTES), torch.tensor([[2, 3, 2, 3]]), torch.tensor([[3, 2, 3, 2]])
     scores = torch.tensor([[1.0, 4.0, 3.0, 2.0]])

@@ -1,6 +1,6 @@
 """Perturbation tests: remove tokens or patches in the order of their relevance, and watch the model's prediction."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -60,7 +60,7 @@ class PerturbationTest:
     The units that are removed are tokens or image patches. A fraction f of the n valid units of a sequence is
     ceil(f n) of them; units with tied scores are taken in a random order, which `seed` fixes. Each fraction of a curve
     is one run of the model on the whole batch: as a trace runs it, without gradients, in the mode that it is in. The
-    model is restored after each run.
+    fractions of a single image are one batch in evaluation mode. The model is restored after each run.
 
     Attributes:
         logits: (batch, class), of the unperturbed inputs, in float64.
@@ -186,13 +186,19 @@ class PerturbationTest:
     ) -> Float[Tensor, "batch fraction"]:
         """Measure the logits after the first units of an order are removed, or after only those are kept."""
         rank, count = self._ranks(order), self._valid.flatten(1).sum(1)
-        columns = []
+        removed = []
         for fraction in fractions:
             # The small number keeps the rounding of a product from counting one unit too many.
             taken = torch.ceil(fraction * count - 1e-9).view(-1, *[1] * (rank.ndim - 1))
-            removed = self._valid & ((rank >= taken) if keep else (rank < taken))
-            columns.append(measure(self._run(self._removal(removed))))
-        return torch.stack(columns, -1)
+            removed.append(self._valid & ((rank >= taken) if keep else (rank < taken)))
+        return torch.stack([measure(logits) for logits in self._runs(removed)], -1)
+
+    def _runs(self, removed: Sequence[Bool[Tensor, "batch *unit"]]) -> Iterable[Float[Tensor, "batch class"]]:
+        """Return the logits after each removal."""
+        tensors = sum(isinstance(value, Tensor) for value in self._removal.arguments.values())
+        if self._relevance.ndim == 3 and len(self._relevance) == tensors == 1 and not self._model.training:
+            return self._run(self._removal(torch.cat(list(removed))), len(removed)).split(1)
+        return (self._run(self._removal(one)) for one in removed)
 
     def _ranks(self, order: Float[Tensor, "batch *unit"]) -> Int[Tensor, "batch *unit"]:
         """Return each valid unit's rank by descending score, from 0; the number of all units elsewhere."""
@@ -206,11 +212,14 @@ class PerturbationTest:
             row[units] = torch.arange(len(units), device=row.device)
         return rank.view(order.shape)
 
-    def _run(self, arguments: Mapping[str, Any]) -> Float[Tensor, "batch class"]:
-        """Return the logits of one run: those of a classifier, or those at the target."""
+    def _run(self, arguments: Mapping[str, Any], images: int | None = None) -> Float[Tensor, "batch class"]:
+        """Return the logits of one run: those of a classifier, or those at the target.
+
+        `images`: size of the batch, by default that of the relevance.
+        """
         output = in_gradient_mode(False, lambda: isolated(self._model, partial(_call, self._model, arguments)))
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-        batch, name = len(self._relevance), type(self._model).__name__
+        batch, name = images or len(self._relevance), type(self._model).__name__
         if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or len(logits) != batch:
             got = tensor_text(output if logits is None else logits)
             raise InputError(f"{name} returned {got}; logits (batch, class) or (batch, token, class) are needed.")
