@@ -1,0 +1,79 @@
+"""The models of the vision study: Vision Mamba and ViT for grey images of 32 x 32 pixels."""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from evidence.digits import CLASSES, GRID, PATCH, SIDE
+from unilinattn.models.vim import VisionMamba
+from unilinattn.optional import import_extra
+
+WIDTH = 64
+"""Width of the ViT."""
+
+BRIGHTNESS = 0.27
+"""Mean brightness of the training images."""
+
+
+def vision_mamba(cls_position: str) -> nn.Module:
+    """Return an untrained ViM of width 48 with 4 blocks and 4 states a channel."""
+    return VisionMamba(
+        SIDE, PATCH, in_chans=1, num_classes=CLASSES, embed_dim=48, depth=4, d_state=4, cls_position=cls_position
+    )
+
+
+def vision_transformer() -> nn.Module:
+    """Return an untrained ViT of width 64 with 4 layers; its positions start from two-dimensional sines."""
+    transformers = import_extra("transformers", "hf")
+    config = transformers.ViTConfig(
+        image_size=SIDE,
+        patch_size=PATCH,
+        num_channels=1,
+        hidden_size=WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=2 * WIDTH,
+        num_labels=CLASSES,
+    )
+    host: nn.Module = transformers.ViTForImageClassification(config)
+    # transformers draws weights of standard deviation 0.02, from which a model of this width learns slowly.
+    for module in host.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+    embeddings = host.vit.embeddings
+    patches = embeddings.patch_embeddings.projection
+    with torch.no_grad():
+        nn.init.xavier_uniform_(patches.weight.flatten(1))
+        # The start of a model whose pixels are normalised: tokens of patches as large as those of positions.
+        patches.weight *= 4
+        patches.bias.copy_(-BRIGHTNESS * patches.weight.sum((1, 2, 3)))
+        embeddings.position_embeddings[0, 1:] = sines(WIDTH)
+    return host
+
+
+def sines(width: int) -> Float[Tensor, "patch width"]:
+    """Return positions of patches: sines and cosines of the row in one half, of the column in the other.
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017), 3.5, in each half; the wavelengths end at 20 pi patches
+    in place of 20,000 pi, because a grid has 8 on a side.
+    """
+    rates = torch.exp(-math.log(10) * torch.arange(width // 4) / (width // 4))
+    places = torch.meshgrid(*(torch.arange(size) for size in GRID), indexing="ij")
+    angles = [place.flatten()[:, None] * rates for place in places]
+    return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], -1)
+
+
+def logits(host: nn.Module, pixels: Float[Tensor, "image 1 side side"]) -> Float[Tensor, "image classes"]:
+    """Return the logits of either kind of model."""
+    output = host(pixels)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def patches_of(model: str) -> Bool[Tensor, " token"]:
+    """Return True at the tokens of patches, False at the CLS token."""
+    count = GRID[0] * GRID[1]
+    patches = torch.ones(count + 1, dtype=torch.bool)
+    patches[count // 2 if model == "vim" else 0] = False
+    return patches
