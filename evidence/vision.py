@@ -63,8 +63,8 @@ nothing. Perturbations are measured on half of the images.
         "images, with a star at the patch beside it in the sequence."
     )
     models: ClassVar[Mapping[str, Model]] = {
-        "vim": Model(partial(vision_mamba, "middle"), Recipe(1000, 3e-3, batch=48, through_operators=True)),
-        "vim_first": Model(partial(vision_mamba, "first"), Recipe(1000, 3e-3, batch=48, through_operators=True)),
+        "vim": Model(partial(vision_mamba, "middle"), Recipe(3000, 3e-3, batch=48, through_operators=True)),
+        "vim_first": Model(partial(vision_mamba, "first"), Recipe(3000, 3e-3, batch=48, through_operators=True)),
         "vit": Model(vision_transformer, Recipe(4000, 1e-3, batch=48)),
     }
     size = Size(12, 6)

@@ -13,15 +13,20 @@ from unilinattn.optional import import_extra
 WIDTH = 64
 """Width of the ViT."""
 
-BRIGHTNESS = 0.27
+BRIGHTNESS = 0.32
 """Mean brightness of the training images."""
+
+CONTRAST = 0.18
+"""Standard deviation of the training images' pixels, rounded."""
 
 
 def vision_mamba(cls_position: str) -> nn.Module:
     """Return an untrained ViM of width 48 with 4 blocks and 4 states a channel."""
-    return VisionMamba(
+    host = VisionMamba(
         SIDE, PATCH, in_chans=1, num_classes=CLASSES, embed_dim=48, depth=4, d_state=4, cls_position=cls_position
     )
+    _normalised(host.patch_embed.proj)
+    return host
 
 
 def vision_transformer() -> nn.Module:
@@ -44,13 +49,19 @@ def vision_transformer() -> nn.Module:
             nn.init.xavier_uniform_(module.weight)
     embeddings = host.vit.embeddings
     patches = embeddings.patch_embeddings.projection
+    nn.init.xavier_uniform_(patches.weight.flatten(1))
+    _normalised(patches)
     with torch.no_grad():
-        nn.init.xavier_uniform_(patches.weight.flatten(1))
-        # The start of a model whose pixels are normalised: tokens of patches as large as those of positions.
-        patches.weight *= 4
-        patches.bias.copy_(-BRIGHTNESS * patches.weight.sum((1, 2, 3)))
         embeddings.position_embeddings[0, 1:] = sines(WIDTH)
     return host
+
+
+def _normalised(patches: nn.Conv2d) -> None:
+    """Start a projection of patches as that of pixels (x - mean) / deviation, so that the model's own zero is black."""
+    assert patches.bias is not None
+    with torch.no_grad():
+        patches.weight /= CONTRAST
+        patches.bias.copy_(-BRIGHTNESS * patches.weight.sum((1, 2, 3)))
 
 
 def sines(width: int) -> Float[Tensor, "patch width"]:
