@@ -241,7 +241,8 @@ class MixerOperator:
             raise UncoveredError(f"{self.name}: a stage inside scope {scope!r} mixes channels; use `contributions`.")
         shape = (*self.output.shape[:2], x.shape[1])
         repeat = channels // groups if scope == "unified" else 1
-        return ScopedMap(chain, groups, repeat, shape, tuple(self.chains.values()), self.output)
+        width = channels // (groups * repeat)
+        return ScopedMap(chain, groups, repeat, width, shape, tuple(self.chains.values()), self.output)
 
     def _stages(self) -> Iterator[Stage]:
         return (stage for chain in self.chains.values() for stage in walk(chain))

@@ -26,8 +26,8 @@ class Attribution(Scores):
 
     Attributes:
         scores: floating-point tensor with the axes `dims`.
-        dims: some of layer, batch, query and key, in this order, key among them. Without a layer axis, `layers` names
-            the layers that were composed; without a batch axis, the result is one sequence.
+        dims: some of layer, batch, head, query and key, in this order, key among them. Without a layer axis, `layers`
+            names the layers that were composed; without a batch axis, the result is one sequence.
         method: name of the method.
         options: the method's options, as JSON values.
         scope: scope of the operators, None if the method has none.
@@ -42,6 +42,8 @@ class Attribution(Scores):
         mask: (batch, key), True at real tokens.
         layers: names of the layers.
         kinds: the kind of mixer of each layer.
+        heads: the heads of the head axis, by their index in the layer; one without the axis is the selected head.
+        head_kind: "channel" if a head of these layers is one channel wide, else "head".
         left_out: names of the opaque layers, which no adapter knows.
         model: name of the model.
         versions: package versions by name.
@@ -51,7 +53,8 @@ class Attribution(Scores):
         stream_error: for methods that read the residual stream, the relative error of the stream plus the outputs
             against the host's next stream, by layer.
         completeness_gap: the completeness gap that the method reports, if any.
-        extras: further tensors, such as the share of the bias, with the axes `dims` without key.
+        extras: further tensors, such as the share of the bias, with the axes `dims` without key, or without head and
+            key.
 
     Raises `InputError` if a label does not fit the scores.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.errors import InputError
 from unilinattn.results.boards import beneath, cell, explained
 from unilinattn.results.panels import fitting_pattern
-from unilinattn.results.scores import Scores, count_kinds
+from unilinattn.results.scores import Scores, axes_text, count_kinds
 from unilinattn.results.table import ScoreTable
 from unilinattn.viz.blocks import details, facts, group, page, paragraph, table, warning
 from unilinattn.viz.board import board
@@ -135,7 +135,7 @@ def _facts(result: Scores) -> dict[str, object]:
         "method": result.method,
         "scope": result.scope,
         "options": _pairs(result.options),
-        "scores": ", ".join(f"{name} {size}" for name, size in result.sizes.items()),
+        "scores": axes_text(result),
         "left out (no adapter knows them)": ", ".join(result.left_out) or None,
         "worst reconstruction error": None if worst is None else f"{worst[1]:.1e} ({worst[0]})",
         "completeness gap": None if gap is None else f"{gap:.1e}",
