@@ -76,7 +76,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" else 0
         if chosen.is_through_heads:
             split = through_heads("alti", layer, chosen.heads, by_head=chosen.by_head)
-            size, operations = head_tiles_cost(split, rows, exact=exact)
+            size, operations = head_tiles_cost(split, rows, exact=exact, products=True)
         else:
             size, operations = shares_cost((layer,), rows, exact=exact)
         return apart + size, operations

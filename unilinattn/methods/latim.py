@@ -24,6 +24,7 @@ from unilinattn.methods.vectors import (
     head_tiles_cost,
     shares_cost,
 )
+from unilinattn.operator.cost import apply_cost
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -107,7 +108,9 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         if chosen.is_through_heads:
             split = through_heads("latim", layer, chosen.heads, by_head=chosen.by_head)
             apart *= split.count
-            size, operations = head_tiles_cost(split, rows, exact=exact)
+            size, operations = head_tiles_cost(split, rows, exact=exact, products=False)
+            # Two passes check the decomposition.
+            operations += 2 * apply_cost(split.operator.chains, split.operator.inputs).operations
         else:
             size, operations = shares_cost((layer,), rows, exact=exact)
         treatment = postprocess_bytes((batch, rows, keys), layer.output.element_size(), chosen.discard)

@@ -107,9 +107,13 @@ def head_tiles(
         yield from split.rows(rows[:, part], part, factor, activation)
 
 
-def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool) -> tuple[int, int]:
-    """Return the bytes and operations of `head_tiles` for `rows` rows, the output vector of each included."""
+def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, products: bool) -> tuple[int, int]:
+    """Return the bytes and operations of `head_tiles` for `rows` rows, the output vector of each included.
+
+    `products`: whether vectors of a single channel are formed; their norms need no product with W.
+    """
     op, sizes = split.operator, (split.count, split.parts.shape[1])
+    products = products or sizes[1] > 1
     batch, queries, out = op.output.shape
     width, keys = op.output.element_size(), op.inputs[op.ports[0]].shape[1]
     passed = apply_cost({op.ports[0]: split.chain}, op.inputs)
@@ -120,13 +124,15 @@ def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool) -> tupl
             form = split.pairwise()
     if form is not None:
         size = min(tile_rows(form, split=sizes, subject=None), queries)
-        elements = tile_elements(form, size, split=sizes) + vectors
-        return width * max(elements, passed.elements), tile_operations(form, split=sizes) + passed.operations
+        formed = products or form.weight is None or bool(form.tail)
+        elements = tile_elements(form, size, split=sizes, products=formed) + vectors
+        operations = tile_operations(form, split=sizes if formed else (0, 0))
+        return width * max(elements, passed.elements), operations
     size = rows_within(lambda n: _head_rows_size(split, n), min(rows, TILE), None)
     chain = rows_cost(split.chain, 0, op.width, size)
-    elements = max(_head_rows_size(split, size) // width + chain.elements, passed.elements) + vectors
-    operations = batch * rows * keys * (op.width + split.parts.numel() * out) + 2 * passed.operations
-    return width * elements, operations
+    taken = _head_rows_size(split, size, products=products) // width + chain.elements
+    pairs = op.width + (split.parts.numel() * out if products else 0)
+    return width * (max(taken, passed.elements) + vectors), batch * rows * keys * pairs + passed.operations
 
 
 def cancellation(
@@ -163,13 +169,13 @@ def _held_vectors(count: int) -> int:
     return 0 if count == 1 else count + SUMMED
 
 
-def _head_rows_size(split: HeadContributions, rows: int) -> int:
+def _head_rows_size(split: HeadContributions, rows: int, *, products: bool = True) -> int:
     """Return the bytes that `head_tiles` holds for `rows` rows of a layer without a pairwise form."""
     op = split.operator
     batch, keys, _ = op.inputs[op.ports[0]].shape
     count, channels = split.parts.shape
-    vectors = 4 * batch * rows * keys * op.width
-    reduced = split_elements((batch, rows, keys), op.output.shape[2], count, channels, op.output)
+    vectors, out = 4 * batch * rows * keys * split.channels, op.output.shape[2]
+    reduced = split_elements((batch, rows, keys), out, count, channels, op.output, products=products)
     return (vectors + reduced) * op.output.element_size()
 
 

@@ -196,10 +196,12 @@ def tile_elements(
     *,
     extra_tiles: int = 0,
     split: tuple[int, int] | None = None,
+    products: bool = True,
 ) -> int:
     """Elements of computing and reducing tiles of `rows` rows, including the values.
 
     `split`: the number of parts of the channels, such as heads, that are reduced apart, and the channels of each.
+    `products`: whether their vectors are formed.
     """
     batch, _, keys, out = form.shape
     columns = min(tile_columns(form, columns), keys)
@@ -221,7 +223,7 @@ def tile_elements(
         # A tile, and the next one, to which terms are added one by one.
         elements += pairs * channels * min(3, 1 + max(1, len(mixers)))
     if split is not None:
-        return elements + _split_elements(form, (batch, rows, columns), *split)
+        return elements + _split_elements(form, (batch, rows, columns), *split, products=products)
     norms: int = implementation("contribution_norms", form.values).held_elements(inner, out)
     if form.folded is not None:
         # The l2 norm holds v twice in float64 instead.
@@ -233,26 +235,36 @@ def tile_elements(
 
 
 def split_elements(
-    shape: tuple[int, int, int], out: int, count: int, channels: int, like: Tensor, *, by_key: bool = False
+    shape: tuple[int, int, int],
+    out: int,
+    count: int,
+    channels: int,
+    like: Tensor,
+    *,
+    by_key: bool = False,
+    products: bool = True,
 ) -> int:
-    """Elements of reducing tiles (batch, row, col) in `count` parts of `channels` channels, with their outputs' norms.
+    """Elements of reducing tiles (batch, row, col) in `count` parts of `channels` channels with `out` outputs.
 
-    `by_key`: whether each key has its weight.
+    `by_key`: whether each key has its weight. `products`: whether the products with the weights are formed.
     """
     batch, rows, columns = shape
     pairs, keys = batch * rows * columns, columns if by_key else 1
     inner = (batch * count * keys, channels, rows, columns // keys)
-    norms: int = implementation("contribution_norms", like).held_elements(inner, out)
+    norms: int = implementation("contribution_norms", like).held_elements(inner, out) if products else 0
     # The parts' channels and weights are copied; two norms of each pair are held with copies in the order of the axes.
     return pairs * count * (channels + 4) + batch * keys * count * channels * out + norms
 
 
-def _split_elements(form: PairwiseForm, shape: tuple[int, int, int], count: int, channels: int) -> int:
+def _split_elements(
+    form: PairwiseForm, shape: tuple[int, int, int], count: int, channels: int, *, products: bool
+) -> int:
     folded, out = form.folded, form.shape[3]
     if folded is not None:
         channels = max(1, channels * folded.shape[2] // form.channels)
     if form.weight is not None and not form.tail:
-        return split_elements(shape, out, count, channels, form.values, by_key=folded is not None)
+        by_key = folded is not None
+        return split_elements(shape, out, count, channels, form.values, by_key=by_key, products=products)
     # One part at a time passes the stages after the projection: its vectors, their product, and a transposed copy.
     widest = max(out, form.channels)
     elements = split_elements(shape, widest, 1, channels, form.values, by_key=folded is not None)
