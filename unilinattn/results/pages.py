@@ -7,7 +7,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.results.boards import beneath, cell, explained
+from unilinattn.results.boards import beneath, cell, explained, heads_sentence
 from unilinattn.results.panels import fitting_pattern
 from unilinattn.results.scores import Scores, axes_text, count_kinds
 from unilinattn.results.table import ScoreTable
@@ -73,6 +73,11 @@ def comparison(
     kinds = {model: count_kinds(next(iter(results[model].values())).kinds) for model in results if results[model]}
     sentences = {explained(result, chosen[0]): None for _, _, result in results.results()}
     lead = paragraph(next(iter(sentences))) if len(sentences) == 1 else ""
+    lead += "".join(
+        paragraph(f"{model}, {method}: {sentence}")
+        for model, method, result in results.results()
+        if (sentence := heads_sentence(result, len(chosen)))
+    )
     alerts = "".join(
         warning(f"{model}, {method}: {message}") for model, method, r in results.results() for message in r.warnings
     )
@@ -106,6 +111,7 @@ def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, 
         lead,
         f"Layers: {kinds}." if kinds else "",
         "" if worst is None else f"Worst reconstruction error {worst[1]:.1e}.",
+        heads_sentence(result, len(chosen)),
     ]
     if len(chosen) > 1 and not lead:
         short += [f"Sequence {index}: {text}" for index, text in zip(chosen, sentences, strict=True)]

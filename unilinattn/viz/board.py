@@ -24,7 +24,7 @@ MOST_ROWS = 400
 
 @dataclass(frozen=True)
 class Picture:
-    """One heat map of a cell of a board: a layer of one sequence.
+    """One heat map of a cell of a board: a layer, or one head of it, of one sequence.
 
     Attributes:
         values: the scores; NaN is no score.
@@ -39,6 +39,7 @@ class Picture:
         grid: (rows, columns) of an image's patches, if the columns are patches: a row is shown as an image.
         places: the columns that are patches, in order; the others, such as [CLS], are listed apart.
         facts: numbers of each row by name, such as its logit.
+        head: name of the head, if the layer has a picture for each.
     """
 
     values: Float[Array, "row column"]
@@ -54,15 +55,16 @@ class Picture:
     grid: tuple[int, int] | None = None
     places: Sequence[int] | None = None
     facts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    head: str = ""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The pictures at one row and one column of a board, one for each layer and sequence.
+    """The pictures at one row and one column of a board, one for each layer, head and sequence.
 
     Attributes:
         row, column: names of the row and of the column.
-        pictures: the pictures, by sequence, then by layer.
+        pictures: the pictures, by sequence, then by layer, then by head.
         start: index of the layer to show first.
         apart: whether a query's own token is left out of the colour scale by default.
         notes: a text for each layer, below its picture.
@@ -142,6 +144,7 @@ def _entry(
     facts = {} if step > 1 else {name: [_number(v) for v in numbers] for name, numbers in picture.facts.items()}
     entry = {
         "title": picture.title,
+        "head": picture.head,
         "notes": picture.notes,
         "sequence": picture.sequence,
         "names": picture.names,
@@ -221,7 +224,8 @@ def _top_lines(picture: Picture) -> list[tuple[str, int, str, str]]:
     row = int(scored[-1]) if len(scored) else len(values) - 1
     row = row if picture.query is None else picture.query
     named = _named(row, picture.row_tokens)
-    return [(picture.title, picture.sequence, named, _ranked(values[row], picture.column_tokens))]
+    title = " · ".join(part for part in (picture.title, picture.head) if part)
+    return [(title, picture.sequence, named, _ranked(values[row], picture.column_tokens))]
 
 
 def _named(place: int | None, tokens: Sequence[str] | None) -> str:

@@ -3,7 +3,7 @@
 /** The place and the name of the picture of a cell. */
 function titleOf(/** @type {Board} */ board, cell) {
   const picture = board.picture(cell);
-  return [cell.column, cell.row, picture.title].filter(Boolean).join(" \u00b7 ");
+  return [cell.column, cell.row, titled(picture)].filter(Boolean).join(" \u00b7 ");
 }
 
 /** Let the browser save a file named like the picture of a cell. */

@@ -1,8 +1,9 @@
 // Heat maps on canvases: packed scores, colours, axes. Knows no control of the page.
 
 /**
- * @typedef {object} Picture one layer of one sequence
+ * @typedef {object} Picture one layer, or one head of it, of one sequence
  * @property {string} title
+ * @property {string} [head]
  * @property {string} [notes]
  * @property {number} sequence
  * @property {string[]} names of the two axes
@@ -182,8 +183,22 @@ function distinct(/** @type {string[]} */ names) {
   const shortest = Math.min(...names.map(name => name.length));
   while (start < shortest && others.every(name => name[start] === first[start])) start += 1;
   while (end < shortest - start && others.every(name => name.at(-1 - end) === first.at(-1 - end))) end += 1;
+  // A number is not cut in two.
+  while (start && /\d/.test(first[start - 1])) start -= 1;
+  while (end && /\d/.test(/** @type {string} */ (first.at(-end)))) end -= 1;
   const parts = names.map(name => name.slice(start, name.length - end));
   return parts.every(Boolean) ? parts : names;
+}
+
+/** The title of a picture, with its head. */
+function titled(/** @type {Picture} */ picture) {
+  return [picture.title, picture.head].filter(Boolean).join(" \u00b7 ");
+}
+
+/** "Head" or "Channel": the first word of the name of a picture's head. */
+function headWord(/** @type {Picture} */ picture) {
+  const [word] = (picture.head ?? "head").split(" ");
+  return word[0].toUpperCase() + word.slice(1);
 }
 
 /** Where the cells and labels of a picture lie in a canvas of a width. */

@@ -21,7 +21,7 @@ class Board {
     this.key = -1;
     this.locked = false;
     this.active = this.cells[0];
-    for (const cell of this.cells) cell.layer = cell.start ?? 0;
+    for (const cell of this.cells) [cell.layer, cell.head] = [cell.start ?? 0, 0];
     this.build();
   }
 
@@ -29,9 +29,20 @@ class Board {
     return cell.pictures.filter(picture => picture.sequence === this.sequence);
   }
 
+  /** The pictures of each layer: one, or one for each of its heads. */
+  layersOf(cell) {
+    return byLayer(this.pictures(cell));
+  }
+
+  /** The pictures of the heads of the chosen layer. */
+  headsOf(cell) {
+    const layers = this.layersOf(cell);
+    return layers[Math.min(cell.layer, layers.length - 1)];
+  }
+
   picture(cell) {
-    const pictures = this.pictures(cell);
-    return pictures[Math.min(cell.layer, pictures.length - 1)];
+    const heads = this.headsOf(cell);
+    return heads[Math.min(cell.head, heads.length - 1)];
   }
 
   axis(picture) {
@@ -81,14 +92,18 @@ class Board {
       }
     }
     this.reader = make("section", { class: "ula-reader", "aria-label": "Scores of one row" });
-    this.layers = /** @type {HTMLDetailsElement} */ (make("details", { class: "ula-layers" }));
-    this.layers.open = this.cells.length === 1;
-    this.layers.addEventListener("toggle", () => this.thumbnails());
+    const folded = () => {
+      const details = /** @type {HTMLDetailsElement} */ (make("details", { class: "ula-layers" }));
+      details.open = this.cells.length === 1;
+      details.addEventListener("toggle", () => thumbnails(this));
+      return details;
+    };
+    [this.heads, this.layers] = [folded(), folded()];
     this.tip = make("div", { class: "ula-tip", "aria-hidden": "true" }, make("b"), make("span"));
     this.live = make("div", { class: "ula-live", "aria-live": "polite" });
     this.bar = make("div", { class: "ula-toolbar" });
     this.root.classList.toggle("single", this.cells.length === 1);
-    this.root.append(this.bar, make("div", { class: "ula-main" }, this.grid, this.reader), this.layers, this.tip, this.live);
+    this.root.append(this.bar, make("div", { class: "ula-main" }, this.grid, this.reader), this.heads, this.layers, this.tip, this.live);
     this.toolbar();
     this.draw();
     // A width is known only once the board is on the page, and changes with the window.
@@ -144,12 +159,12 @@ class Board {
       const choices = Object.fromEntries(this.sequences.map(index => [index, String(index)]));
       parts.push(field("Sequence", picker("Sequence", choices, String(this.sequence), redraw("sequence", Number))));
     }
-    const deepest = Math.max(...this.cells.map(cell => this.pictures(cell).length));
+    const deepest = Math.max(...this.cells.map(cell => this.layersOf(cell).length));
     if (deepest > 1 && this.cells.length > 1) {
       const choices = { start: "each its own", ...Object.fromEntries(Array.from({ length: deepest }, (_, i) => [`at ${i}`, String(i)])) };
       parts.push(field("Layer", this.layerPicker = picker("Layer", choices, "start", value => this.setLayers(value))));
     }
-    if (this.cells.length > 1 || deepest > 1) {
+    if (this.cells.length > 1 || this.pictures(this.cells[0]).length > 1) {
       const { row, ...some } = SCALES;
       const choices = Object.keys(this.data.columns).length > 1 && this.cells.length > Object.keys(this.data.columns).length
         ? SCALES : some;
@@ -168,15 +183,24 @@ class Board {
 
   setLayers(value) {
     for (const cell of this.cells) {
-      const last = this.pictures(cell).length - 1;
+      const last = this.layersOf(cell).length - 1;
       cell.layer = value === "start" ? cell.start ?? 0 : Math.min(Number(value.slice(3)), last);
     }
     this.draw();
   }
 
   setLayer(cell, layer) {
+    const { head } = this.picture(cell);
     cell.layer = layer;
+    // The same head, if the page has it of this layer too.
+    cell.head = Math.max(0, this.headsOf(cell).findIndex(picture => picture.head === head));
     if (this.layerPicker) this.layerPicker.value = "start";
+    this.active = cell;
+    this.draw();
+  }
+
+  setHead(cell, head) {
+    cell.head = head;
     this.active = cell;
     this.draw();
   }
@@ -191,21 +215,18 @@ class Board {
   draw() {
     for (const cell of this.cells) {
       const picture = this.picture(cell);
-      const pictures = this.pictures(cell);
       const width = Math.max(140, Math.min(cell.plot.parentElement.clientWidth || 300, this.widest(picture)));
       cell.area = paint(cell.canvas, picture, this.view(cell, picture), { width, image: this.image });
-      const choices = Object.fromEntries(pictures.map((one, index) => [index, one.title]));
-      const choose = value => this.setLayer(cell, Number(value));
-      const name = `Layer of ${cell.column} ${cell.row}`;
-      cell.title.replaceChildren(pictures.length > 1 ? picker(name, choices, String(cell.layer), choose) : picture.title);
+      drawTitle(this, cell);
       cell.notes_.textContent = [picture.notes, cell.notes?.[cell.layer]].filter(Boolean).join(", ");
       const size = `${picture.rows} x ${picture.columns} scores, ${picture.names[0]} by ${picture.names[1]}`;
-      const keys = "Arrow keys move, Enter locks the row, page keys change the layer.";
-      cell.plot.setAttribute("aria-label", `${cell.column}, ${cell.row}, ${picture.title}: ${size}. ${keys}`);
+      const others = this.headsOf(cell).length > 1 ? `, with Shift the ${headWord(picture).toLowerCase()}` : "";
+      const keys = `Arrow keys move, Enter locks the row, page keys change the layer${others}.`;
+      cell.plot.setAttribute("aria-label", `${cell.column}, ${cell.row}, ${titled(picture)}: ${size}. ${keys}`);
     }
     drawLegend(this);
     this.refresh();
-    this.thumbnails();
+    thumbnails(this);
   }
 
   /** The name of a row or a column. */
@@ -273,7 +294,7 @@ class Board {
     this.rows.set(this.axis(picture), row);
     this.active = cell;
     this.refresh();
-    this.thumbnails();
+    thumbnails(this);
   }
 
   press(cell, event) {
@@ -299,8 +320,10 @@ class Board {
       this.rows.set(this.axis(picture), Math.min(last.row, Math.max(0, move.row)));
       this.key = Math.min(last.key, Math.max(-1, move.key));
     } else if (event.key === "PageUp" || event.key === "PageDown") {
-      const to = cell.layer + (event.key === "PageDown" ? 1 : -1);
-      if (to >= 0 && to < this.pictures(cell).length) this.setLayer(cell, to);
+      const step = event.key === "PageDown" ? 1 : -1;
+      const [to, count] = event.shiftKey
+        ? [cell.head + step, this.headsOf(cell).length] : [cell.layer + step, this.layersOf(cell).length];
+      if (to >= 0 && to < count) event.shiftKey ? this.setHead(cell, to) : this.setLayer(cell, to);
     } else if (event.key === "Enter" || event.key === " ") this.locked = !this.locked;
     else if (event.key === "Escape") this.locked = false;
     else return;
@@ -310,7 +333,7 @@ class Board {
     const now = this.picture(cell);
     const at = this.row(now);
     const score = this.key < 0 ? "" : `, ${this.name(now, 1, this.key)}: ${missing(now, at, this.key) || digits(now.values[at * now.columns + this.key])}`;
-    this.live.textContent = `${now.title}, ${this.name(now, 0, at)}${score}. Largest: ${this.topText(now, 3)}`;
+    this.live.textContent = `${titled(now)}, ${this.name(now, 0, at)}${score}. Largest: ${this.topText(now, 3)}`;
   }
 
   /** The columns of a row by decreasing absolute score; an own token that is apart and missing scores are left out. */
@@ -353,29 +376,6 @@ class Board {
       cell.top.textContent = `${picture.rows > 1 ? `${this.name(picture, 0, row)}: ` : ""}${this.topText(picture, 3)}`;
     }
     read(this);
-  }
-
-  /** Draw a small map of every layer of the active cell. */
-  thumbnails() {
-    const cell = this.active;
-    const pictures = this.pictures(cell);
-    this.layers.hidden = pictures.length < 2;
-    if (pictures.length < 2) return;
-    const summary = make("summary", {}, `Every layer${this.cells.length > 1 ? ` of ${cell.column} \u00b7 ${cell.row}` : ""}`);
-    const names = distinct(pictures.map(picture => picture.title));
-    const maps = !this.layers.open ? [] : pictures.map((picture, layer) => {
-      const canvas = make("canvas", { "aria-hidden": "true" });
-      const choose = () => this.setLayer(cell, layer);
-      const button = make(
-        "button", { type: "button", click: choose, title: picture.title, "aria-label": picture.title, "aria-pressed": String(layer === cell.layer) },
-        canvas, make("span", {}, names[layer]),
-      );
-      return { button, canvas, picture };
-    });
-    this.layers.replaceChildren(summary, make("div", { class: "ula-thumbs" }, ...maps.map(({ button }) => button)));
-    for (const { canvas, picture } of maps) {
-      paint(canvas, picture, this.view(cell, picture), { width: 104, labelled: false, image: this.image });
-    }
   }
 
   print(on) {

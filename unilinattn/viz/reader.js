@@ -45,7 +45,7 @@ function read(/** @type {Board} */ board) {
 
 /** Build the reader of a picture: its tokens, its list and its controls. */
 function buildReader(/** @type {Board} */ board, cell, /** @type {Picture} */ picture) {
-  const place = [board.cells.length > 1 && `${cell.column} \u00b7 ${cell.row}`, picture.title].filter(Boolean).join(" \u00b7 ");
+  const place = [board.cells.length > 1 && `${cell.column} \u00b7 ${cell.row}`, titled(picture)].filter(Boolean).join(" \u00b7 ");
   const patches = Boolean(picture.grid);
   const shown = patches ? [] : Array.from({ length: picture.columns }, (_, key) => key);
   const square = picture.rows === picture.columns && picture.rows > 1;
