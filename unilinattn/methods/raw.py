@@ -14,7 +14,7 @@ from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, p
 from unilinattn.methods.options import Composable, MapOptions
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import only_port, stackable_layers
-from unilinattn.operator.cost import map_cut, map_operations, rows_cost
+from unilinattn.operator.cost import heads_cut, map_operations, rows_cost
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -56,7 +56,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         scope, count = only_port(layer).scoped_map(chosen.scope), len(axis.heads)
         apart = batch * count * rows * keys * width if rows < queries or target is not None else 0
         if rows == queries:
-            _, _, size = map_cut(scope, list(axis.heads))
+            _, _, size = heads_cut(scope)
             operations = map_operations(scope, list(axis.heads))
         else:
             elements, operations = rows_cost(scope.chain, batch * keys, scope.groups, rows)
@@ -103,8 +103,7 @@ def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attrib
         assert axis is not None
         op, heads = only_port(layer), list(axis.heads)
         if rows.shape[1] == layer.output.shape[1]:
-            for part, block in op.row_blocks(scope=chosen.scope, heads=heads):
-                out[:, :, part] = block
+            op.fill_heads(out, heads, chosen.scope)
         else:
             out.copy_(op.rows(rows, scope=chosen.scope, heads=heads))
         for scores in out.unbind(1):

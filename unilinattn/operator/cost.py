@@ -133,6 +133,11 @@ def map_cut(
     return rows, scope.groups, size(min(rows, queries))
 
 
+def heads_cut(scope: ScopedMap, subject: str | None = None) -> tuple[int, int, int]:
+    """Return the rows and channels per block of `fill_heads`, and the bytes of a block, as `map_cut` does."""
+    return block_cut(scope, 0, min(ROWS, scope.shape[1]), subject)
+
+
 def block_cut(scope: ScopedMap, extra_elements: int, max_rows: int, subject: str | None) -> tuple[int, int, int]:
     """Return the rows and channels of a block within `max_memory`, at most `max_rows` rows, and its bytes.
 
