@@ -416,7 +416,9 @@ def test_page_keys_change_the_head(opened: Open) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_heads_fit_a_narrow_page(opened: Open, theme: str) -> None:
     scores = torch.rand(3, 40, LENGTH, LENGTH)
-    page = opened(heads(scores=scores, heads=None, layers=tuple("y" * 80 + str(i) for i in range(3))), width=420, theme=theme)
+    page = opened(
+        heads(scores=scores, heads=None, layers=tuple("y" * 80 + str(i) for i in range(3))), width=420, theme=theme
+    )
     assert page.evaluate("document.documentElement.scrollWidth") == 420
     assert page.locator(".ula-thumbs").first.locator("button").count() == 24
     text = "In each layer: 24 of 40 heads, the largest by sum of absolute scores"

@@ -52,8 +52,6 @@ def selected_heads(method: str, layer: Layer, heads: Any, scope: str = "core") -
     return chosen
 
 
-def through_heads(
-    method: str, layer: Layer, heads: int | Sequence[int] | None, *, by_head: bool
-) -> HeadContributions:
+def through_heads(method: str, layer: Layer, heads: int | Sequence[int] | None, *, by_head: bool) -> HeadContributions:
     """Return the contributions through heads of a layer's core, each apart if `by_head`, else summed."""
     return HeadContributions.of(only_port(layer), selected_heads(method, layer, heads), together=not by_head)

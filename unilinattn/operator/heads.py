@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Inexact, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError

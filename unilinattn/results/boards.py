@@ -77,7 +77,10 @@ def shown_heads(result: Scores, batch: int, sequences: int = 1) -> list[list[int
         return None
     most = MOST_HEADS
     if "query" in result.dims:
-        maps, stored = sequences * result.sizes.get("layer", 1), stored_cells(result.sizes["query"], result.sizes["key"])
+        maps, stored = (
+            sequences * result.sizes.get("layer", 1),
+            stored_cells(result.sizes["query"], result.sizes["key"]),
+        )
         most = max(LEAST_HEADS, min(most, MOST_CELLS // (maps * stored)))
     return largest_heads(result, batch=batch, each=most)
 

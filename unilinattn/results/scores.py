@@ -124,9 +124,7 @@ class Scores:
             lines.append(f"  completeness gap: {self.completeness_gap:.1e}")
         return "\n".join(lines)
 
-    def select(
-        self, *, layer: int | str | None = None, batch: int | None = None, head: int | None = None
-    ) -> Self:
+    def select(self, *, layer: int | str | None = None, batch: int | None = None, head: int | None = None) -> Self:
         """Return the result of one layer (by position or name), sequence or head, or several of these, without its axis.
 
         A head is selected by its index in the layer, one of `heads`. Extras with the axes of `dims` without key, or
