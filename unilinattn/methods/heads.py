@@ -29,8 +29,8 @@ def head_axis(method: str, layers: Sequence[Layer], heads: Any, scope: str = "co
     if len(set(counts.values())) > 1:
         first, other = layers[0], next(layer for layer in layers if counts[layer.name] != counts[layers[0].name])
         raise UncoveredError(
-            f"{method}: {first.name} has {counts[first.name]} heads and {other.name} has {counts[other.name]}, which do "
-            "not share a head axis; pass layers=[...] with layers of one kind, or one of them."
+            f"{method}: {first.name} has {counts[first.name]} heads and {other.name} has {counts[other.name]}, so they "
+            "share no head axis; pass layers=[...] with layers of one kind, or one of them."
         )
     kind: Literal["head", "channel"] = "channel" if all(scoped.width == 1 for scoped in maps) else "head"
     return HeadAxis(selected_heads(method, layers[0], heads, scope), kind)

@@ -125,7 +125,7 @@ class Scores:
         return "\n".join(lines)
 
     def select(self, *, layer: int | str | None = None, batch: int | None = None, head: int | None = None) -> Self:
-        """Return the result of one layer (by position or name), sequence or head, or several of these, without its axis.
+        """Return the result of one layer (by position or name), sequence or head, or several, without their axes.
 
         A head is selected by its index in the layer, one of `heads`. Extras with the axes of `dims` without key, or
         without head and key, are selected alike; other extras are dropped, because their part of the selection is
@@ -216,8 +216,8 @@ class Scores:
     def to_xarray(self) -> "xarray.DataArray":
         """Return the scores as a DataArray with named axes.
 
-        Coordinates: layer names and kinds, indices of heads, token texts (`query_token`, `key_token`) and `real` (False at padding). All
-        other labels are attributes, with mappings as JSON.
+        Coordinates: layer names and kinds, indices of heads, token texts (`query_token`, `key_token`) and `real` (False
+        at padding). All other labels are attributes, with mappings as JSON.
 
         Raises `MissingExtraError` if xarray is missing.
         """
