@@ -88,7 +88,7 @@ METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "lrp": ("lrp", {}),
     "gradient": ("gradient", {}),
     "input x gradient": ("input_x_gradient", {}),
-    "integrated gradients": ("integrated_gradients", {}),
+    "integrated gradients": ("integrated_gradients", {"n_steps": 16}),
 }
 
 
