@@ -1,6 +1,6 @@
 """Boards of results: the pictures of a page, one cell for each model and method."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from unilinattn.errors import InputError
 from unilinattn.results.panels import Panel, counts_residual, panels, patch_positions, target_key
 from unilinattn.results.scores import Scores, score_array
 from unilinattn.viz.board import Cell, Picture
-from unilinattn.viz.colours import Array
+from unilinattn.viz.colours import Array, shown
 from unilinattn.viz.image import pixels
 
 HIDDEN_EXTRAS = ("gap",)
@@ -75,22 +75,43 @@ def explained(result: Scores, batch: int = 0) -> str:
     if place is None:
         where = "for each query" if "query" in result.dims else ""
     else:
-        where = f"at position {place}" + ("" if tokens is None else f" “{tokens[place]}”")
+        where = f"at position {place}" + ("" if tokens is None else f" “{shown(tokens[place])}”")
+        where += ", the class token" if result.cls and place in result.cls else ""
     if "logit" not in result.options:
         return f"Scores of the keys {where}." if where else ""
     chosen, value = result.options["logit"], one.extras.get("logit")
-    what = "the logit of the model's prediction"
+    names = [""] * 2 if one.logit_names is None else [f" “{shown(name)}”" for name in one.logit_names[0]]
+    unit = "token" if result.grid is None else "class"
+    if unit == "class" and value is not None and place not in (result.cls or ()):
+        # The logits of classes have no position.
+        where = ""
+    what = f"the logit of the model's prediction{names[0]}"
     if isinstance(chosen, int):
-        what = f"the logit of token {chosen}"
+        what = f"the logit of {unit} {chosen}{names[0]}"
     elif isinstance(chosen, list) and "query" in result.dims:
         what = "the logit of the generated token"
     elif isinstance(chosen, list):
-        what = f"the difference of the logits of tokens {' and '.join(map(str, chosen))}"
+        first, second = (f"{one}{name}" for one, name in zip(chosen, names, strict=True))
+        what = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
     elif chosen is not None:
         what = f"the function {chosen}"
     numbers = {f"{number:.4g}" for number in value.flatten().tolist()} if value is not None else set()
     equal = f" = {numbers.pop()}" if len(numbers) == 1 else ""
     return f"Explains {what} {where}".rstrip() + f"{equal}."
+
+
+def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int = 0) -> list[str]:
+    """Return the sentences on the explained values of models: one for all, or one for each model.
+
+    A model's sentence is that of its methods that explain a logit, if there are any.
+    """
+    sentences = {}
+    for model, methods in results.items():
+        named = [result for result in methods.values() if "logit" in result.options] or list(methods.values())
+        sentences[model] = " ".join(dict.fromkeys(filter(None, (explained(result, batch) for result in named))))
+    if len(set(sentences.values())) == 1:
+        return list(filter(None, sentences.values()))[:1]
+    return [f"{model}: {sentence}" for model, sentence in sentences.items() if sentence]
 
 
 def _strip(

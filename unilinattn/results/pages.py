@@ -7,7 +7,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.results.boards import beneath, cell, explained
+from unilinattn.results.boards import beneath, cell, explained, explained_by_model
 from unilinattn.results.panels import fitting_pattern
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
@@ -71,8 +71,7 @@ def comparison(
         if (result := results[model].get(method)) is not None
     ]
     kinds = {model: count_kinds(next(iter(results[model].values())).kinds) for model in results if results[model]}
-    sentences = {explained(result, chosen[0]): None for _, _, result in results.results()}
-    lead = paragraph(next(iter(sentences))) if len(sentences) == 1 else ""
+    lead = "".join(map(paragraph, explained_by_model(results, chosen[0])))
     alerts = "".join(
         warning(f"{model}, {method}: {message}") for model, method, r in results.results() for message in r.warnings
     )
