@@ -1,6 +1,7 @@
 """Boards of results: the pictures of a page, one cell for each model and method."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,13 @@ def cell(
     expected: Bool[Tensor, "..."] | None = None,
     start: int = 0,
     notes: Sequence[str] = (),
+    image: Array | None = None,
 ) -> Cell:
     """Return the pictures of one result for a board: one per layer and sequence.
 
     The scores of a target without an image are one picture per sequence, whose rows are the layers. `expected`: a
     boolean pattern, as in `Attribution.plot`. `start`: index of the layer to show first. `notes`: a text for each
-    layer.
+    layer. `image`: the pixels of `beneath`.
 
     Raises `InputError` if a sequence of `batches` does not exist or `expected` does not fit.
     """
@@ -48,6 +50,8 @@ def cell(
             pictures += _images(one, made, position, facts)
         else:
             pictures += _maps(one, made, position, facts)
+    if result.grid is not None and image is not None:
+        pictures = [replace(picture, image=image) for picture in pictures]
     return Cell(row, column, pictures, start, counts_residual(result), notes)
 
 
@@ -139,7 +143,8 @@ def _strip(
 def _images(
     one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]
 ) -> list[Picture]:
-    places, tokens = patch_positions(one), None if one.tokens is None else one.tokens[0]
+    places = patch_positions(one)
+    tokens = _patch_names(one, places) if one.tokens is None else one.tokens[0]
     stacked = score_array(one).astype(np.float64).reshape(len(made), 1, -1)
     pictures = []
     for panel, values, numbers in zip(made, stacked, facts, strict=True):
@@ -161,6 +166,15 @@ def _images(
             )
         )
     return pictures
+
+
+def _patch_names(one: Scores, places: Sequence[int]) -> list[str]:
+    """Return the row and column of each patch, and the names of the other keys."""
+    assert one.grid is not None
+    names = ["[CLS]" if key in (one.cls or ()) else f"token {key}" for key in range(one.sizes["key"])]
+    for index, key in enumerate(places):
+        names[key] = f"({index // one.grid[1]}, {index % one.grid[1]})"
+    return names
 
 
 def _maps(one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]) -> list[Picture]:

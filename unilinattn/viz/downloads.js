@@ -20,7 +20,7 @@ function savePng(/** @type {Board} */ board, /** @type {Cell} */ cell) {
   const canvas = make("canvas");
   cell.plot.append(canvas);
   const picture = board.picture(cell);
-  paint(canvas, picture, board.view(cell, picture), { width: cell.canvas.clientWidth, ratio: 3, image: board.image });
+  paint(canvas, picture, board.view(cell, picture), { width: cell.canvas.clientWidth, ratio: 3, image: board.beneath(picture) });
   canvas.remove();
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
   context.globalCompositeOperation = "destination-over";
@@ -51,9 +51,9 @@ function saveSvg(/** @type {Board} */ board, /** @type {Cell} */ cell) {
   add("rect", { width, height, fill: colour("back") });
   add("text", { x: area.left, y: 14, fill: colour("ink"), "font-family": "sans-serif", "font-size": 11 }, titleOf(board, cell));
   const place = { x: area.left, y: area.top + 22, width: area.width, height: area.height };
-  const over = Boolean(board.image && picture.grid && picture.rows === 1);
+  const over = picture.image !== undefined && picture.rows === 1;
   const cells = cellPixels(board.root, picture, board.view(cell, picture), -1, 4096, over);
-  if (over) add("image", { ...place, href: board.data.image, preserveAspectRatio: "none", style: "filter:grayscale(1);opacity:0.65" });
+  if (over) add("image", { ...place, href: board.data.images[/** @type {number} */ (picture.image)], preserveAspectRatio: "none", style: "filter:grayscale(1);opacity:0.65" });
   add("image", { ...place, href: cells.toDataURL(), preserveAspectRatio: "none", style: "image-rendering:pixelated" });
   add("rect", { ...place, fill: "none", stroke: colour("line") });
   for (const { x, y, text, align, turned, strong } of area.labels) {

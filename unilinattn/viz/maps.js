@@ -21,6 +21,7 @@
  * @property {number[]} [grid] rows and columns of patches
  * @property {number[]} places the columns that are patches
  * @property {Object<string, (number | null)[]>} [facts]
+ * @property {number} [image] index of the image beneath the patches
  * @property {number[]} [limits] largest scores with and without own tokens
  *
  * @typedef {object} Cell the pictures at a row and a column of a board, and their elements

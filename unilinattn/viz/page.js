@@ -2,7 +2,7 @@
 
 const SCALES = { own: "each picture", row: "each row", all: "all pictures" };
 const LISTED = 6;
-const WIDEST = { strip: 640, single: 520, several: 400 };
+const WIDEST = { strip: 640, single: 520, several: 400, image: 240 };
 
 class Board {
   /** @param {HTMLElement} root @param {any} data */
@@ -15,7 +15,8 @@ class Board {
     this.scale = "own";
     this.linear = false;
     this.apart = this.cells.some(cell => cell.apart);
-    this.image = /** @type {?HTMLImageElement} */ (null);
+    /** The images beneath patches that are loaded. */
+    this.images = /** @type {HTMLImageElement[]} */ ([]);
     /** The chosen row of each axis, by its name and length: pictures with the same axis are linked. */
     this.rows = /** @type {Map<string, number>} */ (new Map());
     this.key = -1;
@@ -42,6 +43,11 @@ class Board {
   picture(/** @type {Cell} */ cell) {
     const pictures = this.pictures(cell);
     return pictures[Math.min(cell.layer, pictures.length - 1)];
+  }
+
+  /** The image beneath the patches of a picture, or null. */
+  beneath(/** @type {Picture} */ picture) {
+    return picture.image === undefined ? null : this.images[picture.image] ?? null;
   }
 
   axis(/** @type {Picture} */ picture) {
@@ -107,13 +113,13 @@ class Board {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     addEventListener("beforeprint", () => this.print(true));
     addEventListener("afterprint", () => this.print(false));
-    if (this.data.image) {
+    for (const [index, source] of this.data.images.entries()) {
       const image = new Image();
       image.onload = () => {
-        this.image = image;
+        this.images[index] = image;
         this.draw();
       };
-      image.src = this.data.image;
+      image.src = source;
     }
   }
 
@@ -146,8 +152,9 @@ class Board {
     };
     const parts = [];
     if (this.sequences.length > 1) {
-      const choices = Object.fromEntries(this.sequences.map(index => [index, String(index)]));
-      parts.push(field("Sequence", picker("Sequence", choices, String(this.sequence), redraw(value => { this.sequence = Number(value); }))));
+      const { word, names } = this.data.sequences;
+      const choices = Object.fromEntries(this.sequences.map(index => [index, names[index] ?? String(index)]));
+      parts.push(field(word, picker(word, choices, String(this.sequence), redraw(value => { this.sequence = Number(value); }))));
     }
     const deepest = Math.max(...this.cells.map(cell => this.pictures(cell).length));
     if (deepest > 1 && this.cells.length > 1) {
@@ -188,7 +195,8 @@ class Board {
   /** The largest width of a picture, so that one and its reader fit in a window. */
   widest(/** @type {Picture} */ picture) {
     if (picture.rowTitles) return WIDEST.strip;
-    return this.cells.length === 1 ? WIDEST.single : WIDEST.several;
+    if (this.cells.length === 1) return WIDEST.single;
+    return picture.grid && picture.rows === 1 ? WIDEST.image : WIDEST.several;
   }
 
   /** Draw everything that depends on scores, colours and widths. */
@@ -197,7 +205,7 @@ class Board {
       const picture = this.picture(cell);
       const pictures = this.pictures(cell);
       const width = Math.max(140, Math.min(cell.plot.parentElement?.clientWidth || 300, this.widest(picture)));
-      cell.area = paint(cell.canvas, picture, this.view(cell, picture), { width, image: this.image });
+      cell.area = paint(cell.canvas, picture, this.view(cell, picture), { width, image: this.beneath(picture) });
       const choices = Object.fromEntries(pictures.map((one, index) => [index, one.title]));
       const choose = (/** @type {string} */ value) => this.setLayer(cell, Number(value));
       const name = `Layer of ${cell.column} ${cell.row}`;
@@ -378,7 +386,7 @@ class Board {
     });
     this.layers.replaceChildren(summary, make("div", { class: "ula-thumbs" }, ...maps.map(({ button }) => button)));
     for (const { canvas, picture } of maps) {
-      paint(canvas, picture, this.view(cell, picture), { width: 104, labelled: false, image: this.image });
+      paint(canvas, picture, this.view(cell, picture), { width: 104, labelled: false, image: this.beneath(picture) });
     }
   }
 

@@ -28,7 +28,7 @@ function read(/** @type {Board} */ board) {
       key === board.key && "here",
     ].filter(Boolean).join(" ");
   }
-  if (canvas) paint(canvas, picture, view, { width: 260, image: board.image, row, labelled: false });
+  if (canvas) paint(canvas, picture, view, { width: 260, image: board.beneath(picture), row, labelled: false });
   const best = board.ranked(picture, LISTED);
   list.replaceChildren(...best.map(key => {
     const value = picture.values[from + key];
