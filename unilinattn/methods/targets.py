@@ -61,6 +61,8 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
     """
     if isinstance(logit, str) or not has_logits(trace.output):
         return None
+    # A pair is stored as a list.
+    logit = tuple(logit) if isinstance(logit, list) else logit
     logits = logits_of(trace.output, trace.model)
     if logits.ndim == 2:
         labels = getattr(getattr(trace.host, "config", None), "id2label", None)
