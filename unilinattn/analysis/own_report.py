@@ -23,6 +23,7 @@ from unilinattn.analysis.own_results import (
 from unilinattn.analysis.statistics import STATISTICS
 from unilinattn.evaluation import report
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve
+from unilinattn.results import pages
 from unilinattn.results.boards import cell
 from unilinattn.results.scores import count_kinds
 from unilinattn.viz import blocks
@@ -144,7 +145,7 @@ def _scores(found: ModelComparison) -> Iterator[tuple[str, str]]:
         predictions = [(one.name, *one.predicted.values()) for one in found.on_images]
         yield heading, blocks.table(["predicted class of", *found.models], predictions) + _image_board(found)
     elif found.shown is not None:
-        yield "Scores on the first text", found.shown._repr_html_()
+        yield "Scores on the first text", pages.comparison(found.shown)
 
 
 def _image_board(found: ModelComparison) -> str:

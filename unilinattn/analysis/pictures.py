@@ -121,7 +121,7 @@ def curve_lines(
         colour, style, width = (FAINT, ":", 1.6) if name == baseline else (LINES[index % len(LINES)], dash, 1.4)
         percent = [100 * fraction for fraction in fractions]
         axes.plot(percent, values, style, color=colour, label=name, linewidth=width)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * max((max(values) for _, values in series.values()), default=1.0))
     axes.set_xlim(0, 100)
     axes.grid(axis="y", color="#e6e8ef", linewidth=0.6)
     axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
