@@ -15,6 +15,8 @@ from PIL import Image
 
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
+from unilinattn.viz import blocks
+from unilinattn.viz.board import Cell, Picture, board
 
 pytestmark = pytest.mark.slow
 
@@ -356,6 +358,29 @@ def test_the_row_of_a_map_over_patches_is_an_image(opened: Open) -> None:
     assert page.locator(".ula-reader canvas.patches").count() == 1
     assert page.locator(".ula-reader h4 span").inner_text() == "query patch (1, 1)"
     assert "[CLS], outside the image" in page.locator(".apart").inner_text()
+
+
+def test_a_board_has_an_image_for_each_picture(chromium: Any, tmp_path: Path) -> None:
+    red, blue = np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4, 3), np.uint8)
+    red[..., 0], blue[:2] = 255, 255
+    scores = np.array([[0.0, 1.0, 0.0, 0.0]])
+    cells = [
+        Cell("raw", model, [Picture(scores, "h.0", "", at, grid=(2, 2), places=range(4), image=image) for at in (0, 1)])
+        for model, image in (("a", red), ("b", blue))
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(blocks.page("images", [], first=board(cells, sequences=("Image", ["cat.png", "dog.png"]))))
+    page = chromium.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector(".ula-board[data-ready]")
+    page.wait_for_timeout(300)
+    assert page.get_by_label("Image", exact=True).locator("option").all_inner_texts() == ["cat.png", "dog.png"]
+    corner = "canvas => [...canvas.getContext('2d').getImageData(canvas.width - 4, 4, 1, 1).data].slice(0, 3)"
+    lower = "canvas => [...canvas.getContext('2d').getImageData(4, canvas.height - 4, 1, 1).data].slice(0, 3)"
+    a, b = page.query_selector_all(".ula-plot canvas")
+    # The image of the second model is dark below, that of the first has one grey.
+    assert sum(b.evaluate(lower)) < sum(a.evaluate(lower)) and a.evaluate(corner) != a.evaluate(lower)
+    page.close()
 
 
 def heads(**labels: Any) -> Attribution:
