@@ -175,9 +175,7 @@ def test_the_printed_scores_are_those_of_the_saved_result(
     assert result.scores[:, 0, 4:].abs().max() == 0
 
 
-def test_explain_prints_the_mean_over_heads(
-    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_prints_the_mean_over_heads(checkpoints: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "result.safetensors"
     arguments = ["explain", str(checkpoints / "mamba"), "--text", TEXT, "--method", "latim", "--target", "3"]
     assert cli.main([*arguments, "--option", "by_head=true", "heads=[0,2]", "--layer", "1", "--out", str(out)]) == 0

@@ -2,8 +2,7 @@
 
 import csv
 import io
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,42 +25,6 @@ SHOWN = ["the", "cat", '=1+"2"', "漢", r"\n", "end"]
 SPITE = '</script><img src=x onerror="window.broken=1"><b>'
 
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright, of the extra dev, is not installed")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("there is no Chromium; `make install` installs it for root, or apt-get install chromium")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def opened(chromium: Any, tmp_path: Path) -> Iterator[Open]:
-    """Open a page; errors of its script and requests for anything but its file fail the test."""
-    contexts, errors, requests = [], [], []
-
-    def of(result: Attribution | Comparison, *, width: int = 1280, theme: str = "light", **options: Any) -> Any:
-        path = tmp_path / f"page-{len(contexts)}.html"
-        result.to_html(path, **options)
-        context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(path.as_uri())
-        page.wait_for_selector(".ula-board[data-ready]")
-        return page
-
-    yield of
-    for context in contexts:
-        context.close()
-    assert not errors
-    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
 def layers(**labels: Any) -> Attribution:
@@ -381,91 +344,3 @@ def test_a_board_has_an_image_for_each_picture(chromium: Any, tmp_path: Path) ->
     # The image of the second model is dark below, that of the first has one grey.
     assert sum(b.evaluate(lower)) < sum(a.evaluate(lower)) and a.evaluate(corner) != a.evaluate(lower)
     page.close()
-
-
-def heads(**labels: Any) -> Attribution:
-    """Heads 1, 4 and 7 of three layers; of the last layer head 4 is the largest."""
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(3, 3, LENGTH, LENGTH, generator=generator).tril()
-    values: dict[str, Any] = {
-        "scores": scores,
-        "dims": ("layer", "head", "query", "key"),
-        "heads": (1, 4, 7),
-        "tokens": [TOKENS],
-        "extras": {"residual": torch.arange(18.0).view(3, 6) + 1},
-    }
-    return layers(**(values | labels))
-
-
-def test_the_pickers_and_small_maps_of_heads(opened: Open) -> None:
-    result, page = heads(), opened(heads())
-    last = LENGTH - 1
-    assert page.locator(".ula-reader h4").inner_text().startswith("h.0 · head 1 ")
-    assert page.locator(".facts").inner_text() == "residual 6"
-    picker = page.get_by_label("Head of tiny raw")
-    assert picker.locator("option").all_inner_texts() == ["head 1", "head 4", "head 7"]
-    picker.select_option(label="head 7")
-    assert list_of(page)[0].startswith(f"{ranked(result.scores[0, 2, last], 1)[0]} ")
-    # Another layer shows the same head.
-    page.get_by_label("Layer of tiny raw").select_option(label="h.2")
-    assert page.locator(".ula-reader h4").inner_text().startswith("h.2 · head 7 ")
-    assert list_of(page)[0].startswith(f"{ranked(result.scores[2, 2, last], 1)[0]} ")
-    assert page.locator(".facts").inner_text() == "residual 18"
-    small = page.locator("details", has_text="Heads of h.2").locator(".ula-thumbs button")
-    assert small.all_inner_texts() == ["head 1", "head 4", "head 7"]
-    assert [one.get_attribute("aria-pressed") for one in small.all()] == ["false", "false", "true"]
-    small.nth(1).click()
-    assert picker.input_value() == "1"
-    assert list_of(page)[0].startswith(f"{ranked(result.scores[2, 1, last], 1)[0]} ")
-    others = page.locator("details", has_text="Every layer").locator(".ula-thumbs button")
-    assert [one.get_attribute("title") for one in others.all()] == ["h.0 · head 4", "h.1 · head 4", "h.2 · head 4"]
-    others.nth(1).click()
-    assert page.locator(".ula-reader h4").inner_text().startswith("h.1 · head 4 ")
-
-
-def test_page_keys_change_the_head(opened: Open) -> None:
-    page = opened(heads(head_kind="channel"))
-    plot = page.locator(".ula-plot")
-    assert "page keys change the layer, with Shift the channel." in plot.get_attribute("aria-label")
-    plot.focus()
-    page.keyboard.press("Shift+PageDown")
-    page.keyboard.press("Shift+PageDown")
-    page.keyboard.press("Shift+PageDown")
-    assert page.locator(".ula-live").inner_text().startswith("h.0 · channel 7, ")
-    page.keyboard.press("PageDown")
-    assert page.locator(".ula-live").inner_text().startswith("h.1 · channel 7, ")
-    page.keyboard.press("Shift+PageUp")
-    assert page.get_by_label("Channel of tiny raw").input_value() == "1"
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_heads_fit_a_narrow_page(opened: Open, theme: str) -> None:
-    scores = torch.rand(3, 40, LENGTH, LENGTH)
-    page = opened(
-        heads(scores=scores, heads=None, layers=tuple("y" * 80 + str(i) for i in range(3))), width=420, theme=theme
-    )
-    assert page.evaluate("document.documentElement.scrollWidth") == 420
-    assert page.locator(".ula-thumbs").first.locator("button").count() == 24
-    text = "In each layer: 24 of 40 heads, the largest by sum of absolute scores"
-    assert text in page.locator("body").inner_text()
-
-
-def test_the_heads_of_a_target_are_rows(opened: Open) -> None:
-    result = heads(scores=heads().scores[..., -1, :], dims=("layer", "head", "key"), extras={})
-    page = opened(result)
-    page.locator(".ula-plot").focus()
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowDown")
-    assert page.locator(".ula-reader h4").inner_text() == "h.0 head 7"
-    assert list_of(page)[0].startswith(f"{ranked(result.scores[0, 2], 1)[0]} ")
-    assert page.get_by_label("Head of tiny raw").count() == 0
-
-
-def test_models_with_heads_side_by_side(opened: Open) -> None:
-    page = opened(Comparison({"a": {"raw": heads()}, "b": {"raw": layers()}}))
-    page.get_by_label("Layer", exact=True).select_option(label="2")
-    page.get_by_label("Head of a raw").select_option(label="head 4")
-    assert page.locator(".ula-reader h4").inner_text().startswith("a · raw · h.2 · head 4")
-    assert page.get_by_label("Layer of b raw").input_value() == "2"
-    page.get_by_text("Heads of h.2, a · raw").click()
-    assert page.locator("details[open] .ula-thumbs button").count() == 3
