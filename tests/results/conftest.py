@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from unilinattn.results.attribution import Attribution
-from unilinattn.results.comparison import Comparison
-
 Open = Callable[..., Any]
 
 
@@ -30,7 +27,7 @@ def opened(chromium: Any, tmp_path: Path) -> Iterator[Open]:
     """Open a page; errors of its script and requests for anything but its file fail the test."""
     contexts, errors, requests = [], [], []
 
-    def of(result: Attribution | Comparison, *, width: int = 1280, theme: str = "light", **options: Any) -> Any:
+    def of(result: Any, *, width: int = 1280, theme: str = "light", **options: Any) -> Any:
         path = tmp_path / f"page-{len(contexts)}.html"
         result.to_html(path, **options)
         context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
