@@ -39,7 +39,7 @@ class HeadContributions:
 
     operator: "MixerOperator"
     chain: Chain
-    parts: Int[Tensor, "part channel"]
+    parts: Int[Tensor, "part width"]
     channels: int
 
     @classmethod
@@ -129,14 +129,14 @@ class _Split:
         dtype: dtype of the values.
     """
 
-    parts: Int[Tensor, "part channel"]
+    parts: Int[Tensor, "part width"]
     channels: int
     weight: Float[Tensor, "out channel"] | None
     tail: Chain
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, after: Chain, parts: Int[Tensor, "part channel"], channels: int, dtype: torch.dtype) -> "_Split":
+    def of(cls, after: Chain, parts: Int[Tensor, "part width"], channels: int, dtype: torch.dtype) -> "_Split":
         """Split stages at a real matrix that is the first of them."""
         if after and isinstance(after[0], Matrix) and not after[0].weight.is_complex():
             return cls(parts, channels, after[0].weight, after[1:], dtype)
@@ -187,11 +187,11 @@ class _Split:
         width = self.channels // heads
         return self.parts[:, ::width] // width
 
-    def _is_whole(self, chosen: Int[Tensor, "part channel"]) -> bool:
+    def _is_whole(self, chosen: Int[Tensor, "part width"]) -> bool:
         return chosen.numel() == self.channels and bool((chosen.flatten().diff() == 1).all())
 
     @cached_property
-    def _by_part(self) -> Float[Tensor, "part out channel"] | None:
+    def _by_part(self) -> Float[Tensor, "part out width"] | None:
         """The columns of the weight that read each part."""
         return None if self.weight is None else self.weight[:, self.parts].transpose(0, 1).contiguous()
 
