@@ -332,7 +332,7 @@ def _fill_sketch(
     op, (form, small, sketch) = only_port(layer), sketched_form(layer, options.sketch, options.seed)
     total = layer.output.new_zeros(*rows.shape, options.sketch)
     for tile in small.tiles(small.causal):
-        out[:, tile.rows, tile.cols] = tile.norms(2)
+        out[:, tile.rows, tile.cols] = tile.norms(2.0)
         total[:, tile.rows] += tile.total()
     estimated = torch.ones_like(out, dtype=torch.bool)
     if options.exact_keys:
@@ -343,8 +343,8 @@ def _fill_sketch(
     postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
     bias = op.activation_bias("exact")
     projected = (total + bias @ sketch.mT, layer.output @ sketch.mT)
-    _, error = _checked(bias @ sketch.mT, *projected, layer, rows, 2)
-    ratio = cancellation(sizes, layer.output - bias, 2, layer, rows)
+    _, error = _checked(bias @ sketch.mT, *projected, layer, rows, 2.0)
+    ratio = cancellation(sizes, layer.output - bias, 2.0, layer, rows)
     real = torch.ones_like(deviation) if layer.mask is None else layer.mask.to(deviation)
     return torch.linalg.vector_norm(bias, dim=-1) * real, error, ratio, deviation * real
 
