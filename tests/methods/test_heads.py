@@ -246,9 +246,11 @@ def test_a_residual_inside_the_module_passes_no_head() -> None:
     value = (x @ attention.value.weight.T).unflatten(-1, (alpha.shape[1], -1))
     path = output.dense.weight.unflatten(1, (alpha.shape[1], -1))
     vectors = torch.einsum("bhij,bjhp,ohp->hbijo", alpha, value, path)
-    before = x + (alpha @ (value + attention.value.bias.view(value.shape[2:])).transpose(1, 2)).transpose(1, 2).flatten(
-        2
-    ) @ output.dense.weight.T
+    before = (
+        x
+        + (alpha @ (value + attention.value.bias.view(value.shape[2:])).transpose(1, 2)).transpose(1, 2).flatten(2)
+        @ output.dense.weight.T
+    )
     before = before + output.dense.bias
     scale = torch.rsqrt(before.var(-1, correction=0, keepdim=True) + output.LayerNorm.eps) * output.LayerNorm.weight
     vectors = (vectors - vectors.mean(-1, keepdim=True)) * scale[:, :, None]

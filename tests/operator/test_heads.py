@@ -46,7 +46,9 @@ def test_a_centring_after_the_core_is_split_if_it_can_be(groups: int, together: 
     split = HeadContributions.of(layer, [0, 2], together=together)
     form = split.pairwise()
     assert form is not None and isinstance(mix, Mix) and isinstance(into, Matrix) and isinstance(out, Matrix)
-    values = torch.einsum("bhij,bjhp->bhijp", mix.mixer.tile(), (layer.inputs["x"] @ into.weight.T).unflatten(2, (3, 2)))
+    values = torch.einsum(
+        "bhij,bjhp->bhijp", mix.mixer.tile(), (layer.inputs["x"] @ into.weight.T).unflatten(2, (3, 2))
+    )
     expected = []
     for head in (0, 2):
         alone = torch.zeros(2, LENGTH, LENGTH, CHANNELS, dtype=torch.float64)

@@ -15,6 +15,8 @@ from PIL import Image
 
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
+from unilinattn.viz import blocks
+from unilinattn.viz.board import Cell, Picture, board
 
 pytestmark = pytest.mark.slow
 
@@ -358,6 +360,29 @@ def test_the_row_of_a_map_over_patches_is_an_image(opened: Open) -> None:
     assert "[CLS], outside the image" in page.locator(".apart").inner_text()
 
 
+def test_a_board_has_an_image_for_each_picture(chromium: Any, tmp_path: Path) -> None:
+    red, blue = np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4, 3), np.uint8)
+    red[..., 0], blue[:2] = 255, 255
+    scores = np.array([[0.0, 1.0, 0.0, 0.0]])
+    cells = [
+        Cell("raw", model, [Picture(scores, "h.0", "", at, grid=(2, 2), places=range(4), image=image) for at in (0, 1)])
+        for model, image in (("a", red), ("b", blue))
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(blocks.page("images", [], first=board(cells, sequences=("Image", ["cat.png", "dog.png"]))))
+    page = chromium.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector(".ula-board[data-ready]")
+    page.wait_for_timeout(300)
+    assert page.get_by_label("Image", exact=True).locator("option").all_inner_texts() == ["cat.png", "dog.png"]
+    corner = "canvas => [...canvas.getContext('2d').getImageData(canvas.width - 4, 4, 1, 1).data].slice(0, 3)"
+    lower = "canvas => [...canvas.getContext('2d').getImageData(4, canvas.height - 4, 1, 1).data].slice(0, 3)"
+    a, b = page.query_selector_all(".ula-plot canvas")
+    # The image of the second model is dark below, that of the first has one grey.
+    assert sum(b.evaluate(lower)) < sum(a.evaluate(lower)) and a.evaluate(corner) != a.evaluate(lower)
+    page.close()
+
+
 def heads(**labels: Any) -> Attribution:
     """Heads 1, 4 and 7 of three layers; of the last layer head 4 is the largest."""
     generator = torch.Generator().manual_seed(1)
@@ -416,7 +441,9 @@ def test_page_keys_change_the_head(opened: Open) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_heads_fit_a_narrow_page(opened: Open, theme: str) -> None:
     scores = torch.rand(3, 40, LENGTH, LENGTH)
-    page = opened(heads(scores=scores, heads=None, layers=tuple("y" * 80 + str(i) for i in range(3))), width=420, theme=theme)
+    page = opened(
+        heads(scores=scores, heads=None, layers=tuple("y" * 80 + str(i) for i in range(3))), width=420, theme=theme
+    )
     assert page.evaluate("document.documentElement.scrollWidth") == 420
     assert page.locator(".ula-thumbs").first.locator("button").count() == 24
     text = "In each layer: 24 of 40 heads, the largest by sum of absolute scores"

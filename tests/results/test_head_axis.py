@@ -137,9 +137,7 @@ def test_words_and_spans_are_merged_in_each_head() -> None:
         assert torch.equal(one.extras["bias"], merged.extras["bias"])
     spans = [[(0, 2)], [(1, 3)]]
     merged = result.spans(spans, unit="tokens")
-    assert torch.equal(
-        merged.select(head=5).scores, result.select(head=5).spans(spans, unit="tokens").scores
-    )
+    assert torch.equal(merged.select(head=5).scores, result.select(head=5).spans(spans, unit="tokens").scores)
 
 
 def test_the_largest_heads_are_those_with_the_largest_sums() -> None:
@@ -164,7 +162,9 @@ def test_a_layer_is_small_multiples_of_its_heads() -> None:
     assert capped.get_suptitle().endswith("\n24 of 40 channels, the largest by sum of absolute scores")
     assert len(titles(many(40).plot())) == 24
     assert "24 of 80 heads" in many(40).plot().get_suptitle()
-    with pytest.raises(InputError, match=r"the result has 3 heads; choose one by `result.select\(layer=..., head=...\)`"):
+    with pytest.raises(
+        InputError, match=r"the result has 3 heads; choose one by `result.select\(layer=..., head=...\)`"
+    ):
         with_heads().plot(layer=0, ax=figure.axes[0])
     assert titles(with_heads().select(head=5).plot()) == ["h.0 · head 5", "h.1 · head 5"]
 

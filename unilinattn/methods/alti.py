@@ -136,7 +136,9 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
         scores = score_layers(
             trace, "alti", layers, target, chosen, lambda layer, *part: fill((layer,), *part), heads=axis
         )
-    extras = {"cancellation": [ratios[layer.name] for layer in layers if layer.name in ratios]}
+    extras: dict[str, Sequence[Tensor]] = {
+        "cancellation": [ratios[layer.name] for layer in layers if layer.name in ratios]
+    }
     if residuals:
         extras["residual"] = [residuals[layer.name] for layer in layers]
     return to_result(

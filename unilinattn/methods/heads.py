@@ -29,8 +29,8 @@ def head_axis(method: str, layers: Sequence[Layer], heads: Any, scope: str = "co
     if len(set(counts.values())) > 1:
         first, other = layers[0], next(layer for layer in layers if counts[layer.name] != counts[layers[0].name])
         raise UncoveredError(
-            f"{method}: {first.name} has {counts[first.name]} heads and {other.name} has {counts[other.name]}, which do "
-            "not share a head axis; pass layers=[...] with layers of one kind, or one of them."
+            f"{method}: {first.name} has {counts[first.name]} heads and {other.name} has {counts[other.name]}, so they "
+            "share no head axis; pass layers=[...] with layers of one kind, or one of them."
         )
     kind: Literal["head", "channel"] = "channel" if all(scoped.width == 1 for scoped in maps) else "head"
     return HeadAxis(selected_heads(method, layers[0], heads, scope), kind)
@@ -52,8 +52,6 @@ def selected_heads(method: str, layer: Layer, heads: Any, scope: str = "core") -
     return chosen
 
 
-def through_heads(
-    method: str, layer: Layer, heads: int | Sequence[int] | None, *, by_head: bool
-) -> HeadContributions:
+def through_heads(method: str, layer: Layer, heads: int | Sequence[int] | None, *, by_head: bool) -> HeadContributions:
     """Return the contributions through heads of a layer's core, each apart if `by_head`, else summed."""
     return HeadContributions.of(only_port(layer), selected_heads(method, layer, heads), together=not by_head)

@@ -29,8 +29,8 @@ class RawOptions(MapOptions, Composable):
     def _each_head(self) -> Self:
         if self.by_head and isinstance(self.heads, str) and self.heads != "mean":
             raise ValueError(
-                f"by_head=True keeps every head, so heads={self.heads!r} has nothing to reduce; leave heads out for all "
-                "of them, or give an index or a list"
+                f"by_head=True keeps every head, so heads={self.heads!r} has nothing to reduce; leave heads out for "
+                "all of them, or give an index or a list"
             )
         return self
 

@@ -19,6 +19,7 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
+
 def result_shape(
     layers: Sequence[Layer], target: Target | None, options: Options | None = None, heads: HeadAxis | None = None
 ) -> tuple[dict[str, int], torch.dtype]:

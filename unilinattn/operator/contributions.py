@@ -133,7 +133,8 @@ def _through_taps(
     function: Callable[[Tensor], Tensor],
 ) -> tuple[Inexact[Tensor, "batch row channel key"], Chain]:
     """Sum the contributions of `function` of each tap's term through the mixers of the rest of a chain."""
-    total, after = None, ()
+    total: Tensor | None = None
+    after: Chain = ()
     for lag, factor in taps.items():
         term = function(shifted(value, lag) * repeat_groups(factor, value.shape[2]))
         vectors, after = mixed_values(rest, index, term, like, name)

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Inexact, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
@@ -89,7 +89,7 @@ class HeadContributions:
         return pairwise_of(self.chain, self._input, *self.operator.output.shape[1:])
 
     def tiles(self, form: PairwiseContributions, factor: float, rows: int) -> Iterator[tuple[slice, Tile]]:
-        """Yield `factor` times the vectors of all pairs: a slice of the parts, and their tile of at most `rows` rows."""
+        """Yield `factor` times the vectors of all pairs: slices of the parts with tiles of at most `rows` rows."""
         form = form.times(factor)
         after = form.tail if form.weight is None else (Matrix("output", form.weight), *form.tail)
         split = _Split.of(after, self.parts, self.channels, form.values.dtype)

@@ -163,9 +163,7 @@ class MixerOperator:
         return whole
 
     @full_precision()
-    def fill_heads(
-        self, out: Float[Tensor, "batch head query key"], heads: Sequence[int], scope: str = "core"
-    ) -> None:
+    def fill_heads(self, out: Float[Tensor, "batch head query key"], heads: Sequence[int], scope: str = "core") -> None:
         """Write the matrices of some heads, counted from 0, into `out`, block by block as `max_memory` allows."""
         fill_heads(out, self.scoped_map(scope), heads, f"the {scope} map of {self.name}")
 

@@ -35,6 +35,8 @@ class Attribution(Scores):
         query_tokens: a list of texts for each sequence, one text for each query, for queries that are not the keys.
         word_ids: the index of each token's word for each sequence, None outside of words; set for texts.
         offsets: the first character of each token in its text and the one after its last; set for texts.
+        logit_names: the text of the token, or the label of the class, whose logit is explained, for each sequence; two
+            for the difference of two. Set where a tokenizer or the model's `config.id2label` names it.
         grid: (rows, columns) of an image's patches.
         patches: the keys of the patches, row by row, for vision models that are registered; an image's heat map is
             `scores[..., result.patches].reshape(*leading, *result.grid)`.

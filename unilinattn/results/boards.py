@@ -1,6 +1,7 @@
 """Boards of results: the pictures of a page, one cell for each model and method."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from unilinattn.results.panels import (
 )
 from unilinattn.results.scores import Scores, extra_dims, score_array
 from unilinattn.viz.board import Cell, Picture
-from unilinattn.viz.colours import Array
+from unilinattn.viz.colours import Array, shown
 from unilinattn.viz.image import pixels
 from unilinattn.viz.packing import MOST_CELLS, stored_cells
 
@@ -40,12 +41,14 @@ def cell(
     expected: Bool[Tensor, "..."] | None = None,
     start: int = 0,
     notes: Sequence[str] = (),
+    image: Array | None = None,
 ) -> Cell:
     """Return the pictures of one result for a board: one per layer, head and sequence.
 
     The scores of a target without an image are one picture per sequence, whose rows are the layers, or one per layer,
     whose rows are the heads. Of each layer the heads of `shown_heads` are drawn. `expected`: a boolean pattern, as in
-    `Attribution.plot`. `start`: index of the layer to show first. `notes`: a text for each layer.
+    `Attribution.plot`. `start`: index of the layer to show first. `notes`: a text for each layer. `image`: the pixels
+    of `beneath`.
 
     Raises `InputError` if a sequence of `batches` does not exist or `expected` does not fit.
     """
@@ -64,6 +67,8 @@ def cell(
             pictures += _images(one, heads, made, position, facts)
         else:
             pictures += _maps(one, made, position, facts)
+    if result.grid is not None and image is not None:
+        pictures = [replace(picture, image=image) for picture in pictures]
     return Cell(row, column, pictures, start, counts_residual(result), notes)
 
 
@@ -77,7 +82,10 @@ def shown_heads(result: Scores, batch: int, sequences: int = 1) -> list[list[int
         return None
     most = MOST_HEADS
     if "query" in result.dims:
-        maps, stored = sequences * result.sizes.get("layer", 1), stored_cells(result.sizes["query"], result.sizes["key"])
+        maps, stored = (
+            sequences * result.sizes.get("layer", 1),
+            stored_cells(result.sizes["query"], result.sizes["key"]),
+        )
         most = max(LEAST_HEADS, min(most, MOST_CELLS // (maps * stored)))
     return largest_heads(result, batch=batch, each=most)
 
@@ -117,22 +125,43 @@ def explained(result: Scores, batch: int = 0) -> str:
     if place is None:
         where = "for each query" if "query" in result.dims else ""
     else:
-        where = f"at position {place}" + ("" if tokens is None else f" “{tokens[place]}”")
+        where = f"at position {place}" + ("" if tokens is None else f" “{shown(tokens[place])}”")
+        where += ", the class token" if result.cls and place in result.cls else ""
     if "logit" not in result.options:
         return f"Scores of the keys {where}." if where else ""
     chosen, value = result.options["logit"], one.extras.get("logit")
-    what = "the logit of the model's prediction"
+    names = [""] * 2 if one.logit_names is None else [f" “{shown(name)}”" for name in one.logit_names[0]]
+    unit = "token" if result.grid is None else "class"
+    if unit == "class" and value is not None and place not in (result.cls or ()):
+        # The logits of classes have no position.
+        where = ""
+    what = f"the logit of the model's prediction{names[0]}"
     if isinstance(chosen, int):
-        what = f"the logit of token {chosen}"
+        what = f"the logit of {unit} {chosen}{names[0]}"
     elif isinstance(chosen, list) and "query" in result.dims:
         what = "the logit of the generated token"
     elif isinstance(chosen, list):
-        what = f"the difference of the logits of tokens {' and '.join(map(str, chosen))}"
+        first, second = (f"{one}{name}" for one, name in zip(chosen, names, strict=True))
+        what = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
     elif chosen is not None:
         what = f"the function {chosen}"
     numbers = {f"{number:.4g}" for number in value.flatten().tolist()} if value is not None else set()
     equal = f" = {numbers.pop()}" if len(numbers) == 1 else ""
     return f"Explains {what} {where}".rstrip() + f"{equal}."
+
+
+def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int = 0) -> list[str]:
+    """Return the sentences on the explained values of models: one for all, or one for each model.
+
+    A model's sentence is that of its methods that explain a logit, if there are any.
+    """
+    sentences = {}
+    for model, methods in results.items():
+        named = [result for result in methods.values() if "logit" in result.options] or list(methods.values())
+        sentences[model] = " ".join(dict.fromkeys(filter(None, (explained(result, batch) for result in named))))
+    if len(set(sentences.values())) == 1:
+        return list(filter(None, sentences.values()))[:1]
+    return [f"{model}: {sentence}" for model, sentence in sentences.items() if sentence]
 
 
 def _strip(
@@ -185,7 +214,8 @@ def _images(
     sequence: int,
     facts: Sequence[dict[str, list[float]]],
 ) -> list[Picture]:
-    places, tokens = patch_positions(one), None if one.tokens is None else one.tokens[0]
+    places = patch_positions(one)
+    tokens = _patch_names(one, places) if one.tokens is None else one.tokens[0]
     scores = score_array(one).astype(np.float64)
     if heads is not None:
         by_layer = scores.reshape(len(heads), -1, scores.shape[-1])
@@ -212,6 +242,15 @@ def _images(
             )
         )
     return pictures
+
+
+def _patch_names(one: Scores, places: Sequence[int]) -> list[str]:
+    """Return the row and column of each patch, and the names of the other keys."""
+    assert one.grid is not None
+    names = ["[CLS]" if key in (one.cls or ()) else f"token {key}" for key in range(one.sizes["key"])]
+    for index, key in enumerate(places):
+        names[key] = f"({index // one.grid[1]}, {index % one.grid[1]})"
+    return names
 
 
 def _maps(one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]) -> list[Picture]:

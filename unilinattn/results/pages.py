@@ -7,7 +7,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.results.boards import beneath, cell, explained, heads_sentence
+from unilinattn.results.boards import beneath, cell, explained, explained_by_model, heads_sentence
 from unilinattn.results.panels import fitting_pattern
 from unilinattn.results.scores import Scores, axes_text, count_kinds
 from unilinattn.results.table import ScoreTable
@@ -64,15 +64,15 @@ def comparison(
     Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
     chosen = _chosen(batch, image)
+    pixels = beneath((result for _, _, result in results.results()), image)
     cells = [
-        cell(result, method, model, batches=chosen, expected=fitting_pattern(result, expected))
+        cell(result, method, model, batches=chosen, expected=fitting_pattern(result, expected), image=pixels)
         for method in results.methods
         for model in results
         if (result := results[model].get(method)) is not None
     ]
     kinds = {model: count_kinds(next(iter(results[model].values())).kinds) for model in results if results[model]}
-    sentences = {explained(result, chosen[0]): None for _, _, result in results.results()}
-    lead = paragraph(next(iter(sentences))) if len(sentences) == 1 else ""
+    lead = "".join(map(paragraph, explained_by_model(results, chosen[0])))
     lead += "".join(
         paragraph(f"{model}, {method}: {sentence}")
         for model, method, result in results.results()
@@ -81,8 +81,7 @@ def comparison(
     alerts = "".join(
         warning(f"{model}, {method}: {message}") for model, method, r in results.results() for message in r.warnings
     )
-    pixels = beneath((result for _, _, result in results.results()), image)
-    drawn = board(cells, columns=kinds, image=pixels, layer_hint="compare fewer results for all scores")
+    drawn = board(cells, columns=kinds, layer_hint="compare fewer results for all scores")
     return lead + alerts + drawn + _table(results)
 
 
@@ -103,7 +102,8 @@ def comparison_page(
 
 def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, image: Any) -> str:
     chosen = _chosen(batch, image)
-    one = cell(result, result.method, result.model, batches=chosen, expected=expected)
+    pixels = beneath([result], image)
+    one = cell(result, result.method, result.model, batches=chosen, expected=expected, image=pixels)
     sentences = [explained(result, index) for index in chosen]
     lead = sentences[0] if len(set(sentences)) == 1 else ""
     worst, kinds = result.worst_error, count_kinds(result.kinds)
@@ -119,7 +119,7 @@ def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, 
     if result.left_out:
         alerts += warning(f"left out, no adapter knows them: {', '.join(result.left_out)}")
     text = " ".join(part for part in short if part)
-    return (paragraph(text) if text else "") + alerts + board([one], image=beneath([result], image), layer_hint=WHOLE)
+    return (paragraph(text) if text else "") + alerts + board([one], layer_hint=WHOLE)
 
 
 def _about(result: Scores) -> str:

@@ -299,7 +299,7 @@ def _draw(axes: "Axes", panel: Panel, style: _Style, named: bool, below: Array |
     names = panel.row_tokens
     if names is not None and panel.rows != "query":
         # The axis says that the numbers are those of heads.
-        names = [name.split()[-1] for name in names]
+        names = tuple(name.split()[-1] for name in names)
     _label(axes.yaxis, names if named else None, rows, rotation=0)
     if panel.kind == "strip":
         axes.set_yticks([])

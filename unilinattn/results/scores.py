@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets")
+SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets", "logit_names")
 """Labels with a list for each sequence."""
 
 
@@ -44,6 +44,7 @@ class Scores:
     query_tokens: Sequence[Sequence[str]] | None = None
     word_ids: Sequence[Sequence[int | None]] | None = None
     offsets: Sequence[Sequence[tuple[int, int]]] | None = None
+    logit_names: Sequence[Sequence[str]] | None = None
     grid: tuple[int, int] | None = None
     patches: Sequence[int] | None = None
     cls: Sequence[int] | None = None
@@ -124,10 +125,8 @@ class Scores:
             lines.append(f"  completeness gap: {self.completeness_gap:.1e}")
         return "\n".join(lines)
 
-    def select(
-        self, *, layer: int | str | None = None, batch: int | None = None, head: int | None = None
-    ) -> Self:
-        """Return the result of one layer (by position or name), sequence or head, or several of these, without its axis.
+    def select(self, *, layer: int | str | None = None, batch: int | None = None, head: int | None = None) -> Self:
+        """Return the result of one layer (by position or name), sequence or head, or several, without their axes.
 
         A head is selected by its index in the layer, one of `heads`. Extras with the axes of `dims` without key, or
         without head and key, are selected alike; other extras are dropped, because their part of the selection is
@@ -218,8 +217,8 @@ class Scores:
     def to_xarray(self) -> "xarray.DataArray":
         """Return the scores as a DataArray with named axes.
 
-        Coordinates: layer names and kinds, indices of heads, token texts (`query_token`, `key_token`) and `real` (False at padding). All
-        other labels are attributes, with mappings as JSON.
+        Coordinates: layer names and kinds, indices of heads, token texts (`query_token`, `key_token`) and `real` (False
+        at padding). All other labels are attributes, with mappings as JSON.
 
         Raises `MissingExtraError` if xarray is missing.
         """

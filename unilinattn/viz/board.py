@@ -40,6 +40,7 @@ class Picture:
         places: the columns that are patches, in order; the others, such as [CLS], are listed apart.
         facts: numbers of each row by name, such as its logit.
         head: name of the head, if the layer has a picture for each.
+        image: uint8 pixels beneath the patches, (height, width, 3).
     """
 
     values: Float[Array, "row column"]
@@ -56,6 +57,7 @@ class Picture:
     places: Sequence[int] | None = None
     facts: Mapping[str, Sequence[float]] = field(default_factory=dict)
     head: str = ""
+    image: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,22 @@ def board(
     cells: Sequence[Cell],
     *,
     columns: Mapping[str, str] | None = None,
-    image: Array | None = None,
+    sequences: tuple[str, Sequence[str]] = ("Sequence", ()),
     layer_hint: str = "draw fewer layers or sequences for all cells",
 ) -> str:
     """Return a board of cells as HTML; without a script, its table of the largest scores remains.
 
-    `columns`: a note for each column. `image`: uint8 pixels beneath the patches. `layer_hint`: the end of the message
-    that maps were pooled.
+    `columns`: a note for each column. `sequences`: the word for a sequence, and their names, by default their indices.
+    `layer_hint`: the end of the message that maps were pooled.
     """
     pictures = [picture for cell in cells for picture in cell.pictures]
     step = pooling([picture.values.shape for picture in pictures])
     drawn = [pooled(p.values, step) if _pools(p, step) else p.values for p in pictures]
     packed = pack(drawn)
     texts: dict[tuple[str, ...], int] = {}
+    images: dict[int, Array] = {}
     entries = iter(
-        _entry(picture, values, scale, step if _pools(picture, step) else 1, texts)
+        _entry(picture, values, scale, step if _pools(picture, step) else 1, texts, images)
         for picture, values, scale in zip(pictures, drawn, packed.scales, strict=True)
     )
     layout = [
@@ -116,7 +119,8 @@ def board(
         "texts": [list(text) for text in texts],
         "signed": any(bool((values < 0).any()) for values in drawn),
         "count": packed.count,
-        "image": None if image is None else f"data:image/png;base64,{base64.b64encode(png(image)).decode()}",
+        "sequences": {"word": sequences[0], "names": list(sequences[1])},
+        "images": [f"data:image/png;base64,{base64.b64encode(png(image)).decode()}" for image in images.values()],
         "scores": packed.text,
     }
     # The text of a script element ends at the first "</script", whatever JSON says.
@@ -133,8 +137,17 @@ def _pools(picture: Picture, step: int) -> bool:
 
 
 def _entry(
-    picture: Picture, values: Array, scale: float, step: int, texts: dict[tuple[str, ...], int]
+    picture: Picture,
+    values: Array,
+    scale: float,
+    step: int,
+    texts: dict[tuple[str, ...], int],
+    images: dict[int, Array],
 ) -> dict[str, Any]:
+    if picture.image is not None:
+        # Pictures share the array of their image.
+        images.setdefault(id(picture.image), picture.image)
+
     def index(tokens: Sequence[str] | None) -> int | None:
         return None if tokens is None or step > 1 else texts.setdefault(tuple(tokens), len(texts))
 
@@ -162,6 +175,7 @@ def _entry(
         "grid": None if step > 1 else picture.grid,
         "places": None if step > 1 or picture.places is None else list(picture.places),
         "facts": facts,
+        "image": None if picture.image is None else list(images).index(id(picture.image)),
     }
     return {
         name: value

@@ -12,9 +12,12 @@ function byLayer(/** @type {Picture[]} */ pictures) {
 }
 
 /** Write the title of a cell: the names of its layer and head, as pickers if there are several. */
-function drawTitle(/** @type {Board} */ board, cell) {
+function drawTitle(/** @type {Board} */ board, /** @type {Cell} */ cell) {
   const [layers, heads, picture] = [board.layersOf(cell), board.headsOf(cell), board.picture(cell)];
-  const one = (noun, names, chosen, choose) => {
+  const one = (
+    /** @type {string} */ noun, /** @type {string[]} */ names, /** @type {number} */ chosen,
+    /** @type {(index: number) => void} */ choose,
+  ) => {
     if (names.length < 2) return names[0] ?? "";
     return picker(`${noun} of ${cell.column} ${cell.row}`, { ...names }, String(chosen), value => choose(Number(value)));
   };
@@ -30,7 +33,7 @@ function thumbnails(/** @type {Board} */ board) {
   const [layers, heads, picture] = [board.layersOf(cell), board.headsOf(cell), board.picture(cell)];
   const where = board.cells.length > 1 ? `${cell.column} \u00b7 ${cell.row}` : "";
   smallMaps(board, board.heads, [`${headWord(picture)}s of ${picture.title}`, where].filter(Boolean).join(", "), heads, {
-    names: heads.map(one => one.head), chosen: cell.head, choose: index => board.setHead(cell, index),
+    names: heads.map(one => one.head ?? ""), chosen: cell.head, choose: index => board.setHead(cell, index),
   });
   const ofLayers = layers.map(each => each.find(one => one.head === picture.head) ?? each[0]);
   smallMaps(board, board.layers, `Every layer${where && ` of ${where}`}`, ofLayers, {
@@ -39,7 +42,10 @@ function thumbnails(/** @type {Board} */ board) {
 }
 
 /** Draw small maps of several pictures of the active cell, if they are unfolded. */
-function smallMaps(/** @type {Board} */ board, details, /** @type {string} */ text, pictures, { names, chosen, choose }) {
+function smallMaps(
+  /** @type {Board} */ board, /** @type {HTMLDetailsElement} */ details, /** @type {string} */ text, /** @type {Picture[]} */ pictures,
+  /** @type {{names: string[], chosen: number, choose: (index: number) => void}} */ { names, chosen, choose },
+) {
   details.hidden = pictures.length < 2;
   if (pictures.length < 2) return;
   const maps = !details.open ? [] : pictures.map((picture, index) => {
@@ -53,6 +59,6 @@ function smallMaps(/** @type {Board} */ board, details, /** @type {string} */ te
   });
   details.replaceChildren(make("summary", {}, text), make("div", { class: "ula-thumbs" }, ...maps.map(({ button }) => button)));
   for (const { canvas, picture } of maps) {
-    paint(canvas, picture, board.view(board.active, picture), { width: 104, labelled: false, image: board.image });
+    paint(canvas, picture, board.view(board.active, picture), { width: 104, labelled: false, image: board.beneath(picture) });
   }
 }

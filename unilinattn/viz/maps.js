@@ -20,8 +20,27 @@
  * @property {number} [query] first row to show; the explained column of rows with titles
  * @property {Uint8Array} [outlined]
  * @property {number[]} [grid] rows and columns of patches
- * @property {number[]} [places] the columns that are patches
- * @property {Object<string, number[]>} [facts]
+ * @property {number[]} places the columns that are patches
+ * @property {Object<string, (number | null)[]>} [facts]
+ * @property {number} [image] index of the image beneath the patches
+ * @property {number[]} [limits] largest scores with and without own tokens
+ *
+ * @typedef {object} Cell the pictures at a row and a column of a board, and their elements
+ * @property {string} row
+ * @property {string} column
+ * @property {Picture[]} pictures
+ * @property {number} [start] layer to show first
+ * @property {boolean} [apart]
+ * @property {string[]} [notes] a text for each layer
+ * @property {number} layer the shown layer
+ * @property {number} head the shown head of the layer
+ * @property {HTMLCanvasElement} canvas
+ * @property {{row: HTMLElement, cell: HTMLElement}} marks
+ * @property {HTMLElement} plot
+ * @property {HTMLElement} title
+ * @property {HTMLElement} top
+ * @property {HTMLElement} notes_
+ * @property {Area} area
  *
  * @typedef {object} View
  * @property {number} limit score of the strongest colour
@@ -67,6 +86,7 @@ async function unpack(/** @type {any} */ data) {
         picture[name] = name in picture ? data.texts[picture[name]] : null;
       }
       picture.sequence ??= 0;
+      picture.places ??= [];
       const runs = picture.expected;
       if (runs) picture.outlined = new Uint8Array(rows * columns);
       for (let i = 0; runs && i < runs.length; i += 2) picture.outlined.fill(1, runs[i], runs[i] + runs[i + 1]);

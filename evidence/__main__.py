@@ -1,0 +1,166 @@
+"""Evaluate the studies from the shipped weights, and say which claims hold.
+
+python -m evidence                      every study, from the shipped weights
+python -m evidence copying --train      train the models of one study first
+python -m evidence --quick              one seed and few samples, compared with the recorded numbers
+python -m evidence --write              record the numbers, and write docs/evidence.md with its pictures
+python -m evidence --page               write docs/evidence.md from the recorded numbers
+
+`torchrun --nproc-per-node 2 -m evidence` spreads the work over two processes. An interrupted run continues.
+"""
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import machine
+from evidence import NAMES, record, study
+from evidence.claims import Results
+from evidence.page import page
+from evidence.study import FOLDER, SEEDS, Study
+from evidence.training import record as training_record
+from unilinattn.errors import UnilinattnError
+from unilinattn.evaluation import Table
+from unilinattn.evaluation.processes import Processes
+
+WEIGHTS = FOLDER / "weights"
+DOCS = FOLDER.parent / "docs"
+
+Job = tuple[str, str, int]
+"""A study, a model and a seed."""
+
+
+def train(studies: Sequence[Study], weights: Path, processes: Processes) -> None:
+    """Train every model of the studies that `weights` lacks, spread over the processes."""
+    jobs = {(one.name, model, seed): one for one in studies for model in one.models for seed in SEEDS}
+
+    def path(key: Job) -> Path:
+        return jobs[key].path(weights, *key[1:])
+
+    def run(keys: Sequence[Job]) -> dict[Job, bool]:
+        for key in keys:
+            jobs[key].train(*key[1:], path(key))
+        return dict.fromkeys(keys, True)
+
+    # Long trainings first, so that the processes end at about the same time.
+    longest = sorted(jobs, key=lambda key: -jobs[key].models[key[1]].recipe.samples)
+    processes.spread(longest, lambda key: path(key).is_file() or None, run)
+
+
+def measured(one: Study, weights: Path, out: Path, *, quick: bool) -> dict[str, dict[int, Table]]:
+    """Return the tables of a study by name and seed."""
+    tables: dict[str, dict[int, Table]] = {}
+    for seed in SEEDS[:1] if quick else SEEDS:
+        folder = out / ("quick" if quick else "full") / one.name / str(seed)
+        for name, table in one.measure(
+            one.hosts(weights, seed), seed, one.quick if quick else one.size, folder
+        ).items():
+            tables.setdefault(name, {})[seed] = table
+    return tables
+
+
+def repeat_quickly(studies: Sequence[Study], out: Path, say: Any) -> bool:
+    """Compare the numbers of a quick run with the recorded ones; return whether they agree."""
+    agree = True
+    for one in studies:
+        start = time.perf_counter()
+        numbers = record.summaries(measured(one, WEIGHTS, out, quick=True))
+        count, different = record.differences(numbers, record.read(one.name)["quick"])
+        say(f"{one.name}: {count - len(different)} of {count} numbers as recorded, {time.perf_counter() - start:.0f} s")
+        for line in different:
+            say(f"  {line}")
+        agree &= len(different) <= record.DIFFERENT_SHARE * count
+    return agree
+
+
+def evaluate(one: Study, weights: Path, out: Path, say: Any) -> tuple[Results, record.Numbers]:
+    """Measure a study, print its tables and verdicts, and return its numbers and their record."""
+    start = time.process_time()
+    results = Results(measured(one, weights, out, quick=False))
+    seconds = time.process_time() - start
+    claims = one.claims(results)
+    quick = record.summaries(measured(one, weights, out, quick=True))
+    say(f"\n{one.title}")
+    for name, tables in results.tables.items():
+        say(f"\n{name}, seed {min(tables)}\n{tables[min(tables)]}")
+    say("")
+    for claim in claims:
+        say(f"{claim.verdict}: {claim.text} ({claim.source})\n  {claim.reason}")
+    training = [
+        {"model": model, **training_record(one.path(weights, model, seed))} for model in one.models for seed in SEEDS
+    ]
+    rest = {"machine": machine("cpu"), "seconds": round(seconds)}
+    return results, record.described(one, results, claims, training, quick, **rest)
+
+
+def write(one: Study, results: Results, numbers: record.Numbers, weights: Path) -> None:
+    """Store a study's record, its picture, and its weights if they are new."""
+    if weights != WEIGHTS:
+        WEIGHTS.mkdir(exist_ok=True)
+        for model in one.models:
+            for seed in SEEDS:
+                shutil.copyfile(one.path(weights, model, seed), one.path(WEIGHTS, model, seed))
+    figure = one.picture(one.hosts(weights, SEEDS[0]), results)
+    (DOCS / "evidence").mkdir(exist_ok=True)
+    figure.savefig(DOCS / "evidence" / f"{one.name}.png", dpi=110, metadata={"Software": None})
+    record.RESULTS.mkdir(exist_ok=True)
+    (record.RESULTS / f"{one.name}.json").write_text(record.stored(numbers))
+
+
+def write_page() -> None:
+    """Write the page of all recorded studies."""
+    studies = [study(name) for name in NAMES if (record.RESULTS / f"{name}.json").is_file()]
+    (DOCS / "evidence.md").write_text(page(studies, {one.name: record.read(one.name) for one in studies}))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 1 if a quick run differs from the recorded numbers, and 2 after an error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"by default all: {', '.join(NAMES)}")
+    parser.add_argument("--train", action="store_true", help="train the models again, into OUT/weights")
+    parser.add_argument("--quick", action="store_true", help="compare one seed and few samples with the record")
+    parser.add_argument("--write", action="store_true", help="record numbers, weights and pictures, and write the page")
+    parser.add_argument("--page", action="store_true", help="write the page from the record")
+    parser.add_argument("--out", type=Path, default=Path("evidence-report"), help="folder of intermediate results")
+    options = parser.parse_args(arguments)
+    # The sums of small products depend on the number of threads.
+    torch.set_num_threads(1)
+    processes = Processes()
+    first = processes.rank == 0
+
+    def say(text: str) -> None:
+        if first:
+            print(text, flush=True)
+
+    try:
+        studies = [study(name) for name in options.studies or NAMES]
+        if options.page:
+            write_page()
+            return 0
+        weights = WEIGHTS
+        if options.train:
+            weights = options.out / "weights"
+            train(studies, weights, processes)
+        if options.quick:
+            return 0 if repeat_quickly(studies, options.out, say) else 1
+        for one in studies:
+            results, numbers = evaluate(one, weights, options.out, say)
+            if options.write and first:
+                write(one, results, numbers, weights)
+                write_page()
+    except UnilinattnError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The recorded numbers of a study: one JSON file, from which the page is written."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from evidence.claims import Claim, Results
+from evidence.study import FOLDER, Study
+from unilinattn.errors import ResultFileError
+from unilinattn.evaluation import Table
+
+RESULTS = FOLDER / "results"
+
+DIFFERENT = 0.01
+"""Difference at which two values of a metric count as different."""
+
+DIFFERENT_SHARE = 0.02
+"""Largest share of different numbers of a repeated run: the rounding of another processor can change a rank."""
+
+Numbers = Mapping[str, Any]
+
+
+def summaries(tables: Mapping[str, Mapping[int, Table]]) -> list[dict[str, Any]]:
+    """Return a row for each table, model, method and metric: its values over all samples, one for each seed."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for name, by_seed in tables.items():
+        for table in by_seed.values():
+            for row in table.summary():
+                key = (name, row["model"], row["method"], row["metric"])
+                entry = rows.setdefault(
+                    key,
+                    {**dict(zip(("table", "model", "method", "metric"), key, strict=True)), "layers": [], "values": []},
+                )
+                entry["layers"].append(row["layer"])
+                entry["values"].append(float(f"{row['value']:.5g}"))
+                entry["samples"] = row["samples"]
+    return list(rows.values())
+
+
+def described(
+    study: Study,
+    results: Results,
+    claims: Sequence[Claim],
+    training: Sequence[Mapping[str, Any]],
+    quick: Any,
+    **rest: Any,
+) -> Numbers:
+    """Return the record of a study."""
+    return {
+        "study": study.name,
+        "size": asdict(study.size),
+        "seeds": results.seeds,
+        **rest,
+        "training": list(training),
+        "claims": [asdict(claim) for claim in claims],
+        "numbers": summaries(results.tables),
+        "quick": quick,
+    }
+
+
+def stored(numbers: Numbers) -> str:
+    """Return a record as JSON with one line for each row."""
+    lines = []
+    for key, value in numbers.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            body = ",\n".join(f"    {json.dumps(row)}" for row in value)
+            lines.append(f"  {json.dumps(key)}: [\n{body}\n  ]")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def read(name: str) -> Numbers:
+    """Return the record of a study.
+
+    Raises `ResultFileError` if there is none.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        raise ResultFileError(f'{path} is absent; record the study with `make evidence ARGS="{name} --write"`.')
+    return json.loads(path.read_text())
+
+
+def differences(repeated: Iterable[Mapping[str, Any]], recorded: Iterable[Mapping[str, Any]]) -> tuple[int, list[str]]:
+    """Compare the numbers of a repeated run with recorded ones: return their count, and those that differ, in words.
+
+    A number that only one of the two has is a difference.
+    """
+    first, second = (
+        {(r["table"], r["model"], r["method"], r["metric"]): r["values"] for r in rows} for rows in (repeated, recorded)
+    )
+    lines = []
+    for key in sorted(first.keys() | second.keys()):
+        one, other = first.get(key), second.get(key)
+        if one is None or other is None:
+            lines.append(f"{' '.join(key)}: {'not recorded' if other is None else 'not measured'}")
+        elif len(one) != len(other) or any(abs(a - b) > DIFFERENT for a, b in zip(one, other, strict=True)):
+            lines.append(f"{' '.join(key)}: {one}, recorded {other}")
+    return len(first.keys() | second.keys()), lines
