@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from unilinattn.errors import StreamError, UncoveredError
+from unilinattn.errors import OptionError, StreamError, UncoveredError
 from unilinattn.methods.composition import product_cost, product_of_maps
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.heads import head_axis, through_heads
@@ -16,6 +16,7 @@ from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postpr
 from unilinattn.methods.options import Activation, Discard, Normalize, ThroughHeads
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import composable_steps, only_port, stackable_layers
+from unilinattn.methods.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
 from unilinattn.methods.vectors import (
     at_target,
     cancellation,
@@ -52,6 +53,16 @@ class LatimOptions(ThroughHeads):
         description="whether T_ii includes the residual stream that the host adds outside the module; "
         "compose='rollout' includes it",
     )
+    sketch: int | None = Field(
+        None,
+        ge=1,
+        description="None computes the norms of all pairs; a number estimates them by a random projection of the "
+        "output to that many dimensions, with a relative standard error of at most 1 / sqrt(2 sketch)",
+    )
+    seed: int = Field(0, ge=0, description="seed of the random projection")
+    exact_keys: int = Field(
+        0, ge=0, description="with `sketch`, the number of keys with the largest estimates in each row that are exact"
+    )
     discard: Discard = 0.0
     normalize: Normalize = "none"
 
@@ -71,6 +82,20 @@ class LatimOptions(ThroughHeads):
         return {**given, **needed}
 
     @model_validator(mode="after")
+    def _l2_only(self) -> Self:
+        if self.sketch is None:
+            if self.exact_keys:
+                raise ValueError(f"exact_keys={self.exact_keys} is of estimated norms; give sketch too")
+            return self
+        plain = {"p": 2.0, "activation": "exact", "bias": "column", "residual": False, "compose": "none"}
+        for name, value in plain.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"a sketch estimates the l2 norms of exact contributions: leave {name} out")
+        if self.is_through_heads:
+            raise ValueError("a sketch estimates the norms of whole contributions; leave heads and by_head out")
+        return self
+
+    @model_validator(mode="after")
     def _no_head(self) -> Self:
         if self.is_through_heads and (self.residual or self.bias == "query"):
             name = "residual=True" if self.residual else "bias='query'"
@@ -80,7 +105,7 @@ class LatimOptions(ThroughHeads):
 
 def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
     """Return the cost of `latim`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
-    chosen = LatimOptions.of("latim", options)
+    chosen = _options(target, options)
     layers = stackable_layers(trace, "latim", chosen.layers)
     if chosen.residual:
         for layer in layers:
@@ -88,8 +113,13 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     extremes, width = chosen.normalize == "min-max", layers[0].output.element_size()
     exact = chosen.activation == "exact"
     batch, queries, _ = map_shape(layers[0])
-    # The norms of the bias and the cancellation.
-    numbers = (2 if chosen.bias == "column" else 1) * batch * (queries if target is None else 1) * width
+    # The norms of the bias, the cancellation, and the standard errors.
+    numbers = (
+        ((2 if chosen.bias == "column" else 1) + (chosen.sketch is not None))
+        * batch
+        * (queries if target is None else 1)
+        * width
+    )
     axis = head_axis("latim", layers, chosen.heads) if chosen.by_head else None
     if chosen.compose == "rollout":
 
@@ -111,6 +141,8 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
             size, operations = head_tiles_cost(split, rows, exact=exact, products=False)
             # Two passes check the decomposition.
             operations += 2 * apply_cost(split.operator.chains, split.operator.inputs).operations
+        elif chosen.sketch is not None:
+            size, operations = sketch_cost(layer, chosen.sketch, chosen.exact_keys)
         else:
             size, operations = shares_cost((layer,), rows, exact=exact)
         treatment = postprocess_bytes((batch, rows, keys), layer.output.element_size(), chosen.discard)
@@ -139,6 +171,12 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     it. With `heads` and without `by_head` the scores are ||sum_h T^h_i(x_j)||_p over these heads. A residual inside a
     module, the stream and the bias pass through no head. This split is an extension of LaTIM.
 
+    With sketch=k the norms are estimates ||S T_i(x_j)||, S a k x d matrix of random signs over sqrt(k) that `seed`
+    draws: the squared norm is unbiased, with a relative standard deviation of at most sqrt(2 / k) (Achlioptas, 2003).
+    S is multiplied into the output projection once, so that all pairs cost k / d of the norms. `exact_keys` computes
+    those keys of each row again whose estimates are the largest. Extras then include "standard_error", the root mean
+    square over the estimated keys of each row, in the unit of the scores before `discard` and `normalize`.
+
     Extras: "bias", the norm of the bias at each query (with bias="column"); "cancellation" at each query, the ratio
     sum_j ||T_i(x_j)||_p / ||sum_j T_i(x_j)||_p without bias and stream (see `vectors.cancellation`); and
     "decomposition_error" of each layer: ||sum_j T_i(x_j) + bias_i - y_i|| / ||y_i|| over the computed real rows, the
@@ -150,17 +188,20 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     cannot be stacked or composed, that have no activation to split, whose residual stream is unknown, or that have
     different numbers of heads with by_head=True, and `StreamError` if stream and output do not add up.
     """
-    chosen = LatimOptions.of("latim", options)
+    chosen = _options(target, options)
     layers = stackable_layers(trace, "latim", chosen.layers)
     stream_error = stream_errors(trace, layers, "latim") if chosen.residual else None
     biases: dict[str, Tensor] = {}
     ratios: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
+    deviations: dict[str, Tensor] = {}
 
     def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
         first = step[0]
         if chosen.is_through_heads:
             bias, errors[first.name], ratio = _fill_heads(out, trace, first, rows, chosen)
+        elif chosen.sketch is not None:
+            bias, errors[first.name], ratio, deviations[first.name] = _fill_sketch(out, trace, first, rows, chosen)
         else:
             bias, errors[first.name], ratio = _fill(out, trace, step, rows, chosen)
         biases[first.name], ratios[first.name] = (at_target(part, trace, first, target) for part in (bias, ratio))
@@ -176,6 +217,8 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
         )
     names = [layer.name for layer in layers if layer.name in errors]
     extras = {"bias": [biases[name] for name in names]} if chosen.bias == "column" else {}
+    if chosen.sketch is not None:
+        extras["standard_error"] = [deviations[name] for name in names]
     return to_result(
         trace,
         "latim",
@@ -262,6 +305,48 @@ def _fill(
     output = sum_on_first(factor * other.output for other, factor in zip(together, factors, strict=True))
     ratio = cancellation(sizes, total, options.p, layer, rows)
     return *_checked(bias, total + bias, output, layer, rows, options.p), ratio
+
+
+def _options(target: Target | None, given: dict[str, Any]) -> LatimOptions:
+    chosen = LatimOptions.of("latim", given)
+    if chosen.sketch is not None and target is not None:
+        raise OptionError(
+            f"latim: sketch={chosen.sketch} estimates the norms of all pairs, and the row of a target takes linear "
+            "time without it; leave sketch or target out."
+        )
+    return chosen
+
+
+def _fill_sketch(
+    out: Float[Tensor, "batch query key"],
+    trace: Trace,
+    layer: Layer,
+    rows: Int[Tensor, "batch query"],
+    options: LatimOptions,
+) -> tuple[Float[Tensor, "batch query"], float, Float[Tensor, "batch query"], Float[Tensor, "batch query"]]:
+    """Write estimates of the scores of a layer; return the values of `_fill`, and the standard errors of the rows.
+
+    The decomposition error is that of the projected vectors.
+    """
+    assert options.sketch is not None
+    op, (form, small, sketch) = only_port(layer), sketched_form(layer, options.sketch, options.seed)
+    total = layer.output.new_zeros(*rows.shape, options.sketch)
+    for tile in small.tiles(small.causal):
+        out[:, tile.rows, tile.cols] = tile.norms(2.0)
+        total[:, tile.rows] += tile.total()
+    estimated = torch.ones_like(out, dtype=torch.bool)
+    if options.exact_keys:
+        estimated.scatter_(-1, out.topk(min(options.exact_keys, out.shape[-1])).indices, False)
+        for place, norms in exact_norms(form, ~estimated):
+            out[tuple(place)] = norms
+    sizes, deviation = out.sum(-1), standard_errors(out, estimated, options.sketch)
+    postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
+    bias = op.activation_bias("exact")
+    projected = (total + bias @ sketch.mT, layer.output @ sketch.mT)
+    _, error = _checked(bias @ sketch.mT, *projected, layer, rows, 2.0)
+    ratio = cancellation(sizes, layer.output - bias, 2.0, layer, rows)
+    real = torch.ones_like(deviation) if layer.mask is None else layer.mask.to(deviation)
+    return torch.linalg.vector_norm(bias, dim=-1) * real, error, ratio, deviation * real
 
 
 def _fill_heads(

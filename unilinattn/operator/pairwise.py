@@ -154,6 +154,13 @@ class PairwiseContributions(PairwiseForm):
         terms = [replace(t, taps={lag: factor * tap for lag, tap in (t.taps or {}).items()}) for t in self.terms]
         return replace(self, terms=terms)
 
+    def projected(self, matrix: Float[Tensor, "size out"]) -> "PairwiseContributions":
+        """Return the form of `matrix` times the outputs; the form has no tail."""
+        assert not self.tail
+        weight = matrix if self.weight is None else matrix @ self.weight
+        folded = None if self.folded is None else self.folded @ matrix.mT
+        return replace(self, weight=weight, folded=folded, shape=(*self.shape[:3], len(matrix)))
+
     def tiles(self, causal: bool, columns: int | None = None, rows: int | None = None) -> Iterator[Tile]:
         """Yield every pair once, from the first row to the last, in tiles of at most `rows` rows and `columns` columns.
 
