@@ -83,6 +83,9 @@ class LatimKeywords(TypedDict, total=False):
     activation: Literal["exact", "silu", "relu", "identity", "taylor1", "taylor2"]
     bias: Literal["column", "query"]
     residual: bool
+    sketch: int | None
+    seed: int
+    exact_keys: int
     discard: float
     normalize: Literal["none", "rows", "min-max"]
 
