@@ -54,7 +54,8 @@ the foreground.
 
 Rows that ignore the model: `random`; `centre`, the nearness of a patch to the centre of the image; `mask`, the true
 mask averaged over each patch, which no map of patches can be expected to beat; and `all background`, which marks
-nothing. Perturbations are measured on half of the images.
+nothing. A map that gives all patches the same score finds nothing, and is replaced by random scores. Perturbations are
+measured on half of the images.
 """
     caption = (
         "Scores of the patches over the first held-out images, scaled to the largest absolute one of each panel "

@@ -50,9 +50,7 @@ def picture(hosts: Mapping[str, Callable[[], nn.Module]], biases: Mapping[str, C
             trace = ula.trace(host, sample.inputs, progress=False)
             _image(row[0], sample)
             for ax, label in zip(row[1:], SHOWN, strict=True):
-                method, options = METHODS[label]
-                scores = ula.explain(trace, method=method, target=sample.target, progress=False, **options).scores[0]
-                _heat(ax, sample, scores)
+                _heat(ax, sample, METHODS[label](trace, sample).scores[0])
             if at == 0:
                 for ax, label in zip(row, ("image", *SHOWN), strict=True):
                     ax.set_title(

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("sklearn")
 pytest.importorskip("skimage")
 
+import unilinattn as ula
 from evidence.claims import Results
 from evidence.digits import DIM, INK, PATCH, PHOTOGRAPHS, SIDE, TEST_SCANS, digits, samples
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED, loaded, record
@@ -107,6 +108,20 @@ def test_baselines_equal_values_by_hand() -> None:
     assert accuracy["value"] == pytest.approx(1 - count / SIDE**2)
     assert iou["value"] == pytest.approx((1 - count / SIDE**2) / 2)
     assert iou[PARTS] == [(0.0, float(count)), (float(SIDE**2 - count), float(SIDE**2))]
+
+
+def test_a_constant_map_is_replaced_by_random_scores_and_no_other_is() -> None:
+    from evidence import vision_tables
+
+    (sample,) = samples(1, 7, patches_of("vim"))
+    host = STUDY.models["vim"].build().eval()
+    trace = ula.trace(host, sample.inputs, progress=False)
+    # The mean over heads of an attention that no patch reaches: the product over 96 channels underflows.
+    flat = vision_tables.Explained("rollout", {"heads": "product"})
+    assert len(ula.explain(trace, method="rollout", target=32, heads="product").scores[0, sample.valid].unique()) == 1
+    assert len(flat(trace, sample).scores[0, sample.valid].unique()) == 64
+    other = vision_tables.Explained("raw")(trace, sample).scores
+    assert torch.equal(other, ula.explain(trace, method="raw", target=32).scores)
 
 
 def rows(table: str, values: dict[tuple[str, str, str], float]) -> Results:
