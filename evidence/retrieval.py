@@ -1,0 +1,416 @@
+"""Retrieval: where models look for a passkey and for frequent words, also when they err (LaTIM 4.3 and D.3)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import unilinattn as ula
+from evidence.answers import (
+    SCORED_LENGTHS,
+    Answer,
+    answer_ap,
+    answer_hit,
+    answers,
+    either_hit,
+    first_half,
+    lead,
+    of_all_lengths,
+)
+from evidence.claims import Claim, Outcome, Results
+from evidence.drawing import RIGHT, WRONG, draw_strips
+from evidence.hosts import builder
+from evidence.questions import FIRST, NAMES, PAIRS, VOCABULARY, Questions, frequent_words, passkeys
+from evidence.study import Model, Size, Study, View
+from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
+from unilinattn.evaluation import Table
+from unilinattn.evaluation.table import PARTS
+from unilinattn.examples.tasks import NO_ANSWER
+from unilinattn.optional import import_extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+QUESTIONS_IN_TRAINING = 4
+"""Number of passkeys that a context of the training is asked for; the evaluation asks for one."""
+
+METHODS: Mapping[str, Any] = {
+    "raw": "raw",
+    "latim l2": "latim",
+    "alti": "alti",
+    "rollout": "rollout",
+    "attribution": "attribution",
+    "alti rollout": ("alti", {"compose": "rollout"}),
+    "alti_logit": "alti_logit",
+    "logit": "logit",
+    "lrp": "lrp",
+    "input_x_gradient": "input_x_gradient",
+}
+"""Methods of passkeys: the first three of one layer, chosen on other contexts."""
+
+OF_WORDS: Mapping[str, Any] = {
+    "raw": "raw",
+    "raw, mean": ("raw", {"layers": "mean"}),
+    "latim l2": "latim",
+    "latim l2, mean": ("latim", {"layers": "mean"}),
+    "alti": "alti",
+    "logit": "logit",
+    "lrp": "lrp",
+}
+"""Methods of frequent words; LaTIM averages its scores over the layers (Fig. 3 and 9)."""
+
+LAYERED = 3
+"""Number of methods of passkeys that keep a layer axis."""
+
+PASSKEYS: Mapping[str, Any] = {"ap": "ap", "hit_at_1": "hit_at_1"}
+WORDS_RIGHT: Mapping[str, Any] = {**PASSKEYS, "recall_at_k": "recall_at_k", "first_half": first_half}
+OF_ERRORS: Mapping[str, Any] = {**PASSKEYS, **{one.__name__: one for one in (answer_ap, answer_hit, either_hit, lead)}}
+"""Metrics of right passkeys, right words and wrong answers."""
+
+BASELINES = ("random", "recency", "primacy")
+RECIPES = {
+    "mamba": Recipe(1000, 5e-3, 16, through_operators=True),
+    "mamba2": Recipe(1000, 5e-3, 16, through_operators=True),
+    "transformer": Recipe(3000, 3e-3, 16),
+}
+MODELS = tuple(RECIPES)
+HEADINGS = dict(zip(MODELS, ("Mamba-1", "Mamba-2", "Transformer"), strict=True))
+RANKS = ("first word", "second word", "third word")
+
+PAPER = {
+    "LaTIM Mamba-2 130M": (0.998, 0.582, 0.281, 0.743, 0.412, 0.469, 0.222),
+    "LaTIM Mamba-2 370M": (1.0, 0.576, 0.331, 0.654, 0.473, 0.536, 0.267),
+}
+"""LaTIM Tables 5 and 6, 1024 tokens: 1, 2 and 4 pairs; 2 and 4 pairs by whether the first or a later one is asked."""
+
+PAPER_ROWS = ("1 pair", "2 pairs", "4 pairs", "2 pairs, first", "2 pairs, later", "4 pairs, first", "4 pairs, later")
+
+
+def _columns(*metrics: tuple[str, str]) -> list[tuple[str, str, str]]:
+    return [
+        (model, metric, f"{heading} {label}".strip())
+        for metric, label in metrics
+        for model, heading in HEADINGS.items()
+    ]
+
+
+class Retrieval(Study):
+    """The study of passkeys and frequent words."""
+
+    name = "retrieval"
+    title = "Passkey retrieval and frequent words"
+    source = "LaTIM 4.3 and D.3 (Tables 5 and 6, Fig. 3, 8 and 9)"
+    text = """
+One model learns two tasks. A passkey context has 48 to 96 tokens: noise with 1, 2, 4 or 8 pairs of a key of two words
+and a value, whose keys may share a word; the question at the end repeats a key, and the answer is its value. A
+passage of frequent words has as many tokens of the same noise; at the end the three most frequent words are named,
+the most frequent first. The keys that hold an answer are known: one for a passkey, all occurrences for a word. Wrong
+answers are explained too, and the relevant keys are then those of the *predicted* token: a method that shows the
+reason for the error finds them, and not those of the right answer. Methods explain the predicted token; candidates
+are the tokens of the context.
+"""
+    models = {name: Model(builder(name, VOCABULARY), recipe) for name, recipe in RECIPES.items()}  # noqa: RUF012
+    size = Size(24, 8)
+    quick = Size(4, 2)
+    views = (
+        View(
+            "accuracy",
+            "Share of right answers",
+            _columns(("accuracy", "")),
+            {heading: dict(zip(PAPER_ROWS, map("{:.3f}".format, row), strict=True)) for heading, row in PAPER.items()},
+            "By the number of pairs, by whether the first pair or a later one is asked, and by the length of the "
+            "context; below, by the rank of the named word. LaTIM's contexts have 1024 tokens.",
+        ),
+        View(
+            "passkeys",
+            "Passkeys among 8 pairs, right answers: AP, and share of best keys that hold the answer",
+            _columns(("ap", "AP"), ("hit_at_1", "hit@1")),
+        ),
+        View(
+            "wrong passkeys",
+            "Passkeys among 8 pairs, wrong answers: share of best keys that hold the predicted and the right token",
+            _columns(("hit_at_1", "predicted"), ("answer_hit", "right")),
+        ),
+        View(
+            "words",
+            "Frequent words, right answers: AP, and share of the first half of a word's occurrences in its scores",
+            _columns(("ap", "AP"), ("first_half", "first half")),
+        ),
+        View(
+            "wrong words",
+            "Frequent words, wrong answers: AP for the predicted and for the right word",
+            _columns(("ap", "predicted"), ("answer_ap", "right")),
+        ),
+        View("counts", "Number of wrong answers that are explained", _columns(("explained", ""))),
+    )
+
+    def loss(self, host: nn.Module, seed: int, batch: int) -> Tensor:
+        """Return the cross entropy of the answers: half of the batch are passkeys, half frequent words."""
+        drawn = passkeys(batch // 2, seed, questions=QUESTIONS_IN_TRAINING), frequent_words(batch // 2, seed)
+        return torch.stack([_loss(host, one) for one in drawn]).mean()
+
+    def accuracy(self, host: nn.Module, model: str) -> float:
+        """Return the share of right answers, the mean of both tasks."""
+        drawn = (of_all_lengths(host, draw, 64, HELD_OUT_SEED) for draw in (passkeys, frequent_words))
+        return sum(sum(one.right for one in group) / len(group) for group in drawn) / 2
+
+    def measure(
+        self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path
+    ) -> dict[str, Table]:
+        """Return the tables of the views. Each model has its right and wrong answers explained."""
+        rows: dict[str, list[Mapping[str, Any]]] = {view.table: [] for view in self.views}
+        for model, load in hosts.items():
+            host = load()
+            rows["accuracy"] += _accuracies(model, host, 2 * size.scored)
+            tasks = ("passkeys", _eight_pairs, METHODS, PASSKEYS), ("words", frequent_words, OF_WORDS, WORDS_RIGHT)
+            for task, draw, methods, metrics in tasks:
+                given = of_all_lengths(host, draw, 4 * size.scored, HELD_OUT_SEED)
+                selection = of_all_lengths(host, draw, 2 * size.selection, SELECTION_SEED)
+                wrong = [one.sample for one in given if not one.right]
+                groups = {
+                    task: ([one.sample for one in given if one.right], metrics),
+                    # An answer that is no token of the context has no key that holds it.
+                    f"wrong {task}": (
+                        [one for one in wrong if one.relevant is not None and one.relevant.any()],
+                        OF_ERRORS,
+                    ),
+                }
+                for name, (samples, measured) in groups.items():
+                    rows["counts"].append(_row(model, name, "all", "explained", min(len(samples), size.scored)))
+                    if samples:
+                        rows[name] += ula.evaluate(
+                            {model: host},
+                            samples[: size.scored],
+                            methods,
+                            measured,
+                            selection=[one.sample for one in selection if one.right][: size.selection],
+                            select_by="ap",
+                            baselines=BASELINES,
+                            out=out / f"{name}-{model}",
+                        )
+        return {name: Table(of_table) for name, of_table in rows.items() if of_table}
+
+    def claims(self, results: Results) -> list[Claim]:
+        """Return the claims of LaTIM 4.3 and D.3, and those of this library."""
+        return [*_of_answers(results), *_of_scores(results), *_here(results)]
+
+    def picture(self, hosts: Mapping[str, Callable[[], nn.Module]]) -> "Figure":
+        """Draw the scores of a right and of a wrong answer of Mamba-2 over the tokens of the context."""
+        pyplot = import_extra("matplotlib.pyplot", "plot")
+        host = hosts["mamba2"]()
+        given = answers(host, passkeys(512, HELD_OUT_SEED, length=SCORED_LENGTHS[0], pairs=max(PAIRS)))
+        wrong = [
+            one for one in given if not one.right and one.sample.relevant is not None and one.sample.relevant.any()
+        ]
+        shown = [next(one for one in given if one.right), *wrong[:1]]
+        figure, axes = pyplot.subplots(len(shown), 1, figsize=(11.6, 2.6 * len(shown)), squeeze=False)
+        for axis, one in zip(axes.flat, shown, strict=True):
+            rows = {
+                label: ula.explain(host, one.ids, method=method, target=-1, **options)
+                .scores[..., : one.context]
+                .flatten()
+                for label, (method, options) in DRAWN.items()
+            }
+            ids = one.ids[0].tolist()
+            marked = {**{one.predicted: WRONG}, one.answer: RIGHT}
+            draw_strips(
+                axis,
+                [NAMES[token] for token in ids],
+                rows,
+                f"{one.context} tokens with 8 pairs; asked for {NAMES[ids[-2]]} {NAMES[ids[-1]]}, Mamba-2 answers "
+                f"{NAMES[one.predicted]}" + (", which is right" if one.right else f", but it is {NAMES[one.answer]}"),
+                pale=[at for at, token in enumerate(ids) if token < FIRST],
+                colors={at: marked[token] for at, token in enumerate(ids) if token in marked},
+            )
+        figure.subplots_adjust(left=0.095, right=0.995, top=0.94, bottom=0.01, hspace=0.25)
+        return figure
+
+
+def _loss(host: nn.Module, drawn: Questions) -> Tensor:
+    asked = drawn.labels != NO_ANSWER
+    return functional.cross_entropy(host(drawn.input_ids).logits[asked], drawn.labels[asked])
+
+
+def _eight_pairs(count: int, seed: int, *, length: int) -> Questions:
+    return passkeys(count, seed, length=length, pairs=max(PAIRS))
+
+
+def _row(model: str, method: str, sample: str, metric: str, value: float) -> dict[str, Any]:
+    row = {"model": model, "method": method, "layer": "", "sample": sample, "metric": metric, "value": value}
+    return {**row, PARTS: [[value, 1.0]]}
+
+
+def _accuracies(model: str, host: nn.Module, count: int) -> list[dict[str, Any]]:
+    """Return a row for each answer, by number of pairs, place of the asked pair, length, and rank of the word."""
+    groups: dict[str, list[tuple[str, Answer]]] = {}
+    for pairs in PAIRS:
+        label = "1 pair" if pairs == 1 else f"{pairs} pairs"
+        for place, first in (("", None), (", first", True), (", later", False)):
+            if pairs > 1 or first is None:
+                draw = partial(passkeys, pairs=pairs, first=first)
+                given = of_all_lengths(host, draw, count, HELD_OUT_SEED)
+                groups[label + place] = [(one.name, one) for one in given]
+    hardest = groups[f"{max(PAIRS)} pairs"]
+    for length in (SCORED_LENGTHS[0], SCORED_LENGTHS[-1]):
+        of_length = [one for _, one in hardest if one.context == length]
+        groups[f"{max(PAIRS)} pairs, {length} tokens"] = [(str(at), one) for at, one in enumerate(of_length)]
+    words = of_all_lengths(host, frequent_words, count, HELD_OUT_SEED)
+    for rank, label in enumerate(RANKS):
+        of_rank = [one for one in words if one.ids.shape[1] == one.context + 1 + rank]
+        groups[label] = [(str(at), one) for at, one in enumerate(of_rank)]
+    return [
+        _row(model, label, name, "accuracy", float(one.right)) for label, given in groups.items() for name, one in given
+    ]
+
+
+def _erring(results: Results, table: str) -> list[str]:
+    """Return the models with wrong answers of every seed."""
+    tables = results.tables.get(table, {}).values()
+    return [model for model in MODELS if tables and all(any(row["model"] == model for row in one) for one in tables)]
+
+
+def _of_answers(results: Results) -> list[Claim]:
+    """Return LaTIM's claims on the answers of Mamba-2."""
+
+    def more(row: str, than: str) -> Outcome:
+        return results.better("accuracy", "accuracy", row, than, ["mamba2"])
+
+    few, many = "1 pair", f"{max(PAIRS)} pairs"
+    short, long = (f"{many}, {length} tokens" for length in (SCORED_LENGTHS[0], SCORED_LENGTHS[-1]))
+    return [
+        Claim.of("More pairs lower the recall of Mamba-2.", "LaTIM 4.3, Table 5", more(few, many)),
+        Claim.of("Longer contexts lower the recall of Mamba-2.", "LaTIM 4.3, Table 5", more(short, long)),
+        Claim.untested("Larger models recall less.", "LaTIM 4.3, Table 5", "Models of one size are trained here."),
+        Claim.of(
+            "Recall is better if the asked pair is the first.",
+            "LaTIM D.3, Table 6",
+            *(more(f"{pairs} pairs, first", f"{pairs} pairs, later") for pairs in (2, 4)),
+        ),
+        Claim.of(
+            "Recall is worse if the asked pair is the first (the text contradicts its Table 6).",
+            "LaTIM 4.3",
+            *(more(f"{pairs} pairs, later", f"{pairs} pairs, first") for pairs in (2, 4)),
+        ),
+        Claim.of(
+            "The third most frequent word is named right less often than the first.",
+            "LaTIM 4.3",
+            more(RANKS[0], RANKS[2]),
+        ),
+        Claim.untested(
+            "Mamba models of up to 1.4B parameters struggle with frequent words.",
+            "LaTIM 4.3",
+            "The pretrained checkpoints are not part of this repository.",
+        ),
+    ]
+
+
+def _of_scores(results: Results) -> list[Claim]:
+    """Return LaTIM's claims on the scores of Mamba-2."""
+    models = ["mamba2"]
+
+    def positive(table: str, method: str) -> Outcome:
+        text = f"AP of `{method}` higher for the predicted than for the right token"
+        return results.every(table, "lead", method, models, lambda value: value > 0, text)
+
+    def on_errors(text: str, source: str, table: str, *outcomes: Callable[[], Outcome]) -> Claim:
+        if "mamba2" not in _erring(results, table):
+            return Claim.untested(text, source, "Mamba-2 gave no wrong answer.")
+        return Claim.of(text, source, *(outcome() for outcome in outcomes))
+
+    return [
+        on_errors(
+            "In a wrong answer, LaTIM (l2) looks at the predicted or the right value, and Mamba-Attention elsewhere.",
+            "LaTIM 4.3 and D.3, Fig. 8",
+            "wrong passkeys",
+            lambda: results.better("wrong passkeys", "either_hit", "latim l2", "raw", models),
+        ),
+        on_errors(
+            "In a wrong answer, LaTIM (l2) shows that the model looks at another pair than the asked one.",
+            "LaTIM 4.3, Fig. 3",
+            "wrong passkeys",
+            lambda: positive("wrong passkeys", "latim l2"),
+        ),
+        Claim.of(
+            "The scores of LaTIM (l2), averaged over layers, stand on the occurrences of the frequent word.",
+            "LaTIM 4.3, Fig. 3",
+            results.better("words", "ap", "latim l2, mean", "random", models),
+        ),
+        on_errors(
+            "If a wrong word is named, LaTIM (l2) does not stand on the right word.",
+            "LaTIM 4.3, Fig. 3",
+            "wrong words",
+            lambda: positive("wrong words", "latim l2, mean"),
+        ),
+        Claim.of(
+            "The attention on a repeated word falls from its first occurrences to its last.",
+            "LaTIM 4.3 and D.3, Fig. 9",
+            _falls(results, models),
+        ),
+        Claim.untested(
+            "Models rely on the form of words rather than on their frequency.",
+            "LaTIM 4.3",
+            "A word is one token here.",
+        ),
+    ]
+
+
+def _falls(results: Results, models: Sequence[str]) -> Outcome:
+    text = "first half of the occurrences has more than half of the scores of `latim l2, mean`"
+    return results.every("words", "first_half", "latim l2, mean", models, lambda value: value > 0.5, text)
+
+
+def _here(results: Results) -> list[Claim]:
+    """Return the claims of this library."""
+
+    def precise(method: str, than: str) -> Outcome:
+        return results.better("passkeys", "ap", method, than, MODELS)
+
+    claims = [
+        Claim.of("`alti` finds more than `raw` on every architecture.", "here", precise("alti", "raw")),
+        Claim.of("`latim` finds more than `raw` on every architecture.", "here", precise("latim l2", "raw")),
+        Claim.of(
+            "`logit` is the best method of all layers.",
+            "here",
+            *(precise("logit", other) for other in list(METHODS)[LAYERED:] if other != "logit"),
+        ),
+        Claim.of(
+            "The attention on a repeated word falls from its first occurrences to its last on every architecture.",
+            "here",
+            _falls(results, MODELS),
+        ),
+    ]
+    if erring := _erring(results, "wrong passkeys"):
+        claims += [
+            Claim.of(
+                f"The best key of `{method}` holds the predicted value in most wrong answers.",
+                "here",
+                results.every(
+                    "wrong passkeys", "hit_at_1", method, erring, lambda value: value > 0.5, "more than one half"
+                ),
+            )
+            for method in ("raw", "latim l2", "alti", "logit")
+        ]
+    claims += [
+        Claim.of(
+            f"`{method}` finds passkeys better than every baseline.",
+            "here",
+            *(precise(method, baseline) for baseline in BASELINES),
+        )
+        for method in METHODS
+    ]
+    return claims
+
+
+DRAWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "raw, mean": ("raw", {"layers": "mean"}),
+    "latim l2, mean": ("latim", {"layers": "mean"}),
+    "logit": ("logit", {}),
+}
+"""Methods of the picture, which need no choice of a layer."""
+
+
+STUDY = Retrieval()
