@@ -2,6 +2,7 @@
 # make test      the tests that a change needs: one configuration of each architecture, few examples, no signatures
 # make slow      the others: every configuration, every length
 # make margins   how far each comparison of numbers is from its limit, on variants of this processor
+# make evidence  the studies of docs/evidence.md from the shipped weights; ARGS=--train trains them again
 # make bench     every operation timed beside its floor: docs/performance.md
 # make fla, make vision, make oldest   the adapters on flash-linear-attention, on timm, and on the oldest transformers
 #                                      that is accepted, each in a separate environment, since these packages change
@@ -17,7 +18,7 @@ STAMP := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: compare test slow margins bench lint install browser fla vision oldest setups docs
+.PHONY: compare test slow margins evidence bench lint install browser fla vision oldest setups docs
 
 compare: $(STAMP)
 	@echo "Comparing the trained models."
@@ -34,6 +35,10 @@ slow: $(STAMP)
 margins: $(STAMP)
 	@echo "Measuring how far each comparison is from its limit."
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.margins $(ARGS)
+
+evidence: $(STAMP)
+	@echo "Evaluating the studies."
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m evidence $(ARGS)
 
 bench: $(STAMP)
 	@echo "Timing every operation beside its floor."

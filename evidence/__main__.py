@@ -13,7 +13,7 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,8 @@ def repeat_quickly(studies: Sequence[Study], out: Path, say: Any) -> bool:
     return agree
 
 
-def evaluate(one: Study, weights: Path, out: Path, say: Any) -> Mapping[str, Any]:
-    """Measure a study, print its tables and verdicts, and return its record."""
+def evaluate(one: Study, weights: Path, out: Path, say: Any) -> tuple[Results, record.Numbers]:
+    """Measure a study, print its tables and verdicts, and return its numbers and their record."""
     start = time.process_time()
     results = Results(measured(one, weights, out, quick=False))
     seconds = time.process_time() - start
@@ -96,22 +96,21 @@ def evaluate(one: Study, weights: Path, out: Path, say: Any) -> Mapping[str, Any
         {"model": model, **training_record(one.path(weights, model, seed))} for model in one.models for seed in SEEDS
     ]
     rest = {"machine": machine("cpu"), "seconds": round(seconds)}
-    return record.described(one, results, claims, training, quick, **rest)
+    return results, record.described(one, results, claims, training, quick, **rest)
 
 
-def write(one: Study, numbers: Mapping[str, Any], weights: Path) -> None:
+def write(one: Study, results: Results, numbers: record.Numbers, weights: Path) -> None:
     """Store a study's record, its picture, and its weights if they are new."""
     if weights != WEIGHTS:
         WEIGHTS.mkdir(exist_ok=True)
         for model in one.models:
             for seed in SEEDS:
                 shutil.copyfile(one.path(weights, model, seed), one.path(WEIGHTS, model, seed))
-    figure = one.picture(one.hosts(weights, SEEDS[0]))
-    if figure is not None:
-        (DOCS / "evidence").mkdir(exist_ok=True)
-        figure.savefig(DOCS / "evidence" / f"{one.name}.png", dpi=110, bbox_inches="tight", metadata={"Software": None})
+    figure = one.picture(one.hosts(weights, SEEDS[0]), results)
+    (DOCS / "evidence").mkdir(exist_ok=True)
+    figure.savefig(DOCS / "evidence" / f"{one.name}.png", dpi=110, metadata={"Software": None})
     record.RESULTS.mkdir(exist_ok=True)
-    (record.RESULTS / f"{one.name}.json").write_text(record.stored({**numbers, "picture": figure is not None}))
+    (record.RESULTS / f"{one.name}.json").write_text(record.stored(numbers))
 
 
 def write_page() -> None:
@@ -153,9 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.quick:
             return 0 if repeat_quickly(studies, options.out, say) else 1
         for one in studies:
-            numbers = evaluate(one, weights, options.out, say)
+            results, numbers = evaluate(one, weights, options.out, say)
             if options.write and first:
-                write(one, numbers, weights)
+                write(one, results, numbers, weights)
                 write_page()
     except UnilinattnError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,6 +18,9 @@ Verdict = Literal["holds", "does not hold", "not tested"]
 RESAMPLES = 2000
 """Resamples of a bootstrap."""
 
+LISTED = 4
+"""Most parts of a claim that its reason lists."""
+
 CONFIDENCE = 0.95
 """Confidence level of the intervals."""
 
@@ -46,8 +49,14 @@ class Claim:
     @classmethod
     def of(cls, text: str, source: str, *outcomes: "Outcome") -> "Claim":
         """Return a claim that holds if each outcome does."""
-        verdict: Verdict = "holds" if all(outcome.holds for outcome in outcomes) else "does not hold"
-        return cls(text, source, verdict, "; ".join(str(outcome) for outcome in outcomes))
+        failing = [outcome for outcome in outcomes if not outcome.holds]
+        verdict: Verdict = "does not hold" if failing else "holds"
+        if len(outcomes) <= LISTED:
+            return cls(text, source, verdict, "; ".join(map(str, outcomes)))
+        listed = "; ".join(map(str, failing[:LISTED]))
+        more = f"; and {len(failing) - LISTED} more" if len(failing) > LISTED else ""
+        count = f"{len(outcomes) - len(failing)} of {len(outcomes)} comparisons hold"
+        return cls(text, source, verdict, f"{count}{f', but not: {listed}{more}' if failing else ''}")
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,21 @@ class Results:
         )
         return Outcome(wins == count, text)
 
+    def within(
+        self, table: str, metric: str, method: str, other: str, models: Sequence[str], *, most: float
+    ) -> Outcome:
+        """Return whether a metric of a method exceeds that of another by less than `most`, for every model and seed."""
+        gaps = [
+            a - b
+            for model in models
+            for a, b in zip(
+                self.values(table, model, method, metric), self.values(table, model, other, metric), strict=True
+            )
+        ]
+        passed = sum(gap < most for gap in gaps)
+        text = f"`{method}` less `{other}` by {metric} below {most}: {passed} of {len(gaps)} (mean {fmean(gaps):+.3f})"
+        return Outcome(passed == len(gaps), text)
+
     def every(
         self, table: str, metric: str, method: str, models: Sequence[str], test: Callable[[float], bool], text: str
     ) -> Outcome:
@@ -138,7 +162,7 @@ class Results:
         values = {model: self.values(table, model, method, metric) for model in models}
         passed = sum(test(value) for of_model in values.values() for value in of_model)
         count = sum(map(len, values.values()))
-        means = ", ".join(f"{model} {fmean(of_model):.3g}" for model, of_model in values.items())
+        means = ", ".join(f"{model} {fmean(of_model):.3g}".strip() for model, of_model in values.items())
         return Outcome(passed == count, f"{text}: {passed} of {count} ({means})")
 
 

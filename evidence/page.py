@@ -61,9 +61,8 @@ VERDICTS = ("holds", "does not hold", "not tested")
 
 
 def _section(study: Study, record: Numbers) -> str:
-    parts = [f"## {study.title}", f"Repeats {study.source}.", study.text.strip(), _training(record)]
-    if record.get("picture"):
-        parts.append(f"![{study.title}](evidence/{study.name}.png)")
+    parts = [f"## {study.title}", f"Source: {study.source}.", study.text.strip(), _training(record)]
+    parts.append(f"![{study.caption}](evidence/{study.name}.png)\n\n{study.caption}")
     parts += [_table(view, record) for view in study.views]
     parts.append(_claims(record))
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -63,17 +63,19 @@ class Study(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     source: ClassVar[str]
-    """The paper's tables that the study repeats."""
+    """The paper and its tables."""
     text: ClassVar[str]
     """What is trained, on what data, and what is known: a paragraph of the page, in Markdown."""
+    caption: ClassVar[str]
+    """The text of the picture."""
     models: ClassVar[Mapping[str, Model]] = {}
     size: ClassVar[Size] = Size(64, 32)
     quick: ClassVar[Size] = Size(4, 4)
     """Numbers of samples of a quick run."""
     views: ClassVar[Sequence[View]] = ()
 
-    def loss(self, host: nn.Module, seed: int, batch: int) -> Tensor:
-        """Return the loss of a model on the training batch of a seed."""
+    def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
+        """Return the loss of a model, by its name, on the training batch of a seed."""
         raise NotImplementedError
 
     def accuracy(self, host: nn.Module, model: str) -> float:
@@ -87,7 +89,7 @@ class Study(ABC):
             spec.build,
             spec.recipe,
             seed,
-            lambda host, at: self.loss(host, at, spec.recipe.batch),
+            lambda host, at: self.loss(host, model, at, spec.recipe.batch),
             lambda host: self.accuracy(host, model),
             path,
         )
@@ -105,9 +107,9 @@ class Study(ABC):
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims, each with a verdict derived from the numbers."""
 
-    def picture(self, hosts: Mapping[str, Callable[[], nn.Module]]) -> "Figure | None":
-        """Draw the picture of the study, with the models of the first seed."""
-        return None
+    @abstractmethod
+    def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
+        """Draw the picture of the study; `hosts` load the models of the first seed."""
 
     def path(self, weights: Path, model: str, seed: int) -> Path:
         """Return the file of a model's weights in the folder `weights`."""

@@ -71,7 +71,7 @@ def fit(host: nn.Module, recipe: Recipe, seed: int, loss: Callable[[nn.Module, i
             optimizer.step()
             schedule.step()
     host.eval()
-    return float(value)
+    return float(value.detach())
 
 
 def trained(

@@ -1,0 +1,419 @@
+"""Induction: recall the token after the last occurrence of the current one (Induction Table 2, sections 4 and 5)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import unilinattn as ula
+from evidence.claims import Claim, Results
+from evidence.conv_ssm import ConvSSMForCausalLM
+from evidence.pictures import COLOURS, figure
+from evidence.rows import number, proportion
+from evidence.study import Model, Size, Study, View
+from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
+from unilinattn.evaluation import Sample, Table
+from unilinattn.examples import build
+from unilinattn.examples.tasks import NO_ANSWER, Induction, TaskBatch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VOCABULARY, LENGTH, WIDTH, STATE = 16, 48, 64, 16
+KEY = VOCABULARY - 1
+"""Id of the special token."""
+
+ACCURACY_SEQUENCES = 1024
+MECHANISM_SEQUENCES = 64
+DECAYS = (0.25, 0.5, 0.75, 0.9, 1.0)
+"""Decays of the constructed model."""
+
+
+@dataclass(frozen=True)
+class SpecialToken(Induction):
+    """Induction with a special token: it occurs twice, and the answer is the token after its first occurrence.
+
+    The other tokens are drawn uniformly; the second occurrence is the last position, the only one with an answer
+    (Induction 3.1, Table 1, after Gu and Dao, 2023).
+    """
+
+    def _draw(self, count: int, generator: torch.Generator) -> TaskBatch:
+        ids = torch.randint(self.vocabulary - 1, (count, self.length), generator=generator)
+        first = torch.randint(self.length - 2, (count, 1), generator=generator)
+        ids.scatter_(1, first, KEY)
+        ids[:, -1] = KEY
+        labels = torch.full_like(ids, NO_ANSWER)
+        labels[:, -1:] = ids.gather(1, first + 1)
+        relevant = torch.zeros(count, self.length, self.length, dtype=torch.bool)
+        relevant[:, -1] = torch.arange(self.length) == first + 1
+        return TaskBatch(input_ids=ids, labels=labels, relevant=relevant)
+
+
+TASKS: Mapping[str, Induction] = {
+    "": Induction(vocabulary=VOCABULARY, length=LENGTH),
+    "_key": SpecialToken(vocabulary=VOCABULARY, length=LENGTH),
+}
+"""The task without and with the special token, by the end of a model's name."""
+
+SIMPLE = {"conv_ssm": (True, True), "conv": (True, False), "ssm": (False, True)}
+BLOCKS = {"mamba_x1": 1, "mamba_x2": 2}
+FULL = ("conv_ssm", "mamba_x1", "mamba_x2")
+"""Models that the paper finds to solve the task."""
+EXPLAINED = ("mamba_x1", "mamba_x2")
+"""Models that the methods explain; the simplified ones have no residual stream, which most methods need."""
+
+TABLE_2 = {
+    "mamba_x2": ("94.8 %", "100 %"),
+    "mamba_x1": ("92.9 %", "100 %"),
+    "conv_ssm": ("90.3 %", "100 %"),
+    "conv": ("21.8 %", "12.7 %"),
+    "ssm": ("20.8 %", "8.50 %"),
+}
+"""Accuracies of Induction Table 2, without and with the special token."""
+
+METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "raw": ("raw", {}),
+    "latim l1": ("latim", {"p": 1}),
+    "latim l2": ("latim", {}),
+    "alti": ("alti", {}),
+    "rollout": ("rollout", {}),
+    "attribution": ("attribution", {}),
+    "alti rollout": ("alti", {"compose": "rollout"}),
+    "logit": ("logit", {}),
+    "lrp": ("lrp", {}),
+    "gradient": ("gradient", {}),
+    "input x gradient": ("input_x_gradient", {}),
+    "integrated gradients": ("integrated_gradients", {}),
+}
+
+
+def _mamba(blocks: int) -> nn.Module:
+    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    shape = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "state_size": STATE, "num_hidden_layers": blocks}
+    return build("mamba", {**shape, **tokens, "tie_word_embeddings": False, "use_cache": False})
+
+
+def _models() -> dict[str, Model]:
+    models = {}
+    for ending in TASKS:
+        for name, (conv, ssm) in SIMPLE.items():
+            made = partial(ConvSSMForCausalLM, VOCABULARY, WIDTH, STATE, conv=conv, ssm=ssm)
+            models[name + ending] = Model(made, Recipe(steps=1200, learning_rate=1e-2, weight_decay=0.0))
+        for name, blocks in BLOCKS.items():
+            recipe = Recipe(steps=700, learning_rate=5e-3, weight_decay=0.01, through_operators=True)
+            models[name + ending] = Model(partial(_mamba, blocks), recipe)
+    return models
+
+
+def constructed(decay: float) -> nn.Module:
+    """Return the model that solves the task by construction, with one decay for each step (Induction Eq. 12-17).
+
+    Embeddings are two copies of a one-hot vector; the previous token's tap keeps the first half and the current token's
+    the second; keys read the first half and queries the second; step sizes are 1. The unembedding reads the second
+    half.
+    """
+    host = ConvSSMForCausalLM(VOCABULARY, 2 * VOCABULARY, VOCABULARY)
+    one, zero = torch.eye(VOCABULARY), torch.zeros(VOCABULARY, VOCABULARY)
+    conv, ssm = host.mixer.conv, host.mixer.ssm
+    assert conv is not None and ssm is not None
+    with torch.no_grad():
+        host.embedding.weight.copy_(torch.cat([one, one], 1))
+        taps = torch.zeros(2 * VOCABULARY, 1, 2)
+        taps[:VOCABULARY, 0, 0], taps[VOCABULARY:, 0, 1] = 1, 1
+        conv.weight.copy_(taps)
+        ssm.to_key.weight.copy_(torch.cat([one, zero], 1))
+        ssm.to_query.weight.copy_(torch.cat([zero, one], 1))
+        ssm.to_step.weight.zero_()
+        # softplus(log(e - 1)) = 1.
+        ssm.to_step.bias.fill_(torch.tensor(torch.e - 1).log())
+        # The logarithm of zero is that of a rate without decay.
+        ssm.log_rate.copy_(torch.tensor(-torch.tensor(decay).log().item()).log().expand(VOCABULARY))
+        host.head.weight.copy_(torch.cat([zero, one], 1))
+        host.head.bias.zero_()
+    return host.eval()
+
+
+@torch.no_grad()
+def last_answers(host: nn.Module, batch: TaskBatch) -> Tensor:
+    """Return whether the answer at the last position is right, for each sequence, as in Induction 3.1."""
+    return host(batch.input_ids).logits[:, -1].argmax(-1) == batch.labels[:, -1]
+
+
+def mechanism(host: ConvSSMForCausalLM) -> dict[str, tuple[float, float]]:
+    """Measure the mechanism of a convolution and an SSM (Induction 4.2 and 5): a value and its cases by metric."""
+    batch = TASKS[""].sample(MECHANISM_SEQUENCES, HELD_OUT_SEED)
+    trace = ula.trace(host, batch.input_ids, progress=False)
+    analysis = ula.analysis
+    embeddings = analysis.embeddings(host.embedding.weight)
+    similar = analysis.token_similarity(embeddings, embeddings)
+    taps = analysis.convolution_taps(trace.layers[0])
+    sizes = taps.taps.abs()
+    match = analysis.token_similarity(analysis.token_keys(trace, 0, lag=1), analysis.token_queries(trace, 0))
+    keys, values = analysis.token_keys(trace, 0, lag=1), analysis.token_values(trace, 0)
+    memory = analysis.project_states(trace.layers[0], values.centred.vectors).change_basis(keys.centred.basis)
+    board, ids = memory.values[:, :, 0], batch.input_ids
+    written = (board[:, 1:] - board[:, :-1]).gather(3, ids[:, 1:, None, None].expand(-1, -1, VOCABULARY, 1))
+    predecessor = written.squeeze(-1).argmax(-1) == ids[:, :-1]
+    # Is the largest entry of the last query's hidden attention at a token after an occurrence of the query's token?
+    row = trace.layers[0].operator.rows(-1, scope="core", heads=0).squeeze(1)
+    best = row[:, 1:-1].abs().argmax(-1)
+    after = ids.gather(1, best[:, None])[:, 0] == ids[:, -1]
+    absolute = similar.similarity.abs()
+    count = VOCABULARY * (VOCABULARY - 1)
+    return {
+        "embedding similarity": (float(absolute.sum() - absolute.trace()) / count, count),
+        "tap correlation": (float(taps.correlation[0, 1]), 1),
+        "tap Pearson": (float(torch.corrcoef(sizes.T)[0, 1]), 1),
+        "match of the same token": (float(match.similarity.diagonal().abs().mean()), VOCABULARY),
+        "match of other tokens": (match.different, count),
+        "written to the predecessor": (float(predecessor.double().mean()), predecessor.numel()),
+        "attends after an occurrence": (float(after.double().mean()), len(after)),
+    }
+
+
+class InductionStudy(Study):
+    """Induction with and without a special token, by five models; the mechanism; and the methods."""
+
+    name = "induction"
+    title = "Induction"
+    source = "Induction Table 2, sections 4 and 5"
+    text = f"""
+Sequences of {LENGTH} random tokens of {VOCABULARY}; the answer is the token after the last earlier occurrence of the
+last one. With the special token, the last token occurs once before. Models of width {WIDTH} and state {STATE}: the
+paper's convolution of two taps and selective SSM without norm, gate or residual, either of them alone, and one or two
+Mamba blocks. The paper's sequences have 255 tokens and its trainings up to 204,800 steps of 8.
+
+`construction` is the model of the paper's Eq. 12-17, whose parameters are written down, with a decay for each step.
+"""
+    caption = (
+        "From left to right: accuracy without (filled) and with (open) the special token, three seeds each, crosses "
+        "for the paper; absolute taps of the trained convolution, channels sorted; cosine of the key by the previous "
+        "token and the query; hidden attention of one sequence's last token, the tokens after earlier occurrences in "
+        "orange."
+    )
+    models = _models()
+    size = Size(32, 16)
+    views = (
+        View(
+            "accuracy",
+            "Accuracy at the last position, 1024 sequences",
+            [("", "without", "without special token"), ("", "with", "with special token")],
+            {
+                "paper, without": {name: pair[0] for name, pair in TABLE_2.items()},
+                "paper, with": {name: pair[1] for name, pair in TABLE_2.items()},
+            },
+            "The paper does not say how often its models were trained.",
+        ),
+        View("construction", "The constructed model by its decay: accuracy", [("", "accuracy", "accuracy")]),
+        View(
+            "mechanism",
+            "The mechanism in the trained convolution and SSM",
+            [("conv_ssm", "value", "value")],
+            note="Similarities are absolute: keys and unembedding may change their sign together.",
+        ),
+        View(
+            "methods",
+            "Methods against the key that holds the answer, last position",
+            [
+                (model, metric, f"{model}, {short}")
+                for model in EXPLAINED
+                for metric, short in (("hit_at_1", "hit@1"), ("ap", "AP"))
+            ],
+            note="Of two layers, the scored one is chosen on other sequences.",
+        ),
+    )
+
+    def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
+        """Return the cross-entropy at all positions with an answer."""
+        drawn = task_of(model).sample(batch, seed)
+        logits = host(drawn.input_ids).logits
+        return functional.cross_entropy(logits.flatten(0, 1), drawn.labels.flatten(), ignore_index=NO_ANSWER)
+
+    def accuracy(self, host: nn.Module, model: str) -> float:
+        """Return the share of right answers at the last position."""
+        right = last_answers(host, task_of(model).sample(ACCURACY_SEQUENCES, HELD_OUT_SEED))
+        return float(right.double().mean())
+
+    def measure(
+        self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path
+    ) -> dict[str, Table]:
+        """Measure accuracies, the construction, the mechanism and the methods."""
+        accuracies = []
+        for model, load in hosts.items():
+            heading = "with" if model.endswith("_key") else "without"
+            right = last_answers(load(), task_of(model).sample(ACCURACY_SEQUENCES, HELD_OUT_SEED))
+            accuracies += proportion(model.removesuffix("_key"), heading, right.tolist())
+        batch = TASKS[""].sample(ACCURACY_SEQUENCES, HELD_OUT_SEED)
+        built = [
+            row
+            for decay in DECAYS
+            for row in proportion(f"decay {decay}", "accuracy", last_answers(constructed(decay), batch).tolist())
+        ]
+        simple = hosts["conv_ssm"]()
+        assert isinstance(simple, ConvSSMForCausalLM)
+        found = mechanism(simple)
+        table = ula.evaluate(
+            {model: hosts[model] for model in EXPLAINED},
+            samples(size.scored, HELD_OUT_SEED),
+            METHODS,
+            ["hit_at_1", "ap"],
+            selection=samples(size.selection, SELECTION_SEED),
+            out=out / "methods",
+            progress=False,
+        )
+        return {
+            "accuracy": Table(accuracies),
+            "construction": Table(built),
+            "mechanism": Table([number(name, "value", *pair, model="conv_ssm") for name, pair in found.items()]),
+            "methods": table,
+        }
+
+    def claims(self, results: Results) -> list[Claim]:
+        """Return the claims of the paper and of this library."""
+        paper = "Induction"
+        every = partial(results.every, "accuracy", models=[""])
+        value = partial(results.every, "mechanism", "value", models=["conv_ssm"])
+        built = partial(results.every, "construction", "accuracy", models=[""])
+        return [
+            Claim.of(
+                "A convolution and a selective SSM, without norm, gate or second layer, solve induction without a "
+                "special token",
+                f"{paper} Table 2",
+                every("without", "conv_ssm", test=lambda a: a > 0.85, text="accuracy above 85 %"),
+            ),
+            Claim.of(
+                "Neither the convolution nor the SSM solves the task without the other",
+                f"{paper} Table 2",
+                every("without", "conv", test=lambda a: a < 0.3, text="convolution only below 30 %"),
+                every("without", "ssm", test=lambda a: a < 0.3, text="SSM only below 30 %"),
+                every("with", "conv", test=lambda a: a < 0.3, text="convolution only, special token, below 30 %"),
+                every("with", "ssm", test=lambda a: a < 0.3, text="SSM only, special token, below 30 %"),
+            ),
+            Claim.of(
+                "With a special token every model with a convolution and an SSM is always right",
+                f"{paper} Table 2",
+                *(every("with", model, test=lambda a: a > 0.99, text=f"{model} above 99 %") for model in FULL),
+            ),
+            Claim.of(
+                "A second Mamba block adds little",
+                f"{paper} Table 2",
+                results.within("accuracy", "without", "mamba_x2", "mamba_x1", [""], most=0.05),
+            ),
+            Claim.of(
+                "The trained embeddings are orthogonal",
+                f"{paper} 4.2.1",
+                value("embedding similarity", test=lambda s: s < 0.1, text="mean absolute cosine below 0.1"),
+            ),
+            Claim.of(
+                "Channels of the convolution carry either token: the taps' sizes are negatively correlated",
+                f"{paper} 4.2.2",
+                value("tap correlation", test=lambda r: r < 0, text="rank correlation below 0 (paper: -.48)"),
+                value("tap Pearson", test=lambda r: r < 0, text="Pearson correlation below 0 (paper: -.55)"),
+            ),
+            Claim.of(
+                "A key by the previous token matches the query by the same token: W_b (k_0 * e(w)) and "
+                "W_c (k_1 * e(w))",
+                f"{paper} 4.1, Eq. 16-17",
+                value("match of the same token", test=lambda s: s > 0.8, text="mean absolute cosine above 0.8"),
+                value("match of other tokens", test=lambda s: abs(s) < 0.2, text="of other tokens below 0.2"),
+            ),
+            Claim.of(
+                "The state stores each token in the row of the token before it",
+                f"{paper} 4.2.3, Fig. 6b",
+                value("written to the predecessor", test=lambda s: s > 0.8, text="share of writes above 80 %"),
+            ),
+            Claim.of(
+                "The hidden attention of the last token points to a token after an earlier occurrence",
+                f"{paper} 5, Fig. 7",
+                value("attends after an occurrence", test=lambda s: s > 0.8, text="share of sequences above 80 %"),
+            ),
+            Claim.of(
+                "The construction of Eq. 12-17 solves the task, as printed",
+                f"{paper} 4.1, Eq. 12-17",
+                built("decay 1.0", test=lambda a: a > 0.99, text="accuracy above 99 % without a decay"),
+            ),
+            Claim.of(
+                "The construction solves the task with a decay of one half, so that the last occurrence outweighs all "
+                "others",
+                "here",
+                built("decay 0.5", test=lambda a: a > 0.99, text="accuracy above 99 %"),
+            ),
+            Claim.of(
+                "`alti` finds the answer's key more often than `raw`",
+                "here",
+                results.better("methods", "hit_at_1", "alti", "raw", EXPLAINED),
+            ),
+            Claim.of(
+                "`logit` finds the answer's key more often than integrated gradients",
+                "here",
+                results.better("methods", "hit_at_1", "logit", "integrated gradients", EXPLAINED),
+            ),
+            Claim.of(
+                "Every method finds the answer's key more often than chance",
+                "here",
+                *(results.better("methods", "hit_at_1", method, "random", EXPLAINED) for method in METHODS),
+            ),
+            Claim.untested(
+                "Two blocks reach 94.8 % and one 92.9 % on sequences of 255 tokens",
+                f"{paper} Table 2",
+                f"the sequences here have {LENGTH} tokens",
+            ),
+        ]
+
+    def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
+        """Draw the accuracies and the mechanism of the simplified model."""
+        drawn = figure(13, 3.4)
+        bars, taps, match, row = drawn.subplots(1, 4, width_ratios=[1.3, 0.8, 1, 1.3])
+        for at, (name, papers) in enumerate(TABLE_2.items()):
+            for heading, paper, fill in zip(("without", "with"), papers, (COLOURS[0], "white"), strict=True):
+                values = [100 * value for value in results.values("accuracy", "", name, heading)]
+                bars.plot(values, [at] * len(values), "o", color=fill, markeredgecolor=COLOURS[0], markersize=6)
+                bars.plot(float(paper.removesuffix("%")), at, "x", color=COLOURS[1], markersize=6)
+        bars.set_yticks(range(len(TABLE_2)), list(TABLE_2))
+        bars.invert_yaxis()
+        bars.set_xlabel("accuracy (%)")
+        host = hosts["conv_ssm"]()
+        batch = TASKS[""].sample(MECHANISM_SEQUENCES, HELD_OUT_SEED)
+        trace = ula.trace(host, batch.input_ids, progress=False)
+        sizes = ula.analysis.convolution_taps(trace.layers[0]).taps.abs()
+        order = sizes[:, 1].argsort(descending=True)
+        taps.imshow(sizes[order], cmap="magma_r", aspect="auto", interpolation="nearest")
+        taps.set_xticks([0, 1], ["current", "previous"])
+        taps.set_ylabel("channel")
+        keys, queries = ula.analysis.token_keys(trace, 0, lag=1), ula.analysis.token_queries(trace, 0)
+        match.imshow(ula.analysis.token_similarity(keys, queries).similarity, cmap="RdBu_r", vmin=-1, vmax=1)
+        match.set_xlabel("query of token")
+        match.set_ylabel("key by the previous token")
+        weights = trace.layers[0].operator.rows(-1, scope="core", heads=0)[0].abs().flatten().tolist()
+        ids = batch.input_ids[0].tolist()
+        after = [at for at in range(1, LENGTH - 1) if ids[at - 1] == ids[-1]]
+        row.vlines(range(LENGTH), 0, weights, color="#8a90a0", linewidth=1.5)
+        row.vlines(after, 0, [weights[at] for at in after], color=COLOURS[1], linewidth=2.5)
+        row.set_xlabel("key")
+        row.set_ylabel("|hidden attention|")
+        for ax in (bars, row):
+            ax.spines[["top", "right"]].set_visible(False)
+        return drawn
+
+
+def task_of(model: str) -> Induction:
+    """Return the task on which a model is trained, by its name."""
+    return TASKS["_key" if model.endswith("_key") else ""]
+
+
+def samples(count: int, seed: int) -> list[Sample]:
+    """Return sequences whose answer stands before the last position."""
+    batch = TASKS[""].sample(2 * count, seed)
+    earlier = batch.relevant[:, -1, :-1].any(1).nonzero().flatten().tolist()
+    return [
+        Sample(inputs=batch.input_ids[at : at + 1], target=LENGTH - 1, relevant=batch.relevant[at, -1])
+        for at in earlier[:count]
+    ]
+
+
+STUDY = InductionStudy()

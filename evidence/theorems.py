@@ -1,0 +1,290 @@
+"""The two theorems of the Hidden Attention paper, measured (HMA ACL 5, Appendices B and C)."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import unilinattn as ula
+from evidence.claims import Claim, Outcome, Results
+from evidence.pictures import COLOURS, figure
+from evidence.rows import number
+from evidence.study import SEEDS, Size, Study, View
+from unilinattn.evaluation import Table
+from unilinattn.mixers import DiagonalDecay
+from unilinattn.optional import import_extra
+from unilinattn.testing.hosts import HOSTS as BASIC
+from unilinattn.testing.hosts import Host, delta, recurrent, reference
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIXED = {"S4": "s4", "S4D": "s4d", "DSS": "dss, softmax", "S5": "s5"}
+GATED = {"GSS": "gss", "Hyena": "hyenadna"}
+CONTROLLED = {
+    "S6 (Mamba-1)": "mamba",
+    "SSD (Mamba-2)": "mamba2",
+    "gated delta rule": "qwen3 next",
+    "mLSTM": "xlstm",
+    "softmax": "gpt2",
+}
+"""Hosts of Theorem 1 by the names of their mixers: fixed, fixed with diagonal data control, and data-controlled."""
+
+BITS = 10
+"""Length of the sequences of Theorem 2; all 1024 are scored."""
+
+SHOWN = 0b1011101111
+"""The sequence of the picture."""
+
+EXACT = "right after rounding"
+
+
+def mixing(name: str, seed: int) -> tuple[float, float]:
+    """Return the relative change of the token mixers of a host's first layer, and of its gates, between inputs."""
+    host = next(h for h in (*BASIC, *reference.HOSTS, *delta.HOSTS, *recurrent.HOSTS) if h.name == name)
+    torch.manual_seed(seed)
+    trace = ula.trace(host.model(), inputs_of(host, seed), progress=False)
+    layer = ula.analysis.taxonomy(trace).layers[0]
+    return layer.mixing, layer.gating
+
+
+def inputs_of(host: Host, seed: int) -> Tensor:
+    """Return random token ids of three sequences."""
+    return torch.randint(4, 12, (3, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def all_bits() -> Tensor:
+    """Return every binary sequence, (sequence, position)."""
+    return torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * BITS)
+
+
+def count_in_row(bits: Tensor) -> Tensor:
+    """Return the number of consecutive ones that end at each position (HMA ACL Appendix B, Definition 1, causal)."""
+    counts = [bits[:, 0]]
+    for bit in bits.unbind(1)[1:]:
+        counts.append(bit * (counts[-1] + 1))
+    return torch.stack(counts, 1)
+
+
+def s6_channel(bits: Tensor, *, printed: bool) -> Tensor:
+    """Return the output of one S6 channel that reads the bits, y_t = h_t and h_t = A_t h_{t-1} + x_t.
+
+    A_t is x_t, which ends a run at each zero; `printed`: 1, as HMA ACL Eq. 28 has it.
+    """
+    one = torch.ones(*bits.shape, 1, 1, dtype=bits.dtype)
+    reset = None if printed else bits == 0
+    channel = DiagonalDecay(one, one, torch.zeros_like(one), reset=reset)
+    return channel.apply(bits[:, :, None, None])[:, :, 0, 0]
+
+
+def fixed_filter(bits: Tensor, counts: Tensor) -> Tensor:
+    """Return the least-squares fit by a causal filter with a constant, which no other one exceeds."""
+    lags = torch.stack([torch.cat([torch.zeros(len(bits), k).to(bits), bits[:, : BITS - k]], 1) for k in range(BITS)])
+    features = torch.cat([lags, torch.ones_like(bits)[None]]).flatten(1).T
+    return (features @ torch.linalg.lstsq(features, counts.flatten()[:, None]).solution).view_as(bits)
+
+
+def softmax_head(bits: Tensor, counts: Tensor) -> Tensor:
+    """Return the best fit found by one causal softmax head on scalar inputs, with biases.
+
+    With binary inputs a head is y_i = v m_i + c, where m_i is the share of ones among the tokens up to i, each weighted
+    by exp(s_1) if i is a one and by exp(s_0) if it is a zero. The two logits are searched on a grid from -20 to 20, and
+    v and c are least squares.
+    """
+    ones, total = bits.cumsum(1), torch.arange(1, BITS + 1).to(bits)
+    grid = torch.linspace(-20, 20, 161, dtype=torch.float64).exp()
+
+    def shares(weight: Tensor) -> Tensor:
+        return weight * ones / (weight * ones + total - ones)
+
+    candidates = ((shares(a), shares(b)) for a in grid for b in grid)
+    fits = (_line(torch.where(bits == 1, high, low), counts) for high, low in candidates)
+    return min(fits, key=lambda fit: float((fit - counts).square().sum()))
+
+
+def linear_head(bits: Tensor, counts: Tensor) -> Tensor:
+    """Return the best fit found by one causal linear-attention head on scalar inputs, with biases.
+
+    With binary inputs a head is y_i = (p x_i + q) (r n_i + s i) + c, n_i the ones up to i. The five numbers are fitted
+    by least squares from 32 random starts.
+    """
+    fit = import_extra("scipy.optimize", "evidence").least_squares
+    x, ones, goal = bits.numpy(), bits.cumsum(1).numpy(), counts.numpy()
+    at = np.arange(1, BITS + 1)[None]
+
+    def output(w: np.ndarray) -> np.ndarray:
+        return (w[0] * x + w[1]) * (w[2] * ones + w[3] * at) + w[4]
+
+    random = np.random.default_rng(0)
+    found = [fit(lambda w: (output(w) - goal).ravel(), random.normal(size=5)) for _ in range(32)]
+    return torch.from_numpy(output(min(found, key=lambda one: one.cost).x))
+
+
+def _line(feature: Tensor, counts: Tensor) -> Tensor:
+    """Return the least-squares line v * feature + c."""
+    x, y = feature - feature.mean(), counts - counts.mean()
+    size = x.square().sum()
+    slope = (x * y).sum() / size if size > 0 else torch.zeros_like(size)
+    return slope * x + counts.mean()
+
+
+class TheoremsStudy(Study):
+    """Theorems 1 and 2 of HMA ACL."""
+
+    name = "theorems"
+    title = "Theorems"
+    source = "HMA ACL Theorems 1 and 2"
+    text = f"""
+Theorem 1: the first layers of tiny hosts with random weights, on three random sequences. The change is the largest
+relative difference between the sequences of the token mixers' products with one random vector; gates before the
+output projection are listed apart. No weight is trained.
+
+Theorem 2: count in row, the number of consecutive ones that end at a position, for all {2**BITS} binary sequences of
+{BITS} tokens. One S6 channel is constructed; the best fixed filter is a least-squares solution, and the best softmax
+and linear heads are searched. Lemma 1 prints A_t = 1, which counts all ones; the channel resets with A_t = x_t.
+"""
+    caption = (
+        "Left: the change of token mixers between inputs, exactly zero for fixed mixers. Right: count in row on one "
+        "sequence, by the constructed S6 channel and by the best fits of other mixers."
+    )
+    size = Size(1, 1)
+    quick = Size(1, 1)
+    views = (
+        View(
+            "mixing",
+            "Theorem 1: largest relative change between inputs",
+            [("", "mixers", "token mixers"), ("", "gates", "gates")],
+        ),
+        View("count", "Theorem 2: count in row", [("", EXACT, EXACT), ("", "R2", "R²")]),
+    )
+
+    def measure(
+        self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path
+    ) -> dict[str, Table]:
+        """Measure both theorems."""
+        rows = []
+        for label, name in {**FIXED, **GATED, **CONTROLLED}.items():
+            mixers, gates = mixing(name, seed)
+            rows += [number(label, "mixers", mixers), number(label, "gates", gates)]
+        if seed != SEEDS[0]:
+            return {"mixing": Table(rows)}
+        # The second theorem has no random part.
+        bits = all_bits()
+        counts = count_in_row(bits)
+        outputs = {
+            "S6 channel, A_t = x_t": s6_channel(bits, printed=False),
+            "S6 channel, A_t = 1 as printed": s6_channel(bits, printed=True),
+            "best softmax head": softmax_head(bits, counts),
+            "best linear head": linear_head(bits, counts),
+            "best fixed filter": fixed_filter(bits, counts),
+        }
+        spread = (counts - counts.mean()).square().sum()
+        scored = []
+        for label, output in outputs.items():
+            right = (output.round() == counts).double().mean()
+            explained = 1 - (output - counts).square().sum() / spread
+            scored += [number(label, EXACT, float(right)), number(label, "R2", float(explained))]
+        return {"mixing": Table(rows), "count": Table(scored)}
+
+    def claims(self, results: Results) -> list[Claim]:
+        """Return both theorems, in parts."""
+
+        def changes(metric: str, names: Mapping[str, str], test: Callable[[float], bool], text: str) -> list[Outcome]:
+            return [results.every("mixing", metric, label, [""], test, f"{label}: {text}") for label in names]
+
+        def counted(label: str, test: Callable[[float], bool], text: str) -> Outcome:
+            return results.every("count", EXACT, label, [""], test, f"{label}: {text}")
+
+        return [
+            Claim.of(
+                "S4, DSS and S5 have fixed mixing elements",
+                "HMA ACL Theorem 1 (i)",
+                *changes("mixers", FIXED, lambda change: change == 0, "mixers do not change at all"),
+                *changes("gates", FIXED, lambda change: change == 0, "no gates"),
+            ),
+            Claim.of(
+                "GSS and Hyena have fixed mixing elements with a diagonal data-control mechanism",
+                "HMA ACL Theorem 1 (ii)",
+                *changes("mixers", GATED, lambda change: change == 0, "mixers do not change at all"),
+                *changes("gates", GATED, lambda change: change > 0.01, "gates change"),
+            ),
+            Claim.of(
+                "S6 has data-controlled mixers",
+                "HMA ACL Theorem 1 (iii)",
+                *changes("mixers", {"S6 (Mamba-1)": ""}, lambda change: change > 0.01, "mixers change"),
+            ),
+            Claim.of(
+                "So have SSD, the gated delta rule, mLSTM and softmax attention",
+                "here",
+                *changes(
+                    "mixers",
+                    {label: name for label, name in CONTROLLED.items() if name != "mamba"},
+                    lambda change: change > 0.01,
+                    "mixers change",
+                ),
+            ),
+            Claim.of(
+                "One S6 channel expresses count in row with the parameters of the proof",
+                "HMA ACL Lemma 1, as printed",
+                counted("S6 channel, A_t = 1 as printed", lambda right: right == 1, "right everywhere"),
+            ),
+            Claim.of(
+                "One S6 channel expresses count in row",
+                "HMA ACL Lemma 1, with A_t = x_t",
+                counted("S6 channel, A_t = x_t", lambda right: right == 1, "right everywhere"),
+            ),
+            Claim.of(
+                "One softmax head cannot express count in row",
+                "HMA ACL Lemma 2",
+                counted("best softmax head", lambda right: right < 1, "the best one found is wrong somewhere"),
+            ),
+            Claim.of(
+                "Neither can one linear head or a fixed filter",
+                "here",
+                counted("best linear head", lambda right: right < 1, "the best one found is wrong somewhere"),
+                counted("best fixed filter", lambda right: right < 1, "the best one is wrong somewhere"),
+            ),
+            Claim.untested(
+                "One channel of S6 expresses every function of one softmax head",
+                "HMA ACL Theorem 2",
+                "a statement on all functions; no finite measurement shows it",
+            ),
+        ]
+
+    def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
+        """Draw the changes of Theorem 1, and one sequence of Theorem 2."""
+        drawn = figure(11, 3.6)
+        left, right = drawn.subplots(1, 2)
+        names = [*FIXED, *GATED, *CONTROLLED]
+        means = [fmean(results.values("mixing", "", name, "mixers")) for name in names]
+        left.barh(names, means, color=COLOURS[0])
+        for at, mean in enumerate(means):
+            if mean == 0:
+                left.text(0.02, at, "exactly 0", va="center", fontsize=9, color=COLOURS[1])
+        left.invert_yaxis()
+        left.set_xlabel("relative change of the token mixers between inputs", fontsize=9)
+        bits = all_bits()
+        counts = count_in_row(bits)
+        at = int((bits @ 2.0 ** torch.arange(BITS - 1, -1, -1).double() == SHOWN).nonzero())
+        fits = {
+            "S6 channel": s6_channel(bits, printed=False),
+            "softmax head": softmax_head(bits, counts),
+            "linear head": linear_head(bits, counts),
+            "fixed filter": fixed_filter(bits, counts),
+        }
+        for colour, (name, fit) in zip(COLOURS, fits.items(), strict=False):
+            right.plot(fit[at].tolist(), "o-", color=colour, label=name, linewidth=1.4, markersize=4)
+        right.set_xticks(range(BITS), [f"{bit:.0f}" for bit in bits[at].tolist()])
+        right.set_xlabel("bits read", fontsize=9)
+        right.set_ylabel("ones in a row", fontsize=9)
+        right.legend(frameon=False, fontsize=8)
+        for ax in (left, right):
+            ax.spines[["top", "right"]].set_visible(False)
+        return drawn
+
+
+STUDY = TheoremsStudy()

@@ -1,0 +1,91 @@
+"""The recorded numbers, the page that is written from them, and the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evidence import NAMES, __main__, record, study
+from evidence.page import page
+from evidence.rows import number
+from unilinattn.errors import OptionError, ResultFileError
+from unilinattn.evaluation import Table
+
+ROOT = Path(__file__).parents[2]
+RECORDED = [name for name in NAMES if (record.RESULTS / f"{name}.json").is_file()]
+
+
+def summaries(value: float) -> list[dict]:
+    table = Table([number("raw", "ap", value, model="m", sample=str(at)) for at in range(2)])
+    return record.summaries({"t": {0: table, 1: table}})
+
+
+def test_a_summary_has_a_value_for_each_seed() -> None:
+    (row,) = summaries(0.5)
+    assert row == {
+        "table": "t",
+        "model": "m",
+        "method": "raw",
+        "metric": "ap",
+        "layers": ["", ""],
+        "values": [0.5, 0.5],
+        "samples": 2,
+    }
+
+
+def test_a_record_is_read_as_it_was_stored() -> None:
+    numbers = {"study": "x", "seconds": 3, "numbers": summaries(0.5), "claims": []}
+    assert json.loads(record.stored(numbers)) == numbers
+
+
+def test_repeated_numbers_that_differ_or_are_missing_are_listed() -> None:
+    assert record.differences(summaries(0.5), summaries(0.5 + record.DIFFERENT / 2)) == (1, [])
+    count, lines = record.differences(summaries(0.5), summaries(0.5 + 2 * record.DIFFERENT))
+    assert count == 1
+    assert lines == ["t m raw ap: [0.5, 0.5], recorded [0.52, 0.52]"]
+    assert record.differences(summaries(0.5), [])[1] == ["t m raw ap: not recorded"]
+    assert record.differences([], summaries(0.5))[1] == ["t m raw ap: not measured"]
+
+
+def test_the_page_is_written_from_the_record() -> None:
+    studies = [study(name) for name in RECORDED]
+    text = page(studies, {one.name: record.read(one.name) for one in studies})
+    assert (ROOT / "docs" / "evidence.md").read_text() == text
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_number_of_a_view_is_recorded(name: str) -> None:
+    one, rows = study(name), record.read(name)["numbers"]
+    cells = {(row["table"], row["model"], row["metric"]) for row in rows}
+    missing = [
+        (view.table, *column) for view in one.views for column in view.columns if (view.table, *column[:2]) not in cells
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_shipped_weights_are_small_and_as_recorded(name: str) -> None:
+    one, training = study(name), record.read(name)["training"]
+    assert {row["model"] for row in training} == set(one.models)
+    for row in training:
+        path = one.path(__main__.WEIGHTS, row["model"], row["seed"])
+        assert path.stat().st_size < 1 << 20
+        assert __main__.training_record(path)["accuracy"] == row["accuracy"]
+
+
+def test_all_weights_and_results_take_less_than_twelve_megabytes() -> None:
+    folders = (__main__.WEIGHTS, record.RESULTS)
+    assert sum(path.stat().st_size for folder in folders for path in folder.glob("*")) < 12e6
+
+
+def test_an_unknown_study_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OptionError, match="unknown study 'copyng'"):
+        study("copyng")
+    assert __main__.main(["copyng"]) == 2
+    assert "error: unknown study 'copyng'; did you mean 'copying'?" in capsys.readouterr().err
+
+
+def test_a_study_without_a_record_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    with pytest.raises(ResultFileError, match=r"theorems.json is absent; record the study with `make evidence"):
+        record.read("theorems")
