@@ -39,6 +39,11 @@ class Answer:
         return self.answer == self.predicted
 
     @property
+    def in_context(self) -> bool:
+        """Whether the predicted token is one of the context."""
+        return bool((self.ids[0, : self.context] == self.predicted).any())
+
+    @property
     def sample(self) -> Sample:
         """The question with the keys of the context that hold the predicted token as the relevant ones."""
         context = torch.arange(self.ids.shape[1]) < self.context

@@ -9,12 +9,11 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError
 from unilinattn.examples.tasks import NO_ANSWER
 
-WORDS, FIRSTS, SECONDS, VALUES = 16, 8, 8, 16
-"""Number of words of the noise, of the first and second words of keys, and of values."""
+WORDS, KEYS, VALUES = 16, 16, 16
+"""Number of words of the noise, of keys, and of values."""
 
-FIRST = WORDS
-SECOND = FIRST + FIRSTS
-VALUE = SECOND + SECONDS
+KEY = WORDS
+VALUE = KEY + KEYS
 ASK = VALUE + VALUES
 NAME = ASK + 1
 VOCABULARY = NAME + 1
@@ -33,7 +32,7 @@ NAMED = 3
 
 _NAMES = """
 the and of to in was for as on with by at from or an so
-itchy calm brave dusty eager fuzzy gentle hollow river lamp tiger wagon piano candle rocket anchor
+river lamp tiger wagon piano candle rocket anchor garden mirror basket violin ladder bottle saddle pepper
 14 17 23 28 31 36 42 45 53 59 62 67 71 78 84 96 ? named:
 """
 NAMES = _NAMES.split()
@@ -68,8 +67,8 @@ def passkeys(
 ) -> Questions:
     """Draw contexts of noise with pairs of a key and a value, and ask for the values of keys at the end.
 
-    A key has two words. No key and no value occurs twice in a context, but keys may share one of their words. A
-    question is `ASK` and a key; its answer is predicted at the key's second word.
+    A pair is a key and, after it, its value; no key and no value occurs twice in a context. A question is `ASK` and a
+    key, at which the answer is predicted.
 
     Args:
         count: number of contexts.
@@ -88,15 +87,16 @@ def passkeys(
     ids = torch.randint(WORDS, (count, length), generator=generator)
     drawn = torch.tensor(PAIRS)[torch.randint(len(PAIRS), (count,), generator=generator)]
     size = drawn if pairs is None else torch.full((count,), pairs)
-    keys = torch.rand(count, FIRSTS * SECONDS, generator=generator).argsort(-1)[:, :most]
-    values = VALUE + torch.rand(count, VALUES, generator=generator).argsort(-1)[:, :most]
-    triples = torch.stack([FIRST + keys // SECONDS, SECOND + keys % SECONDS, values], -1)
-    # `most` of the items of a context are pairs; each takes three places, those beyond `size` are noise.
-    items = torch.rand(count, length - 2 * most, generator=generator).argsort(-1)[:, :most].sort(-1).values
-    places = (items + 2 * torch.arange(most))[:, :, None] + torch.arange(3)
-    rank = torch.rand(count, most, generator=generator).argsort(-1).argsort(-1)
-    used = rank < size[:, None]
-    written = torch.where(used[:, :, None], triples, ids.gather(1, places.flatten(1)).view(count, most, 3))
+    keys, values = (
+        first_id + torch.rand(count, size_of, generator=generator).argsort(-1)[:, :most]
+        for first_id, size_of in ((KEY, KEYS), (VALUE, VALUES))
+    )
+    given = torch.stack([keys, values], -1)
+    # `most` of the items of a context are pairs, which take two places; those beyond `size` are noise.
+    items = torch.rand(count, length - most, generator=generator).argsort(-1)[:, :most].sort(-1).values
+    places = (items + torch.arange(most))[:, :, None] + torch.arange(2)
+    used = torch.rand(count, most, generator=generator).argsort(-1).argsort(-1) < size[:, None]
+    written = torch.where(used[:, :, None], given, ids.gather(1, places.flatten(1)).view(count, most, 2))
     ids = ids.scatter(1, places.flatten(1), written.flatten(1))
 
     draw = torch.rand(count, questions, most, generator=generator)
@@ -105,14 +105,14 @@ def passkeys(
     if not bool(candidates.any(-1).all()):
         raise OptionError("first=False asks for a later pair, and a context may have one pair only; pass pairs >= 2.")
     asked = torch.where(candidates[:, None], draw, -1).argmax(-1)
-    answer = triples.gather(1, asked[:, :, None].expand(-1, -1, 3))
+    answer = given.gather(1, asked[:, :, None].expand(-1, -1, 2))
     question = torch.cat([torch.full((count, questions, 1), ASK), answer], -1).flatten(1)[:, :-1]
     input_ids = torch.cat([ids, question], 1)
     labels = torch.full_like(input_ids, NO_ANSWER)
-    at = length + 2 + 4 * torch.arange(questions)
-    labels[:, at] = answer[:, :, 2]
+    at = length + 1 + 3 * torch.arange(questions)
+    labels[:, at] = answer[:, :, 1]
     relevant = torch.zeros(*input_ids.shape, input_ids.shape[1], dtype=torch.bool)
-    place = places[:, :, 2].gather(1, asked)
+    place = places[:, :, 1].gather(1, asked)
     relevant[torch.arange(count)[:, None], at, place] = True
     return Questions(input_ids, labels, relevant, length)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,18 @@ from evidence.answers import (
 from evidence.claims import Claim, Outcome, Results
 from evidence.drawing import RIGHT, WRONG, draw_strips
 from evidence.hosts import builder
-from evidence.questions import FIRST, NAMES, PAIRS, VOCABULARY, Questions, frequent_words, passkeys
+from evidence.pictures import figure
+from evidence.questions import KEY, NAMES, PAIRS, VOCABULARY, Questions, frequent_words, passkeys
+from evidence.rows import number, proportion
 from evidence.study import Model, Size, Study, View
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
 from unilinattn.evaluation import Table
-from unilinattn.evaluation.table import PARTS
 from unilinattn.examples.tasks import NO_ANSWER
-from unilinattn.optional import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-QUESTIONS_IN_TRAINING = 4
+QUESTIONS_IN_TRAINING = 8
 """Number of passkeys that a context of the training is asked for; the evaluation asks for one."""
 
 METHODS: Mapping[str, Any] = {
@@ -105,15 +105,21 @@ class Retrieval(Study):
     title = "Passkey retrieval and frequent words"
     source = "LaTIM 4.3 and D.3 (Tables 5 and 6, Fig. 3, 8 and 9)"
     text = """
-One model learns two tasks. A passkey context has 48 to 96 tokens: noise with 1, 2, 4 or 8 pairs of a key of two words
-and a value, whose keys may share a word; the question at the end repeats a key, and the answer is its value. A
-passage of frequent words has as many tokens of the same noise; at the end the three most frequent words are named,
-the most frequent first. The keys that hold an answer are known: one for a passkey, all occurrences for a word. Wrong
-answers are explained too, and the relevant keys are then those of the *predicted* token: a method that shows the
-reason for the error finds them, and not those of the right answer. Methods explain the predicted token; candidates
-are the tokens of the context.
+One model learns two tasks. A passkey context has 48 to 96 tokens: noise with 1, 2, 4 or 8 pairs of a key and the
+value after it; the question at the end repeats a key, and the answer is its value. A passage of frequent words has as
+many tokens of the same noise; at the end the three most frequent words are named, the most frequent first. The keys
+that hold an answer are known: one for a passkey, all occurrences for a word. Wrong answers are explained too, and the
+relevant keys are then those of the *predicted* token: a method that shows the reason for the error finds them, and
+not those of the right answer. Methods explain the predicted token; candidates are the tokens of the context.
 """
-    models = {name: Model(builder(name, VOCABULARY), recipe) for name, recipe in RECIPES.items()}  # noqa: RUF012
+    caption = (
+        "A right and a wrong answer of Mamba-2: the tokens of a context with eight pairs, the question at the end, and "
+        "the absolute scores of three methods, each relative to its largest. The right answer is framed in green, the "
+        "predicted one, if it is another, in red."
+    )
+    models: ClassVar[Mapping[str, Model]] = {
+        name: Model(builder(name, VOCABULARY), recipe) for name, recipe in RECIPES.items()
+    }
     size = Size(24, 8)
     quick = Size(4, 2)
     views = (
@@ -148,7 +154,7 @@ are the tokens of the context.
         View("counts", "Number of wrong answers that are explained", _columns(("explained", ""))),
     )
 
-    def loss(self, host: nn.Module, seed: int, batch: int) -> Tensor:
+    def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
         """Return the cross entropy of the answers: half of the batch are passkeys, half frequent words."""
         drawn = passkeys(batch // 2, seed, questions=QUESTIONS_IN_TRAINING), frequent_words(batch // 2, seed)
         return torch.stack([_loss(host, one) for one in drawn]).mean()
@@ -170,17 +176,13 @@ are the tokens of the context.
             for task, draw, methods, metrics in tasks:
                 given = of_all_lengths(host, draw, 4 * size.scored, HELD_OUT_SEED)
                 selection = of_all_lengths(host, draw, 2 * size.selection, SELECTION_SEED)
-                wrong = [one.sample for one in given if not one.right]
                 groups = {
                     task: ([one.sample for one in given if one.right], metrics),
                     # An answer that is no token of the context has no key that holds it.
-                    f"wrong {task}": (
-                        [one for one in wrong if one.relevant is not None and one.relevant.any()],
-                        OF_ERRORS,
-                    ),
+                    f"wrong {task}": ([one.sample for one in given if not one.right and one.in_context], OF_ERRORS),
                 }
                 for name, (samples, measured) in groups.items():
-                    rows["counts"].append(_row(model, name, "all", "explained", min(len(samples), size.scored)))
+                    rows["counts"].append(number(name, "explained", min(len(samples), size.scored), model=model))
                     if samples:
                         rows[name] += ula.evaluate(
                             {model: host},
@@ -198,36 +200,30 @@ are the tokens of the context.
         """Return the claims of LaTIM 4.3 and D.3, and those of this library."""
         return [*_of_answers(results), *_of_scores(results), *_here(results)]
 
-    def picture(self, hosts: Mapping[str, Callable[[], nn.Module]]) -> "Figure":
+    def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
         """Draw the scores of a right and of a wrong answer of Mamba-2 over the tokens of the context."""
-        pyplot = import_extra("matplotlib.pyplot", "plot")
         host = hosts["mamba2"]()
-        given = answers(host, passkeys(512, HELD_OUT_SEED, length=SCORED_LENGTHS[0], pairs=max(PAIRS)))
-        wrong = [
-            one for one in given if not one.right and one.sample.relevant is not None and one.sample.relevant.any()
-        ]
+        given = answers(host, _eight_pairs(512, HELD_OUT_SEED, length=SCORED_LENGTHS[0]))
+        wrong = [one for one in given if not one.right and one.in_context]
         shown = [next(one for one in given if one.right), *wrong[:1]]
-        figure, axes = pyplot.subplots(len(shown), 1, figsize=(11.6, 2.6 * len(shown)), squeeze=False)
-        for axis, one in zip(axes.flat, shown, strict=True):
+        drawn = figure(11.6, 2.7 * len(shown))
+        for axis, one in zip(drawn.subplots(len(shown), 1, squeeze=False).flat, shown, strict=True):
             rows = {
-                label: ula.explain(host, one.ids, method=method, target=-1, **options)
-                .scores[..., : one.context]
-                .flatten()
+                label: ula.explain(host, one.ids, method=method, target=-1, progress=False, **options).scores.flatten()
                 for label, (method, options) in DRAWN.items()
             }
             ids = one.ids[0].tolist()
-            marked = {**{one.predicted: WRONG}, one.answer: RIGHT}
+            colors = {one.predicted: WRONG, one.answer: RIGHT}
+            answer = NAMES[one.predicted] + (", which is right" if one.right else f"; right is {NAMES[one.answer]}")
             draw_strips(
                 axis,
                 [NAMES[token] for token in ids],
-                rows,
-                f"{one.context} tokens with 8 pairs; asked for {NAMES[ids[-2]]} {NAMES[ids[-1]]}, Mamba-2 answers "
-                f"{NAMES[one.predicted]}" + (", which is right" if one.right else f", but it is {NAMES[one.answer]}"),
-                pale=[at for at, token in enumerate(ids) if token < FIRST],
-                colors={at: marked[token] for at, token in enumerate(ids) if token in marked},
+                {label: scores[: one.context] for label, scores in rows.items()},
+                f"Asked for {NAMES[ids[-1]]}, the model answers {answer}",
+                pale=[at for at, token in enumerate(ids) if token < KEY],
+                colors={at: colors[token] for at, token in enumerate(ids) if token in colors},
             )
-        figure.subplots_adjust(left=0.095, right=0.995, top=0.94, bottom=0.01, hspace=0.25)
-        return figure
+        return drawn
 
 
 def _loss(host: nn.Module, drawn: Questions) -> Tensor:
@@ -239,31 +235,25 @@ def _eight_pairs(count: int, seed: int, *, length: int) -> Questions:
     return passkeys(count, seed, length=length, pairs=max(PAIRS))
 
 
-def _row(model: str, method: str, sample: str, metric: str, value: float) -> dict[str, Any]:
-    row = {"model": model, "method": method, "layer": "", "sample": sample, "metric": metric, "value": value}
-    return {**row, PARTS: [[value, 1.0]]}
-
-
 def _accuracies(model: str, host: nn.Module, count: int) -> list[dict[str, Any]]:
     """Return a row for each answer, by number of pairs, place of the asked pair, length, and rank of the word."""
-    groups: dict[str, list[tuple[str, Answer]]] = {}
+    groups: dict[str, list[Answer]] = {}
     for pairs in PAIRS:
         label = "1 pair" if pairs == 1 else f"{pairs} pairs"
         for place, first in (("", None), (", first", True), (", later", False)):
             if pairs > 1 or first is None:
                 draw = partial(passkeys, pairs=pairs, first=first)
-                given = of_all_lengths(host, draw, count, HELD_OUT_SEED)
-                groups[label + place] = [(one.name, one) for one in given]
-    hardest = groups[f"{max(PAIRS)} pairs"]
+                groups[label + place] = of_all_lengths(host, draw, count, HELD_OUT_SEED)
+    hardest = f"{max(PAIRS)} pairs"
     for length in (SCORED_LENGTHS[0], SCORED_LENGTHS[-1]):
-        of_length = [one for _, one in hardest if one.context == length]
-        groups[f"{max(PAIRS)} pairs, {length} tokens"] = [(str(at), one) for at, one in enumerate(of_length)]
+        groups[f"{hardest}, {length} tokens"] = [one for one in groups[hardest] if one.context == length]
     words = of_all_lengths(host, frequent_words, count, HELD_OUT_SEED)
     for rank, label in enumerate(RANKS):
-        of_rank = [one for one in words if one.ids.shape[1] == one.context + 1 + rank]
-        groups[label] = [(str(at), one) for at, one in enumerate(of_rank)]
+        groups[label] = [one for one in words if one.ids.shape[1] == one.context + 1 + rank]
     return [
-        _row(model, label, name, "accuracy", float(one.right)) for label, given in groups.items() for name, one in given
+        row
+        for label, given in groups.items()
+        for row in proportion(label, "accuracy", (one.right for one in given), model=model)
     ]
 
 
@@ -282,28 +272,28 @@ def _of_answers(results: Results) -> list[Claim]:
     few, many = "1 pair", f"{max(PAIRS)} pairs"
     short, long = (f"{many}, {length} tokens" for length in (SCORED_LENGTHS[0], SCORED_LENGTHS[-1]))
     return [
-        Claim.of("More pairs lower the recall of Mamba-2.", "LaTIM 4.3, Table 5", more(few, many)),
-        Claim.of("Longer contexts lower the recall of Mamba-2.", "LaTIM 4.3, Table 5", more(short, long)),
-        Claim.untested("Larger models recall less.", "LaTIM 4.3, Table 5", "Models of one size are trained here."),
+        Claim.of("More pairs lower the recall of Mamba-2", "LaTIM 4.3, Table 5", more(few, many)),
+        Claim.of("Longer contexts lower the recall of Mamba-2", "LaTIM 4.3, Table 5", more(short, long)),
+        Claim.untested("Larger models recall less", "LaTIM 4.3, Table 5", "models of one size are trained here"),
         Claim.of(
-            "Recall is better if the asked pair is the first.",
+            "Recall is better if the asked pair is the first",
             "LaTIM D.3, Table 6",
             *(more(f"{pairs} pairs, first", f"{pairs} pairs, later") for pairs in (2, 4)),
         ),
         Claim.of(
-            "Recall is worse if the asked pair is the first (the text contradicts its Table 6).",
+            "Recall is worse if the asked pair is the first (the text contradicts its Table 6)",
             "LaTIM 4.3",
             *(more(f"{pairs} pairs, later", f"{pairs} pairs, first") for pairs in (2, 4)),
         ),
         Claim.of(
-            "The third most frequent word is named right less often than the first.",
+            "The third most frequent word is named right less often than the first",
             "LaTIM 4.3",
             more(RANKS[0], RANKS[2]),
         ),
         Claim.untested(
-            "Mamba models of up to 1.4B parameters struggle with frequent words.",
+            "Mamba models of up to 1.4B parameters struggle with frequent words",
             "LaTIM 4.3",
-            "The pretrained checkpoints are not part of this repository.",
+            "the pretrained checkpoints are not part of this repository",
         ),
     ]
 
@@ -318,42 +308,42 @@ def _of_scores(results: Results) -> list[Claim]:
 
     def on_errors(text: str, source: str, table: str, *outcomes: Callable[[], Outcome]) -> Claim:
         if "mamba2" not in _erring(results, table):
-            return Claim.untested(text, source, "Mamba-2 gave no wrong answer.")
+            return Claim.untested(text, source, "Mamba-2 gave no wrong answer")
         return Claim.of(text, source, *(outcome() for outcome in outcomes))
 
     return [
         on_errors(
-            "In a wrong answer, LaTIM (l2) looks at the predicted or the right value, and Mamba-Attention elsewhere.",
+            "In a wrong answer, LaTIM (l2) looks at the predicted or the right value, and Mamba-Attention elsewhere",
             "LaTIM 4.3 and D.3, Fig. 8",
             "wrong passkeys",
             lambda: results.better("wrong passkeys", "either_hit", "latim l2", "raw", models),
         ),
         on_errors(
-            "In a wrong answer, LaTIM (l2) shows that the model looks at another pair than the asked one.",
+            "In a wrong answer, LaTIM (l2) shows that the model looks at another pair than the asked one",
             "LaTIM 4.3, Fig. 3",
             "wrong passkeys",
             lambda: positive("wrong passkeys", "latim l2"),
         ),
         Claim.of(
-            "The scores of LaTIM (l2), averaged over layers, stand on the occurrences of the frequent word.",
+            "The scores of LaTIM (l2), averaged over layers, stand on the occurrences of the frequent word",
             "LaTIM 4.3, Fig. 3",
             results.better("words", "ap", "latim l2, mean", "random", models),
         ),
         on_errors(
-            "If a wrong word is named, LaTIM (l2) does not stand on the right word.",
+            "If a wrong word is named, LaTIM (l2) does not stand on the right word",
             "LaTIM 4.3, Fig. 3",
             "wrong words",
             lambda: positive("wrong words", "latim l2, mean"),
         ),
         Claim.of(
-            "The attention on a repeated word falls from its first occurrences to its last.",
+            "The attention on a repeated word falls from its first occurrences to its last",
             "LaTIM 4.3 and D.3, Fig. 9",
             _falls(results, models),
         ),
         Claim.untested(
-            "Models rely on the form of words rather than on their frequency.",
+            "Models rely on the form of words rather than on their frequency",
             "LaTIM 4.3",
-            "A word is one token here.",
+            "a word is one token here",
         ),
     ]
 
@@ -370,15 +360,15 @@ def _here(results: Results) -> list[Claim]:
         return results.better("passkeys", "ap", method, than, MODELS)
 
     claims = [
-        Claim.of("`alti` finds more than `raw` on every architecture.", "here", precise("alti", "raw")),
-        Claim.of("`latim` finds more than `raw` on every architecture.", "here", precise("latim l2", "raw")),
+        Claim.of("`alti` finds more than `raw` on every architecture", "here", precise("alti", "raw")),
+        Claim.of("`latim` finds more than `raw` on every architecture", "here", precise("latim l2", "raw")),
         Claim.of(
-            "`logit` is the best method of all layers.",
+            "`logit` is the best method of all layers",
             "here",
             *(precise("logit", other) for other in list(METHODS)[LAYERED:] if other != "logit"),
         ),
         Claim.of(
-            "The attention on a repeated word falls from its first occurrences to its last on every architecture.",
+            "The attention on a repeated word falls from its first occurrences to its last on every architecture",
             "here",
             _falls(results, MODELS),
         ),
@@ -386,7 +376,7 @@ def _here(results: Results) -> list[Claim]:
     if erring := _erring(results, "wrong passkeys"):
         claims += [
             Claim.of(
-                f"The best key of `{method}` holds the predicted value in most wrong answers.",
+                f"The best key of `{method}` holds the predicted value in most wrong answers",
                 "here",
                 results.every(
                     "wrong passkeys", "hit_at_1", method, erring, lambda value: value > 0.5, "more than one half"
@@ -396,7 +386,7 @@ def _here(results: Results) -> list[Claim]:
         ]
     claims += [
         Claim.of(
-            f"`{method}` finds passkeys better than every baseline.",
+            f"`{method}` finds passkeys better than every baseline",
             "here",
             *(precise(method, baseline) for baseline in BASELINES),
         )

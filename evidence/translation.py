@@ -106,8 +106,8 @@ def sentences(count: int, seed: int) -> Sentences:
     modified = noun & (before == MODIFIER)
     present = torch.stack([noun & (words < ARTICLES), noun | particle | (kinds == VERB) & ~joined, modified], -1)
 
-    at = torch.arange(WORDS)
-    own, left = at[:, None] == at, at[:, None] - 1 == at
+    key = torch.arange(WORDS)
+    own, left = key[:, None] == key, key[:, None] - 1 == key
     sure = torch.stack([own, own, left]).transpose(0, 1).repeat(count, 1, 1, 1)
     sure[:, :, 1] |= left & particle[:, :, None]
     possible = sure | own[:, None]
@@ -119,16 +119,16 @@ def sentences(count: int, seed: int) -> Sentences:
     for mask, link in zip(links, (sure, possible), strict=True):
         rows = link.flatten(1, 2).gather(1, order[:, :, None].expand(-1, -1, WORDS)) & written[:, :, None]
         mask[:, WORDS:-1, :WORDS] = rows
-    size = written.sum(1, keepdim=True)
+    lengths = written.sum(1, keepdim=True)
     labels = torch.full((count, LENGTH), NO_ANSWER)
     ends = torch.cat([target, torch.full((count, 1), END)], 1)
-    labels[:, WORDS:] = torch.where(torch.arange(2 * WORDS + 1) <= size, ends, NO_ANSWER)
+    labels[:, WORDS:] = torch.where(torch.arange(2 * WORDS + 1) <= lengths, ends, NO_ANSWER)
     return Sentences(
         input_ids=torch.cat([source, torch.full((count, 1), SEPARATOR), target], 1),
         labels=labels,
         sure=links[0],
         possible=links[1],
-        lengths=WORDS + 1 + size[:, 0],
+        lengths=WORDS + 1 + lengths[:, 0],
     )
 
 

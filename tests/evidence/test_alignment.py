@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from evidence import translation
-from evidence.alignment import BASELINES, BY_LAYER, BY_WORD, END_TO_END, MODELS, STUDY, diagonal, entropy, samples
+from evidence import claims, translation
+from evidence.alignment import BY_LAYER, BY_WORD, END_TO_END, MODELS, STUDY, diagonal, entropy, samples
+from evidence.pictures import BASELINES
 from evidence.study import FOLDER, SEEDS
 from evidence.training import HELD_OUT_SEED, record
 from evidence.translation import END, LENGTH, NAMES, SEPARATOR, VOCABULARY, WORDS, Sentences, sentences
@@ -85,7 +86,9 @@ def test_sentences_depend_on_the_seed_only() -> None:
 
 def test_the_error_rate_is_not_one_minus_recall() -> None:
     found = samples(20, 5)
-    pieces = [(one.relevant[rows], one.possible[rows], one.valid[rows]) for one in found for rows in [one.valid.any(-1)]]
+    pieces = [
+        (one.relevant[rows], one.possible[rows], one.valid[rows]) for one in found for rows in [one.valid.any(-1)]
+    ]
     width = max(valid.shape[1] for _, _, valid in pieces)
     sure, possible, valid = (
         torch.cat([torch.nn.functional.pad(part[at], (0, width - part[at].shape[1])) for part in pieces])
@@ -135,7 +138,8 @@ def verdicts(order: list[str]) -> dict[str, str]:
     return {f"{claim.text} {claim.source}": claim.verdict for claim in STUDY.claims(made(TABLES, value))}
 
 
-def test_verdicts_follow_the_numbers() -> None:
+def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "RESAMPLES", 50)
     given, turned = verdicts(ORDER), verdicts(ORDER[::-1])
     assert given.keys() == turned.keys()
     tested = [text for text in given if given[text] != "not tested"]
@@ -143,7 +147,7 @@ def test_verdicts_follow_the_numbers() -> None:
     assert all(given[text] == "holds" for text in tested if "LaTIM" in text)
     assert all(turned[text] == "does not hold" for text in tested)
     swapped = ["raw" if name == "alti" else "alti" if name == "raw" else name for name in ORDER]
-    claim = "`alti` finds more than `raw` on every architecture. here"
+    claim = "`alti` finds more than `raw` on every architecture here"
     assert (given[claim], verdicts(swapped)[claim]) == ("holds", "does not hold")
 
 
@@ -155,5 +159,5 @@ def test_shipped_weights_reach_their_recorded_accuracy(model: str, seed: int) ->
     recorded = record(STUDY.path(weights, model, seed))["accuracy"]
     assert recorded > 0.98
     assert STUDY.accuracy(STUDY.hosts(weights, seed)[model](), model) == pytest.approx(recorded, abs=0.002)
-    assert HELD_OUT_SEED >= 1_000_000 * (1 + max(SEEDS)), "no scored sentence is trained on"
+    assert 1_000_000 * (1 + max(SEEDS)) <= HELD_OUT_SEED, "no scored sentence is trained on"
     assert translation.ARTICLES / sum(translation.CLASSES) == pytest.approx(0.4, abs=0.01)
