@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from unilinattn.errors import OptionError, nearest
@@ -34,6 +35,25 @@ SIZES: dict[str, dict[str, Any]] = {
 """Settings of each host besides the common ones."""
 
 
+STEP_SIZES = (0.001, 0.1)
+"""Range of the first step sizes of Mamba-2 and Gated DeltaNet, whose logarithm is drawn uniformly."""
+
+
+def _remember(host: nn.Module) -> None:
+    """Draw the first step sizes of gated delta rules as in Mamba-2.
+
+    transformers sets them to softplus(1) = 1.3, with which most heads forget a token at the next one, and a small model
+    does not learn to look back.
+    """
+    low, high = STEP_SIZES
+    for module in host.modules():
+        bias = getattr(module, "dt_bias", None)
+        if isinstance(bias, nn.Parameter):
+            step = low * (high / low) ** torch.rand(bias.shape)
+            # The inverse of softplus.
+            bias.data = step + torch.log(-torch.expm1(-step))
+
+
 def builder(name: str, vocabulary: int) -> Callable[[], nn.Module]:
     """Return a function that builds an untrained model, whose weights depend on torch's seed.
 
@@ -49,6 +69,8 @@ def builder(name: str, vocabulary: int) -> Callable[[], nn.Module]:
         tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
         shape = {"vocab_size": vocabulary, "hidden_size": 64, "num_hidden_layers": 2, **SIZES[name]}
         host: nn.Module = model(config(**shape, **tokens, tie_word_embeddings=False, use_cache=False))
+        if name == "gated_deltanet":
+            _remember(host)
         return host
 
     return build

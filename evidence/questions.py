@@ -21,7 +21,7 @@ VOCABULARY = NAME + 1
 PAIRS = (1, 2, 4, 8)
 """Numbers of pairs in a context."""
 
-LENGTHS = range(48, 97)
+LENGTHS = range(25, 97)
 """Numbers of tokens of a context."""
 
 SHARES = (0.20, 0.16, 0.12, 0.08)

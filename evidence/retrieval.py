@@ -28,7 +28,7 @@ from evidence.pictures import figure
 from evidence.questions import KEY, NAMES, PAIRS, VOCABULARY, Questions, frequent_words, passkeys
 from evidence.rows import number, proportion
 from evidence.study import Model, Size, Study, View
-from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
+from evidence.training import HELD_OUT_SEED, SELECTION_SEED, STEPS_OF_A_SEED, Recipe
 from unilinattn.evaluation import Table
 from unilinattn.examples.tasks import NO_ANSWER
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 QUESTIONS_IN_TRAINING = 8
 """Number of passkeys that a context of the training is asked for; the evaluation asks for one."""
+
+TRAINING_LENGTHS = (25, 64)
+"""Lengths of the contexts at the start and at the end of the training, between which they grow."""
 
 METHODS: Mapping[str, Any] = {
     "raw": "raw",
@@ -73,9 +76,9 @@ OF_ERRORS: Mapping[str, Any] = {**PASSKEYS, **{one.__name__: one for one in (ans
 
 BASELINES = ("random", "recency", "primacy")
 RECIPES = {
-    "mamba": Recipe(1000, 5e-3, 16, through_operators=True),
-    "mamba2": Recipe(1000, 5e-3, 16, through_operators=True),
-    "transformer": Recipe(3000, 3e-3, 16),
+    "mamba": Recipe(800, 5e-3, 24, through_operators=True),
+    "mamba2": Recipe(800, 5e-3, 24, through_operators=True),
+    "transformer": Recipe(2000, 3e-3, 24),
 }
 MODELS = tuple(RECIPES)
 HEADINGS = dict(zip(MODELS, ("Mamba-1", "Mamba-2", "Transformer"), strict=True))
@@ -107,10 +110,12 @@ class Retrieval(Study):
     text = """
 One model learns two tasks. A passkey context has 48 to 96 tokens: noise with 1, 2, 4 or 8 pairs of a key and the
 value after it; the question at the end repeats a key, and the answer is its value. A passage of frequent words has as
-many tokens of the same noise; at the end the three most frequent words are named, the most frequent first. The keys
-that hold an answer are known: one for a passkey, all occurrences for a word. Wrong answers are explained too, and the
-relevant keys are then those of the *predicted* token: a method that shows the reason for the error finds them, and
-not those of the right answer. Methods explain the predicted token; candidates are the tokens of the context.
+many tokens of the same noise; at the end the three most frequent words are named, the most frequent first. The
+contexts of the training grow from 25 to 64 tokens, so that the longer scored ones ask for more than was trained. The
+keys that hold an answer are known: one for a passkey, all occurrences for a word. Wrong answers are explained too,
+and the relevant keys are then those of the *predicted* token: a method that shows the reason for the error finds
+them, and not those of the right answer. Methods explain the predicted token; candidates are the tokens of the
+context.
 """
     caption = (
         "A right and a wrong answer of Mamba-2: the tokens of a context with eight pairs, the question at the end, and "
@@ -155,9 +160,15 @@ not those of the right answer. Methods explain the predicted token; candidates a
     )
 
     def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
-        """Return the cross entropy of the answers: half of the batch are passkeys, half frequent words."""
-        drawn = passkeys(batch // 2, seed, questions=QUESTIONS_IN_TRAINING), frequent_words(batch // 2, seed)
-        return torch.stack([_loss(host, one) for one in drawn]).mean()
+        """Return the cross entropy of the answers: two thirds of the batch are passkeys, one third frequent words."""
+        first, last = TRAINING_LENGTHS
+        # Models learn to look keys up in short contexts, and then in longer ones.
+        length = first + (last - first) * (seed % STEPS_OF_A_SEED) // self.models[model].recipe.steps
+        drawn = (
+            passkeys(2 * batch // 3, seed, length=length, questions=QUESTIONS_IN_TRAINING),
+            frequent_words(batch // 3, seed, length=length),
+        )
+        return torch.stack([_loss(host, one) for one in drawn]).sum()
 
     def accuracy(self, host: nn.Module, model: str) -> float:
         """Return the share of right answers, the mean of both tasks."""

@@ -124,8 +124,8 @@ TABLES = {
     "sentences": (MODELS, [*BASELINES, *BY_LAYER, *END_TO_END], ("aer", "ap", "entropy")),
     "words": (MODELS, [*BASELINES, "latim l2", "logit", *BY_WORD], ("aer", "ap", "entropy")),
 }
-ORDER = [*BASELINES, "input_x_gradient", "gradient", "contribution", "attribution", "raw", "rollout", "alti_logit", "lrp",
-         "alti rollout", "alti", "latim l1", "latim l2", "logit"]  # fmt: skip
+ORDER = [*BASELINES, "input_x_gradient", "gradient", "contribution", "attribution", "raw", "rollout", "alti_logit",
+         "lrp", "alti rollout", "alti", "latim l1", "latim l2", "logit"]  # fmt: skip
 
 
 def verdicts(order: list[str]) -> dict[str, str]:
