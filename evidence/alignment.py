@@ -116,7 +116,7 @@ PAPER = {
 SIZES = ("LaTIM Mamba-1 130M", "LaTIM Mamba-1 370M", "LaTIM Mamba-2 130M", "LaTIM Mamba-2 370M")
 
 
-SHOWN = 7
+SHOWN = 9
 """The scored sentence of the picture."""
 
 POSSIBLE_WEIGHT = 0.4
@@ -147,7 +147,7 @@ the sure links.
     models: ClassVar[Mapping[str, Model]] = {
         name: Model(builder(name, VOCABULARY), recipe) for name, recipe in RECIPES.items()
     }
-    size = Size(24, 8)
+    size = Size(16, 6)
     quick = Size(4, 2)
     views = (
         View(

@@ -201,7 +201,7 @@ def test_claims_on_errors_are_not_tested_without_errors(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", STUDY.models)
 def test_shipped_weights_reach_their_recorded_accuracy(model: str, seed: int) -> None:
     weights = FOLDER / "weights"
     recorded = record(STUDY.path(weights, model, seed))["accuracy"]
