@@ -1,6 +1,6 @@
 """Word alignment: which method finds the source words that a translation comes from (LaTIM 4.2, Table 3)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,13 +39,16 @@ def samples(count: int, seed: int) -> list[Sample]:
     return found
 
 
-def one_word(sample: Sample, at: int) -> Sample:
-    """Return a sentence in which one target word is explained, number `at` modulo their number."""
-    assert sample.relevant is not None and sample.possible is not None and sample.valid is not None
-    places = sample.relevant.any(-1).nonzero().flatten().tolist()
-    target = places[at % len(places)]
-    row = {name: getattr(sample, name)[target] for name in ("relevant", "possible", "valid")}
-    return Sample(inputs=sample.inputs, target=target, name=sample.name, **row)
+def single_words(sentences: Sequence[Sample]) -> list[Sample]:
+    """Return each sentence twice, with one target word explained in each: the words take turns."""
+    found = []
+    for at, sample in enumerate(sentences):
+        assert sample.relevant is not None
+        places = sample.relevant.any(-1).nonzero().flatten().tolist()
+        for target in (places[at % len(places)], places[(at + len(places) // 2) % len(places)]):
+            row = {name: getattr(sample, name)[target] for name in ("relevant", "possible", "valid")}
+            found.append(Sample(inputs=sample.inputs, target=target, name=f"{sample.name}-{target}", **row))
+    return found
 
 
 def diagonal(trace: Trace, sample: Sample) -> Float[Tensor, "*query key"]:
@@ -170,7 +173,7 @@ the sure links.
         ),
         View(
             "words",
-            "AER and AP, one target word a sentence",
+            "AER and AP, two target words of each sentence",
             [(model, metric, f"{heading} {label}")
              for metric, label in (("aer", "AER"), ("ap", "AP"))
              for model, heading in HEADINGS.items()],
@@ -193,7 +196,7 @@ the sure links.
     def measure(
         self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path
     ) -> dict[str, Table]:
-        """Return the tables `sentences`, of every target word, and `words`, of one target word a sentence."""
+        """Return the tables `sentences`, of every target word, and `words`, of two target words of each sentence."""
         scored, selection = samples(size.scored, HELD_OUT_SEED), samples(size.selection, SELECTION_SEED)
         metrics: dict[str, Any] = {"aer": "aer", "ap": "ap", "hit_at_1": "hit_at_1", "entropy": entropy}
         return {
@@ -207,10 +210,10 @@ the sure links.
             ),
             "words": ula.evaluate(
                 hosts,
-                [one_word(sample, at) for at, sample in enumerate(scored)],
+                single_words(scored),
                 {**BASELINE, "latim l2": "latim", "logit": "logit", **BY_WORD},
                 metrics,
-                selection=[one_word(sample, at) for at, sample in enumerate(selection)],
+                selection=single_words(selection),
                 out=out / "words",
             ),
         }
