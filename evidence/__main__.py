@@ -113,9 +113,14 @@ def write(one: Study, results: Results, numbers: record.Numbers, weights: Path) 
     (record.RESULTS / f"{one.name}.json").write_text(record.stored(numbers))
 
 
+def recorded() -> list[str]:
+    """Return the names of the studies whose numbers are recorded."""
+    return [name for name in NAMES if (record.RESULTS / f"{name}.json").is_file()]
+
+
 def write_page() -> None:
     """Write the page of all recorded studies."""
-    studies = [study(name) for name in NAMES if (record.RESULTS / f"{name}.json").is_file()]
+    studies = [study(name) for name in recorded()]
     (DOCS / "evidence.md").write_text(page(studies, {one.name: record.read(one.name) for one in studies}))
 
 
@@ -124,7 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m evidence", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"by default all: {', '.join(NAMES)}")
+    parser.add_argument(
+        "studies",
+        nargs="*",
+        metavar="STUDY",
+        help=f"by default those that are recorded, with --train all: {', '.join(NAMES)}",
+    )
     parser.add_argument("--train", action="store_true", help="train the models again, into OUT/weights")
     parser.add_argument("--quick", action="store_true", help="compare one seed and few samples with the record")
     parser.add_argument("--write", action="store_true", help="record numbers, weights and pictures, and write the page")
@@ -141,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(text, flush=True)
 
     try:
-        studies = [study(name) for name in options.studies or NAMES]
+        studies = [study(name) for name in options.studies or (NAMES if options.train else recorded())]
         if options.page:
             write_page()
             return 0

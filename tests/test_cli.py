@@ -175,6 +175,18 @@ def test_the_printed_scores_are_those_of_the_saved_result(
     assert result.scores[:, 0, 4:].abs().max() == 0
 
 
+def test_explain_prints_the_mean_over_heads(checkpoints: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "result.safetensors"
+    arguments = ["explain", str(checkpoints / "mamba"), "--text", TEXT, "--method", "latim", "--target", "3"]
+    assert cli.main([*arguments, "--option", "by_head=true", "heads=[0,2]", "--layer", "1", "--out", str(out)]) == 0
+    result = Attribution.load(out)
+    assert result.dims == ("layer", "batch", "head", "key") and result.heads == (0, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.endswith("backbone.layers.1.mixer, mean over 2 channels") for line in lines)
+    printed = [float(line.split()[2]) for line in lines if line.split()[1:2] == ["sat"]]
+    assert printed == pytest.approx([float(result.scores[1, 0, :, 2].mean())], rel=1e-3)
+
+
 @pytest.mark.parametrize(("ending", "start"), [("html", b"<!doctype html>"), ("png", b"\x89PNG")])
 def test_explain_saves_pictures(checkpoints: Path, tmp_path: Path, ending: str, start: bytes) -> None:
     out = tmp_path / f"result.{ending}"

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.test_cli import TEXT, WORDS, fails, save_tokenizer
 from tests.test_cli import checkpoints as checkpoints  # a fixture
+from tests.tracing.test_image import picture, processor, vit
 from unilinattn import cli
 from unilinattn.analysis import own_report
 from unilinattn.errors import InputError
@@ -50,9 +52,9 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
     def refused(*arguments: object) -> str:
         return fails(capsys, "compare", *arguments, *out)
 
-    assert "give --text TEXT or --texts FILE" in refused(mamba)
+    assert "give --text TEXT, --texts FILE or --images FOLDER" in refused(mamba)
     assert "--task and --models cannot be given" in refused(mamba, "--text", TEXT, "--task", "all", "--models", "s4d")
-    assert "give PATH for, --text cannot be given" in refused("--text", TEXT)
+    assert "--text cannot be given without PATH" in refused("--text", TEXT)
     assert "did you mean 'rollout'" in refused(mamba, "--text", TEXT, "--methods", "rolout")
     assert "names a folder twice" in refused(mamba, checkpoints / "llama" / ".." / "mamba", "--text", TEXT)
     assert "is not a folder" in refused(tmp_path / "nowhere", "--text", TEXT)
@@ -114,3 +116,50 @@ def test_a_text_is_read_from_each_line(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(InputError, match="has no texts; give a text on each line"):
         read_texts(path)
+
+
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two image classifiers with their processors, one without, and a folder of two images."""
+    folder = tmp_path_factory.mktemp("classifiers")
+    for name, patch_size in (("vit", 4), ("fine", 2), ("silent", 4)):
+        vit(patch_size=patch_size).save_pretrained(folder / name)
+        if name != "silent":
+            processor().save_pretrained(folder / name)
+    (folder / "pictures").mkdir()
+    for name in ("b.png", "a.png"):
+        Image.fromarray(picture()).save(folder / "pictures" / name)
+    return folder
+
+
+def test_image_classifiers_are_compared_on_a_folder(
+    classifiers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(classifiers / name) for name in ("vit", "fine")]
+    arguments = ["--images", str(classifiers / "pictures"), "--methods", "raw", "--out", str(tmp_path / "out")]
+    assert cli.main(["compare", *paths, *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and "2 x 2 patches, 1 class token" in printed.out
+    numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert numbers["images"] == ["a.png", "b.png"] and list(numbers["models"]) == ["vit", "fine"]
+    assert numbers["models"]["fine"]["patches"] == "4 x 4 patches, 1 class token"
+    assert "a.png" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_bad_folders_of_images_are_refused_and_nothing_is_written(
+    classifiers: Path, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures, empty = classifiers / "pictures", tmp_path / "empty"
+    empty.mkdir()
+
+    def refused(model: Path, folder: Path, *arguments: object) -> str:
+        return fails(capsys, "compare", model, "--images", folder, *arguments, "--out", tmp_path / "out")
+
+    assert "--text cannot be given with --images" in refused(classifiers / "vit", pictures, "--text", TEXT)
+    assert "holds no images" in refused(classifiers / "vit", empty)
+    assert "is no folder" in refused(classifiers / "vit", tmp_path / "nowhere")
+    assert "has no image processor" in refused(classifiers / "silent", pictures)
+    assert "cannot be loaded as an image classifier" in refused(checkpoints / "mamba", pictures)
+    (empty / "a.png").write_bytes(b"no image")
+    assert "a.png cannot be read as an image" in refused(classifiers / "vit", empty)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]

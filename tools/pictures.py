@@ -1,4 +1,4 @@
-"""`python -m tools.pictures`: draw the pictures of the gallery, the analyses and the methods by running their programs.
+"""`python -m tools.pictures`: draw the pictures of the gallery and of single pages by running their programs.
 
 A program leaves its picture in the variable `figure`; that of a method, its scores in `result`.
 """
@@ -22,6 +22,9 @@ def programs() -> Iterator[tuple[Path, list[str]]]:
     """Yield each picture with the blocks of the program that draws it."""
     for page in sorted((DOCS / "analysis").glob("*.md")):
         yield page.with_suffix(".png"), _BLOCK.findall(page.read_text())
+    for page in sorted((DOCS / "howto").glob("*.md")):
+        if f"]({page.stem}.png)" in page.read_text():
+            yield page.with_suffix(".png"), _BLOCK.findall(page.read_text())
     for page in sorted((DOCS / "methods").glob("*.md")):
         if page.stem != "index":
             yield page.with_suffix(".png"), [*_BLOCK.findall(page.read_text()), "figure = result.plot()"]

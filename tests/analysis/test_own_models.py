@@ -241,10 +241,10 @@ def test_bad_input_is_refused_with_the_accepted_values(
 
 
 def test_values_of_other_types_are_refused() -> None:
-    with pytest.raises(InputError, match=r"models\['a'\] is a LlamaForCausalLM; give a pair \(model, tokenizer\)"):
-        own_models._check({"a": llama()}, (PARIS,), ["raw"])
+    with pytest.raises(InputError, match=r"models\['a'\] is a LlamaForCausalLM; give a pair \(model, tokenizer\)\."):
+        compare_models({"a": llama()}, PARIS)  # type: ignore[dict-item]
     with pytest.raises(InputError, match="text 1 is a int; give a text of two tokens or more"):
-        own_models._check({"a": (llama(), tokenizer())}, (PARIS, 3), ["raw"])
+        compare_models({"a": (llama(), tokenizer())}, [PARIS, 3])  # type: ignore[list-item]
 
 
 def test_the_defaults_are_those_of_the_command_line() -> None:

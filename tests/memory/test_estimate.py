@@ -123,6 +123,28 @@ def test_options_are_taken_into_account(name: str, method: str, options: dict[st
     compared(name, LENGTH, method=method, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "method", "options"),
+    [
+        ("mamba2", "raw", {}),
+        ("mamba", "raw", {"heads": [1], "target": -1}),
+        ("mamba", "latim", {}),
+        ("gpt2", "latim", {}),
+        ("mamba2", "latim", {"heads": [1, 0], "target": -1}),
+        ("mamba2", "alti", {"heads": [1, 0]}),
+        ("gpt2", "alti", {"target": -1}),
+        *[
+            pytest.param(name, method, {"heads": [0, 2]}, marks=pytest.mark.slow)
+            for name in ("mamba", "mamba2", "gpt2")
+            for method in ("raw", "latim", "alti")
+        ],
+    ],
+    ids=str,
+)
+def test_the_head_axis_is_taken_into_account(name: str, method: str, options: dict[str, Any]) -> None:
+    compared(name, LENGTH, method=method, by_head=True, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [3 << 18, 3 << 19])
 @pytest.mark.parametrize("target", [None, -1])

@@ -35,6 +35,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("alti", {}),
     ("alti", {"compose": "rollout", "target": -1}),
     ("latim", {"compose": "rollout"}),
+    *[(method, {"by_head": True}) for method in ("raw", "latim", "alti")],
+    *[(method, {"by_head": True, "target": -1}) for method in ("raw", "latim", "alti")],
+    ("alti", {"by_head": True, "heads": [1, 0]}),
+    ("latim", {"heads": [0, 1]}),
 ]
 QUICK = [
     ("raw", {"heads": "max"}),

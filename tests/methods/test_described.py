@@ -21,6 +21,7 @@ def test_options_are_described_by_their_types() -> None:
         "normalize": "'none', 'rows', 'min-max'",
         "layers": "'all', 'mean' or int or a list of int or str",
         "compose": "'none', 'rollout'",
+        "by_head": "bool",
     }
     assert {text.name: text.default for text in texts}["discard"] == "0.0"
     assert all(text.meaning for text in texts)

@@ -93,6 +93,15 @@ def test_a_row_is_the_explanation_of_one_target(method: str) -> None:
             assert (result.extras["decomposition_error"] >= alone.extras["decomposition_error"]).all()
 
 
+def test_generated_tokens_are_explained_by_head() -> None:
+    result = explained(method="alti", by_head=True)
+    length = result.sizes["key"]
+    assert result.dims == ("layer", "batch", "head", "query", "key")
+    assert result.scores.shape == (2, 1, 2, 3, length) and result.extras["residual"].shape == (2, 1, 3)
+    sums = result.scores.sum((2, 4)) + result.extras["residual"]
+    assert torch.allclose(sums, torch.ones_like(sums))
+
+
 @cache
 def greedy() -> ula.Attribution:
     return explained()

@@ -69,7 +69,11 @@ def test_a_saved_result_can_be_reproduced_from_its_options(name: str, options: d
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("raw", {"heds": "mean"}, r"raw takes no option 'heds'; did you mean 'heads'\? Accepted: compose, discard, heads"),
+    (
+        "raw",
+        {"heds": "mean"},
+        r"takes no option 'heds'; did you mean 'heads'\? Accepted: by_head, compose, discard, heads",
+    ),
     ("raw", {"start_layer": 1}, r"raw takes no option 'start_layer'"),
     ("rollout", {"layers": "mean"}, r"rollout takes no option 'layers'"),
     ("latim", {"scope": "core"}, r"latim takes no option 'scope'"),

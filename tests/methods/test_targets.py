@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from transformers import (
 import unilinattn as ula
 from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn.errors import InputError, OptionError, UnilinattnError
+from unilinattn.results.boards import explained as explained_in
+from unilinattn.tracing.text import token_text
+from unilinattn.viz.colours import shown
 
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
 
@@ -242,3 +246,41 @@ def test_characters_of_other_inputs_are_unknown() -> None:
     with pytest.raises(InputError, match="characters of this result's tokens are unknown"):
         result.spans([(0, 1)])
     assert result.spans([(0, 2)], unit="tokens").scores.shape == (1, 2)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_heading_names_the_prediction_its_target_and_logit(side: str, tmp_path: Path) -> None:
+    texts = [PARIS, "London is"]
+    result = ula.explain(mamba(), texts, tokenizer=tokenizer(side), target=1)
+    for at, text in enumerate(texts):
+        ids = tokenizer()(text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = mamba()(ids).logits[0, 1]
+        name = token_text(tokenizer(), int(logits.argmax()))
+        assert result.logit_names[at] == (name,)
+        heading = explained_in(result, at)
+        assert f"the model's prediction “{shown(name)}” at position 1 “" in heading
+        assert heading.endswith(f"= {float(logits.max()):.4g}.")
+    result.save(tmp_path / "result.safetensors")
+    assert ula.Attribution.load(tmp_path / "result.safetensors").logit_names == result.logit_names
+    assert result.select(batch=1).logit_names == result.logit_names[1:]
+
+
+def test_named_logits_have_their_texts_and_other_results_no_names() -> None:
+    one, two = (tokenizer().get_vocab()[token] for token in ("a", "b"))
+    assert explained(target=-1, logit=one).logit_names == (("a",),)
+    pair = explained(target=-1, logit=(one, two))
+    assert f"tokens {one} “a” and {two} “b” at position" in explained_in(pair)
+    ids = tokenizer()(PARIS, return_tensors="pt")["input_ids"]
+    assert ula.explain(mamba(), ids, target=-1).logit_names is None
+    assert explained(target=-1, logit=lambda out: out.logits[:, -1, 3]).logit_names is None
+    assert explained(target=-1, method="raw").logit_names is None and explained(method="logit").logit_names is None
+
+
+def test_logits_that_were_not_computed_have_no_name() -> None:
+    ids = tokenizer()(PARIS, return_tensors="pt")["input_ids"]
+    kept = {"input_ids": ids, "logits_to_keep": 2}
+    last = ula.explain(mamba(), kept, tokens=tokenizer(), tokenizer=tokenizer(), target=-2)
+    assert last.logit_names == explained(target=-2).logit_names
+    long = ula.trace(mamba(), PARIS, tokenizer=tokenizer(), substitute_above=4)
+    assert ula.explain(long, target=-1).logit_names is None

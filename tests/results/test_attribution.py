@@ -57,7 +57,7 @@ class TestLabels:
             ({"scores": [1.0]}, "must be a tensor"),
             ({"dims": ("layer", "batch", "key", "query")}, "in this order"),
             ({"dims": ("layer", "batch", "query", "query")}, "in this order"),
-            ({"dims": ("layer", "batch", "head", "key")}, "dims"),
+            ({"dims": ("layer", "batch", "channel", "key")}, "dims"),
             ({"scores": torch.ones(2, 2, 5), "dims": ("layer", "batch", "query")}, "key among them"),
             ({"options": {"p": torch.ones(1)}}, "plain JSON"),
             ({"tokens": TOKENS[:1]}, "2 lists of 5"),

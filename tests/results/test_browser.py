@@ -2,8 +2,7 @@
 
 import csv
 import io
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,6 +14,8 @@ from PIL import Image
 
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
+from unilinattn.viz import blocks
+from unilinattn.viz.board import Cell, Picture, board
 
 pytestmark = pytest.mark.slow
 
@@ -24,42 +25,6 @@ SHOWN = ["the", "cat", '=1+"2"', "漢", r"\n", "end"]
 SPITE = '</script><img src=x onerror="window.broken=1"><b>'
 
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright, of the extra dev, is not installed")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("there is no Chromium; `make install` installs it for root, or apt-get install chromium")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def opened(chromium: Any, tmp_path: Path) -> Iterator[Open]:
-    """Open a page; errors of its script and requests for anything but its file fail the test."""
-    contexts, errors, requests = [], [], []
-
-    def of(result: Attribution | Comparison, *, width: int = 1280, theme: str = "light", **options: Any) -> Any:
-        path = tmp_path / f"page-{len(contexts)}.html"
-        result.to_html(path, **options)
-        context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(path.as_uri())
-        page.wait_for_selector(".ula-board[data-ready]")
-        return page
-
-    yield of
-    for context in contexts:
-        context.close()
-    assert not errors
-    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
 def layers(**labels: Any) -> Attribution:
@@ -356,3 +321,26 @@ def test_the_row_of_a_map_over_patches_is_an_image(opened: Open) -> None:
     assert page.locator(".ula-reader canvas.patches").count() == 1
     assert page.locator(".ula-reader h4 span").inner_text() == "query patch (1, 1)"
     assert "[CLS], outside the image" in page.locator(".apart").inner_text()
+
+
+def test_a_board_has_an_image_for_each_picture(chromium: Any, tmp_path: Path) -> None:
+    red, blue = np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4, 3), np.uint8)
+    red[..., 0], blue[:2] = 255, 255
+    scores = np.array([[0.0, 1.0, 0.0, 0.0]])
+    cells = [
+        Cell("raw", model, [Picture(scores, "h.0", "", at, grid=(2, 2), places=range(4), image=image) for at in (0, 1)])
+        for model, image in (("a", red), ("b", blue))
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(blocks.page("images", [], first=board(cells, sequences=("Image", ["cat.png", "dog.png"]))))
+    page = chromium.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector(".ula-board[data-ready]")
+    page.wait_for_timeout(300)
+    assert page.get_by_label("Image", exact=True).locator("option").all_inner_texts() == ["cat.png", "dog.png"]
+    corner = "canvas => [...canvas.getContext('2d').getImageData(canvas.width - 4, 4, 1, 1).data].slice(0, 3)"
+    lower = "canvas => [...canvas.getContext('2d').getImageData(4, canvas.height - 4, 1, 1).data].slice(0, 3)"
+    a, b = page.query_selector_all(".ula-plot canvas")
+    # The image of the second model is dark below, that of the first has one grey.
+    assert sum(b.evaluate(lower)) < sum(a.evaluate(lower)) and a.evaluate(corner) != a.evaluate(lower)
+    page.close()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -148,9 +149,11 @@ def test_an_image_has_its_patches_and_its_picture() -> None:
     (picture,) = pictures(page)
     assert (picture["rows"], picture["columns"], picture["grid"]) == (1, 5, [2, 2])
     assert picture["places"] == [1, 2, 3, 4]
-    assert boards(page)[0]["image"].startswith("data:image/png;base64,")
-    assert boards(result.to_html())[0]["image"] is None
-    assert boards(Comparison({"a": {"raw": result}}).to_html(image=torch.rand(4, 6)))[0]["image"]
+    (image,) = boards(page)[0]["images"]
+    assert image.startswith("data:image/png;base64,") and picture["image"] == 0
+    assert boards(result.to_html())[0]["images"] == []
+    both = Comparison({name: {"raw": result} for name in "ab"}).to_html(image=torch.rand(4, 6))
+    assert len(boards(both)[0]["images"]) == 1 and [one["image"] for one in pictures(both)] == [0, 0]
     with pytest.raises(InputError, match="5 x 6 pixels"):
         result.to_html(image=torch.rand(3, 5, 6))
     with pytest.raises(InputError, match=r"batch=\[0, 1\]; write a page for each"):
@@ -306,3 +309,14 @@ def test_the_target_s_own_token_is_shown_apart() -> None:
     assert boards(make().to_html())[0]["cells"][0]["apart"] is False
     drawn = result.plot().axes[0].images[0].get_array()
     assert drawn.mask.tolist() == [[False, False, False, True]] and drawn[0, 1] == 1
+
+
+def test_the_heading_of_a_comparison_names_each_prediction_once() -> None:
+    logit = of_target(scores=torch.rand(2, 4), options={"logit": None, "target": -1}, logit_names=[["Paris"], ["x"]])
+    raw = of_target(scores=torch.rand(2, 4), options={"target": -1})
+    same = Comparison({name: {"raw": raw, "logit": logit} for name in "ab"}).to_html()
+    assert same.count("prediction “Paris”") == 1
+    other = replace(logit, logit_names=[["London"], ["x"]])
+    page = Comparison({"a": {"raw": raw, "logit": logit}, "b": {"logit": other}}).to_html()
+    assert "a: Explains the logit of the model&#x27;s prediction “Paris”" in page
+    assert "b: Explains the logit of the model&#x27;s prediction “London”" in page and "Scores of the keys" not in page

@@ -118,6 +118,12 @@ def test_images_are_explained_like_their_pixels(way: Any) -> None:
     assert torch.allclose(both.scores[0], expected.scores[0], atol=1e-6) and len(both.scores) == 2
 
 
+def test_a_processor_serves_models_with_another_name_for_pixels() -> None:
+    model, image = VisionMamba(8, 4, num_classes=3, embed_dim=4, depth=1, d_state=2).eval(), picture()
+    pixels = processor()(images=Image.fromarray(image), return_tensors="pt")["pixel_values"]
+    assert torch.equal(ula.explain(model, image, processor=processor()).scores, ula.explain(model, pixels).scores)
+
+
 def test_images_have_the_dtype_of_the_model() -> None:
     model = vit()
     half = ula.trace(vit().bfloat16(), picture(), processor=processor())

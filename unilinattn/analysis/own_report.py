@@ -3,11 +3,14 @@
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unilinattn.analysis.own_results import (
+    AXES,
     DRAWS,
+    RANDOM,
     ModelComparison,
     ModelMeasurements,
     Row,
@@ -20,27 +23,51 @@ from unilinattn.analysis.own_results import (
 from unilinattn.analysis.statistics import STATISTICS
 from unilinattn.evaluation import report
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve
+from unilinattn.results import pages
+from unilinattn.results.boards import cell
+from unilinattn.results.scores import count_kinds
 from unilinattn.viz import blocks
+from unilinattn.viz.board import Cell, board
+from unilinattn.viz.curves import Curves, curves
+from unilinattn.viz.image import pixels
 
 DEFINITIONS = {
-    "error": "||op(x) - y|| / ||y|| of a layer's frozen operator and the model's own output y, on the worst text",
+    "error": "||op(x) - y|| / ||y|| of a layer's frozen operator and the model's own output y, on the worst {unit}",
     "distance": "mean over rows i of sum_j p_ij |i - j|, in tokens, where p_ij = |a_ij| / sum_j |a_ij|",
     "entropy": "mean over rows of -sum_j p_ij log p_ij, in nats",
     "sparsity": "Hoyer's (sqrt(n) - ||a_i||_1 / ||a_i||_2) / (sqrt(n) - 1) of a row of n keys, 0 for even weights",
     "memory": "smallest distance within which a row has 90 % of its mass, in tokens",
     "rank correlation": "Spearman's correlation of the absolute weights of each row of two maps, averaged over rows, "
-    "then over texts, then over all pairs of a layer of each model",
+    "then over {unit}s, then over all pairs of a layer of each model",
     "divergence": "Jensen-Shannon divergence of each row's distributions, in bits from 0 to 1, averaged alike",
-    "deletion": "probability of the model's own prediction after the last token, while the tokens before it are "
-    "removed, the highest scores first; its area over the fraction removed, averaged over texts. It is small for a "
-    "method that finds the tokens on which the prediction depends",
+    "deletion": "probability of {prediction} removed, the highest scores first; its area over the fraction removed, "
+    "averaged over {unit}s. It is small for a method that finds the {parts} on which the prediction depends",
 }
-"""Definition of each number."""
+"""Definition of each number, on texts or on images."""
+
+UNITS = {
+    "text": {
+        "unit": "text",
+        "prediction": "the model's own prediction after the last token, while the tokens before it are",
+        "parts": "tokens",
+    },
+    "image": {
+        "unit": "image",
+        "prediction": "the class that the model predicts, while patches of the image are",
+        "parts": "patches",
+    },
+}
+"""The words of the definitions."""
 
 
-def caption() -> str:
+def definitions(found: ModelComparison) -> dict[str, str]:
+    """Return the definition of each number."""
+    return {name: meaning.format(**UNITS[found.unit]) for name, meaning in DEFINITIONS.items()}
+
+
+def caption(found: ModelComparison) -> str:
     """Return the definitions of the numbers as one text."""
-    return "; ".join(f"{name}: {meaning}" for name, meaning in DEFINITIONS.items()) + "."
+    return "; ".join(f"{name}: {meaning}" for name, meaning in definitions(found).items()) + "."
 
 
 def numbers(found: ModelComparison) -> dict[str, Any]:
@@ -49,8 +76,8 @@ def numbers(found: ModelComparison) -> dict[str, Any]:
     return {
         "format": report.FORMAT,
         "format_version": report.FORMAT_VERSION,
-        "definitions": DEFINITIONS,
-        "texts": list(found.texts),
+        "definitions": definitions(found),
+        f"{found.unit}s": list(found.samples),
         "models": {name: _model(one) for name, one in found.models.items()},
         "similarity": None
         if similarity is None
@@ -58,7 +85,9 @@ def numbers(found: ModelComparison) -> dict[str, Any]:
             "layers": list(similarity.names),
             "rank_correlation": _plain(similarity.rank_correlation.tolist()),
             "divergence": _plain(similarity.divergence.tolist()),
-            "texts": [{"models": list(pair), "texts": count} for pair, count in found.compared.items()],
+            f"{found.unit}s": [
+                {"models": list(pair), f"{found.unit}s": count} for pair, count in found.compared.items()
+            ],
         },
         "not_compared": dict(found.not_compared),
         "options": {"scope": found.scope, "masking": found.masking, "fractions": list(TENTHS), "random_draws": DRAWS},
@@ -72,19 +101,20 @@ def numbers(found: ModelComparison) -> dict[str, Any]:
 
 def page(found: ModelComparison) -> str:
     """Return the report as a self-contained HTML page."""
-    count = len(found.texts)
+    count, parts = len(found.samples), UNITS[found.unit]["parts"]
     lead = (
-        f"{count} text{'s' if count > 1 else ''}, for which no answer is known. Each model is measured by itself: how "
-        "exact its operators are, what its maps look like, and which tokens its own prediction depends on."
+        f"{count} {found.unit}{'s' if count > 1 else ''}, for which no answer is known. Each model is measured by "
+        f"itself: how exact its operators are, what its maps look like, and which {parts} its prediction depends on."
     )
-    curves = [_table(_curves(name, one)) for name, one in found.models.items()]
-    scores = [] if found.shown is None else [("Scores on the first text", found.shown._repr_html_())]
+    tables = [_table(_curves(name, one)) for name, one in found.models.items()]
     sections = [
-        *scores,
+        *_scores(found),
         ("Models", _table(model_rows(found))),
         (
-            "Which tokens the prediction depends on",
-            _table(area_rows(found)) + blocks.details("Probability of the prediction by fraction removed", *curves),
+            f"Which {parts} the prediction depends on",
+            _plots(found)
+            + _table(area_rows(found))
+            + blocks.details("Probability of the prediction by fraction removed", *tables),
         ),
         (
             "Similarity of the maps",
@@ -94,8 +124,8 @@ def page(found: ModelComparison) -> str:
         (
             "How it was measured",
             "".join(blocks.paragraph(remark) for remark in remarks(found))
-            + blocks.facts(DEFINITIONS)
-            + blocks.details("Texts", *(blocks.paragraph(text) for text in found.texts)),
+            + blocks.facts(definitions(found))
+            + blocks.details(f"{found.unit.title()}s", *(blocks.paragraph(name) for name in found.samples)),
         ),
     ]
     return blocks.page(f"{', '.join(found.models)} side by side", sections, lead=lead)
@@ -105,6 +135,51 @@ def write(folder: Path, found: ModelComparison) -> None:
     """Write the page and the JSON file into an existing folder."""
     (folder / report.PAGE).write_text(page(found), encoding="utf-8")
     (folder / report.NUMBERS).write_text(json.dumps(numbers(found), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _scores(found: ModelComparison) -> Iterator[tuple[str, str]]:
+    """Yield the section of the scores on the first text, or on the first images over their pictures."""
+    if found.images:
+        names = [one.name for one in found.on_images]
+        heading = "Scores on the images" if len(names) == len(found.images) else f"Scores on {len(names)} images"
+        predictions = [(one.name, *one.predicted.values()) for one in found.on_images]
+        yield heading, blocks.table(["predicted class of", *found.models], predictions) + _image_board(found)
+    elif found.shown is not None:
+        yield "Scores on the first text", pages.comparison(found.shown)
+
+
+def _image_board(found: ModelComparison) -> str:
+    """Return the scores of each model and method over the image as the model read it, with a picker for the image."""
+    pictures: dict[tuple[str, str], list[Cell]] = {}
+    kinds = {name: count_kinds(one.kinds) for name, one in found.models.items()}
+    for at, image in enumerate(found.on_images):
+        results = [] if image.results is None else list(image.results.results())
+        # The methods of a model have one grid.
+        grids = {model: result.grid for model, _, result in results if result.grid is not None}
+        below = {model: pixels(image.read[model], grid) for model, grid in grids.items()}
+        for model, method, result in results:
+            one = cell(result, method, model, batches=[0], image=below.get(model))
+            moved = [replace(picture, sequence=at) for picture in one.pictures]
+            pictures.setdefault((method, model), []).append(replace(one, pictures=moved))
+    cells = [
+        replace(cells[0], pictures=[picture for one in cells for picture in one.pictures])
+        for cells in pictures.values()
+    ]
+    names = ("Image", [image.name for image in found.on_images])
+    return board(cells, columns=kinds, sequences=names, layer_hint="compare fewer models or methods") if cells else ""
+
+
+def _plots(found: ModelComparison) -> str:
+    """Return the deletion curves of each model as plots."""
+    names = AXES[found.unit]
+    plots = []
+    for model, one in found.models.items():
+        lines = {row: curve for row, curve in one.deletion.items() if isinstance(curve, PerturbationCurve)}
+        series = {row: curve.mean.tolist() for row, curve in lines.items()}
+        notes = {row: f"area {curve.area:.3f}" for row, curve in lines.items()}
+        if series:
+            plots.append(Curves(model, series, [100 * fraction for fraction in TENTHS], names, RANDOM, notes))
+    return curves(plots)
 
 
 def _table(rows: Iterable[Row]) -> str:
@@ -136,6 +211,7 @@ def _model(one: ModelMeasurements) -> dict[str, Any]:
     return {
         "class": one.host,
         "tokens": list(one.tokens),
+        "patches": one.patches or None,
         "reconstruction_error": _number(one.worst_error),
         "layers": [
             {

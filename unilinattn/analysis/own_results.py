@@ -1,27 +1,40 @@
-"""`ModelComparison`: the measurements of models side by side on texts without known answers, with their tables."""
+"""`ModelComparison`: the measurements of models on texts or images without known answers, with their tables."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations_with_replacement
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from jaxtyping import UInt8
 
-from unilinattn.analysis.pictures import text_table
+from unilinattn.analysis.pictures import curve_lines, draw, text_table
 from unilinattn.analysis.similarity import LayerSimilarity
 from unilinattn.analysis.statistics import STATISTICS, LayerStatistics
-from unilinattn.errors import OptionError, nearest
+from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.perturbation import PerturbationCurve
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.scores import count_kinds
 from unilinattn.viz.blocks import cell_text
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 RANDOM = "random"
 """Row of the deletion curve of random orders, to compare with."""
 
 DRAWS = 4
-"""Random orders of a text, over which the row `RANDOM` is averaged."""
+"""Random orders of a text or image, over which the row `RANDOM` is averaged."""
 
+AXES = {
+    "text": ("tokens removed, %", "probability of the predicted token"),
+    "image": ("patches removed, %", "probability of the predicted class"),
+}
+"""Names of the axes of deletion curves on texts and on images, with units."""
 
 WIDTH = 118
 
@@ -30,18 +43,20 @@ Row = tuple[object, ...]
 
 @dataclass(frozen=True)
 class ModelMeasurements:
-    """The measurements of one model on all texts.
+    """The measurements of one model on all texts or images.
 
     Attributes:
         host: class of the model.
         layers: names of its layers.
         kinds: kind of mixer of each layer.
-        tokens: number of tokens of each text.
-        reconstruction_error: ||op(x) - y|| / ||y|| by layer, the worst text; None for a layer whose adapter covers only
-            its core.
-        statistics: statistics of each layer's maps, averaged over heads and over the rows of all texts; or a message on
-            why the model has none.
-        deletion: the deletion curve of each method, with an axis of texts; or a message on why the model has none.
+        tokens: number of tokens of each text or image.
+        patches: grid of patches and number of class tokens of an image, as a text; empty for texts and if unknown.
+        reconstruction_error: ||op(x) - y|| / ||y|| by layer, the worst text or image; None for a layer whose adapter
+            covers only its core.
+        statistics: statistics of each layer's maps, averaged over heads and over the rows of all texts or images; or a
+            message on why the model has none.
+        deletion: the deletion curve of each method, with an axis of texts or images; or a message on why the model
+            has none.
         versions: package versions by name.
     """
 
@@ -49,6 +64,7 @@ class ModelMeasurements:
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
     tokens: tuple[int, ...]
+    patches: str
     reconstruction_error: Mapping[str, float | None]
     statistics: tuple[LayerStatistics, ...] | str
     deletion: Mapping[str, PerturbationCurve | str]
@@ -60,31 +76,62 @@ class ModelMeasurements:
         return worst(self.reconstruction_error.values())
 
 
-@dataclass(frozen=True, repr=False)
-class ModelComparison:
-    """Models side by side on texts.
+@dataclass(frozen=True, eq=False)
+class ImageResults:
+    """The results of all models on one image.
 
     Attributes:
-        texts: the texts.
+        name: the image's file name.
+        results: the results by model and method; None if no method covers any of the models.
+        read: the image as each model read it, resized and cropped by its processor, uint8 (height, width, channel).
+        predicted: label and probability of the class that each model predicts.
+    """
+
+    name: str
+    results: Comparison | None
+    read: Mapping[str, UInt8[np.ndarray, "height width channel"]]
+    predicted: Mapping[str, str]
+
+
+@dataclass(frozen=True, repr=False)
+class ModelComparison:
+    """Models side by side on texts or images.
+
+    Attributes:
+        texts: the texts, empty for images.
+        images: the names of the images, empty for texts.
         models: the measurements of each model.
-        similarity: similarity of the maps of every two layers, averaged over the rows of a text and then over the texts
-            that `compared` counts; NaN for layers of models that were never compared. None if no model has maps.
-        compared: number of texts on which the maps of two models were compared: those that both models read as the same
-            tokens, at the same positions.
+        similarity: similarity of the maps of every two layers, averaged over the rows of a text or image and then over
+            those that `compared` counts; NaN for layers of models that were never compared. None if no model has maps.
+        compared: number of texts on which the maps of two models were compared, those that both models read as the same
+            tokens; or of images, of which both have the same grid of patches and number of class tokens.
         not_compared: a message for each model without maps that can be compared.
-        shown: the results on the first text, by model and method; None if no method covers any of the models.
+        shown: the results on the first text or image, by model and method; None if no method covers any model.
+        on_images: the results on the first images.
         scope: scope of the maps.
         masking: the values in place of a removed token.
     """
 
     texts: tuple[str, ...]
+    images: tuple[str, ...]
     models: Mapping[str, ModelMeasurements]
     similarity: LayerSimilarity | None
     compared: Mapping[tuple[str, str], int]
     not_compared: Mapping[str, str]
     shown: Comparison | None
+    on_images: tuple[ImageResults, ...]
     scope: str
     masking: str
+
+    @property
+    def unit(self) -> str:
+        """What the models were measured on: "text" or "image"."""
+        return "image" if self.images else "text"
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """The texts, or the names of the images."""
+        return self.images or self.texts
 
     def __repr__(self) -> str:
         """Show the tables, and what was not measured."""
@@ -112,6 +159,31 @@ class ModelComparison:
         found = self.similarity
         return float(found.rank_correlation[tuple(pairs)].mean()), float(found.divergence[tuple(pairs)].mean())
 
+    def plot(self, *, model: str | None = None, ax: "Axes | None" = None) -> "Figure":
+        """Draw the deletion curve of each method, the models side by side, with the random orders in the same axes.
+
+        `model`: name of the only model to draw. `ax`: axes to draw one model into, whose figure is returned.
+
+        Raises `MissingExtraError` if matplotlib is missing, `InputError` for one `ax` and several models, and
+        `OptionError` for an unknown model.
+        """
+        if model is not None and model not in self.models:
+            raise OptionError(f"no model {model!r} was compared{nearest(model, self.models)}")
+        chosen = list(self.models) if model is None else [model]
+        if ax is not None and len(chosen) > 1:
+            raise InputError(f"`ax` holds one picture, but {len(chosen)} models were compared; choose one by `model`.")
+        panels = [partial(self._draw, name=name) for name in chosen]
+        return draw(ax, panels, columns=3, size=(3.6, 3.0))
+
+    def _draw(self, axes: "Axes", name: str) -> None:
+        lines = {
+            row: (curve.fractions, curve.mean.tolist())
+            for row, curve in self.models[name].deletion.items()
+            if isinstance(curve, PerturbationCurve)
+        }
+        across, upwards = AXES[self.unit]
+        curve_lines(axes, lines, name, across=across, upwards=upwards, baseline=RANDOM)
+
     def _keys(self, name: str) -> list[str]:
         assert self.similarity is not None
         own = [f"{name}: {layer}" for layer in self.models[name].layers]
@@ -133,9 +205,10 @@ def _text(rows: Iterable[Row]) -> str:
 
 def model_rows(found: ModelComparison) -> Iterator[Row]:
     """Yield the head and a row for each model."""
-    yield "model", "class", "mixers", "tokens", "worst error"
+    yield "model", "class", "mixers", *(["patches"] if found.images else []), "tokens", "worst error"
     for name, one in found.models.items():
-        yield name, one.host, count_kinds(one.kinds), sum(one.tokens), _or_dash(one.worst_error)
+        patches = [one.patches or "unknown"] if found.images else []
+        yield name, one.host, count_kinds(one.kinds), *patches, sum(one.tokens), _or_dash(one.worst_error)
 
 
 def layer_rows(found: ModelComparison) -> Iterator[Row]:
@@ -151,7 +224,7 @@ def layer_rows(found: ModelComparison) -> Iterator[Row]:
 
 def similarity_rows(found: ModelComparison) -> Iterator[Row]:
     """Yield the head and a row for each pair of models."""
-    yield "maps of", "and of", "texts", "rank correlation", "divergence"
+    yield "maps of", "and of", f"{found.unit}s", "rank correlation", "divergence"
     for first, second in combinations_with_replacement(found.models, 2):
         values = found.between(first, second) or ("-", "-")
         yield first, "its other layers" if first == second else second, found.compared.get((first, second), 0), *values
@@ -177,8 +250,16 @@ def remarks(found: ModelComparison) -> Iterator[str]:
     for name, reason in found.not_compared.items():
         yield f"No similarity of {name}: {reason}"
     for first, second in combinations_with_replacement(found.models, 2):
-        count, most = found.compared.get((first, second), 0), len(found.texts)
-        if count < most and not {first, second} & found.not_compared.keys():
+        count, most = found.compared.get((first, second), 0), len(found.samples)
+        if count == most or {first, second} & found.not_compared.keys():
+            continue
+        if found.images:
+            ours, theirs = (found.models[name].patches or "unknown patches" for name in (first, second))
+            yield (
+                f"The maps of {first} ({ours}) and {second} ({theirs}) are not compared: a position is not the same "
+                "part of the image. Their errors, statistics and deletion curves are their own."
+            )
+        else:
             yield (
                 f"The maps of {first} and {second} are compared on {count} of {most} texts, those that both tokenizers "
                 "divide into the same tokens: elsewhere a position is not the same token."

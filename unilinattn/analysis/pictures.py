@@ -104,6 +104,30 @@ def points(series: Mapping[str, Sequence[float]], title: str, *, across: str, up
     return partial(_points, series=series, title=title, names=(upwards, across), limit=limit)
 
 
+def curve_lines(
+    axes: "Axes",
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    title: str,
+    *,
+    across: str,
+    upwards: str,
+    baseline: str,
+) -> None:
+    """Draw the (fractions, values) of each series over percent; `baseline` is the series to compare with, dashed."""
+    others = [name for name in series if name != baseline]
+    for name, (fractions, values) in series.items():
+        index = others.index(name) if name in others else 0
+        dash = "--" if index >= len(LINES) else "-"
+        colour, style, width = (FAINT, ":", 1.6) if name == baseline else (LINES[index % len(LINES)], dash, 1.4)
+        percent = [100 * fraction for fraction in fractions]
+        axes.plot(percent, values, style, color=colour, label=name, linewidth=width)
+    axes.set_ylim(0, 1.05 * max((max(values) for _, values in series.values()), default=1.0))
+    axes.set_xlim(0, 100)
+    axes.grid(axis="y", color="#e6e8ef", linewidth=0.6)
+    axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
+    _dress(axes, title, (upwards, across))
+
+
 def _heat_map(
     axes: "Axes",
     values: np.ndarray,

@@ -1,6 +1,6 @@
 """Similarity of attention maps: rank correlation and Jensen-Shannon divergence, between layers and models."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import log
@@ -101,11 +101,17 @@ def map_similarity(
     return MapSimilarity(rank_correlation(p, q, ordered).mean, float(divergence.sum() / rows))
 
 
-def layer_similarity(traces: Trace | Mapping[str, Trace], *, scope: str = "core") -> LayerSimilarity:
+def layer_similarity(
+    traces: Trace | Mapping[str, Trace],
+    *,
+    scope: str = "core",
+    orders: Mapping[str, Sequence[int]] | None = None,
+) -> LayerSimilarity:
     """Return the similarity of every two layers' maps, reduced over heads by their mean, within and between models.
 
     The traces hold the same sequences. Keys are the real tokens, up to the row's own token if both maps are causal. All
-    maps are held at once, and every two of them compared.
+    maps are held at once, and every two of them compared. `orders`: for models whose class tokens stand elsewhere, the
+    tokens to compare by the model's name, in an order that is common to all models.
 
     Raises `InputError` for traces of different shapes or padding and for a row of zeros, `UncoveredError` for a layer
     with several inputs, and `MemoryLimitError` if the maps are larger than `max_memory` allows.
@@ -115,12 +121,17 @@ def layer_similarity(traces: Trace | Mapping[str, Trace], *, scope: str = "core"
     names = tuple(f"{name}: {layer.name}" if len(models) > 1 else layer.name for name, _, layer in layers)
     maps, keys = [], []
     with ExitStack() as stack:
-        for _, trace, layer in layers:
+        for name, trace, layer in layers:
             # Besides the map, its mask is held.
             size = map_bytes(layer) + map_bytes(layer) // layer.output.element_size()
             stack.enter_context(reserved(size, f"the map of {layer.name}", "compare fewer or shorter sequences"))
-            maps.append(only_port(layer).matrix(scope))
-            keys.append(candidate_keys(trace, layer, slice(None), is_causal(trace, layer)))
+            alpha = only_port(layer).matrix(scope)
+            valid = candidate_keys(trace, layer, slice(None), is_causal(trace, layer))
+            if orders is not None and name in orders:
+                order = torch.tensor(orders[name], device=alpha.device)
+                alpha, valid = (x[:, order][:, :, order] for x in (alpha, valid.expand(alpha.shape)))
+            maps.append(alpha)
+            keys.append(valid)
         if any(each.shape != maps[0].shape for each in maps):
             shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in zip(names, maps, strict=True))
             raise InputError(f"the maps have different shapes ({shapes}); trace the same sequences with every model.")

@@ -33,22 +33,24 @@ def parser(version: str) -> tuple[argparse.ArgumentParser, argparse.ArgumentPars
 def _compare(commands: Any) -> None:
     side = commands.add_parser(
         "compare",
-        help="the trained models, or local checkpoints on texts, side by side: tables and a report",
+        help="the trained models, or local checkpoints on texts or images, side by side: tables and a report",
         description="Without PATH the trained models are measured on tasks with known answers. Local checkpoints are "
-        "measured on texts: reconstruction errors, statistics and similarity of the attention maps, and the deletion "
-        "curve of each method.",
+        "measured on texts or images: reconstruction errors, statistics and similarity of the attention maps, and the "
+        "deletion curve of each method.",
     )
     side.add_argument(
         "paths",
         nargs="*",
         type=Path,
         metavar="PATH",
-        help="folders, each with a causal language model and its tokenizer",
+        help="folders, each with a causal language model and its tokenizer, or with --images an image classifier and "
+        "its image processor",
     )
     side.add_argument("--text", action="append", help="a text for the checkpoints; may be repeated")
     side.add_argument(
         "--texts", type=Path, metavar="FILE", help=".txt with a text on each line, or JSON lines with the field `text`"
     )
+    side.add_argument("--images", type=Path, metavar="FOLDER", help="a folder of images, in place of texts")
     side.add_argument("--dtype", help=f"of checkpoints: {DTYPES} (default: as stored)")
     side.add_argument("--task", help="of the trained models: copying, induction or all (default: all)")
     side.add_argument("--models", nargs="+", metavar="MODEL", help="names of trained models (default: all)")

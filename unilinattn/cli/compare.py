@@ -5,6 +5,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -12,7 +13,8 @@ from unilinattn.analysis import own_models, own_report
 from unilinattn.cli.arguments import METHODS
 from unilinattn.errors import OptionError
 from unilinattn.evaluation import command, report
-from unilinattn.evaluation.checkpoints import load_checkpoint
+from unilinattn.evaluation.checkpoints import load_checkpoint, load_image_checkpoint
+from unilinattn.evaluation.readers import image_files
 from unilinattn.evaluation.side_by_side import Counts, measure, one_thread, quiet_hosts, select
 from unilinattn.evaluation.texts import read_texts
 from unilinattn.optional import import_extra
@@ -25,33 +27,43 @@ def run(options: argparse.Namespace) -> None:
     Raises `OptionError` for arguments of the trained models beside those of local checkpoints.
     """
     if options.paths:
-        _refuse(options, "PATH measures local checkpoints", "task", "models")
+        _refuse(options, "with PATH, which measures local checkpoints", "task", "models")
         _checkpoints(options)
     else:
-        _refuse(options, "the trained models have their own sequences; give PATH for", "text", "texts", "dtype")
+        given = ("text", "texts", "images", "dtype")
+        _refuse(options, "without PATH, because the trained models have their own sequences", *given)
         _trained(options)
 
 
 def _refuse(options: argparse.Namespace, reason: str, *names: str) -> None:
     if given := [f"--{name}" for name in names if getattr(options, name) is not None]:
-        raise OptionError(f"{reason}, {' and '.join(given)} cannot be given with it.")
+        raise OptionError(f"{' and '.join(given)} cannot be given {reason}.")
 
 
 def _checkpoints(options: argparse.Namespace) -> None:
-    """Measure local checkpoints on texts, print the tables and write the report."""
+    """Measure local checkpoints on texts or images, print the tables and write the report."""
     methods = command.names(options.methods) or list(METHODS)
     for name in methods:
         registered(name)
-    if not options.text and options.texts is None:
-        raise OptionError("local checkpoints are measured on texts: give --text TEXT or --texts FILE.")
+    inputs: dict[str, Any]
+    if options.images is not None:
+        _refuse(options, "with --images, which measures image classifiers", "text", "texts")
+        image_files(options.images)
+        inputs, load = {"images": options.images}, load_image_checkpoint
+    elif options.text or options.texts is not None:
+        texts = [*(options.text or ()), *(() if options.texts is None else read_texts(options.texts))]
+        inputs, load = {"texts": texts}, load_checkpoint
+    else:
+        raise OptionError(
+            "local checkpoints are measured on texts or images: give --text TEXT, --texts FILE or --images FOLDER."
+        )
     names = _names(options.paths)
-    texts = [*(options.text or ()), *(() if options.texts is None else read_texts(options.texts))]
     start = time.perf_counter()
     with report.staged(options.out) as folder, quiet_hosts(), one_thread():
-        models = {name: load_checkpoint(path, options.dtype) for name, path in names.items()}
-        found = own_models.compare_models(models, texts, methods=methods)
+        models = {name: load(path, options.dtype) for name, path in names.items()}
+        found = own_models.compare_models(models, **inputs, methods=methods)
         own_report.write(folder, found)
-    print(f"{found}\n\n{textwrap.fill(own_report.caption(), 118)}")
+    print(f"{found}\n\n{textwrap.fill(own_report.caption(found), 118)}")
     print(f"\nReport: {options.out / report.PAGE}, {report.NUMBERS} ({time.perf_counter() - start:.0f} s)")
 
 

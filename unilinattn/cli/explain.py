@@ -3,6 +3,7 @@
 import argparse
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,14 @@ def _method_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:
-    """Return the title of the printed column and the score of each key."""
+    """Return the title of the printed column and the score of each key, the mean over heads."""
+    if "head" in result.dims:
+        place = result.dims.index("head")
+        heads = f"mean over {result.sizes['head']} {result.head_kind}s"
+        dims = tuple(axis for axis in result.dims if axis != "head")
+        whole = replace(result, scores=result.scores.mean(place), dims=dims, heads=None, extras={})
+        column, scores = _shown_scores(whole, layer)
+        return f"{column}, {heads}", scores
     if "layer" not in result.dims:
         if layer != "mean":
             raise OptionError(f"{result.method} has no layers to choose from here; leave --layer out.")

@@ -1,4 +1,4 @@
-"""Local checkpoints of Hugging Face models with their tokenizers."""
+"""Local checkpoints of Hugging Face models with their tokenizers or image processors."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ import torch
 from unilinattn.errors import CheckpointError, OptionError, nearest
 from unilinattn.optional import import_extra
 
+SETTINGS = {"local_files_only": True, "trust_remote_code": False}
+PROCESSOR = "preprocessor_config.json"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -20,31 +22,9 @@ def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
     Raises `OptionError` for an unknown dtype, and `CheckpointError` if the folder has no checkpoint or no tokenizer, or
     if the checkpoint cannot be loaded or lacks weights.
     """
-    transformers = import_extra("transformers", "hf")
-    if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
-    if not (path / "config.json").is_file():
-        what = "is not a folder" if not path.is_dir() else "holds no config.json"
-        raise CheckpointError(
-            f"{path} {what}; give a local folder with a checkpoint (config.json, weights and tokenizer, as "
-            "`save_pretrained` writes them). Nothing is downloaded."
-        )
-    settings = {"local_files_only": True, "trust_remote_code": False}
-    kind = "auto" if dtype is None else DTYPES[dtype]
-    # transformers, tokenizers and safetensors share no error class for a damaged folder.
+    host = _load(path, dtype, "AutoModelForCausalLM", "a causal language model")
     try:
-        host, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=kind, output_loading_info=True, **settings
-        )
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
-    if absent := sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"])):
-        raise CheckpointError(
-            f"{path} lacks {len(absent)} weights of {type(host).__name__} ({', '.join(absent[:3])}); they would be "
-            "random numbers, and their explanation meaningless."
-        )
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **settings)
+        tokenizer = import_extra("transformers", "hf").AutoTokenizer.from_pretrained(path, **SETTINGS)
     except Exception as error:
         raise CheckpointError(
             f"{path} has no tokenizer that can be loaded ({_first_line(error)}); save one there with "
@@ -54,7 +34,54 @@ def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
     files = ("tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values())
     if not any((path / file).is_file() for file in files):
         raise CheckpointError(f"{path} has no tokenizer; save one there with `tokenizer.save_pretrained`.")
-    return host.eval(), tokenizer
+    return host, tokenizer
+
+
+def load_image_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
+    """Load an image classifier and its image processor from a local folder, as `load_checkpoint` does a language model.
+
+    Raises `OptionError` for an unknown dtype, and `CheckpointError` if the folder has no checkpoint or no image
+    processor, or if the checkpoint cannot be loaded or lacks weights.
+    """
+    host = _load(path, dtype, "AutoModelForImageClassification", "an image classifier", "image processor")
+    try:
+        # Without its file some versions of transformers make the default processor of the model's class.
+        if not (path / PROCESSOR).is_file():
+            raise FileNotFoundError(f"it holds no {PROCESSOR}")
+        processor = import_extra("transformers", "hf").AutoImageProcessor.from_pretrained(path, **SETTINGS)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} has no image processor that can be loaded ({_first_line(error)}); save one there with "
+            "`processor.save_pretrained`."
+        ) from error
+    return host, processor
+
+
+def _load(path: Path, dtype: str | None, auto: str, what: str, reader: str = "tokenizer") -> Any:
+    """Return the model in a folder, loaded by a class of transformers for models of the kind `what`."""
+    transformers = import_extra("transformers", "hf")
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
+    if not (path / "config.json").is_file():
+        problem = "is not a folder" if not path.is_dir() else "holds no config.json"
+        raise CheckpointError(
+            f"{path} {problem}; give a local folder with a checkpoint (config.json, weights and {reader}, as "
+            "`save_pretrained` writes them). Nothing is downloaded."
+        )
+    kind = "auto" if dtype is None else DTYPES[dtype]
+    # transformers, tokenizers and safetensors share no error class for a damaged folder.
+    try:
+        host, loading = getattr(transformers, auto).from_pretrained(
+            path, dtype=kind, output_loading_info=True, **SETTINGS
+        )
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded as {what}: {_first_line(error)}") from error
+    if absent := sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"])):
+        raise CheckpointError(
+            f"{path} lacks {len(absent)} weights of {type(host).__name__} ({', '.join(absent[:3])}); they would be "
+            "random numbers, and their explanation meaningless."
+        )
+    return host.eval()
 
 
 def _first_line(error: BaseException) -> str:

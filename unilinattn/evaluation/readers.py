@@ -119,14 +119,39 @@ def _of_file(source: Path, tokenizer: Any) -> Iterator[Unit]:
             yield f"{source}, line {number}", read
 
 
-def _of_folder(source: Path, processor: Any) -> Iterator[Unit]:
+def image_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the image files of a folder in the order of their names.
+
+    Raises `InputError` for a path that is no folder, and for a folder without images.
+    """
+    source = Path(folder)
+    if not source.is_dir():
+        raise InputError(f"{source} is no folder; give a folder of images ({', '.join(IMAGES)}).")
+    if not (files := _images_in(source)):
+        raise InputError(f"{source} holds no images; files with these endings are read: {', '.join(IMAGES)}.")
+    return files
+
+
+def open_image(path: Path) -> Any:
+    """Return the PIL image in a file, in RGB; raise `InputError` for a file that is no image or is damaged."""
     package = import_extra("PIL.Image", "vision")
-
-    def read(path: Path) -> Sample:
+    # Damaged pictures raise errors of several classes, among them SyntaxError.
+    try:
         with package.open(path) as image:
-            return _of_image({"image": image, "name": path.name}, processor)
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, package.DecompressionBombError) as error:
+        raise InputError(f"{path} cannot be read as an image: {error}.") from error
 
-    for path in sorted(path for path in source.iterdir() if path.suffix.lower() in IMAGES):
+
+def _images_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGES)
+
+
+def _of_folder(source: Path, processor: Any) -> Iterator[Unit]:
+    def read(path: Path) -> Sample:
+        return _of_image({"image": open_image(path), "name": path.name}, processor)
+
+    for path in _images_in(source):
         yield str(path), partial(read, path)
 
 

@@ -9,14 +9,23 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
+from unilinattn.kernels.backend import implementation
 from unilinattn.methods.composition import product_cost, product_of_maps
 from unilinattn.methods.costs import estimated
+from unilinattn.methods.heads import head_axis, through_heads
 from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.maps import blank_padding, gather_rows, map_shape, sum_on_first
-from unilinattn.methods.options import Activation, Composable
+from unilinattn.methods.options import Activation, ThroughHeads
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import composable_steps, only_port, stackable_layers
-from unilinattn.methods.vectors import at_target, cancellation, contribution_tiles, shares_cost
+from unilinattn.methods.vectors import (
+    at_target,
+    cancellation,
+    contribution_tiles,
+    head_tiles,
+    head_tiles_cost,
+    shares_cost,
+)
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -24,14 +33,16 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
-class AltiOptions(Composable):
+class AltiOptions(ThroughHeads):
     """Options of `alti`."""
 
     activation: Activation = Field(
         "exact", description="'exact' freezes the activation's slope; the others are LaTIM's f (LaTIM Eq. 19)"
     )
     residual: bool = Field(
-        True, description="whether y_i and T_ii include the residual stream; False: y_i is the output"
+        True,
+        description="whether y_i and T_ii include the residual stream; False: y_i is the output. By heads it is a unit "
+        "apart, whose share is extras['residual']",
     )
 
     @model_validator(mode="after")
@@ -50,7 +61,8 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
             residual_of(layer, "alti")
     exact, width = chosen.activation == "exact", layers[0].output.element_size()
     batch, queries, _ = map_shape(layers[0])
-    numbers = batch * (queries if target is None else 1) * width
+    numbers = (2 if chosen.is_through_heads else 1) * batch * (queries if target is None else 1) * width
+    axis = head_axis("alti", layers, chosen.heads) if chosen.by_head else None
     if chosen.compose == "rollout":
         of, held = product_cost(
             trace, "alti", layers, target, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact)
@@ -62,11 +74,15 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None else 1
         apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" else 0
-        size, operations = shares_cost((layer,), rows, exact=exact)
+        if chosen.is_through_heads:
+            split = through_heads("alti", layer, chosen.heads, by_head=chosen.by_head)
+            size, operations = head_tiles_cost(split, rows, exact=exact, products=True)
+        else:
+            size, operations = shares_cost((layer,), rows, exact=exact)
         return apart + size, operations
 
     extras = (1 if chosen.layers == "mean" else len(layers)) * numbers
-    return estimated("alti", layers, target, chosen, of_rows, extras=extras)
+    return estimated("alti", layers, target, chosen, of_rows, heads=axis, extras=extras)
 
 
 @register_method("alti", options=AltiOptions, cost=cost)
@@ -82,25 +98,49 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
     y_i is the stream plus all their outputs. `stream_error` of the result is the error of stream plus outputs against
     the host's next stream, by layer.
 
+    With by_head=True the scores are (layer, batch, head, query, key). The units of y_i are then the pairs of a head and
+    a key and, apart, the residual r_i: the stream, and a residual inside the module. With T^h_i(x_j) as in `latim`,
+
+        C^h_ij proportional to [||y_i||_1 - ||y_i - T^h_i(x_j)||_1]^+
+        R_i    proportional to [||y_i||_1 - ||y_i - r_i||_1]^+,   sum_hj C^h_ij + R_i = 1
+
+    and R is extras["residual"] (layer, batch, query), 1 for a row in which every unit is clipped. With `heads` the
+    units are those heads, or without `by_head` their sum for each key, and the residual; other heads are no units.
+    This is this library's extension of LaTIM Eq. 6. The sum of "cancellation" is then over heads and keys.
+
     Extras: "cancellation" (layer, batch, query), the ratio sum_j ||T_i(x_j)||_1 / ||sum_j T_i(x_j)||_1 of the layer's
     contributions, without bias and stream (see `vectors.cancellation`). Composed layers have one for each step.
 
     Options: `AltiOptions`. Raises `OptionError` for an unknown option or value, `UncoveredError` for a layer whose
-    residual stream is unknown and for layers that cannot be stacked or composed, and `StreamError` if stream and
-    output do not add up.
+    residual stream is unknown, for layers that cannot be stacked or composed, and for different numbers of heads with
+    by_head=True; `StreamError` if stream and output do not add up.
     """
     chosen = AltiOptions.of("alti", options)
     layers = stackable_layers(trace, "alti", chosen.layers)
     errors = stream_errors(trace, layers, "alti") if chosen.residual else None
     ratios: dict[str, Tensor] = {}
+    residuals: dict[str, Tensor] = {}
 
-    def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch row key"]) -> None:
-        ratios[step[0].name] = at_target(mixing(out, trace, step, rows, chosen), trace, step[0], target)
+    def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
+        first = step[0]
+        if chosen.is_through_heads:
+            ratio, residuals[first.name] = _head_mixing(out, trace, first, rows, chosen)
+        else:
+            ratio = mixing(out, trace, step, rows, chosen)
+        ratios[first.name] = at_target(ratio, trace, first, target)
 
+    axis = head_axis("alti", layers, chosen.heads) if chosen.by_head else None
     if chosen.compose == "rollout":
         scores = product_of_maps(trace, "alti", layers, target, fill)
     else:
-        scores = score_layers(trace, "alti", layers, target, chosen, lambda layer, *part: fill((layer,), *part))
+        scores = score_layers(
+            trace, "alti", layers, target, chosen, lambda layer, *part: fill((layer,), *part), heads=axis
+        )
+    extras: dict[str, Sequence[Tensor]] = {
+        "cancellation": [ratios[layer.name] for layer in layers if layer.name in ratios]
+    }
+    if residuals:
+        extras["residual"] = [residuals[layer.name] for layer in layers]
     return to_result(
         trace,
         "alti",
@@ -109,7 +149,8 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
         options=chosen,
         target=target,
         scope="layer",
-        extras={"cancellation": [ratios[layer.name] for layer in layers if layer.name in ratios]},
+        heads=axis,
+        extras=extras,
         stream_error=errors,
     )
 
@@ -146,6 +187,44 @@ def mixing(
     out.scatter_add_(2, rows.unsqueeze(-1), (row_sums == 0).to(out))
     blank_padding(out, trace, first, rows)
     return cancellation(sizes, total, 1.0, first, rows)
+
+
+def _head_mixing(
+    out: Float[Tensor, "batch *head row key"],
+    trace: Trace,
+    layer: Layer,
+    rows: Int[Tensor, "batch row"],
+    options: AltiOptions,
+) -> tuple[Float[Tensor, "batch row"], Float[Tensor, "batch row"]]:
+    """Write the shares of heads and keys in y_i into `out`, which is zero.
+
+    Returns the rows' cancellation and the shares of the residual.
+    """
+    split, factor = through_heads("alti", layer, options.heads, by_head=options.by_head), layer.multiplier
+    stream = residual_of(layer, "alti") if options.residual else torch.zeros_like(layer.output)
+    output = gather_rows(stream + factor * layer.output, rows)
+    by_part = out if options.by_head else out.unsqueeze(1)
+    sizes, total = output.new_zeros(rows.shape), torch.zeros_like(output)
+    for part, tile in head_tiles(split, factor, rows, options.activation):
+        scores, magnitudes = tile.alti_norms(output[:, tile.rows])
+        sizes[:, tile.rows] += magnitudes.sum((1, 3))
+        total[:, tile.rows] += tile.total()
+        by_part[:, part, tile.rows, tile.cols] = scores
+    by_part.clamp_min_(0)
+    for scores in by_part.unbind(1):
+        blank_padding(scores, trace, layer, rows)
+    vectors = gather_rows(stream + factor * split.around(), rows).transpose(1, 2).unsqueeze(3)
+    norms = implementation("contribution_norms", vectors).norms
+    residual = norms(vectors, None, order="alti", reference=output).squeeze(2).clamp_min(0)
+    row_sums = by_part.sum((1, 3)) + residual
+    clipped = row_sums == 0
+    row_sums = row_sums.masked_fill(clipped, 1)
+    by_part.div_(row_sums[:, None, :, None])
+    # A row in which every unit is clipped is all residual; a row of padding stays zero.
+    residual = torch.where(clipped, torch.ones_like(residual), residual / row_sums)
+    if layer.mask is not None:
+        residual = residual.masked_fill(~layer.mask.gather(1, rows), 0)
+    return cancellation(sizes, total, 1.0, layer, rows), residual
 
 
 def _no_stream(layer: Layer) -> Float[Tensor, "batch query out"]:

@@ -6,6 +6,7 @@ from math import prod
 import torch
 
 from unilinattn.memory import allowed, without
+from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
 from unilinattn.methods.options import MapOptions, Options
 from unilinattn.methods.results import result_shape
@@ -23,6 +24,7 @@ def estimated(
     options: Options | None,
     cost: Callable[[Layer], tuple[int, int]],
     *,
+    heads: HeadAxis | None = None,
     held: int = 0,
     extras: int = 0,
     before: Sequence[LayerCost] = (),
@@ -35,11 +37,13 @@ def estimated(
         target: the method's target.
         options: options of a layer-wise method, None for a method without a layer axis.
         cost: returns (bytes, operations) of a layer.
+        heads: the head axis of the scores, if they have one.
         held: bytes in addition to the result from the first layer to the last.
         extras: bytes of the result's extras.
         before: costs of the work before the first layer.
     """
-    shape, dtype = result_shape(layers, target, options)
+    sizes, dtype = result_shape(layers, target, options, heads)
+    shape = tuple(sizes.values())
     costs = list(before)
     with without(held):
         for layer in layers:

@@ -14,6 +14,7 @@ from unilinattn.methods.run import Tokens, chosen_method, labels_of_tokens, run_
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.scores import extra_dims
 from unilinattn.tracing.generation import generated, prompt_ids
 from unilinattn.tracing.text import words_of
 from unilinattn.tracing.trace import trace
@@ -110,7 +111,7 @@ def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attributi
         parts = [row.extras[name] for row in rows]
         if parts[0].shape == first.scores.shape:
             extras[name] = _causal(torch.stack(parts, -2), positions)
-        elif parts[0].shape == first.scores.shape[:-1]:
+        elif (axes := extra_dims(first.dims, first.scores.shape, parts[0].shape)) and len(axes) == parts[0].ndim:
             extras[name] = torch.stack(parts, -1)
         else:
             # One number for each layer, such as its decomposition error: that of the worst row.

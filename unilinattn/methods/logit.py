@@ -56,7 +56,8 @@ def shares_estimate(
     """Return the cost of `shares_result`."""
     layers = layers_from(trace, method, 0)
     target = only_target(trace, target, options.logit)
-    shape, dtype = result_shape(layers, target, options)
+    sizes, dtype = result_shape(layers, target, options)
+    shape = tuple(sizes.values())
     queries = shape[-2]
     run = trace.frozen_cost(queries, rule=rule)
     passes = 2 * queries if by == "layer" else queries

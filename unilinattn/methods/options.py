@@ -115,23 +115,51 @@ class Layerwise(Options):
 
 
 class Composable(Layerwise):
-    """Options of methods that keep a layer axis or compose the layers."""
+    """Options of methods that keep a layer axis, and can keep a head axis or compose the layers."""
 
     compose: Literal["none", "rollout"] = Field(
         "none",
         description="'none' keeps a layer axis; 'rollout' multiplies the steps' maps, the last one leftmost",
+    )
+    by_head: bool = Field(
+        False, description="whether the scores have a head axis (channels where a head is one channel wide)"
     )
 
     @model_validator(mode="after")
     def _one_axis(self) -> Self:
         if self.compose == "rollout" and self.layers == "mean":
             raise ValueError("compose='rollout' multiplies the layers' maps, so layers='mean' has none to average")
+        if self.by_head and self.compose == "rollout":
+            raise ValueError("compose='rollout' multiplies maps of whole layers; leave by_head out")
+        if self.by_head and self.layers == "mean":
+            raise ValueError("heads of different layers have nothing in common; choose layers instead of layers='mean'")
         return self
 
     @property
     def has_layer_axis(self) -> bool:
         """Whether the scores have a layer axis."""
         return super().has_layer_axis and self.compose == "none"
+
+
+class ThroughHeads(Composable):
+    """Options of methods that reduce the contributions which pass through heads."""
+
+    heads: int | Annotated[Sequence[int], Field(min_length=1)] | None = Field(
+        None,
+        description="one head or a list of heads: only the part of each contribution that passes through them, summed "
+        "unless `by_head`; None for whole contributions, or with `by_head` for every head",
+    )
+
+    @model_validator(mode="after")
+    def _whole_layers(self) -> Self:
+        if self.heads is not None and self.compose == "rollout":
+            raise ValueError("compose='rollout' multiplies maps of whole layers; leave heads out")
+        return self
+
+    @property
+    def is_through_heads(self) -> bool:
+        """Whether contributions are split by heads."""
+        return self.by_head or self.heads is not None
 
 
 class Composed(Options):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import require_result, reserved
-from unilinattn.methods.maps import ONE_ROW, gather_rows, map_shape
+from unilinattn.methods.heads import HeadAxis
+from unilinattn.methods.maps import ONE_ROW, map_shape
 from unilinattn.methods.options import Layerwise, Options
 from unilinattn.methods.selection import key_mask, query_rows
 from unilinattn.progress import progress
@@ -18,34 +19,43 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
-DIMS = ("layer", "batch", "query", "key")
-
 
 def result_shape(
-    layers: Sequence[Layer], target: Target | None, options: Options | None = None
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and dtype of a method's scores: ([layer,] batch, query, key), one query for a target.
+    layers: Sequence[Layer], target: Target | None, options: Options | None = None, heads: HeadAxis | None = None
+) -> tuple[dict[str, int], torch.dtype]:
+    """Return the axes and dtype of a method's scores: ([layer,] batch, [head,] query, key), one query for a target.
 
-    They have a layer axis if `options` are those of a layer-wise method which is neither averaged nor composed.
+    They have a layer axis if `options` are those of a layer-wise method which is neither averaged nor composed, and a
+    head axis if `heads` are given.
     """
     batch, queries, keys = map_shape(layers[0])
-    shape = (batch, queries if target is None else 1, keys)
     dtype = reduce(torch.promote_types, (layer.output.dtype for layer in layers))
-    return ((len(layers), *shape) if options is not None and options.has_layer_axis else shape), dtype
+    sizes = {"layer": len(layers)} if options is not None and options.has_layer_axis else {}
+    sizes["batch"] = batch
+    if heads is not None:
+        sizes["head"] = len(heads.heads)
+    return {**sizes, "query": queries if target is None else 1, "key": keys}, dtype
 
 
 def allocate_scores(
-    method: str, layers: Sequence[Layer], target: Target | None, options: Options | None = None
+    method: str,
+    layers: Sequence[Layer],
+    target: Target | None,
+    options: Options | None = None,
+    heads: HeadAxis | None = None,
 ) -> Float[Tensor, "*axes"]:
     """Return zeros of `result_shape`; every method allocates its scores here.
 
     Raises `MemoryLimitError`, before it allocates, if they are larger than `max_memory`.
     """
-    shape, dtype = result_shape(layers, target, options)
+    sizes, dtype = result_shape(layers, target, options, heads)
+    shape = tuple(sizes.values())
     ways = [ONE_ROW] if target is None else ["take fewer sequences or a shorter one"]
-    if len(shape) == 4 and len(layers) > 1 and isinstance(options, Layerwise):
+    if "layer" in sizes and len(layers) > 1 and isinstance(options, Layerwise):
         ways.append("for fewer layers with layers=[...]")
-    what = f"{method}: the result ({', '.join(DIMS[4 - len(shape) :])})"
+    if "head" in sizes and sizes["head"] > 1:
+        ways.append("for fewer heads with heads=[...]")
+    what = f"{method}: the result ({', '.join(sizes)})"
     require_result(shape, dtype.itemsize, what, ", ".join(ways))
     return torch.zeros(shape, dtype=dtype, device=layers[0].output.device)
 
@@ -56,29 +66,32 @@ def score_layers(
     layers: Sequence[Layer],
     target: Target | None,
     options: Layerwise,
-    fill: Callable[[Layer, Int[Tensor, "batch row"], Float[Tensor, "batch row key"]], None],
+    fill: Callable[[Layer, Int[Tensor, "batch row"], Float[Tensor, "batch *head row key"]], None],
     *,
+    heads: HeadAxis | None = None,
     whole: bool = False,
 ) -> Float[Tensor, "*axes"]:
     """Return each layer's scores, or their mean with layers="mean".
 
-    `fill(layer, rows, out)` writes the scores of the query positions `rows` into `out`, which is zero. With `whole` it
-    computes all rows of a layer even for a target.
+    `fill(layer, rows, out)` writes the scores of the query positions `rows` into `out`, which is zero and has a head
+    axis for `heads`. With `whole` it computes all rows of a layer even for a target.
     """
-    scores = allocate_scores(method, layers, target, options)
+    scores = allocate_scores(method, layers, target, options, heads)
     for at, layer in enumerate(progress(layers, method)):
         wanted = query_rows(trace, layer, target)
         rows = query_rows(trace, layer) if whole else wanted
-        part = scores[at] if scores.ndim == 4 else None
+        part = scores[at] if options.has_layer_axis else None
         alike = part is not None and (part.device, part.dtype) == (layer.output.device, layer.output.dtype)
-        if alike and part is not None and rows.shape[1] == part.shape[1]:
+        if alike and part is not None and rows.shape[1] == part.shape[-2]:
             fill(layer, rows, part)
             continue
-        shape = (*rows.shape, scores.shape[-1])
+        shape = (len(rows), *([] if heads is None else [len(heads.heads)]), rows.shape[1], scores.shape[-1])
         with reserved(prod(shape) * layer.output.element_size(), f"{method}: the map of {layer.name}", ONE_ROW):
             out = layer.output.new_zeros(shape)
             fill(layer, rows, out)
-        out = gather_rows(out, wanted) if rows.shape[1] != wanted.shape[1] else out
+        if rows.shape[1] != wanted.shape[1]:
+            index = wanted.unsqueeze(-1) if heads is None else wanted[:, None, :, None]
+            out = torch.take_along_dim(out, index, -2)
         if part is None:
             scores.add_(out.to(scores), alpha=1 / len(layers))
         else:
@@ -95,6 +108,7 @@ def to_result(
     options: Layerwise,
     target: Target | None,
     scope: str,
+    heads: HeadAxis | None = None,
     extras: dict[str, Sequence[Float[Tensor, "batch row"]]] | None = None,
     decomposition_error: Sequence[float] | None = None,
     stream_error: dict[str, float] | None = None,
@@ -109,7 +123,7 @@ def to_result(
         more = {name: tensor.mean(0) for name, tensor in more.items()}
     if target is not None:
         scores, more = scores.squeeze(-2), {name: tensor.squeeze(-1) for name, tensor in more.items()}
-    axes = DIMS if options.has_layer_axis else DIMS[1:]
+    sizes, _ = result_shape(layers, target, options, heads)
     gap = None
     if decomposition_error is not None:
         more["decomposition_error"] = torch.tensor(decomposition_error, dtype=torch.float64)
@@ -119,7 +133,8 @@ def to_result(
         method,
         layers,
         scores,
-        dims=tuple(axis for axis in axes if target is None or axis != "query"),
+        dims=tuple(axis for axis in sizes if target is None or axis != "query"),
+        heads=heads,
         options=options,
         target=target,
         scope=scope,
@@ -139,6 +154,7 @@ def make_result(
     target: Target | None,
     scope: str | None,
     dims: tuple[str, ...] | None = None,
+    heads: HeadAxis | None = None,
     extras: dict[str, Tensor] | None = None,
     completeness_gap: float | None = None,
     stream_error: dict[str, float] | None = None,
@@ -164,6 +180,8 @@ def make_result(
         mask=key_mask(trace, layers[0]),
         layers=tuple(layer.name for layer in layers),
         kinds=tuple(layer.kind for layer in layers),
+        heads=None if heads is None else heads.heads,
+        head_kind="head" if heads is None else heads.kind,
         left_out=tuple(layer.name for layer in trace.layers if layer.opaque),
         model=trace.model,
         versions=trace.versions,

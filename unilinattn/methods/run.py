@@ -12,7 +12,7 @@ from torch import nn
 from unilinattn.errors import ExactnessWarning, InputError, OptionError, UncoveredError, UnilinattnError, nearest
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
-from unilinattn.methods.targets import NamedTarget, logit_of, position_of
+from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import Method, list_methods
@@ -289,6 +289,8 @@ def _with_labels(
         tokenizer = text.tokenizer
     tokens = tokenizer if tokens is None else tokens
     labels: dict[str, Any] = {}
+    if "logit" in result.options and "query" not in result.dims:
+        labels["logit_names"] = logit_names(trace, result.options["logit"], result.options.get("target"), tokenizer)
     if tokens is not None:
         labels["tokens"] = labels_of_tokens(tokens, trace)
     if text is not None:

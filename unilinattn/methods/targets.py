@@ -3,12 +3,13 @@
 import re
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.tracing.logits import logits_of
-from unilinattn.tracing.text import token_id
+from unilinattn.tracing.logits import chosen_ids, has_logits, kept_positions, logits_of, places_of
+from unilinattn.tracing.text import token_id, token_text
 from unilinattn.tracing.trace import Target, Trace
 
 NamedTarget = Target | str | re.Pattern[str]
@@ -50,6 +51,36 @@ def logit_of(logit: Any, tokenizer: Any) -> Any:
     if tokenizer is None:
         raise InputError(f"logit {logit!r} is a text; give the id of a token, or also tokenizer=.")
     return token_id(tokenizer, logit)
+
+
+def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[list[str]] | None:
+    """Return the text of the token, or the label of the class, of each logit that the option `logit` names.
+
+    `target` is the stored one. A list for each sequence, with two names for the difference of two logits; None for a
+    function, without a tokenizer or labels, and for predictions at positions whose logits the model did not compute.
+    """
+    if isinstance(logit, str) or not has_logits(trace.output):
+        return None
+    # A pair is stored as a list.
+    logit = tuple(logit) if isinstance(logit, list) else logit
+    logits = logits_of(trace.output, trace.model)
+    if logits.ndim == 2:
+        labels = getattr(getattr(trace.host, "config", None), "id2label", None)
+        ids = chosen_ids(logits, logit).tolist()
+        return [[str(labels.get(one, one)) for one in row] for row in ids] if labels else None
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        return None
+    if logit is None:
+        length = trace.layers[-1].output.shape[1]
+        kept = kept_positions(trace.arguments, length)
+        if target is None or (kept is None and logits.shape[1] != length):
+            return None
+        positions = trace.positions(target)
+        places = positions if kept is None else places_of(positions, kept)
+        logits = logits[torch.arange(len(logits)), places.to(logits.device)]
+    else:
+        logits = logits[:, -1]
+    return [[token_text(tokenizer, one) for one in row] for row in chosen_ids(logits, logit).tolist()]
 
 
 def _read_position(trace: Trace) -> Int[Tensor, " batch"]:

@@ -16,6 +16,8 @@ from unilinattn.tracing.trust import Trust
 class AltiKeywords(TypedDict, total=False):
     layers: Literal["all", "mean"] | int | Sequence[int | str]
     compose: Literal["none", "rollout"]
+    by_head: bool
+    heads: int | Sequence[int] | None
     activation: Literal["exact", "silu", "relu", "identity", "taylor1", "taylor2"]
     residual: bool
 
@@ -75,10 +77,15 @@ class KnockoutKeywords(TypedDict, total=False):
 class LatimKeywords(TypedDict, total=False):
     layers: Literal["all", "mean"] | int | Sequence[int | str]
     compose: Literal["none", "rollout"]
+    by_head: bool
+    heads: int | Sequence[int] | None
     p: float
     activation: Literal["exact", "silu", "relu", "identity", "taylor1", "taylor2"]
     bias: Literal["column", "query"]
     residual: bool
+    sketch: int | None
+    seed: int
+    exact_keys: int
     discard: float
     normalize: Literal["none", "rows", "min-max"]
 
@@ -97,6 +104,7 @@ class OcclusionKeywords(TypedDict, total=False):
 class RawKeywords(TypedDict, total=False):
     layers: Literal["all", "mean"] | int | Sequence[int | str]
     compose: Literal["none", "rollout"]
+    by_head: bool
     scope: Literal["core", "mixer", "unified"]
     heads: Literal["mean", "max", "min", "abs-mean", "product"] | int | Sequence[int]
     sign: Literal["keep", "clamp", "abs"]

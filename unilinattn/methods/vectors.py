@@ -7,11 +7,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.memory import allowed, rows_within
+from unilinattn.memory import allowed, parts, rows_within
 from unilinattn.methods.maps import map_shape, sum_on_first
 from unilinattn.methods.selection import only_port, query_rows
-from unilinattn.operator.cost import TILE, apply_cost, rows_cost, tile_elements, tile_operations, tile_rows
+from unilinattn.operator.cost import (
+    TILE,
+    apply_cost,
+    rows_cost,
+    split_elements,
+    tile_elements,
+    tile_operations,
+    tile_rows,
+)
 from unilinattn.operator.deferred import shapes_only
+from unilinattn.operator.heads import HeadContributions
 from unilinattn.operator.pairwise import PairwiseContributions, Tile
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
@@ -81,6 +90,51 @@ def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool, products: 
     return width * elements, batch * rows * keys * inner + sum(cost.operations for cost in passes)
 
 
+def head_tiles(
+    split: HeadContributions, factor: float, rows: Int[Tensor, "batch row"], activation: str
+) -> Iterator[tuple[slice, Tile]]:
+    """Yield tiles of factor * T^h_i(x_j) with the slice of the parts of `split` that they hold.
+
+    As in `contribution_tiles`, they are blocks of pairs or blocks of rows, and some zero pairs may be missing.
+    """
+    op, sizes = split.operator, (split.count, split.parts.shape[1])
+    tiled = rows.shape[1] == op.output.shape[1] and activation == "exact"
+    if tiled and (form := split.pairwise()) is not None:
+        yield from split.tiles(form, factor, tile_rows(form, split=sizes))
+        return
+    size = rows_within(lambda n: _head_rows_size(split, n), TILE, "vectors T^h_i(x_j)")
+    for part in parts(rows.shape[1], size):
+        yield from split.rows(rows[:, part], part, factor, activation)
+
+
+def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, products: bool) -> tuple[int, int]:
+    """Return the bytes and operations of `head_tiles` for `rows` rows, the output vector of each included.
+
+    `products`: whether vectors of a single channel are formed; their norms need no product with W.
+    """
+    op, sizes = split.operator, (split.count, split.parts.shape[1])
+    products = products or sizes[1] > 1
+    batch, queries, out = op.output.shape
+    width, keys = op.output.element_size(), op.inputs[op.ports[0]].shape[1]
+    passed = apply_cost({op.ports[0]: split.chain}, op.inputs)
+    vectors = 4 * batch * rows * out
+    form = None
+    if exact and rows == queries:
+        with shapes_only():
+            form = split.pairwise()
+    if form is not None:
+        size = min(tile_rows(form, split=sizes, subject=None), queries)
+        formed = products or form.weight is None or bool(form.tail)
+        elements = tile_elements(form, size, split=sizes, products=formed) + vectors
+        operations = tile_operations(form, split=sizes if formed else (0, 0))
+        return width * max(elements, passed.elements), operations
+    size = rows_within(lambda n: _head_rows_size(split, n), min(rows, TILE), None)
+    chain = rows_cost(split.chain, 0, op.width, size)
+    taken = _head_rows_size(split, size, products=products) // width + chain.elements
+    pairs = op.width + (split.parts.numel() * out if products else 0)
+    return width * (max(taken, passed.elements) + vectors), batch * rows * keys * pairs + passed.operations
+
+
 def cancellation(
     sizes: Float[Tensor, "batch row"],
     total: Float[Tensor, "batch row out"],
@@ -113,6 +167,16 @@ def _sum(tile: Tile, vectors: Sequence[Float[Tensor, "batch out row col"]]) -> T
 def _held_vectors(count: int) -> int:
     """Tiles of vectors that `contribution_tiles` holds for `count` layers in one step: one each, and their sum."""
     return 0 if count == 1 else count + SUMMED
+
+
+def _head_rows_size(split: HeadContributions, rows: int, *, products: bool = True) -> int:
+    """Return the bytes that `head_tiles` holds for `rows` rows of a layer without a pairwise form."""
+    op = split.operator
+    batch, keys, _ = op.inputs[op.ports[0]].shape
+    count, channels = split.parts.shape
+    vectors, out = 4 * batch * rows * keys * split.channels, op.output.shape[2]
+    reduced = split_elements((batch, rows, keys), out, count, channels, op.output, products=products)
+    return (vectors + reduced) * op.output.element_size()
 
 
 def _rows_size(layers: Sequence[Layer]) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -38,31 +38,56 @@ def contributions(
     (computed tap by tap), or a branch of such chains; else raises `UncoveredError`. `like` has the length, dtype and
     device of the layer's output, and `name` is the layer's.
     """
+    return _through(*mixed_values(chain, index, x, like, name), index)
+
+
+def mixed_values(
+    chain: Sequence[Stage],
+    index: Int[Tensor, "batch row"],
+    x: Float[Tensor, "batch key in"],
+    like: Float[Tensor, "batch length _"],
+    name: str,
+) -> tuple[Inexact[Tensor, "batch row channel key"], Chain]:
+    """Return the contribution of each token to the values after the last mixer, and the stages that follow them.
+
+    The arguments and the errors are those of `contributions`.
+    """
     mixing = [k for k, stage in enumerate(chain) if stage.mixes]
     if not mixing:
         outputs = run(chain, x, bias=False)
         selected = outputs.gather(1, index[..., None].expand(-1, -1, outputs.shape[2]))
-        return torch.einsum("brc,brk->brck", selected, functional.one_hot(index, x.shape[1]).to(x.dtype))
+        return torch.einsum("brc,brk->brck", selected, functional.one_hot(index, x.shape[1]).to(x.dtype)), ()
     first, last = mixing[0], mixing[-1]
     value = run(chain[:first], x, bias=False)
-    middle = chain[first : last + 1]
+    middle, after = chain[first : last + 1], tuple(chain[last + 1 :])
     groups = channel_groups(middle)
     lead = middle[0]
     if groups is not None:
         rows = rows_of(middle, groups, index, like).permute(0, 3, 2, 1)
         by_group = value.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)
-        vectors = (rows.unsqueeze(3) * by_group[:, None]).flatten(2, 3)
-    elif (taps := band((lead,))) is not None:
+        return (rows.unsqueeze(3) * by_group[:, None]).flatten(2, 3), after
+    if (taps := band((lead,))) is not None:
         return _through_taps(taps, chain[first + 1 :], index, value, like, name, lambda term: term)
-    elif len(middle) == 1 and isinstance(lead, Branch):
-        vectors = torch.stack([contributions(inner, index, value, like, name) for inner in lead.chains]).sum(0)
-    else:
-        raise UncoveredError(
-            f"{name}: contributions through two long-range token mixers with a matrix between them are not covered."
-        )
-    for stage in chain[last + 1 :]:
-        vectors = stage.at(index).apply(vectors, bias=False)
-    return vectors
+    if len(middle) == 1 and isinstance(lead, Branch):
+        return torch.stack([contributions(inner, index, value, like, name) for inner in lead.chains]).sum(0), after
+    raise UncoveredError(
+        f"{name}: contributions through two long-range token mixers with a matrix between them are not covered."
+    )
+
+
+def tapwise_values(
+    chain: Chain,
+    index: Int[Tensor, "batch row"],
+    x: Float[Tensor, "batch key in"],
+    like: Float[Tensor, "batch length _"],
+    name: str,
+    function: Callable[[Tensor], Tensor],
+) -> tuple[Inexact[Tensor, "batch row channel key"], Chain]:
+    """Return `mixed_values` with `function` of each convolution tap instead of the activation (LaTIM Eq. 19-21)."""
+    before, conv, after = split_taps(chain, name)
+    taps = band((conv,))
+    assert taps is not None
+    return _through_taps(taps, after, index, run(before, x, bias=False), like, name, function)
 
 
 def tapwise(
@@ -74,10 +99,7 @@ def tapwise(
     function: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "batch row out key"]:
     """Return contributions with `function` of each convolution tap instead of the activation (LaTIM Eq. 19-21)."""
-    before, conv, after = split_taps(chain, name)
-    taps = band((conv,))
-    assert taps is not None
-    return _through_taps(taps, after, index, run(before, x, bias=False), like, name, function)
+    return _through(*tapwise_values(chain, index, x, like, name, function), index)
 
 
 def tapwise_sum(
@@ -92,6 +114,15 @@ def tapwise_sum(
     return run(after, torch.stack(terms).sum(0), bias=False)
 
 
+def _through(
+    vectors: Inexact[Tensor, "batch row channel key"], stages: Chain, index: Int[Tensor, "batch row"]
+) -> Float[Tensor, "batch row out key"]:
+    """Apply token-wise stages to the values of the rows at the positions `index`."""
+    for stage in stages:
+        vectors = stage.at(index).apply(vectors, bias=False)
+    return vectors
+
+
 def _through_taps(
     taps: Band,
     rest: Sequence[Stage],
@@ -100,17 +131,18 @@ def _through_taps(
     like: Float[Tensor, "batch length _"],
     name: str,
     function: Callable[[Tensor], Tensor],
-) -> Float[Tensor, "batch row out key"]:
-    """Sum the contributions of `function` of each tap's term through the rest of a chain."""
-    total = None
+) -> tuple[Inexact[Tensor, "batch row channel key"], Chain]:
+    """Sum the contributions of `function` of each tap's term through the mixers of the rest of a chain."""
+    total: Tensor | None = None
+    after: Chain = ()
     for lag, factor in taps.items():
         term = function(shifted(value, lag) * repeat_groups(factor, value.shape[2]))
-        vectors = contributions(rest, index, term, like, name)
+        vectors, after = mixed_values(rest, index, term, like, name)
         # The term at position j + lag comes from token j.
         vectors = functional.pad(vectors[..., lag:], (0, min(lag, vectors.shape[-1])))
         total = vectors if total is None else total + vectors
     assert total is not None
-    return total
+    return total, after
 
 
 def split_taps(chain: Chain, name: str) -> tuple[Chain, Mix, Chain]:

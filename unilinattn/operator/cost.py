@@ -133,6 +133,11 @@ def map_cut(
     return rows, scope.groups, size(min(rows, queries))
 
 
+def heads_cut(scope: ScopedMap, subject: str | None = None) -> tuple[int, int, int]:
+    """Return the rows and channels per block of `fill_heads`, and the bytes of a block, as `map_cut` does."""
+    return block_cut(scope, 0, min(ROWS, scope.shape[1]), subject)
+
+
 def block_cut(scope: ScopedMap, extra_elements: int, max_rows: int, subject: str | None) -> tuple[int, int, int]:
     """Return the rows and channels of a block within `max_memory`, at most `max_rows` rows, and its bytes.
 
@@ -173,19 +178,36 @@ def tile_rows(
     extra_tiles: int = 0,
     parts: int = 1,
     columns: int | None = None,
+    split: tuple[int, int] | None = None,
     subject: str | None = "vectors T_i(x_j)",
 ) -> int:
     """Return the rows of a tile that fits in one of `parts` equal parts of `max_memory`.
 
-    `extra_tiles`: tiles of vectors that the caller holds. Raises `MemoryLimitError`, which names `subject`, if one row
-    does not fit; returns 1 if `subject` is None, for an estimate.
+    `extra_tiles`: tiles of vectors that the caller holds. `split`: that of `tile_elements`. Raises `MemoryLimitError`,
+    which names `subject`, if one row does not fit; returns 1 if `subject` is None, for an estimate.
     """
     width = parts * form.values.element_size()
-    return rows_within(lambda rows: width * tile_elements(form, rows, columns, extra_tiles=extra_tiles), TILE, subject)
+
+    def size(rows: int) -> int:
+        return width * tile_elements(form, rows, columns, extra_tiles=extra_tiles, split=split)
+
+    return rows_within(size, TILE, subject)
 
 
-def tile_elements(form: PairwiseForm, rows: int, columns: int | None = None, *, extra_tiles: int = 0) -> int:
-    """Elements of computing and reducing tiles of `rows` rows, including the values."""
+def tile_elements(
+    form: PairwiseForm,
+    rows: int,
+    columns: int | None = None,
+    *,
+    extra_tiles: int = 0,
+    split: tuple[int, int] | None = None,
+    products: bool = True,
+) -> int:
+    """Elements of computing and reducing tiles of `rows` rows, including the values.
+
+    `split`: the number of parts of the channels, such as heads, that are reduced apart, and the channels of each.
+    `products`: whether their vectors are formed.
+    """
     batch, _, keys, out = form.shape
     columns = min(tile_columns(form, columns), keys)
     pairs = batch * rows * columns
@@ -194,8 +216,10 @@ def tile_elements(form: PairwiseForm, rows: int, columns: int | None = None, *, 
     if form.folded is not None:
         heads = form.folded.shape[2]
         inner = (batch * columns, heads, rows, 1)
-        # Gram matrices are float64, two elements per number.
-        elements += form.folded.numel() + 2 * (pairs + batch * keys * heads) * heads
+        elements += form.folded.numel() + 2 * pairs * heads
+        if split is None:
+            # Gram matrices are float64, two elements per number.
+            elements += 2 * batch * keys * heads * heads
     else:
         channels = form.channels
         inner = (batch, channels, rows, columns)
@@ -203,6 +227,8 @@ def tile_elements(form: PairwiseForm, rows: int, columns: int | None = None, *, 
         elements += sum(mixer.weighted_elements(rows, columns, channels, lags) for mixer, lags in mixers)
         # A tile, and the next one, to which terms are added one by one.
         elements += pairs * channels * min(3, 1 + max(1, len(mixers)))
+    if split is not None:
+        return elements + _split_elements(form, (batch, rows, columns), *split, products=products)
     norms: int = implementation("contribution_norms", form.values).held_elements(inner, out)
     if form.folded is not None:
         # The l2 norm holds v twice in float64 instead.
@@ -213,17 +239,59 @@ def tile_elements(form: PairwiseForm, rows: int, columns: int | None = None, *, 
     return elements + norms + pairs * (out * (tail + extra_tiles) + 4)
 
 
-def tile_operations(form: PairwiseForm, *, products: bool = False) -> int:
-    """Multiply-adds of the tiles of all pairs; with `products` of their products with one vector of each row."""
+def split_elements(
+    shape: tuple[int, int, int],
+    out: int,
+    count: int,
+    channels: int,
+    like: Tensor,
+    *,
+    by_key: bool = False,
+    products: bool = True,
+) -> int:
+    """Elements of reducing tiles (batch, row, col) in `count` parts of `channels` channels with `out` outputs.
+
+    `by_key`: whether each key has its weight. `products`: whether the products with the weights are formed.
+    """
+    batch, rows, columns = shape
+    pairs, keys = batch * rows * columns, columns if by_key else 1
+    inner = (batch * count * keys, channels, rows, columns // keys)
+    norms: int = implementation("contribution_norms", like).held_elements(inner, out) if products else 0
+    # The parts' channels and weights are copied; two norms of each pair are held with copies in the order of the axes.
+    return pairs * count * (channels + 4) + batch * keys * count * channels * out + norms
+
+
+def _split_elements(
+    form: PairwiseForm, shape: tuple[int, int, int], count: int, channels: int, *, products: bool
+) -> int:
+    folded, out = form.folded, form.shape[3]
+    if folded is not None:
+        channels = max(1, channels * folded.shape[2] // form.channels)
+    if form.weight is not None and not form.tail:
+        by_key = folded is not None
+        return split_elements(shape, out, count, channels, form.values, by_key=by_key, products=products)
+    # One part at a time passes the stages after the projection: its vectors, their product, and a transposed copy.
+    widest = max(out, form.channels)
+    elements = split_elements(shape, widest, 1, channels, form.values, by_key=folded is not None)
+    return elements + shape[0] * shape[1] * shape[2] * 3 * widest
+
+
+def tile_operations(form: PairwiseForm, *, products: bool = False, split: tuple[int, int] | None = None) -> int:
+    """Multiply-adds of the tiles of all pairs; with `products` of their products with one vector of each row.
+
+    `split` is that of `tile_elements`.
+    """
     batch, queries, keys, out = form.shape
     # A product needs no projection: the vector of the row is pulled back through W first.
     out = 1 if products else out
     pairs = batch * queries * min(keys, (keys + TILE) // 2 if form.causal else keys)
     if form.folded is not None:
-        return pairs * form.folded.shape[2] * out
+        heads = form.folded.shape[2]
+        return pairs * out * (heads if split is None else max(1, split[0] * split[1] * heads // form.channels))
     mixers = [(cost_of(term.mixer), len(term.taps or ())) for term in form.terms if term.mixer is not None]
     inner = sum(mixer.state + lags for mixer, lags in mixers)
-    return pairs * form.channels * (inner + (0 if form.weight is None else out))
+    projected = form.channels if split is None else split[0] * split[1]
+    return pairs * (form.channels * inner + (0 if form.weight is None else projected * out))
 
 
 def _repeated_elements(term: FactoredTerm) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts, rows_within
-from unilinattn.operator.cost import block_cut, map_cut, reduced_elements
+from unilinattn.operator.cost import block_cut, heads_cut, map_cut, reduced_elements
 from unilinattn.operator.factored import factored, reduced_blocks, row_product
 from unilinattn.operator.rows import block_of, rows_of
 from unilinattn.operator.scopes import ScopedMap
@@ -66,6 +66,20 @@ def map_blocks(
         return
     for part in parts(queries, rows):
         yield part, _block(scope, part, selected, channels)
+
+
+def fill_heads(
+    out: Float[Tensor, "batch head query key"], scope: ScopedMap, heads: Sequence[int], subject: str
+) -> None:
+    """Write the maps of some heads into `out`, in blocks of rows and channels that `heads_cut` chooses."""
+    rows, channels, _ = heads_cut(scope, subject)
+    for row_part in parts(scope.shape[1], rows):
+        for part in parts(scope.groups, channels):
+            places = [k for k, head in enumerate(heads) if part.start <= head // scope.repeat < part.stop]
+            if places:
+                block = _by_head(block_of(scope.chain, scope.groups, row_part, scope.like, part))
+                for place in places:
+                    out[:, place, row_part] = block[:, heads[place] // scope.repeat - part.start]
 
 
 def map_row_product(

@@ -1,6 +1,6 @@
 """`MixerOperator`: one layer of a model as a frozen linear map between tokens, stored as a chain of stages."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,7 +11,7 @@ from unilinattn.kernels.precision import full_precision, in_full_precision
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.memory import require_result
 from unilinattn.operator.contributions import contributions, split_taps, tap_function, tapwise, tapwise_sum
-from unilinattn.operator.maps import map_blocks, map_row_product, map_rows, map_shape
+from unilinattn.operator.maps import fill_heads, map_blocks, map_row_product, map_rows, map_shape
 from unilinattn.operator.pairwise import PairwiseContributions, pairwise_of
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.scopes import ScopedMap, check_scope, scoped
@@ -163,6 +163,11 @@ class MixerOperator:
         return whole
 
     @full_precision()
+    def fill_heads(self, out: Float[Tensor, "batch head query key"], heads: Sequence[int], scope: str = "core") -> None:
+        """Write the matrices of some heads, counted from 0, into `out`, block by block as `max_memory` allows."""
+        fill_heads(out, self.scoped_map(scope), heads, f"the {scope} map of {self.name}")
+
+    @full_precision()
     def left_multiply(
         self, rows: Float[Tensor, "batch row query"], *, scope: str = "core", port: str | None = None
     ) -> Float[Tensor, "batch row key"]:
@@ -241,7 +246,8 @@ class MixerOperator:
             raise UncoveredError(f"{self.name}: a stage inside scope {scope!r} mixes channels; use `contributions`.")
         shape = (*self.output.shape[:2], x.shape[1])
         repeat = channels // groups if scope == "unified" else 1
-        return ScopedMap(chain, groups, repeat, shape, tuple(self.chains.values()), self.output)
+        width = channels // (groups * repeat)
+        return ScopedMap(chain, groups, repeat, width, shape, tuple(self.chains.values()), self.output)
 
     def _stages(self) -> Iterator[Stage]:
         return (stage for chain in self.chains.values() for stage in walk(chain))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.contribution_norms import gram
-from unilinattn.kernels.contribution_norms.naive import Order
+from unilinattn.kernels.contribution_norms.naive import Order, kind_of
 from unilinattn.kernels.subnormal import flushed, flushed_
 from unilinattn.memory import parts
 from unilinattn.mixers.base import Block
@@ -27,10 +27,12 @@ class Tile:
     Attributes:
         rows, cols: slices of the queries and keys.
         inner: v. Groups are sequences, or pairs of a sequence and a key if W differs by key; then there is one column.
+            With `parts`, each sequence has such groups for each part of the layer, one part after the other.
         weight: W, None for the identity.
         diagonal: the column of each row's token, counted from the first of the tile; it may lie outside.
         on_diagonal: whether a column of `diagonal` can lie inside.
         squared: W^T W for l2 norms, None if it saves no work.
+        parts: number of parts of the layer, such as heads, whose pairs are reduced apart; None for the whole layer.
     """
 
     rows: slice
@@ -40,6 +42,7 @@ class Tile:
     diagonal: Int[Tensor, "batch row"]
     on_diagonal: bool = True
     squared: Float[Tensor, "group channel channel"] | None = None
+    parts: int | None = None
 
     def norms(
         self,
@@ -47,10 +50,14 @@ class Tile:
         *,
         extra: Float[Tensor, "batch row out"] | None = None,
         reference: Float[Tensor, "batch row out"] | None = None,
-    ) -> Float[Tensor, "batch row col"]:
+    ) -> Float[Tensor, "batch *part row col"]:
         """Reduce each T_ij x_j by `kernels.contribution_norms`; `extra` is added to T_ii x_i beforehand."""
         if order == 2 and self.squared is not None:
             norms = gram.norms(self.inner, self.squared)
+        elif reference is None and self.weight is not None and self.inner.shape[1] == 1:
+            # ||W v|| = |v| ||W|| for a single channel.
+            kind_of(order, None)
+            norms = self.inner.abs().squeeze(1) * torch.linalg.vector_norm(self.weight, order, dim=1).unsqueeze(2)
         else:
             reduce = implementation("contribution_norms", self.inner).norms
             norms = reduce(self.inner, self.weight, order=order, reference=reference)
@@ -59,7 +66,7 @@ class Tile:
 
     def alti_norms(
         self, reference: Float[Tensor, "batch row out"]
-    ) -> tuple[Float[Tensor, "batch row col"], Float[Tensor, "batch row col"]]:
+    ) -> tuple[Float[Tensor, "batch *part row col"], Float[Tensor, "batch *part row col"]]:
         """Return the orders "alti" and 1 of `norms`, for less than both."""
         reduce = implementation("contribution_norms", self.inner).alti_norms
         scores, sizes = reduce(self.inner, self.weight, reference)
@@ -120,7 +127,9 @@ class Tile:
         """Return W by sequence and key, with axes of size 1 if it is shared."""
         return weight.unflatten(0, (len(self.diagonal) if len(weight) == len(self.inner) else 1, -1))
 
-    def _by_pair(self, norms: Float[Tensor, "group row col"]) -> Float[Tensor, "batch row allcol"]:
+    def _by_pair(self, norms: Float[Tensor, "group row col"]) -> Float[Tensor, "batch *part row allcol"]:
+        if self.parts is not None:
+            return norms.unflatten(0, (len(self.diagonal), self.parts, -1)).transpose(2, 3).flatten(3)
         return self._split(norms).transpose(1, 2).flatten(2)
 
     def _columns(self, tile: Float[Tensor, "group any row col"]) -> Float[Tensor, "batch any row allcol"]:
@@ -145,12 +154,31 @@ class PairwiseContributions(PairwiseForm):
         terms = [replace(t, taps={lag: factor * tap for lag, tap in (t.taps or {}).items()}) for t in self.terms]
         return replace(self, terms=terms)
 
+    def projected(self, matrix: Float[Tensor, "size out"]) -> "PairwiseContributions":
+        """Return the form of `matrix` times the outputs; the form has no tail."""
+        assert not self.tail
+        weight = matrix if self.weight is None else matrix @ self.weight
+        folded = None if self.folded is None else self.folded @ matrix.mT
+        return replace(self, weight=weight, folded=folded, shape=(*self.shape[:3], len(matrix)))
+
     def tiles(self, causal: bool, columns: int | None = None, rows: int | None = None) -> Iterator[Tile]:
         """Yield every pair once, from the first row to the last, in tiles of at most `rows` rows and `columns` columns.
 
         If `causal`, which requires a causal layer, most pairs above the diagonal are left out. `rows` defaults to as
         many as `max_memory` allows.
         """
+        for tile in self.tiles_before_tail(causal, columns, rows):
+            if not self.tail:
+                yield tile
+                continue
+            index = tile.diagonal + tile.cols.start
+            vectors = tile.vectors()
+            for stage in self.tail:
+                vectors = stage.at(index).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
+            yield replace(tile, inner=vectors, weight=None, squared=None)
+
+    def tiles_before_tail(self, causal: bool, columns: int | None = None, rows: int | None = None) -> Iterator[Tile]:
+        """Yield `tiles` without the stages of `tail`."""
         _, queries, keys, _ = self.shape
         columns = tile_columns(self, columns)
         rows = tile_rows(self, columns=columns) if rows is None else rows
@@ -167,13 +195,7 @@ class PairwiseContributions(PairwiseForm):
         inner, weight = self._inner(part, rows, cols, blocks)
         on_diagonal = rows.start < cols.stop and cols.start < rows.stop
         squared = None if self._squared is None else self._squared[:, cols].flatten(0, 1)
-        tile = Tile(rows, cols, inner, weight, index - cols.start, on_diagonal, squared)
-        if not self.tail:
-            return tile
-        vectors = tile.vectors()
-        for stage in self.tail:
-            vectors = stage.at(index).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
-        return replace(tile, inner=vectors, weight=None, squared=None)
+        return Tile(rows, cols, inner, weight, index - cols.start, on_diagonal, squared)
 
     def _inner(
         self, part: slice, rows: slice, cols: slice, blocks: Sequence[Block | None]

@@ -26,6 +26,7 @@ class ScopedMap(NamedTuple):
         chain: per-channel stages.
         groups: number of channels with separate coefficients.
         repeat: number of equal heads per such channel.
+        width: number of the layer's channels that share one head.
         shape: (batch, queries, keys).
         layer: all chains of the layer.
         like: the layer's output.
@@ -34,6 +35,7 @@ class ScopedMap(NamedTuple):
     chain: Chain
     groups: int
     repeat: int
+    width: int
     shape: tuple[int, int, int]
     layer: tuple[Chain, ...]
     like: Tensor
@@ -88,20 +90,35 @@ def restricted(chain: Chain, channels: Float[Tensor, " channel"]) -> Chain | Non
     """Return a chain whose core's channels are multiplied by factors, skips beside the core included; None without one.
 
     The channels are those that run through `scoped(chain, "core", ...)`. With factors that add up to one, the chains
-    add up to the linear part of the whole chain, less any residual around it.
+    add up to `through_core`.
     """
+    return _after_core(chain, (Scale("core", channels[None, None]),))
+
+
+def through_core(chain: Chain) -> Chain | None:
+    """Return a chain without its parallel paths around the core, such as a residual; None if it has no core.
+
+    A skip that is added to the core's output, channel by channel, stays.
+    """
+    return _after_core(chain, ())
+
+
+def sums_cores(chain: Chain) -> bool:
+    """Whether several cores with projections of their own are summed, so that their heads are different channels."""
+    return any(isinstance(stage, Branch) and _holds_projections(stage) for stage in chain)
+
+
+def _after_core(chain: Chain, stages: Chain) -> Chain | None:
+    """Insert stages after a chain's core, in each branch with projections that has one; drop the other branches."""
     if not _has_core(chain):
         return None
     first, last = _core_span(chain)
     lead = chain[first]
     if first == last and isinstance(lead, Branch) and _holds_projections(lead):
-        inner = (restricted(part, channels) for part in lead.chains)
-        return (
-            *chain[:first],
-            Branch(lead.role, tuple(part for part in inner if part is not None)),
-            *chain[last + 1 :],
-        )
-    return (*chain[: last + 1], Scale("core", channels[None, None]), *chain[last + 1 :])
+        parts = [part for inner in lead.chains if (part := _after_core(inner, stages)) is not None]
+        middle = parts[0] if len(parts) == 1 else (Branch(lead.role, tuple(parts)),)
+        return (*chain[:first], *middle, *chain[last + 1 :])
+    return (*chain[: last + 1], *stages, *chain[last + 1 :])
 
 
 def _holds_projections(branch: Branch) -> bool:

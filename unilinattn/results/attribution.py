@@ -26,8 +26,8 @@ class Attribution(Scores):
 
     Attributes:
         scores: floating-point tensor with the axes `dims`.
-        dims: some of layer, batch, query and key, in this order, key among them. Without a layer axis, `layers` names
-            the layers that were composed; without a batch axis, the result is one sequence.
+        dims: some of layer, batch, head, query and key, in this order, key among them. Without a layer axis, `layers`
+            names the layers that were composed; without a batch axis, the result is one sequence.
         method: name of the method.
         options: the method's options, as JSON values.
         scope: scope of the operators, None if the method has none.
@@ -35,6 +35,8 @@ class Attribution(Scores):
         query_tokens: a list of texts for each sequence, one text for each query, for queries that are not the keys.
         word_ids: the index of each token's word for each sequence, None outside of words; set for texts.
         offsets: the first character of each token in its text and the one after its last; set for texts.
+        logit_names: the text of the token, or the label of the class, whose logit is explained, for each sequence; two
+            for the difference of two. Set where a tokenizer or the model's `config.id2label` names it.
         grid: (rows, columns) of an image's patches.
         patches: the keys of the patches, row by row, for vision models that are registered; an image's heat map is
             `scores[..., result.patches].reshape(*leading, *result.grid)`.
@@ -42,6 +44,8 @@ class Attribution(Scores):
         mask: (batch, key), True at real tokens.
         layers: names of the layers.
         kinds: the kind of mixer of each layer.
+        heads: the heads of the head axis, by their index in the layer; one without the axis is the selected head.
+        head_kind: "channel" if a head of these layers is one channel wide, else "head".
         left_out: names of the opaque layers, which no adapter knows.
         model: name of the model.
         versions: package versions by name.
@@ -51,7 +55,8 @@ class Attribution(Scores):
         stream_error: for methods that read the residual stream, the relative error of the stream plus the outputs
             against the host's next stream, by layer.
         completeness_gap: the completeness gap that the method reports, if any.
-        extras: further tensors, such as the share of the bias, with the axes `dims` without key.
+        extras: further tensors, such as the share of the bias, with the axes `dims` without key, or without head and
+            key.
 
     Raises `InputError` if a label does not fit the scores.
     """

@@ -1,6 +1,7 @@
 """Boards of results: the pictures of a page, one cell for each model and method."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,24 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.results.panels import Panel, counts_residual, panels, patch_positions, target_key
-from unilinattn.results.scores import Scores, score_array
+from unilinattn.results.panels import (
+    MOST_HEADS,
+    Panel,
+    counts_residual,
+    heads_note,
+    largest_heads,
+    panels,
+    patch_positions,
+    target_key,
+)
+from unilinattn.results.scores import Scores, extra_dims, score_array
 from unilinattn.viz.board import Cell, Picture
-from unilinattn.viz.colours import Array
+from unilinattn.viz.colours import Array, shown
 from unilinattn.viz.image import pixels
+from unilinattn.viz.packing import MOST_CELLS, stored_cells
+
+LEAST_HEADS = 6
+"""Number of heads of each layer that a page shows, even if their scores must be pooled."""
 
 HIDDEN_EXTRAS = ("gap",)
 """Extras of each query that a page does not list."""
@@ -27,28 +41,64 @@ def cell(
     expected: Bool[Tensor, "..."] | None = None,
     start: int = 0,
     notes: Sequence[str] = (),
+    image: Array | None = None,
 ) -> Cell:
-    """Return the pictures of one result for a board: one per layer and sequence.
+    """Return the pictures of one result for a board: one per layer, head and sequence.
 
-    The scores of a target without an image are one picture per sequence, whose rows are the layers. `expected`: a
-    boolean pattern, as in `Attribution.plot`. `start`: index of the layer to show first. `notes`: a text for each
-    layer.
+    The scores of a target without an image are one picture per sequence, whose rows are the layers, or one per layer,
+    whose rows are the heads. Of each layer the heads of `shown_heads` are drawn. `expected`: a boolean pattern, as in
+    `Attribution.plot`. `start`: index of the layer to show first. `notes`: a text for each layer. `image`: the pixels
+    of `beneath`.
 
     Raises `InputError` if a sequence of `batches` does not exist or `expected` does not fit.
     """
     pictures: list[Picture] = []
     for batch in batches:
-        made = panels(result, batch=batch, expected=expected)
+        heads = shown_heads(result, batch, len(batches))
+        made = panels(result, batch=batch, expected=expected, heads=heads)
         one = result.select(batch=batch) if "batch" in result.dims else result
         position = batch % result.sizes.get("batch", 1)
         facts = _facts(one, made)
-        if made[0].kind == "strip":
+        if made[0].rows != "query":
+            pictures += _rows_of_heads(result, batch, made, position, facts)
+        elif made[0].kind == "strip":
             pictures.append(_strip(result, batch, made, position, facts))
         elif made[0].kind == "image":
-            pictures += _images(one, made, position, facts)
+            pictures += _images(one, heads, made, position, facts)
         else:
             pictures += _maps(one, made, position, facts)
+    if result.grid is not None and image is not None:
+        pictures = [replace(picture, image=image) for picture in pictures]
     return Cell(row, column, pictures, start, counts_residual(result), notes)
+
+
+def shown_heads(result: Scores, batch: int, sequences: int = 1) -> list[list[int]] | None:
+    """Return the positions of each layer's heads on a page of some sequences; None for a result without heads.
+
+    They are the largest by the sum of absolute scores: at most `MOST_HEADS`, and of maps fewer, if that many have more
+    scores than fit on a page with all their tokens, but at least `LEAST_HEADS`.
+    """
+    if "head" not in result.dims:
+        return None
+    most = MOST_HEADS
+    if "query" in result.dims:
+        maps, stored = (
+            sequences * result.sizes.get("layer", 1),
+            stored_cells(result.sizes["query"], result.sizes["key"]),
+        )
+        most = max(LEAST_HEADS, min(most, MOST_CELLS // (maps * stored)))
+    return largest_heads(result, batch=batch, each=most)
+
+
+def heads_sentence(result: Scores, sequences: int = 1) -> str:
+    """Return a sentence on the heads that a page leaves out, empty if it has all."""
+    chosen = shown_heads(result, 0, sequences)
+    if chosen is None or not (note := heads_note(result, len(chosen[0]))):
+        return ""
+    where = "In each layer: " if result.sizes.get("layer", 1) > 1 else ""
+    most = min(MOST_HEADS, result.sizes["head"])
+    more = f" result.select(layer=0).to_html() draws {most} of one layer." if len(chosen[0]) < most else ""
+    return f"{where}{note}; result.select(head=...) has any other.{more}"
 
 
 def beneath(results: Iterable[Scores], image: Any) -> Array | None:
@@ -75,22 +125,43 @@ def explained(result: Scores, batch: int = 0) -> str:
     if place is None:
         where = "for each query" if "query" in result.dims else ""
     else:
-        where = f"at position {place}" + ("" if tokens is None else f" “{tokens[place]}”")
+        where = f"at position {place}" + ("" if tokens is None else f" “{shown(tokens[place])}”")
+        where += ", the class token" if result.cls and place in result.cls else ""
     if "logit" not in result.options:
         return f"Scores of the keys {where}." if where else ""
     chosen, value = result.options["logit"], one.extras.get("logit")
-    what = "the logit of the model's prediction"
+    names = [""] * 2 if one.logit_names is None else [f" “{shown(name)}”" for name in one.logit_names[0]]
+    unit = "token" if result.grid is None else "class"
+    if unit == "class" and value is not None and place not in (result.cls or ()):
+        # The logits of classes have no position.
+        where = ""
+    what = f"the logit of the model's prediction{names[0]}"
     if isinstance(chosen, int):
-        what = f"the logit of token {chosen}"
+        what = f"the logit of {unit} {chosen}{names[0]}"
     elif isinstance(chosen, list) and "query" in result.dims:
         what = "the logit of the generated token"
     elif isinstance(chosen, list):
-        what = f"the difference of the logits of tokens {' and '.join(map(str, chosen))}"
+        first, second = (f"{one}{name}" for one, name in zip(chosen, names, strict=True))
+        what = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
     elif chosen is not None:
         what = f"the function {chosen}"
     numbers = {f"{number:.4g}" for number in value.flatten().tolist()} if value is not None else set()
     equal = f" = {numbers.pop()}" if len(numbers) == 1 else ""
     return f"Explains {what} {where}".rstrip() + f"{equal}."
+
+
+def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int = 0) -> list[str]:
+    """Return the sentences on the explained values of models: one for all, or one for each model.
+
+    A model's sentence is that of its methods that explain a logit, if there are any.
+    """
+    sentences = {}
+    for model, methods in results.items():
+        named = [result for result in methods.values() if "logit" in result.options] or list(methods.values())
+        sentences[model] = " ".join(dict.fromkeys(filter(None, (explained(result, batch) for result in named))))
+    if len(set(sentences.values())) == 1:
+        return list(filter(None, sentences.values()))[:1]
+    return [f"{model}: {sentence}" for model, sentence in sentences.items() if sentence]
 
 
 def _strip(
@@ -115,11 +186,41 @@ def _strip(
     )
 
 
-def _images(
-    one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]
+def _rows_of_heads(
+    result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]
 ) -> list[Picture]:
-    places, tokens = patch_positions(one), None if one.tokens is None else one.tokens[0]
-    stacked = score_array(one).astype(np.float64).reshape(len(made), 1, -1)
+    return [
+        Picture(
+            panel.values,
+            panel.title,
+            _notes(panel),
+            sequence,
+            (panel.rows, "key"),
+            column_tokens=panel.column_tokens,
+            row_titles=panel.row_tokens,
+            query=target_key(result, batch, panel.values.shape[1]),
+            expected=panel.expected,
+            # The numbers of the layer, in the row of each head.
+            facts={name: values * len(panel.values) for name, values in numbers.items()},
+        )
+        for panel, numbers in zip(made, facts, strict=True)
+    ]
+
+
+def _images(
+    one: Scores,
+    heads: Sequence[Sequence[int]] | None,
+    made: Sequence[Panel],
+    sequence: int,
+    facts: Sequence[dict[str, list[float]]],
+) -> list[Picture]:
+    places = patch_positions(one)
+    tokens = _patch_names(one, places) if one.tokens is None else one.tokens[0]
+    scores = score_array(one).astype(np.float64)
+    if heads is not None:
+        by_layer = scores.reshape(len(heads), -1, scores.shape[-1])
+        scores = np.concatenate([values[chosen] for values, chosen in zip(by_layer, heads, strict=True)])
+    stacked = scores.reshape(len(made), 1, -1)
     pictures = []
     for panel, values, numbers in zip(made, stacked, facts, strict=True):
         pattern = np.zeros(values.shape, dtype=bool)
@@ -137,9 +238,19 @@ def _images(
                 grid=one.grid,
                 places=places,
                 facts=numbers,
+                head=panel.head,
             )
         )
     return pictures
+
+
+def _patch_names(one: Scores, places: Sequence[int]) -> list[str]:
+    """Return the row and column of each patch, and the names of the other keys."""
+    assert one.grid is not None
+    names = ["[CLS]" if key in (one.cls or ()) else f"token {key}" for key in range(one.sizes["key"])]
+    for index, key in enumerate(places):
+        names[key] = f"({index // one.grid[1]}, {index % one.grid[1]})"
+    return names
 
 
 def _maps(one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]) -> list[Picture]:
@@ -156,6 +267,7 @@ def _maps(one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dic
             grid=one.grid,
             places=places,
             facts=numbers,
+            head=panel.head,
         )
         for panel, numbers in zip(made, facts, strict=True)
     ]
@@ -170,15 +282,20 @@ def _pattern(panel: Panel) -> Bool[Array, "row column"]:
 
 
 def _facts(one: Scores, made: Sequence[Panel]) -> list[dict[str, list[float]]]:
-    """Return the extras of each query, by panel and name; padded queries are left out."""
-    shape = tuple(one.scores.shape[:-1])
+    """Return the extras of each query, by panel and name, those of a layer for each of its heads.
+
+    Padded queries are left out.
+    """
+    titles = list(dict.fromkeys(panel.title for panel in made))
     square = one.sizes.get("query") == one.sizes["key"]
     real = one.mask[0].cpu().numpy() if square and one.mask is not None else None
     found: list[dict[str, list[float]]] = [{} for _ in made]
     for name, tensor in sorted(one.extras.items(), key=lambda item: item[0] != "logit"):
-        if tuple(tensor.shape) != shape or name in HIDDEN_EXTRAS:
+        axes = extra_dims(one.dims, one.scores.shape, tensor.shape)
+        if axes is None or len(axes) != tensor.ndim or "head" in axes or name in HIDDEN_EXTRAS:
             continue
-        values: Float[Array, "layer query"] = tensor.double().cpu().numpy().reshape(len(made), -1)
-        for numbers, row in zip(found, values, strict=True):
+        values: Float[Array, "layer query"] = tensor.double().cpu().numpy().reshape(len(titles), -1)
+        for numbers, panel in zip(found, made, strict=True):
+            row = values[titles.index(panel.title)]
             numbers[name] = (row if real is None else row[real]).tolist()
     return found

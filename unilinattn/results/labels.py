@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unilinattn.errors import InputError
 
-AXES = ("layer", "batch", "query", "key")
+AXES = ("layer", "batch", "head", "query", "key")
 
 
 class Header(BaseModel):
@@ -19,7 +19,7 @@ class Header(BaseModel):
     # Infinity is a valid option (the p of a norm), and JSON has no number for it.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
-    dims: tuple[Literal["layer", "batch", "query", "key"], ...]
+    dims: tuple[Literal["layer", "batch", "head", "query", "key"], ...]
     method: str
     options: dict[str, JsonValue]
     scope: str | None
@@ -27,11 +27,14 @@ class Header(BaseModel):
     query_tokens: tuple[tuple[str, ...], ...] | None = None
     word_ids: tuple[tuple[int | None, ...], ...] | None = None
     offsets: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    logit_names: tuple[tuple[str, ...], ...] | None = None
     grid: tuple[int, int] | None
     patches: tuple[int, ...] | None = None
     cls: tuple[int, ...] | None = None
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
+    heads: tuple[int, ...] | None = None
+    head_kind: Literal["head", "channel"] = "head"
     left_out: tuple[str, ...] = ()
     model: str
     versions: dict[str, str]
@@ -86,6 +89,7 @@ def check_fit(header: Header, shape: tuple[int, ...], mask_shape: tuple[int, ...
         raise InputError(f"dims {dims} name {len(dims)} axes, but scores have shape {shape}.")
     sizes = dict(zip(dims, shape, strict=True))
     _check_tokens(header, sizes, mask_shape)
+    _check_heads(header, sizes.get("head"))
     _check_patches(header, sizes["key"])
     if len(set(header.layers)) != len(header.layers):
         raise InputError(
@@ -112,9 +116,21 @@ def _check_tokens(header: Header, sizes: Mapping[Any, int], mask_shape: tuple[in
         raise InputError(f"word_ids must be {sequences} lists of {length} word indices, one for each key.")
     if header.offsets is not None and [len(row) for row in header.offsets] != [length] * sequences:
         raise InputError(f"offsets must be {sequences} lists of {length} pairs of characters, one for each key.")
+    if header.logit_names is not None and len(header.logit_names) != sequences:
+        raise InputError(f"logit_names must be {sequences} lists, one for each sequence.")
     queries = sizes.get("query", 0)
     if header.query_tokens is not None and [len(row) for row in header.query_tokens] != [queries] * sequences:
         raise InputError(f"query_tokens must be {sequences} lists of {queries} texts, one for each query.")
+
+
+def _check_heads(header: Header, count: int | None) -> None:
+    if header.heads is None:
+        return
+    if len(header.heads) != (1 if count is None else count):
+        entries = "no head axis, so that heads names one at most" if count is None else f"{count} heads"
+        raise InputError(f"The scores have {entries}; got heads={header.heads}.")
+    if len(set(header.heads)) < len(header.heads) or min(header.heads) < 0:
+        raise InputError(f"heads must be different indices from 0; got {header.heads}.")
 
 
 def _check_patches(header: Header, length: int) -> None:

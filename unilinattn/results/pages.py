@@ -7,9 +7,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.results.boards import beneath, cell, explained
+from unilinattn.results.boards import beneath, cell, explained, explained_by_model, heads_sentence
 from unilinattn.results.panels import fitting_pattern
-from unilinattn.results.scores import Scores, count_kinds
+from unilinattn.results.scores import Scores, axes_text, count_kinds
 from unilinattn.results.table import ScoreTable
 from unilinattn.viz.blocks import details, facts, group, page, paragraph, table, warning
 from unilinattn.viz.board import board
@@ -64,20 +64,24 @@ def comparison(
     Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
     chosen = _chosen(batch, image)
+    pixels = beneath((result for _, _, result in results.results()), image)
     cells = [
-        cell(result, method, model, batches=chosen, expected=fitting_pattern(result, expected))
+        cell(result, method, model, batches=chosen, expected=fitting_pattern(result, expected), image=pixels)
         for method in results.methods
         for model in results
         if (result := results[model].get(method)) is not None
     ]
     kinds = {model: count_kinds(next(iter(results[model].values())).kinds) for model in results if results[model]}
-    sentences = {explained(result, chosen[0]): None for _, _, result in results.results()}
-    lead = paragraph(next(iter(sentences))) if len(sentences) == 1 else ""
+    lead = "".join(map(paragraph, explained_by_model(results, chosen[0])))
+    lead += "".join(
+        paragraph(f"{model}, {method}: {sentence}")
+        for model, method, result in results.results()
+        if (sentence := heads_sentence(result, len(chosen)))
+    )
     alerts = "".join(
         warning(f"{model}, {method}: {message}") for model, method, r in results.results() for message in r.warnings
     )
-    pixels = beneath((result for _, _, result in results.results()), image)
-    drawn = board(cells, columns=kinds, image=pixels, layer_hint="compare fewer results for all scores")
+    drawn = board(cells, columns=kinds, layer_hint="compare fewer results for all scores")
     return lead + alerts + drawn + _table(results)
 
 
@@ -98,7 +102,8 @@ def comparison_page(
 
 def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, image: Any) -> str:
     chosen = _chosen(batch, image)
-    one = cell(result, result.method, result.model, batches=chosen, expected=expected)
+    pixels = beneath([result], image)
+    one = cell(result, result.method, result.model, batches=chosen, expected=expected, image=pixels)
     sentences = [explained(result, index) for index in chosen]
     lead = sentences[0] if len(set(sentences)) == 1 else ""
     worst, kinds = result.worst_error, count_kinds(result.kinds)
@@ -106,6 +111,7 @@ def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, 
         lead,
         f"Layers: {kinds}." if kinds else "",
         "" if worst is None else f"Worst reconstruction error {worst[1]:.1e}.",
+        heads_sentence(result, len(chosen)),
     ]
     if len(chosen) > 1 and not lead:
         short += [f"Sequence {index}: {text}" for index, text in zip(chosen, sentences, strict=True)]
@@ -113,7 +119,7 @@ def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, 
     if result.left_out:
         alerts += warning(f"left out, no adapter knows them: {', '.join(result.left_out)}")
     text = " ".join(part for part in short if part)
-    return (paragraph(text) if text else "") + alerts + board([one], image=beneath([result], image), layer_hint=WHOLE)
+    return (paragraph(text) if text else "") + alerts + board([one], layer_hint=WHOLE)
 
 
 def _about(result: Scores) -> str:
@@ -135,7 +141,7 @@ def _facts(result: Scores) -> dict[str, object]:
         "method": result.method,
         "scope": result.scope,
         "options": _pairs(result.options),
-        "scores": ", ".join(f"{name} {size}" for name, size in result.sizes.items()),
+        "scores": axes_text(result),
         "left out (no adapter knows them)": ", ".join(result.left_out) or None,
         "worst reconstruction error": None if worst is None else f"{worst[1]:.1e} ({worst[0]})",
         "completeness gap": None if gap is None else f"{gap:.1e}",

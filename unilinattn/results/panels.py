@@ -1,5 +1,6 @@
-"""Panels: the labelled arrays that every picture of a result draws, one per layer."""
+"""Panels: the labelled arrays that every picture of a result draws, one per layer or head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +16,16 @@ COUNT_THE_RESIDUAL = ("alti", "alti_logit", "attribution", "logit", "rollout")
 """Methods that add the residual stream to each query's own key, for any options."""
 
 
+MOST_HEADS = 24
+"""Largest number of heads in a figure, and of each layer on a page."""
+
+
 @dataclass(frozen=True)
 class Panel:
     """One array of scores with its title, labels and notes. Padded positions are removed.
 
     Attributes:
-        kind: `matrix` of queries by keys, `strip` of one row of keys, or `image` of patches.
+        kind: `matrix` of queries by keys or of heads by keys, `strip` of one row of keys, or `image` of patches.
         title: name of the layer, or of the method where layers are composed.
         mixer: kind of mixer of the layer, or the counted kinds of composed layers.
         error: reconstruction error of the layer, or the worst one of composed layers.
@@ -29,6 +34,8 @@ class Panel:
         expected: the pattern to outline.
         own: position and score of the target's own key, in a strip of a method that adds the residual stream to it;
             `values` is NaN there, so that the other keys set the colour scale.
+        head: name of the head, empty for a whole layer.
+        rows: name of the axis of rows.
     """
 
     kind: Literal["matrix", "strip", "image"]
@@ -40,6 +47,13 @@ class Panel:
     column_tokens: tuple[str, ...] | None
     expected: Bool[Array, "row column"] | None
     own: tuple[int, float] | None = None
+    head: str = ""
+    rows: str = "query"
+
+    @property
+    def name(self) -> str:
+        """The title, with the head if there is one."""
+        return " · ".join(part for part in (self.title, self.head) if part)
 
     @property
     def notes(self) -> list[str]:
@@ -56,8 +70,17 @@ class Panel:
         return bool((self.values < 0).any())
 
 
-def panels(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | None = None) -> tuple[Panel, ...]:
+def panels(
+    result: Scores,
+    *,
+    batch: int = 0,
+    expected: Bool[Tensor, "..."] | None = None,
+    heads: Sequence[Sequence[int]] | None = None,
+) -> tuple[Panel, ...]:
     """Return one panel per layer for one sequence of a result; a method that composes layers has one panel.
+
+    A result with heads has a panel for each of them, one layer after the other; for a target without an image they are
+    the rows of one panel per layer. `heads`: positions of the heads of each layer, by default all.
 
     Raises `InputError` if there is no such sequence or `expected` does not have its shape.
     """
@@ -70,7 +93,8 @@ def panels(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | No
     real = np.ones(one.sizes["key"], dtype=bool) if one.mask is None else one.mask[0].cpu().numpy()
     tokens = None if one.tokens is None else tuple(shown(t) for t, r in zip(one.tokens[0], real, strict=True) if r)
     made = []
-    for title, values in zip(_titles(one, len(stacked)), stacked, strict=True):
+    for title, names, values in _by_head(one, stacked, heads):
+        head = names[0] if len(names) == 1 else ""
         if "query" in one.dims:
             square = values.shape[0] == values.shape[1]
             rows = real if square else np.ones(values.shape[0], dtype=bool)
@@ -78,11 +102,14 @@ def panels(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | No
             labels = tokens if square else None
             if one.query_tokens is not None:
                 labels = tuple(map(shown, one.query_tokens[0]))
-            made.append(Panel("matrix", *title, values[np.ix_(rows, real)], labels, tokens, outlined))
+            made.append(Panel("matrix", *title, values[np.ix_(rows, real)], labels, tokens, outlined, head=head))
+        elif values.ndim == 2:
+            outlined = None if pattern is None else pattern[None, real].repeat(len(values), 0)
+            made.append(Panel("matrix", *title, values[:, real], names, tokens, outlined, rows=one.head_kind))
         elif one.grid is not None:
             patches = patch_positions(one)
             outlined = None if pattern is None else pattern[patches].reshape(one.grid)
-            made.append(Panel("image", *title, values[patches].reshape(one.grid), None, None, outlined))
+            made.append(Panel("image", *title, values[patches].reshape(one.grid), None, None, outlined, head=head))
         else:
             outlined = None if pattern is None else pattern[None, real]
             row = values[None, real]
@@ -91,13 +118,62 @@ def panels(result: Scores, *, batch: int = 0, expected: Bool[Tensor, "..."] | No
             if place is not None:
                 own = (place, float(row[0, place]))
                 row[0, place] = np.nan
-            made.append(Panel("strip", *title, row, None, tokens, outlined, own))
+            made.append(Panel("strip", *title, row, None, tokens, outlined, own, head=head))
     return tuple(made)
+
+
+def largest_heads(result: Scores, *, batch: int, each: int | None = None, total: int | None = None) -> list[list[int]]:
+    """Return the positions of the heads of each layer with the largest sums of absolute scores, in order.
+
+    `each`: largest number of heads of a layer. `total`: largest number of heads of all layers.
+    """
+    one = result.select(batch=batch) if "batch" in result.dims else result
+    scores = np.nan_to_num(np.abs(score_array(one).astype(np.float64)))
+    stacked = scores if "layer" in one.dims else scores[None]
+    sums = stacked.sum(tuple(range(2, stacked.ndim)))
+    ranks = (-sums).argsort(1, kind="stable").argsort(1, kind="stable")
+    chosen = ranks < (sums.shape[1] if each is None else each)
+    if total is not None:
+        places = (-sums).ravel().argsort(kind="stable")[:total]
+        chosen &= np.isin(np.arange(sums.size), places).reshape(sums.shape)
+    return [np.flatnonzero(row).tolist() for row in chosen]
+
+
+def heads_note(result: Scores, shown: int, *, layers: int = 1) -> str:
+    """Return a sentence on the heads that are shown, empty if all are: '24 of 1536 channels, the largest by ...'.
+
+    `layers`: number of layers of which the heads are.
+    """
+    count = result.sizes.get("head", 0) * layers
+    if shown >= count:
+        return ""
+    return f"{shown} of {count} {result.head_kind}s, the largest by sum of absolute scores"
+
+
+def _by_head(
+    one: Scores, stacked: Float[Array, "layer ..."], heads: Sequence[Sequence[int]] | None
+) -> list[tuple[tuple[str, str, float | None], tuple[str, ...], Float[Array, "..."]]]:
+    """Return the title, the names of the heads and the scores of each panel, which has one head or rows of heads."""
+    titles, names = _titles(one, len(stacked)), one.head_names
+    if "head" not in one.dims:
+        return [(title, names, values) for title, values in zip(titles, stacked, strict=True)]
+    chosen = [range(stacked.shape[1])] * len(stacked) if heads is None else heads
+    if "query" in one.dims or one.grid is not None:
+        return [
+            (title, (names[head],), values[head])
+            for title, values, places in zip(titles, stacked, chosen, strict=True)
+            for head in places
+        ]
+    return [
+        (title, tuple(names[head] for head in places), values[list(places)])
+        for title, values, places in zip(titles, stacked, chosen, strict=True)
+        if len(places)
+    ]
 
 
 def fitting_pattern(result: Scores, expected: Bool[Tensor, "..."] | None) -> Bool[Tensor, "..."] | None:
     """Return the pattern of a comparison for one result: None if it is one of queries and the result is of a target."""
-    sizes = tuple(size for axis, size in result.sizes.items() if axis != "layer")
+    sizes = tuple(size for axis, size in result.sizes.items() if axis not in ("layer", "head"))
     if expected is None or "query" in result.dims or tuple(expected.shape) in (sizes, sizes[-1:]):
         return expected
     return None
@@ -106,11 +182,13 @@ def fitting_pattern(result: Scores, expected: Bool[Tensor, "..."] | None) -> Boo
 def counts_residual(result: Scores) -> bool:
     """Return whether a method adds the residual stream to the score of each query's own key."""
     composed = result.options.get("compose") == "rollout"
+    if result.method == "alti" and (result.options.get("by_head") or result.options.get("heads") is not None):
+        return False
     return composed or result.method in COUNT_THE_RESIDUAL or result.options.get("residual") is True
 
 
 def _one_pattern(result: Scores, batch: int, expected: Tensor) -> Bool[Array, "..."]:
-    sizes = {axis: size for axis, size in result.sizes.items() if axis != "layer"}
+    sizes = {axis: size for axis, size in result.sizes.items() if axis not in ("layer", "head")}
     whole = tuple(sizes.values())
     single = tuple(size for axis, size in sizes.items() if axis != "batch")
     if tuple(expected.shape) not in (whole, single):

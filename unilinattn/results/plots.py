@@ -14,7 +14,7 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.optional import import_extra
 from unilinattn.results.boards import beneath
-from unilinattn.results.panels import Panel, fitting_pattern, panels
+from unilinattn.results.panels import MOST_HEADS, Panel, fitting_pattern, heads_note, largest_heads, panels
 from unilinattn.results.scores import Scores, count_kinds
 from unilinattn.results.table import ScoreTable
 from unilinattn.viz.colours import DIVERGING, LINES, OUTLINE, SEQUENTIAL, Array, outline, relative
@@ -47,6 +47,9 @@ def attribution(
 ) -> "Figure":
     """Draw one sequence of a result, one panel per layer: heat maps, or patch maps or token strips for a target.
 
+    A result with heads has a panel for each of them, at most `MOST_HEADS`: those with the largest sum of absolute
+    scores. For a target without an image they are the rows of one panel per layer.
+
     A colour is the square root of a score relative to its panel's largest, or to `vmax`; the scale diverges around zero
     if any score is negative. The arguments are those of `Attribution.plot`.
 
@@ -54,19 +57,24 @@ def attribution(
     """
     below = beneath([result], image)
     result = result if layer is None else result.select(layer=layer)
-    drawn = panels(result, batch=batch, expected=expected)
+    drawn, note = _drawn(result, batch, expected)
     style = _Style.of(drawn, cmap, vmax)
     if ax is not None:
         if len(drawn) > 1:
-            raise InputError(f"`ax` holds one picture, but the result has {len(drawn)} layers; choose one by `layer`.")
+            several = "layers; choose one by `layer`"
+            if any(panel.head for panel in drawn):
+                several = f"{result.head_kind}s; choose one by `result.select(layer=..., head=...)`"
+            raise InputError(f"`ax` holds one picture, but the result has {len(drawn)} {several}.")
         _draw(ax, drawn[0], style, True, below)
-        _caption(ax, drawn[0].title, [drawn[0].mixer, *drawn[0].notes])
+        _caption(ax, drawn[0].name, [drawn[0].mixer, *drawn[0].notes])
         figure = ax.get_figure(root=True)
         assert figure is not None
         _colour_bar(figure, [ax], style, lying=drawn[0].kind == "strip")
         return figure
     strips = drawn[0].kind == "strip"
-    columns = 1 if strips else min(len(drawn), 4 if len(drawn) > 6 else 3)
+    by_head, layers = len(drawn) > 1 and bool(drawn[0].head), {panel.title for panel in drawn}
+    most = 6 if by_head and len(drawn) > 12 else 4 if len(drawn) > 6 else 3
+    columns = 1 if strips else min(len(drawn), most)
     rows = -(-len(drawn) // columns)
     named = strips or len(drawn) <= 6
     width, height = _panel_size(drawn[0], named)
@@ -78,10 +86,14 @@ def attribution(
             continue
         panel = drawn[index]
         _draw(axes, panel, style, named and (not strips or index == len(drawn) - 1), below)
-        _caption(axes, panel.title, [panel.mixer, *panel.notes])
+        if by_head:
+            _caption(axes, panel.head if len(layers) == 1 else panel.name, panel.notes[-1:])
+        else:
+            _caption(axes, panel.name, [panel.mixer, *panel.notes])
     of = f" of {result.model}" if result.model else ""
     scope = f", scope {result.scope}" if result.scope else ""
-    title = _math_free(f"{result.method}{of}{scope}")
+    where = f", {drawn[0].title}" if by_head and len(layers) == 1 else ""
+    title = _math_free("\n".join(part for part in (f"{result.method}{of}{scope}{where}", note) if part))
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     _colour_bar(figure, list(grid.flat), style, lying=strips)
     if expected is not None:
@@ -113,7 +125,7 @@ def comparison(
                 continue
             pattern = fitting_pattern(result, expected)
             chosen = result.select(layer=layer) if layer is not None and "layer" in result.dims else result
-            for place, panel in enumerate(panels(chosen, batch=batch, expected=pattern)):
+            for place, panel in enumerate(_drawn(chosen, batch, pattern)[0]):
                 cells.setdefault((method, place), {})[model] = panel
     rows = sorted(cells, key=lambda row: (results.methods.index(row[0]), row[1]))
     every = [panel for row in cells.values() for panel in row.values()]
@@ -141,7 +153,7 @@ def comparison(
                 continue
             panel = cells[row][model]
             _draw(axes, panel, style, True, below)
-            _caption(axes, panel.title, panel.notes, two_lines=apart)
+            _caption(axes, panel.name, panel.notes, two_lines=apart)
             if alike and model != next(iter(cells[row])):
                 axes.tick_params(labelleft=False)
                 axes.set_ylabel("")
@@ -157,6 +169,21 @@ def comparison(
     if any(panel.expected is not None for panel in every):
         _key(figure)
     return figure
+
+
+def _drawn(result: Scores, batch: int, expected: Bool[Tensor, "..."] | None) -> tuple[tuple[Panel, ...], str]:
+    """Return the panels of a sequence, and a sentence on their heads if some are left out."""
+    if "head" not in result.dims:
+        return panels(result, batch=batch, expected=expected), ""
+    layers = result.sizes.get("layer", 1)
+    if "query" in result.dims or result.grid is not None:
+        chosen = largest_heads(result, batch=batch, total=MOST_HEADS)
+        note = heads_note(result, min(MOST_HEADS, sum(map(len, chosen))), layers=layers)
+    else:
+        chosen = largest_heads(result, batch=batch, each=MOST_HEADS)
+        note = heads_note(result, len(chosen[0]))
+        note = f"in each layer {note}" if note and layers > 1 else note
+    return panels(result, batch=batch, expected=expected, heads=chosen), note
 
 
 def by_layer(series: Mapping[str, Mapping[str, Sequence[float | None]]], *, title: str, label: str) -> "Figure":
@@ -213,6 +240,8 @@ def _panel_size(panel: Panel, named: bool) -> tuple[float, float]:
     if panel.kind == "strip":
         return max(5.0, 0.32 * min(columns, 40)), 0.7
     side = max(2.6, 0.13 * columns + 0.9) if named and _few(panel.column_tokens) else 2.6
+    if panel.rows != "query":
+        return max(side, 4.0), max(1.2, 0.13 * rows + 0.6)
     return side, side * min(max(rows / columns, 0.4), 2.0) + 0.1
 
 
@@ -257,7 +286,7 @@ def _draw(axes: "Axes", panel: Panel, style: _Style, named: bool, below: Array |
         vmin=-1 if style.signed else 0,
         vmax=1,
         alpha=np.nan_to_num(np.abs(shades)).clip(0, 1) * 0.9 if over else None,
-        aspect="auto" if panel.kind == "strip" else "equal",
+        aspect="auto" if panel.kind == "strip" or panel.rows != "query" else "equal",
         interpolation="nearest" if max(rows, columns) <= 256 else "auto",
         extent=(0, columns, rows, 0),
     )
@@ -267,14 +296,18 @@ def _draw(axes: "Axes", panel: Panel, style: _Style, named: bool, below: Array |
     axes.tick_params(length=0, labelsize=6.5, colors=FAINT, pad=2)
     short = all(len(token) <= 2 for token in panel.column_tokens or ())
     _label(axes.xaxis, panel.column_tokens if named else None, columns, rotation=0 if short else 90)
-    _label(axes.yaxis, panel.row_tokens if named else None, rows, rotation=0)
+    names = panel.row_tokens
+    if names is not None and panel.rows != "query":
+        # The axis says that the numbers are those of heads.
+        names = tuple(name.split()[-1] for name in names)
+    _label(axes.yaxis, names if named else None, rows, rotation=0)
     if panel.kind == "strip":
         axes.set_yticks([])
         if not named:
             axes.set_xticks([])
     elif panel.kind == "matrix":
         axes.set_xlabel("key", fontsize=7, color=FAINT, labelpad=2)
-        axes.set_ylabel("query", fontsize=7, color=FAINT, labelpad=2)
+        axes.set_ylabel(panel.rows, fontsize=7, color=FAINT, labelpad=2)
     if panel.expected is not None:
         lines = [((x0, y0), (x1, y1)) for x0, y0, x1, y1 in outline(panel.expected)]
         collection = import_extra("matplotlib.collections", "plot").LineCollection

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets")
+SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets", "logit_names")
 """Labels with a list for each sequence."""
 
 
@@ -44,12 +44,15 @@ class Scores:
     query_tokens: Sequence[Sequence[str]] | None = None
     word_ids: Sequence[Sequence[int | None]] | None = None
     offsets: Sequence[Sequence[tuple[int, int]]] | None = None
+    logit_names: Sequence[Sequence[str]] | None = None
     grid: tuple[int, int] | None = None
     patches: Sequence[int] | None = None
     cls: Sequence[int] | None = None
     mask: Bool[Tensor, "batch length"] | None = None
     layers: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+    heads: tuple[int, ...] | None = None
+    head_kind: str = "head"
     left_out: tuple[str, ...] = ()
     model: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +91,12 @@ class Scores:
         return dict(zip(self.dims, self.scores.shape, strict=True))
 
     @property
+    def head_names(self) -> tuple[str, ...]:
+        """The names of the heads, such as "head 3" or "channel 3"; none without a head axis or a selected head."""
+        heads = range(self.sizes.get("head", 0)) if self.heads is None else self.heads
+        return tuple(f"{self.head_kind} {head}" for head in heads)
+
+    @property
     def worst_error(self) -> tuple[str, float] | None:
         """The layer with the largest reconstruction error and that error, or None if no error was recorded.
 
@@ -96,7 +105,7 @@ class Scores:
         return max(self.reconstruction_error.items(), key=_error_order, default=None)
 
     def __repr__(self) -> str:
-        axes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        axes = axes_text(self)
         scope = f", scope {self.scope}" if self.scope else ""
         lines = [f"{type(self).__name__}: {self.method}{f' of {self.model}' if self.model else ''}{scope}"]
         lines.append(f"  scores: {axes} ({str(self.scores.dtype).removeprefix('torch.')})")
@@ -116,11 +125,12 @@ class Scores:
             lines.append(f"  completeness gap: {self.completeness_gap:.1e}")
         return "\n".join(lines)
 
-    def select(self, *, layer: int | str | None = None, batch: int | None = None) -> Self:
-        """Return the result of one layer (by position or name), of one sequence, or both, without the selected axis.
+    def select(self, *, layer: int | str | None = None, batch: int | None = None, head: int | None = None) -> Self:
+        """Return the result of one layer (by position or name), sequence or head, or several, without their axes.
 
-        Extras with the axes of `dims` without key are selected alike; other extras are dropped, because their part of
-        the selection is unknown.
+        A head is selected by its index in the layer, one of `heads`. Extras with the axes of `dims` without key, or
+        without head and key, are selected alike; other extras are dropped, because their part of the selection is
+        unknown.
 
         Raises `InputError` if the axis is absent or the position out of range, and `OptionError` if the name is
         unknown.
@@ -145,7 +155,19 @@ class Scores:
             if self.mask is not None:
                 selected["mask"] = self.mask[index : index + 1]
             selected |= _select_axis(selected, "batch", index)
+        if head is not None:
+            index = self._head_index(head)
+            selected["heads"] = (head,)
+            selected |= _select_axis(selected, "head", index)
         return type(self)(**selected)
+
+    def _head_index(self, head: int) -> int:
+        size = self.sizes.get("head", 0)
+        heads = tuple(range(size)) if self.heads is None else self.heads
+        if "head" in self.dims and head not in heads:
+            known = f"0 to {size - 1}" if heads == tuple(range(size)) else ", ".join(map(str, heads))
+            raise InputError(f"{self.head_kind} {head} is not in this result; it has {known}.")
+        return self._position("head", heads.index(head) if head in heads else 0)
 
     def _layer_index(self, layer: int | str) -> int:
         if isinstance(layer, str):
@@ -195,8 +217,8 @@ class Scores:
     def to_xarray(self) -> "xarray.DataArray":
         """Return the scores as a DataArray with named axes.
 
-        Coordinates: layer names and kinds, token texts (`query_token`, `key_token`) and `real` (False at padding). All
-        other labels are attributes, with mappings as JSON.
+        Coordinates: layer names and kinds, indices of heads, token texts (`query_token`, `key_token`) and `real` (False
+        at padding). All other labels are attributes, with mappings as JSON.
 
         Raises `MissingExtraError` if xarray is missing.
         """
@@ -204,6 +226,8 @@ class Scores:
         coordinates: dict[str, Any] = {
             axis: np.arange(size) for axis, size in self.sizes.items() if axis != "layer" or not self.layers
         }
+        if "head" in self.dims and self.heads is not None:
+            coordinates["head"] = list(self.heads)
         if "layer" in self.dims and self.layers:
             coordinates["layer"] = list(self.layers)
             if self.kinds:
@@ -219,15 +243,16 @@ class Scores:
         attributes = {
             name: json.dumps(value) if isinstance(value, dict) else value
             for name, value in self._header().model_dump(mode="python").items()
-            if name not in ("dims", *SEQUENCE_LABELS, "layers", "kinds") and value is not None
+            if name not in ("dims", *SEQUENCE_LABELS, "layers", "kinds", "heads") and value is not None
         }
         return package.DataArray(score_array(self), coords=coordinates, dims=self.dims, name="score", attrs=attributes)
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return the scores in long format, one row per score.
 
-        Columns: those of `layer`, `kind`, `batch`, `query`, `query_token`, `key` and `key_token` that the result has,
-        and `score`. Positions index the scores' axes; padded ones are omitted.
+        Columns: those of `layer`, `kind`, `batch`, `head`, `query`, `query_token`, `key` and `key_token` that the
+        result has, and `score`. Positions index the scores' axes, and heads are those of the layer; padded positions
+        are omitted.
 
         Raises `MissingExtraError` if pandas is missing.
         """
@@ -242,6 +267,8 @@ class Scores:
                 columns["layer"] = np.array(self.layers, dtype=object)[place]
                 if self.kinds:
                     columns["kind"] = np.array(self.kinds, dtype=object)[place]
+            if axis == "head" and self.heads is not None:
+                columns["head"] = np.array(self.heads)[place]
             if (tokens := self._axis_tokens(axis)) is not None:
                 columns[f"{axis}_token"] = np.array(tokens, dtype=object)[sequence, place]
         columns["score"] = scores.ravel()
@@ -282,16 +309,34 @@ def _rebuild(kind: type[Scores], values: dict[str, Any]) -> Scores:
     return kind(**values)
 
 
+def axes_text(result: Scores) -> str:
+    """Return the axes of the scores with their sizes: 'layer 2, batch 1, key 48'."""
+    channels = " (channels)" if result.head_kind == "channel" else ""
+    return ", ".join(f"{name} {size}{channels if name == 'head' else ''}" for name, size in result.sizes.items())
+
+
+def extra_dims(dims: tuple[str, ...], shape: Sequence[int], extra: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the first axes of an extra of shape `extra`: `dims` without key, or without head and key; None if neither.
+
+    `shape` is that of the scores, with the axes `dims`.
+    """
+    sizes = dict(zip(dims, shape, strict=True))
+    for left_out in (("key",), ("head", "key")):
+        axes = tuple(axis for axis in dims if axis not in left_out)
+        if tuple(extra[: len(axes)]) == tuple(sizes[axis] for axis in axes):
+            return axes
+    return None
+
+
 def _select_axis(kept: Mapping[str, Any], axis: str, index: int) -> dict[str, Any]:
     dims: tuple[str, ...] = kept["dims"]
-    place = dims.index(axis)
-    leading = kept["scores"].shape[:-1]
+    extras = {}
+    for name, tensor in kept["extras"].items():
+        axes = extra_dims(dims, kept["scores"].shape, tensor.shape)
+        if axes is not None:
+            extras[name] = tensor.select(axes.index(axis), index) if axis in axes else tensor
     return {
         "dims": tuple(name for name in dims if name != axis),
-        "scores": kept["scores"].select(place, index),
-        "extras": {
-            name: tensor.select(place, index)
-            for name, tensor in kept["extras"].items()
-            if tensor.shape[: len(leading)] == leading
-        },
+        "scores": kept["scores"].select(dims.index(axis), index),
+        "extras": extras,
     }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.optional import import_extra
-from unilinattn.results.scores import Scores, count_kinds
+from unilinattn.results.scores import Scores, axes_text, count_kinds
 
 if TYPE_CHECKING:
     import pandas
@@ -81,7 +81,7 @@ class ScoreTable(_Named[Mapping[str, Result]], Generic[Result]):
         """Return an aligned text table, one line per result, with its axes and worst reconstruction error."""
         rows = [("model", "mixers", "method", "scope", "scores", "reconstruction error")]
         for model, method, result in self.results():
-            axes = ", ".join(f"{name} {size}" for name, size in result.sizes.items())
+            axes = axes_text(result)
             error = f"{worst[1]:.1e}" if (worst := result.worst_error) is not None else "-"
             rows.append((model, count_kinds(result.kinds) or "-", method, result.scope or "-", axes, error))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, nearest
-from unilinattn.results.scores import Scores
+from unilinattn.results.scores import Scores, extra_dims
 
 Result = TypeVar("Result", bound=Scores)
 Span = tuple[int, int]
@@ -111,7 +111,8 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
     scores = _by_sequence(result, result.scores, spans, lambda part, each: _merged(part, each, reduce, square=square))
     extras = dict(result.extras)
     for name, tensor in extras.items():
-        if square and tensor.shape == result.scores.shape[:-1]:
+        axes = extra_dims(result.dims, result.scores.shape, tensor.shape)
+        if square and axes is not None and tensor.ndim == len(axes):
             extras[name] = _by_sequence(result, tensor, spans, lambda part, each: _last(part, each, -1))
     count = scores.shape[-1]
     labels: dict[str, Any] = dict.fromkeys(("word_ids", "grid", "patches", "cls"))

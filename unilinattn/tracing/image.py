@@ -1,5 +1,6 @@
 """Images as inputs: the pixels that an image processor or a transform makes of them."""
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -27,7 +28,8 @@ def is_image(inputs: Any) -> bool:
 def processed(inputs: Any, processor: Any, model: nn.Module | None = None) -> dict[str, Tensor] | Tensor:
     """Return a model's inputs for images: the tensors of an image processor, or the pixels of a transform.
 
-    They are on the device of `model` and have its dtype, if it is given.
+    They are on the device of `model` and have its dtype, if it is given. A model that does not know the name of the
+    processor's only tensor is given the tensor by itself.
 
     Args:
         inputs: a PIL image, which is converted to RGB, a uint8 array (height, width, 3), or a list of them.
@@ -60,6 +62,11 @@ def processed(inputs: Any, processor: Any, model: nn.Module | None = None) -> di
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
         moved = {name: value.to(device) for name, value in tensors.items()}
         tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in moved.items()}
+        parameters = inspect.signature(model.forward).parameters
+        open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        if len(tensors) == 1 and not open_ended and not tensors.keys() & parameters.keys():
+            # Models outside of transformers have other names for the pixels.
+            return next(iter(tensors.values()))
     return tensors.get("", tensors)
 
 

@@ -12,7 +12,7 @@ from importlib.resources import files
 
 from unilinattn.viz.colours import DIVERGING, OUTLINE, SEQUENTIAL
 
-SCRIPTS = ("elements.js", "maps.js", "legend.js", "reader.js", "downloads.js", "page.js")
+SCRIPTS = ("elements.js", "maps.js", "legend.js", "reader.js", "downloads.js", "layers.js", "toolbar.js", "page.js")
 """Parts of the page's script; the last starts the boards."""
 
 

@@ -24,7 +24,7 @@ MOST_ROWS = 400
 
 @dataclass(frozen=True)
 class Picture:
-    """One heat map of a cell of a board: a layer of one sequence.
+    """One heat map of a cell of a board: a layer, or one head of it, of one sequence.
 
     Attributes:
         values: the scores; NaN is no score.
@@ -39,6 +39,8 @@ class Picture:
         grid: (rows, columns) of an image's patches, if the columns are patches: a row is shown as an image.
         places: the columns that are patches, in order; the others, such as [CLS], are listed apart.
         facts: numbers of each row by name, such as its logit.
+        head: name of the head, if the layer has a picture for each.
+        image: uint8 pixels beneath the patches, (height, width, 3).
     """
 
     values: Float[Array, "row column"]
@@ -54,15 +56,17 @@ class Picture:
     grid: tuple[int, int] | None = None
     places: Sequence[int] | None = None
     facts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    head: str = ""
+    image: Array | None = None
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The pictures at one row and one column of a board, one for each layer and sequence.
+    """The pictures at one row and one column of a board, one for each layer, head and sequence.
 
     Attributes:
         row, column: names of the row and of the column.
-        pictures: the pictures, by sequence, then by layer.
+        pictures: the pictures, by sequence, then by layer, then by head.
         start: index of the layer to show first.
         apart: whether a query's own token is left out of the colour scale by default.
         notes: a text for each layer, below its picture.
@@ -80,21 +84,22 @@ def board(
     cells: Sequence[Cell],
     *,
     columns: Mapping[str, str] | None = None,
-    image: Array | None = None,
+    sequences: tuple[str, Sequence[str]] = ("Sequence", ()),
     layer_hint: str = "draw fewer layers or sequences for all cells",
 ) -> str:
     """Return a board of cells as HTML; without a script, its table of the largest scores remains.
 
-    `columns`: a note for each column. `image`: uint8 pixels beneath the patches. `layer_hint`: the end of the message
-    that maps were pooled.
+    `columns`: a note for each column. `sequences`: the word for a sequence, and their names, by default their indices.
+    `layer_hint`: the end of the message that maps were pooled.
     """
     pictures = [picture for cell in cells for picture in cell.pictures]
     step = pooling([picture.values.shape for picture in pictures])
     drawn = [pooled(p.values, step) if _pools(p, step) else p.values for p in pictures]
     packed = pack(drawn)
     texts: dict[tuple[str, ...], int] = {}
+    images: dict[int, Array] = {}
     entries = iter(
-        _entry(picture, values, scale, step if _pools(picture, step) else 1, texts)
+        _entry(picture, values, scale, step if _pools(picture, step) else 1, texts, images)
         for picture, values, scale in zip(pictures, drawn, packed.scales, strict=True)
     )
     layout = [
@@ -114,7 +119,8 @@ def board(
         "texts": [list(text) for text in texts],
         "signed": any(bool((values < 0).any()) for values in drawn),
         "count": packed.count,
-        "image": None if image is None else f"data:image/png;base64,{base64.b64encode(png(image)).decode()}",
+        "sequences": {"word": sequences[0], "names": list(sequences[1])},
+        "images": [f"data:image/png;base64,{base64.b64encode(png(image)).decode()}" for image in images.values()],
         "scores": packed.text,
     }
     # The text of a script element ends at the first "</script", whatever JSON says.
@@ -131,8 +137,17 @@ def _pools(picture: Picture, step: int) -> bool:
 
 
 def _entry(
-    picture: Picture, values: Array, scale: float, step: int, texts: dict[tuple[str, ...], int]
+    picture: Picture,
+    values: Array,
+    scale: float,
+    step: int,
+    texts: dict[tuple[str, ...], int],
+    images: dict[int, Array],
 ) -> dict[str, Any]:
+    if picture.image is not None:
+        # Pictures share the array of their image.
+        images.setdefault(id(picture.image), picture.image)
+
     def index(tokens: Sequence[str] | None) -> int | None:
         return None if tokens is None or step > 1 else texts.setdefault(tuple(tokens), len(texts))
 
@@ -142,6 +157,7 @@ def _entry(
     facts = {} if step > 1 else {name: [_number(v) for v in numbers] for name, numbers in picture.facts.items()}
     entry = {
         "title": picture.title,
+        "head": picture.head,
         "notes": picture.notes,
         "sequence": picture.sequence,
         "names": picture.names,
@@ -159,6 +175,7 @@ def _entry(
         "grid": None if step > 1 else picture.grid,
         "places": None if step > 1 or picture.places is None else list(picture.places),
         "facts": facts,
+        "image": None if picture.image is None else list(images).index(id(picture.image)),
     }
     return {
         name: value
@@ -221,7 +238,8 @@ def _top_lines(picture: Picture) -> list[tuple[str, int, str, str]]:
     row = int(scored[-1]) if len(scored) else len(values) - 1
     row = row if picture.query is None else picture.query
     named = _named(row, picture.row_tokens)
-    return [(picture.title, picture.sequence, named, _ranked(values[row], picture.column_tokens))]
+    title = " · ".join(part for part in (picture.title, picture.head) if part)
+    return [(title, picture.sequence, named, _ranked(values[row], picture.column_tokens))]
 
 
 def _named(place: int | None, tokens: Sequence[str] | None) -> str:

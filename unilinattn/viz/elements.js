@@ -1,13 +1,20 @@
 // Elements and texts of the page's controls.
 
-/** An element with attributes, properties of which a function is a listener, and children. */
-function make(/** @type {string} */ tag, /** @type {Object<string, any>} */ attributes = {}, /** @type {any[]} */ ...children) {
+/**
+ * An element with attributes, of which a function is a listener, and children.
+ *
+ * @template {keyof HTMLElementTagNameMap} Tag
+ * @param {Tag} tag
+ * @param {Object<string, any>} attributes
+ * @param {(string | Node | null | undefined)[]} children
+ */
+function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name, value);
     else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.filter(child => child !== null && child !== undefined));
+  element.append(...children.filter(child => child != null));
   return element;
 }
 
@@ -24,7 +31,7 @@ function picker(
   /** @type {(value: string) => void} */ choose,
 ) {
   const options = Object.entries(choices).map(([value, text]) => make("option", { value, selected: value === chosen }, text));
-  const select = /** @type {HTMLSelectElement} */ (make("select", { "aria-label": name }, ...options));
+  const select = make("select", { "aria-label": name }, ...options);
   select.addEventListener("change", () => choose(select.value));
   return select;
 }

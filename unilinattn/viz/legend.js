@@ -14,10 +14,10 @@ function drawLegend(/** @type {Board} */ board) {
   const words = `${board.linear ? "linear" : "square root"}, ${
     { own: "share of each picture\u2019s largest", row: "share of the row\u2019s largest", all: "one scale for all" }[board.scale]}`;
   // Over a picture, small scores are transparent.
-  const over = board.image && board.cells.every(cell => board.picture(cell).grid && board.picture(cell).rows === 1);
+  const over = board.cells.every(cell => board.beneath(board.picture(cell)) && board.picture(cell).rows === 1);
   const ramp = `ramp ${signed ? "diverging" : "sequential"}${over ? " over" : ""}`;
   const kinds = board.cells.flatMap(cell => board.pictures(cell));
-  const swatch = (name, text, shown) => (shown ? make("span", { class: "swatch" }, make("i", { class: name }), text) : null);
+  const swatch = (/** @type {string} */ name, /** @type {string} */ text, /** @type {boolean} */ shown) => (shown ? make("span", { class: "swatch" }, make("i", { class: name }), text) : null);
   board.legend.replaceChildren(
     make("div", { class: "scale" }, make("div", { class: ramp }), make("div", { class: "marks" }, ...marks)),
     make("span", { class: "words" }, words),
@@ -25,6 +25,6 @@ function drawLegend(/** @type {Board} */ board) {
       swatch("expected", "expected", kinds.some(one => one.outlined)),
       swatch("causal", "causal: key after query", kinds.some(one => one.causal || one.later)),
       swatch("own", "own token, apart", board.apart && kinds.some(one => board.hasOwn(one))),
-    ].filter(Boolean),
+    ].filter(one => one !== null),
   );
 }

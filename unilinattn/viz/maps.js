@@ -1,8 +1,9 @@
 // Heat maps on canvases: packed scores, colours, axes. Knows no control of the page.
 
 /**
- * @typedef {object} Picture one layer of one sequence
+ * @typedef {object} Picture one layer, or one head of it, of one sequence
  * @property {string} title
+ * @property {string} [head]
  * @property {string} [notes]
  * @property {number} sequence
  * @property {string[]} names of the two axes
@@ -19,8 +20,27 @@
  * @property {number} [query] first row to show; the explained column of rows with titles
  * @property {Uint8Array} [outlined]
  * @property {number[]} [grid] rows and columns of patches
- * @property {number[]} [places] the columns that are patches
- * @property {Object<string, number[]>} [facts]
+ * @property {number[]} places the columns that are patches
+ * @property {Object<string, (number | null)[]>} [facts]
+ * @property {number} [image] index of the image beneath the patches
+ * @property {number[]} [limits] largest scores with and without own tokens
+ *
+ * @typedef {object} Cell the pictures at a row and a column of a board, and their elements
+ * @property {string} row
+ * @property {string} column
+ * @property {Picture[]} pictures
+ * @property {number} [start] layer to show first
+ * @property {boolean} [apart]
+ * @property {string[]} [notes] a text for each layer
+ * @property {number} layer the shown layer
+ * @property {number} head the shown head of the layer
+ * @property {HTMLCanvasElement} canvas
+ * @property {{row: HTMLElement, cell: HTMLElement}} marks
+ * @property {HTMLElement} plot
+ * @property {HTMLElement} title
+ * @property {HTMLElement} top
+ * @property {HTMLElement} notes_
+ * @property {Area} area
  *
  * @typedef {object} View
  * @property {number} limit score of the strongest colour
@@ -66,6 +86,7 @@ async function unpack(/** @type {any} */ data) {
         picture[name] = name in picture ? data.texts[picture[name]] : null;
       }
       picture.sequence ??= 0;
+      picture.places ??= [];
       const runs = picture.expected;
       if (runs) picture.outlined = new Uint8Array(rows * columns);
       for (let i = 0; runs && i < runs.length; i += 2) picture.outlined.fill(1, runs[i], runs[i] + runs[i + 1]);
@@ -182,8 +203,22 @@ function distinct(/** @type {string[]} */ names) {
   const shortest = Math.min(...names.map(name => name.length));
   while (start < shortest && others.every(name => name[start] === first[start])) start += 1;
   while (end < shortest - start && others.every(name => name.at(-1 - end) === first.at(-1 - end))) end += 1;
+  // A number is not cut in two.
+  while (start && /\d/.test(first[start - 1])) start -= 1;
+  while (end && /\d/.test(/** @type {string} */ (first.at(-end)))) end -= 1;
   const parts = names.map(name => name.slice(start, name.length - end));
   return parts.every(Boolean) ? parts : names;
+}
+
+/** The title of a picture, with its head. */
+function titled(/** @type {Picture} */ picture) {
+  return [picture.title, picture.head].filter(Boolean).join(" \u00b7 ");
+}
+
+/** "Head" or "Channel": the first word of the name of a picture's head. */
+function headWord(/** @type {Picture} */ picture) {
+  const [word] = (picture.head ?? "head").split(" ");
+  return word[0].toUpperCase() + word.slice(1);
 }
 
 /** Where the cells and labels of a picture lie in a canvas of a width. */

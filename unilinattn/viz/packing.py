@@ -78,7 +78,7 @@ def pooling(sizes: Sequence[tuple[int, int]]) -> int:
     Square maps are counted as causal.
     """
     step = 1
-    while sum(_stored(-(-rows // step), -(-columns // step)) for rows, columns in sizes) > MOST_CELLS:
+    while sum(stored_cells(-(-rows // step), -(-columns // step)) for rows, columns in sizes) > MOST_CELLS:
         step += 1
     return step
 
@@ -96,7 +96,8 @@ def any_in_blocks(pattern: Array, step: int) -> Array:
     return np.asarray(_blocks(pattern, step).any((1, 3)))
 
 
-def _stored(rows: int, columns: int) -> int:
+def stored_cells(rows: int, columns: int) -> int:
+    """Return the number of cells that a map of this size stores, if a square one is causal."""
     return rows * (rows + 1) // 2 if rows == columns else rows * columns
 
 

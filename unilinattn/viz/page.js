@@ -2,50 +2,78 @@
 
 const SCALES = { own: "each picture", row: "each row", all: "all pictures" };
 const LISTED = 6;
-const WIDEST = { strip: 640, single: 520, several: 400 };
+const WIDEST = { strip: 640, single: 520, several: 400, image: 240 };
 
 class Board {
   /** @param {HTMLElement} root @param {any} data */
   constructor(root, data) {
     this.root = root;
     this.data = data;
-    this.cells = data.cells;
+    this.cells = /** @type {Cell[]} */ (data.cells);
     this.sequences = [...new Set(this.cells.flatMap(cell => cell.pictures.map(picture => picture.sequence)))];
     this.sequence = this.sequences[0];
     this.scale = "own";
     this.linear = false;
     this.apart = this.cells.some(cell => cell.apart);
-    this.image = null;
+    /** The images beneath patches that are loaded. */
+    this.images = /** @type {HTMLImageElement[]} */ ([]);
     /** The chosen row of each axis, by its name and length: pictures with the same axis are linked. */
-    this.rows = new Map();
+    this.rows = /** @type {Map<string, number>} */ (new Map());
     this.key = -1;
     this.locked = false;
     this.active = this.cells[0];
-    for (const cell of this.cells) cell.layer = cell.start ?? 0;
+    this.grid = make("div", { class: "ula-cells" });
+    this.reader = make("section", { class: "ula-reader", "aria-label": "Scores of one row" });
+    /** The elements of the reader of `parts.picture`. */
+    this.parts = /** @type {any} */ (null);
+    this.heads = make("details", { class: "ula-layers" });
+    this.layers = make("details", { class: "ula-layers" });
+    this.layerPicker = /** @type {?HTMLSelectElement} */ (null);
+    this.tip = make("div", { class: "ula-tip", "aria-hidden": "true" }, make("b"), make("span"));
+    this.live = make("div", { class: "ula-live", "aria-live": "polite" });
+    this.legend = make("div", { class: "ula-legend" });
+    this.bar = make("div", { class: "ula-toolbar" });
+    for (const cell of this.cells) [cell.layer, cell.head] = [cell.start ?? 0, 0];
     this.build();
   }
 
-  pictures(cell) {
+  pictures(/** @type {Cell} */ cell) {
     return cell.pictures.filter(picture => picture.sequence === this.sequence);
   }
 
-  picture(cell) {
-    const pictures = this.pictures(cell);
-    return pictures[Math.min(cell.layer, pictures.length - 1)];
+  /** The pictures of each layer: one, or one for each of its heads. */
+  layersOf(/** @type {Cell} */ cell) {
+    return byLayer(this.pictures(cell));
   }
 
-  axis(picture) {
+  /** The pictures of the heads of the chosen layer. */
+  headsOf(/** @type {Cell} */ cell) {
+    const layers = this.layersOf(cell);
+    return layers[Math.min(cell.layer, layers.length - 1)];
+  }
+
+  picture(/** @type {Cell} */ cell) {
+    const heads = this.headsOf(cell);
+    return heads[Math.min(cell.head, heads.length - 1)];
+  }
+
+  /** The image beneath the patches of a picture, or null. */
+  beneath(/** @type {Picture} */ picture) {
+    return picture.image === undefined ? null : this.images[picture.image] ?? null;
+  }
+
+  axis(/** @type {Picture} */ picture) {
     return `${picture.names[0]} ${picture.rows}`;
   }
 
-  row(picture) {
+  row(/** @type {Picture} */ picture) {
     const known = this.rows.get(this.axis(picture));
     if (known !== undefined) return known;
     return picture.rowTitles ? 0 : picture.query ?? picture.rows - 1;
   }
 
   /** The limit of the colours of a picture, or of the pictures that share its scale. */
-  view(cell, picture) {
+  view(/** @type {Cell} */ cell, /** @type {Picture} */ picture) {
     const others = this.scale === "all" ? this.cells : this.cells.filter(one => one.row === cell.row);
     const shared = this.scale === "own" ? [picture] : others.flatMap(one => this.pictures(one));
     const limit = Math.max(...shared.map(one => this.limit(one)));
@@ -53,13 +81,13 @@ class Board {
   }
 
   /** Whether a query's own token has a score. */
-  hasOwn(picture) {
+  hasOwn(/** @type {Picture} */ picture) {
     const row = picture.rows - 1;
     const own = ownColumn(picture, row);
     return own >= 0 && !Number.isNaN(picture.values[row * picture.columns + own]);
   }
 
-  limit(picture) {
+  limit(/** @type {Picture} */ picture) {
     picture.limits ??= [largest(picture, false), largest(picture, true)];
     return picture.limits[this.apart ? 1 : 0];
   }
@@ -67,7 +95,7 @@ class Board {
   build() {
     const rows = [...new Set(this.cells.map(cell => cell.row))];
     const columns = Object.keys(this.data.columns);
-    this.grid = make("div", { class: "ula-cells", style: `--columns:${columns.length}` });
+    this.grid.style.setProperty("--columns", String(columns.length));
     if (columns.length > 1) {
       for (const name of columns) {
         this.grid.append(make("div", { class: "column" }, make("b", {}, name), " ", make("small", {}, this.data.columns[name])));
@@ -80,16 +108,13 @@ class Board {
         this.grid.append(cell ? this.frame(cell, columns.length > 1) : make("div", { class: "absent" }, "not computed"));
       }
     }
-    this.reader = make("section", { class: "ula-reader", "aria-label": "Scores of one row" });
-    this.layers = /** @type {HTMLDetailsElement} */ (make("details", { class: "ula-layers" }));
-    this.layers.open = this.cells.length === 1;
-    this.layers.addEventListener("toggle", () => this.thumbnails());
-    this.tip = make("div", { class: "ula-tip", "aria-hidden": "true" }, make("b"), make("span"));
-    this.live = make("div", { class: "ula-live", "aria-live": "polite" });
-    this.bar = make("div", { class: "ula-toolbar" });
+    for (const details of [this.heads, this.layers]) {
+      details.open = this.cells.length === 1;
+      details.addEventListener("toggle", () => thumbnails(this));
+    }
     this.root.classList.toggle("single", this.cells.length === 1);
-    this.root.append(this.bar, make("div", { class: "ula-main" }, this.grid, this.reader), this.layers, this.tip, this.live);
-    this.toolbar();
+    this.root.append(this.bar, make("div", { class: "ula-main" }, this.grid, this.reader), this.heads, this.layers, this.tip, this.live);
+    toolbar(this);
     this.draw();
     // A width is known only once the board is on the page, and changes with the window.
     let width = 0;
@@ -102,22 +127,22 @@ class Board {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     addEventListener("beforeprint", () => this.print(true));
     addEventListener("afterprint", () => this.print(false));
-    if (this.data.image) {
+    for (const [index, source] of this.data.images.entries()) {
       const image = new Image();
       image.onload = () => {
-        this.image = image;
+        this.images[index] = image;
         this.draw();
       };
-      image.src = this.data.image;
+      image.src = source;
     }
   }
 
-  frame(cell, several) {
+  frame(/** @type {Cell} */ cell, /** @type {boolean} */ several) {
     const listen = {
-      pointermove: event => this.point(cell, event),
+      pointermove: (/** @type {PointerEvent} */ event) => this.point(cell, event),
       pointerleave: () => this.leave(),
-      click: event => this.lock(cell, event),
-      keydown: event => this.press(cell, event),
+      click: (/** @type {PointerEvent} */ event) => this.lock(cell, event),
+      keydown: (/** @type {KeyboardEvent} */ event) => this.press(cell, event),
       focus: () => this.activate(cell),
     };
     cell.canvas = make("canvas", { "aria-hidden": "true" });
@@ -133,87 +158,61 @@ class Board {
     return make("article", { class: "ula-cell" }, name, cell.title, cell.plot, cell.top, cell.notes_);
   }
 
-  toolbar() {
-    const field = (text, control) => make("label", {}, make("span", {}, text), control);
-    const redraw = (name, read) => value => {
-      this[name] = read(value);
-      this.draw();
-    };
-    const parts = [];
-    if (this.sequences.length > 1) {
-      const choices = Object.fromEntries(this.sequences.map(index => [index, String(index)]));
-      parts.push(field("Sequence", picker("Sequence", choices, String(this.sequence), redraw("sequence", Number))));
-    }
-    const deepest = Math.max(...this.cells.map(cell => this.pictures(cell).length));
-    if (deepest > 1 && this.cells.length > 1) {
-      const choices = { start: "each its own", ...Object.fromEntries(Array.from({ length: deepest }, (_, i) => [`at ${i}`, String(i)])) };
-      parts.push(field("Layer", this.layerPicker = picker("Layer", choices, "start", value => this.setLayers(value))));
-    }
-    if (this.cells.length > 1 || deepest > 1) {
-      const { row, ...some } = SCALES;
-      const choices = Object.keys(this.data.columns).length > 1 && this.cells.length > Object.keys(this.data.columns).length
-        ? SCALES : some;
-      parts.push(field("Scale of", picker("Scale", choices, this.scale, redraw("scale", String))));
-    }
-    const forms = { root: "square root", linear: "linear" };
-    parts.push(field("Colours", picker("Colours", forms, "root", redraw("linear", value => value === "linear"))));
-    if (this.cells.some(cell => cell.pictures.some(picture => this.hasOwn(picture)))) {
-      const box = /** @type {HTMLInputElement} */ (make("input", { type: "checkbox", checked: this.apart }));
-      box.addEventListener("change", () => redraw("apart", Boolean)(box.checked));
-      parts.push(make("label", { class: "check" }, box, make("span", {}, "query's own token apart")));
-    }
-    this.legend = make("div", { class: "ula-legend" });
-    this.bar.replaceChildren(...parts, this.legend);
-  }
-
-  setLayers(value) {
+  setLayers(/** @type {string} */ value) {
     for (const cell of this.cells) {
-      const last = this.pictures(cell).length - 1;
+      const last = this.layersOf(cell).length - 1;
       cell.layer = value === "start" ? cell.start ?? 0 : Math.min(Number(value.slice(3)), last);
     }
     this.draw();
   }
 
-  setLayer(cell, layer) {
+  setLayer(/** @type {Cell} */ cell, /** @type {number} */ layer) {
+    const { head } = this.picture(cell);
     cell.layer = layer;
+    // The same head, if the page has it of this layer too.
+    cell.head = Math.max(0, this.headsOf(cell).findIndex(picture => picture.head === head));
     if (this.layerPicker) this.layerPicker.value = "start";
     this.active = cell;
     this.draw();
   }
 
+  setHead(/** @type {Cell} */ cell, /** @type {number} */ head) {
+    cell.head = head;
+    this.active = cell;
+    this.draw();
+  }
+
   /** The largest width of a picture, so that one and its reader fit in a window. */
-  widest(picture) {
+  widest(/** @type {Picture} */ picture) {
     if (picture.rowTitles) return WIDEST.strip;
-    return this.cells.length === 1 ? WIDEST.single : WIDEST.several;
+    if (this.cells.length === 1) return WIDEST.single;
+    return picture.grid && picture.rows === 1 ? WIDEST.image : WIDEST.several;
   }
 
   /** Draw everything that depends on scores, colours and widths. */
   draw() {
     for (const cell of this.cells) {
       const picture = this.picture(cell);
-      const pictures = this.pictures(cell);
-      const width = Math.max(140, Math.min(cell.plot.parentElement.clientWidth || 300, this.widest(picture)));
-      cell.area = paint(cell.canvas, picture, this.view(cell, picture), { width, image: this.image });
-      const choices = Object.fromEntries(pictures.map((one, index) => [index, one.title]));
-      const choose = value => this.setLayer(cell, Number(value));
-      const name = `Layer of ${cell.column} ${cell.row}`;
-      cell.title.replaceChildren(pictures.length > 1 ? picker(name, choices, String(cell.layer), choose) : picture.title);
+      const width = Math.max(140, Math.min(cell.plot.parentElement?.clientWidth || 300, this.widest(picture)));
+      cell.area = paint(cell.canvas, picture, this.view(cell, picture), { width, image: this.beneath(picture) });
+      drawTitle(this, cell);
       cell.notes_.textContent = [picture.notes, cell.notes?.[cell.layer]].filter(Boolean).join(", ");
       const size = `${picture.rows} x ${picture.columns} scores, ${picture.names[0]} by ${picture.names[1]}`;
-      const keys = "Arrow keys move, Enter locks the row, page keys change the layer.";
-      cell.plot.setAttribute("aria-label", `${cell.column}, ${cell.row}, ${picture.title}: ${size}. ${keys}`);
+      const others = this.headsOf(cell).length > 1 ? `, with Shift the ${headWord(picture).toLowerCase()}` : "";
+      const keys = `Arrow keys move, Enter locks the row, page keys change the layer${others}.`;
+      cell.plot.setAttribute("aria-label", `${cell.column}, ${cell.row}, ${titled(picture)}: ${size}. ${keys}`);
     }
     drawLegend(this);
     this.refresh();
-    this.thumbnails();
+    thumbnails(this);
   }
 
   /** The name of a row or a column. */
-  name(picture, axis, index) {
+  name(/** @type {Picture} */ picture, /** @type {number} */ axis, /** @type {number} */ index) {
     const texts = axis ? picture.columnTokens : picture.rowTitles ?? picture.rowTokens;
     const word = picture.names[axis];
     if (picture.step > 1) return `${word} ${index * picture.step}\u2013${(index + 1) * picture.step - 1}`;
-    if (!axis && picture.rowTitles) return texts[index];
+    if (!axis && picture.rowTitles) return picture.rowTitles[index];
     if (picture.grid && (axis || picture.rows === picture.columns)) {
       const place = picture.places.indexOf(index);
       if (place >= 0) return `${axis ? "" : "query "}patch (${Math.floor(place / picture.grid[1])}, ${place % picture.grid[1]})`;
@@ -221,17 +220,17 @@ class Board {
     return texts ? `${word} ${index} \u201c${texts[index]}\u201d` : `${word} ${index}`;
   }
 
-  at(cell, event) {
+  at(/** @type {Cell} */ cell, /** @type {PointerEvent} */ event) {
     const picture = this.picture(cell);
     const { left, top, width, height, rows, columns } = cell.area;
     const box = cell.canvas.getBoundingClientRect();
-    const clip = (share, count) => Math.min(count - 1, Math.max(0, Math.floor(share * count)));
+    const clip = (/** @type {number} */ share, /** @type {number} */ count) => Math.min(count - 1, Math.max(0, Math.floor(share * count)));
     const row = clip((event.clientY - box.top - top) / height, rows);
     const column = clip((event.clientX - box.left - left) / width, columns);
     return picture.grid && picture.rows === 1 ? { row: 0, key: picture.places[row * columns + column] } : { row, key: column };
   }
 
-  point(cell, event) {
+  point(/** @type {Cell} */ cell, /** @type {PointerEvent} */ event) {
     const picture = this.picture(cell);
     const { row, key } = this.at(cell, event);
     this.active = cell;
@@ -241,7 +240,7 @@ class Board {
     this.refresh();
   }
 
-  show(event, picture, row, key) {
+  show(/** @type {PointerEvent} */ event, /** @type {Picture} */ picture, /** @type {number} */ row, /** @type {number} */ key) {
     const reason = missing(picture, row, key);
     const [number, where] = /** @type {HTMLElement[]} */ ([...this.tip.children]);
     number.textContent = reason || digits(picture.values[row * picture.columns + key]);
@@ -260,12 +259,12 @@ class Board {
     this.refresh();
   }
 
-  activate(cell) {
+  activate(/** @type {Cell} */ cell) {
     this.active = cell;
     this.refresh();
   }
 
-  lock(cell, event) {
+  lock(/** @type {Cell} */ cell, /** @type {PointerEvent} */ event) {
     const picture = this.picture(cell);
     const { row } = this.at(cell, event);
     const same = this.row(picture) === row;
@@ -273,22 +272,21 @@ class Board {
     this.rows.set(this.axis(picture), row);
     this.active = cell;
     this.refresh();
-    this.thumbnails();
+    thumbnails(this);
   }
 
-  press(cell, event) {
+  press(/** @type {Cell} */ cell, /** @type {KeyboardEvent} */ event) {
     const picture = this.picture(cell);
     const last = { row: picture.rows - 1, key: picture.columns - 1 };
     const row = this.row(picture);
     const key = Math.max(0, this.key);
-    const patches = picture.grid && picture.rows === 1 ? picture.places : null;
-    const beside = step => {
-      const place = patches.indexOf(key) + step * picture.grid[1];
-      return { key: patches[place] ?? key };
-    };
+    const patches = picture.grid && picture.rows === 1;
+    const across = picture.grid ? picture.grid[1] : 0;
+    const beside = (/** @type {number} */ step) => ({ key: picture.places[picture.places.indexOf(key) + step] ?? key });
+    /** @type {Object<string, {row?: number, key?: number}>} */
     const moves = {
-      ArrowUp: patches ? beside(-1) : { row: row - 1 },
-      ArrowDown: patches ? beside(1) : { row: row + 1 },
+      ArrowUp: patches ? beside(-across) : { row: row - 1 },
+      ArrowDown: patches ? beside(across) : { row: row + 1 },
       ArrowLeft: { key: key - 1 },
       ArrowRight: { key: this.key < 0 ? 0 : key + 1 },
       Home: { key: 0 },
@@ -299,8 +297,10 @@ class Board {
       this.rows.set(this.axis(picture), Math.min(last.row, Math.max(0, move.row)));
       this.key = Math.min(last.key, Math.max(-1, move.key));
     } else if (event.key === "PageUp" || event.key === "PageDown") {
-      const to = cell.layer + (event.key === "PageDown" ? 1 : -1);
-      if (to >= 0 && to < this.pictures(cell).length) this.setLayer(cell, to);
+      const step = event.key === "PageDown" ? 1 : -1;
+      const [to, count] = event.shiftKey
+        ? [cell.head + step, this.headsOf(cell).length] : [cell.layer + step, this.layersOf(cell).length];
+      if (to >= 0 && to < count) event.shiftKey ? this.setHead(cell, to) : this.setLayer(cell, to);
     } else if (event.key === "Enter" || event.key === " ") this.locked = !this.locked;
     else if (event.key === "Escape") this.locked = false;
     else return;
@@ -310,11 +310,11 @@ class Board {
     const now = this.picture(cell);
     const at = this.row(now);
     const score = this.key < 0 ? "" : `, ${this.name(now, 1, this.key)}: ${missing(now, at, this.key) || digits(now.values[at * now.columns + this.key])}`;
-    this.live.textContent = `${now.title}, ${this.name(now, 0, at)}${score}. Largest: ${this.topText(now, 3)}`;
+    this.live.textContent = `${titled(now)}, ${this.name(now, 0, at)}${score}. Largest: ${this.topText(now, 3)}`;
   }
 
   /** The columns of a row by decreasing absolute score; an own token that is apart and missing scores are left out. */
-  ranked(picture, count) {
+  ranked(/** @type {Picture} */ picture, /** @type {number} */ count) {
     const row = this.row(picture);
     const own = this.apart ? ownColumn(picture, row) : -1;
     const from = row * picture.columns;
@@ -326,9 +326,9 @@ class Board {
     return order.sort((a, b) => Math.abs(picture.values[from + b]) - Math.abs(picture.values[from + a])).slice(0, count);
   }
 
-  topText(picture, count) {
+  topText(/** @type {Picture} */ picture, /** @type {number} */ count) {
     const from = this.row(picture) * picture.columns;
-    const short = key => this.name(picture, 1, key).replace(`${picture.names[1]} `, "");
+    const short = (/** @type {number} */ key) => this.name(picture, 1, key).replace(`${picture.names[1]} `, "");
     return this.ranked(picture, count).map(key => `${short(key)} ${digits(picture.values[from + key])}`).join(", ") || "none";
   }
 
@@ -341,6 +341,7 @@ class Board {
       const patches = picture.grid && picture.rows === 1;
       const place = patches ? picture.places.indexOf(this.key) : this.key;
       const [i, j] = patches ? [Math.floor(place / columns), place % columns] : [row, place];
+      /** @type {(mark: HTMLElement, shown: boolean, x: number, y: number, wide: number, high: number) => void} */
       const put = (mark, shown, x, y, wide, high) => {
         mark.hidden = !shown;
         mark.style.cssText = `left:${x}px;top:${y}px;width:${wide}px;height:${high}px`;
@@ -355,40 +356,17 @@ class Board {
     read(this);
   }
 
-  /** Draw a small map of every layer of the active cell. */
-  thumbnails() {
-    const cell = this.active;
-    const pictures = this.pictures(cell);
-    this.layers.hidden = pictures.length < 2;
-    if (pictures.length < 2) return;
-    const summary = make("summary", {}, `Every layer${this.cells.length > 1 ? ` of ${cell.column} \u00b7 ${cell.row}` : ""}`);
-    const names = distinct(pictures.map(picture => picture.title));
-    const maps = !this.layers.open ? [] : pictures.map((picture, layer) => {
-      const canvas = make("canvas", { "aria-hidden": "true" });
-      const choose = () => this.setLayer(cell, layer);
-      const button = make(
-        "button", { type: "button", click: choose, title: picture.title, "aria-label": picture.title, "aria-pressed": String(layer === cell.layer) },
-        canvas, make("span", {}, names[layer]),
-      );
-      return { button, canvas, picture };
-    });
-    this.layers.replaceChildren(summary, make("div", { class: "ula-thumbs" }, ...maps.map(({ button }) => button)));
-    for (const { canvas, picture } of maps) {
-      paint(canvas, picture, this.view(cell, picture), { width: 104, labelled: false, image: this.image });
-    }
-  }
-
-  print(on) {
-    this.root.closest(".ula").toggleAttribute("data-print", on);
+  print(/** @type {boolean} */ on) {
+    this.root.closest(".ula")?.toggleAttribute("data-print", on);
     this.draw();
   }
 
 }
 
 // Each fragment of a notebook brings this script, which starts the boards that no earlier one has started.
-for (const root of document.querySelectorAll(".ula-board:not([data-started])")) {
+for (const root of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".ula-board:not([data-started])"))) {
   root.setAttribute("data-started", "");
-  const data = JSON.parse(root.querySelector("script").textContent);
+  const data = JSON.parse(root.querySelector("script")?.textContent ?? "");
   unpack(data).then(() => new Board(root, data)).then(
     () => root.setAttribute("data-ready", ""),
     error => root.append(make("p", { class: "failed" }, `The pictures could not be drawn: ${error}`)),

@@ -13,7 +13,7 @@ function read(/** @type {Board} */ board) {
   state.hidden = picture.rows < 2;
   facts.textContent = Object.entries(picture.facts ?? {})
     .filter(([, numbers]) => numbers[row])
-    .map(([fact, numbers]) => `${fact} ${digits(numbers[row])}`).join(", ");
+    .map(([fact, numbers]) => `${fact} ${digits(/** @type {number} */ (numbers[row]))}`).join(", ");
   const from = row * picture.columns;
   const place = board.apart ? ownColumn(picture, row) : -1;
   const limit = largest(picture, board.apart, row, row + 1);
@@ -28,7 +28,7 @@ function read(/** @type {Board} */ board) {
       key === board.key && "here",
     ].filter(Boolean).join(" ");
   }
-  if (canvas) paint(canvas, picture, view, { width: 260, image: board.image, row, labelled: false });
+  if (canvas) paint(canvas, picture, view, { width: 260, image: board.beneath(picture), row, labelled: false });
   const best = board.ranked(picture, LISTED);
   list.replaceChildren(...best.map(key => {
     const value = picture.values[from + key];
@@ -44,14 +44,14 @@ function read(/** @type {Board} */ board) {
 }
 
 /** Build the reader of a picture: its tokens, its list and its controls. */
-function buildReader(/** @type {Board} */ board, cell, /** @type {Picture} */ picture) {
-  const place = [board.cells.length > 1 && `${cell.column} \u00b7 ${cell.row}`, picture.title].filter(Boolean).join(" \u00b7 ");
+function buildReader(/** @type {Board} */ board, /** @type {Cell} */ cell, /** @type {Picture} */ picture) {
+  const place = [board.cells.length > 1 && `${cell.column} \u00b7 ${cell.row}`, titled(picture)].filter(Boolean).join(" \u00b7 ");
   const patches = Boolean(picture.grid);
   const shown = patches ? [] : Array.from({ length: picture.columns }, (_, key) => key);
   const square = picture.rows === picture.columns && picture.rows > 1;
   const chips = shown.map(key => {
     const text = picture.columnTokens ? picture.columnTokens[key] || "\u00a0" : String(key * picture.step);
-    const enter = event => {
+    const enter = (/** @type {PointerEvent} */ event) => {
       if (square && !board.locked) board.rows.set(board.axis(picture), key);
       board.key = key;
       board.show(event, picture, board.row(picture), key);
@@ -69,7 +69,7 @@ function buildReader(/** @type {Board} */ board, cell, /** @type {Picture} */ pi
     board.locked = !board.locked;
     board.refresh();
   };
-  const save = (kind, write) => make("button", { type: "button", click: write, "aria-label": `Download ${place} as ${kind}` }, kind);
+  const save = (/** @type {string} */ kind, /** @type {() => void} */ write) => make("button", { type: "button", click: write, "aria-label": `Download ${place} as ${kind}` }, kind);
   board.parts = {
     picture,
     name: make("span"),

@@ -1,0 +1,57 @@
+"""The head axis of a method's scores: the heads of its layers, and the contributions that pass through them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unilinattn.errors import OptionError, UncoveredError
+from unilinattn.methods.selection import only_port
+from unilinattn.operator.heads import HeadContributions
+from unilinattn.operator.selection import checked_heads, chosen_heads
+from unilinattn.tracing.layer import Layer
+
+
+@dataclass(frozen=True)
+class HeadAxis:
+    """The heads of a head axis, and whether a head of these layers is one channel wide."""
+
+    heads: tuple[int, ...]
+    kind: Literal["head", "channel"]
+
+
+def head_axis(method: str, layers: Sequence[Layer], heads: Any, scope: str = "core") -> HeadAxis:
+    """Return the axis of the heads of a scope that `heads` selects, all for None.
+
+    Raises `UncoveredError` if the layers have different numbers of heads, and `OptionError` for heads out of range.
+    """
+    maps = [only_port(layer).scoped_map(scope) for layer in layers]
+    counts = {layer.name: scoped.heads for layer, scoped in zip(layers, maps, strict=True)}
+    if len(set(counts.values())) > 1:
+        first, other = layers[0], next(layer for layer in layers if counts[layer.name] != counts[layers[0].name])
+        raise UncoveredError(
+            f"{method}: {first.name} has {counts[first.name]} heads and {other.name} has {counts[other.name]}, so they "
+            "share no head axis; pass layers=[...] with layers of one kind, or one of them."
+        )
+    kind: Literal["head", "channel"] = "channel" if all(scoped.width == 1 for scoped in maps) else "head"
+    return HeadAxis(selected_heads(method, layers[0], heads, scope), kind)
+
+
+def selected_heads(method: str, layer: Layer, heads: Any, scope: str = "core") -> tuple[int, ...]:
+    """Return the heads of a layer that `heads` selects, counted from 0, all for None.
+
+    Raises `OptionError` for heads out of range or named twice.
+    """
+    total = only_port(layer).num_heads(scope)
+    given = heads if heads is None or isinstance(heads, int) else list(heads)
+    try:
+        chosen = tuple(chosen_heads(checked_heads(given, total), total))  # type: ignore[arg-type]  # no reduction
+    except OptionError as error:
+        raise OptionError(f"{method}, {layer.name}: {error}") from None
+    if len(set(chosen)) < len(chosen):
+        raise OptionError(f"{method}: heads={given} names a head twice; name each one once.")
+    return chosen
+
+
+def through_heads(method: str, layer: Layer, heads: int | Sequence[int] | None, *, by_head: bool) -> HeadContributions:
+    """Return the contributions through heads of a layer's core, each apart if `by_head`, else summed."""
+    return HeadContributions.of(only_port(layer), selected_heads(method, layer, heads), together=not by_head)
