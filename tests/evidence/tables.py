@@ -1,0 +1,27 @@
+"""Tables of made numbers, for the verdicts of claims."""
+
+from collections.abc import Callable, Iterable
+
+from evidence.claims import Results
+from unilinattn.evaluation import Table
+from unilinattn.evaluation.table import PARTS
+
+Value = Callable[[str, str], float]
+"""A number for a method and a metric."""
+
+
+def made(tables: dict[str, tuple[Iterable[str], Iterable[str], Iterable[str]]], value: Value) -> Results:
+    """Return results of two seeds and six samples: for each table its models, methods and metrics."""
+
+    def rows(models: Iterable[str], methods: Iterable[str], metrics: Iterable[str]) -> Table:
+        found = []
+        for model in models:
+            for method in methods:
+                for metric in metrics:
+                    for sample in range(6):
+                        number = value(method, metric) + 0.001 * sample
+                        row = {"model": model, "method": method, "layer": "", "sample": str(sample), "metric": metric}
+                        found.append({**row, "value": number, PARTS: [[number, 1.0]]})
+        return Table(found)
+
+    return Results({name: {seed: rows(*parts) for seed in (0, 1)} for name, parts in tables.items()})
