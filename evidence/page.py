@@ -33,12 +33,10 @@ def page(studies: Sequence[Study], records: Mapping[str, Numbers]) -> str:
     parts += [_section(study, records[study.name]) for study in shown]
     machine = records[shown[0].name]["machine"]
     minutes = sum(records[study.name]["seconds"] for study in shown) / 60
-    training = sum(model["seconds"] for study in shown for model in records[study.name]["training"]) / 60
     parts.append(
         "## Cost\n\n"
-        f"Training took {training:.0f} minutes of one core in all, the evaluation {minutes:.0f} "
-        f"({machine['cpu']}; Python {machine['python']}, torch {machine['torch']}, transformers "
-        f"{machine['transformers']})."
+        f"The evaluation took {minutes:.0f} minutes of one core in all ({machine['cpu']}; Python {machine['python']}, "
+        f"torch {machine['torch']}, transformers {machine['transformers']})."
     )
     return "\n".join(parts).rstrip() + "\n"
 

@@ -1,0 +1,150 @@
+"""Activation and pruning on sequences: add or remove tokens in the order of their scores (HMA ACL 4.3, Table 3)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import unilinattn as ula
+from evidence.claims import Claim, Results
+from evidence.pictures import dots
+from evidence.study import Size, Study, View
+from evidence.tasks import TASKS, labelled
+from evidence.training import HELD_OUT_SEED, SELECTION_SEED
+from unilinattn.evaluation import Sample, Table
+from unilinattn.tracing.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METHODS: Mapping[str, Any] = {
+    "raw": "raw",
+    "latim": "latim",
+    "alti": "alti",
+    "rollout": "rollout",
+    "attribution": "attribution",
+    "attention grad": "attention_grad",
+    "contribution": "contribution",
+    "alti rollout": ("alti", {"compose": "rollout"}),
+    "logit": "logit",
+    "lrp": "lrp",
+    "input x gradient": "input_x_gradient",
+}
+
+METRICS = {"AUAC": ("activation_auac", {"masking": "mean"}), "AU-MSE": ("pruning_au_mse", {"masking": "mean"})}
+
+
+def gold(trace: Trace, sample: Sample) -> Tensor:
+    """Score the keys that hold the answer by 1, and the keys before them and the query by a half.
+
+    A model that stores pairs of tokens finds the answer by the token before it: without that token the pair is gone.
+    """
+    assert sample.relevant is not None and sample.target is not None
+    answer = sample.relevant if sample.relevant.ndim == 1 else sample.relevant[sample.target]
+    scores = answer.double()
+    before = torch.cat([scores[1:], torch.zeros(1, dtype=scores.dtype)])
+    return torch.maximum(scores, before / 2)
+
+
+class RemovalStudy(Study):
+    """Activation and pruning tests on three tasks with known answers."""
+
+    name = "removal"
+    title = "Adding and removing tokens"
+    source = "HMA ACL Tables 3 and 9"
+    text = """
+The models of copying, induction and alignment. Activation adds tokens to an input of mean embeddings, most relevant
+first, and watches the probability of the true answer (AUAC, larger is better). Pruning removes them, least relevant
+first, and watches the squared change of the logits (AU-MSE, smaller is better). The query's own token stays.
+
+`gold` ranks the keys that hold the answer first, then the tokens right before them: in a model that stores pairs of
+tokens the answer is found by the token before it. `recency` ranks the nearest tokens first. The paper runs language
+models of up to 2.8 billion parameters on ARC-Easy, without known answers and without baselines.
+"""
+    caption = (
+        "Probability of the true answer as tokens are added, most relevant first: AUAC by method, mean of three seeds."
+    )
+    size = Size(12, 8)
+    quick = Size(2, 2)
+    views = tuple(
+        View(
+            name,
+            f"{name.capitalize()}: {metric}",
+            [(model, metric, model) for model in task.models],
+        )
+        for name, task in TASKS.items()
+        for metric in METRICS
+    )
+
+    def hosts(self, weights: Path, seed: int) -> dict[str, Callable[[], nn.Module]]:
+        """Return functions that load the models of the tasks, named task/model."""
+        return {
+            f"{name}/{model}": load for name, task in TASKS.items() for model, load in task.hosts(weights, seed).items()
+        }
+
+    def measure(
+        self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path
+    ) -> dict[str, Table]:
+        """Measure activation and pruning on each task."""
+        return {
+            name: ula.evaluate(
+                {model: hosts[f"{name}/{model}"] for model in task.models},
+                labelled(task.samples(size.scored, HELD_OUT_SEED)),
+                {**METHODS, "gold": gold},
+                METRICS,
+                selection=labelled(task.samples(size.selection, SELECTION_SEED)),
+                out=out / name,
+                progress=False,
+            )
+            for name, task in TASKS.items()
+        }
+
+    def claims(self, results: Results) -> list[Claim]:
+        """Return the claims of HMA ACL 4.3 and of this library."""
+
+        def better(metric: str, method: str, than: str, tasks: Sequence[str] = tuple(TASKS)) -> list[Any]:
+            larger = metric == "AUAC"
+            return [results.better(name, metric, method, than, TASKS[name].models, larger=larger) for name in tasks]
+
+        return [
+            Claim.of(
+                "Attribution ranks tokens better than raw attention and rollout, by activation and by pruning",
+                "HMA ACL 4.3, Table 3",
+                *(
+                    outcome
+                    for metric in METRICS
+                    for other in ("raw", "rollout")
+                    for outcome in better(metric, "attribution", other)
+                ),
+            ),
+            Claim.of(
+                "Every method ranks better than chance by activation",
+                "here",
+                *(outcome for method in METHODS for outcome in better("AUAC", method, "random")),
+            ),
+            Claim.of(
+                "`logit` ranks better than `attribution` by activation",
+                "here",
+                *better("AUAC", "logit", "attribution"),
+            ),
+            Claim.of(
+                "The known answer, with the token before it, ranks better than every method by activation",
+                "here",
+                *(outcome for method in METHODS for outcome in better("AUAC", "gold", method)),
+            ),
+            Claim.untested(
+                "The same on ARC-Easy with Mamba-1 of 1.3 and 2.8 billion parameters",
+                "HMA ACL Table 3",
+                "the checkpoints and the data are not part of this repository",
+            ),
+        ]
+
+    def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
+        """Draw the AUAC of every method."""
+        panels = {name.capitalize(): (name, "AUAC", task.models) for name, task in TASKS.items()}
+        return dots(panels, results, across="AUAC")
+
+
+STUDY = RemovalStudy()

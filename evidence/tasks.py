@@ -1,0 +1,54 @@
+"""The tasks of several studies, for studies that measure the same models in another way."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from evidence import alignment, copying, induction
+from evidence.study import Study
+from unilinattn.evaluation import Sample
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task with trained models.
+
+    Attributes:
+        study: the study that trains the models.
+        models: names of the models.
+        samples: `samples(count, seed)` returns samples with one target each and its relevant keys.
+    """
+
+    study: Study
+    models: Sequence[str]
+    samples: Callable[[int, int], list[Sample]]
+
+    def hosts(self, weights: Path, seed: int) -> dict[str, Callable[[], nn.Module]]:
+        """Return functions that load the models of a seed."""
+        hosts = self.study.hosts(weights, seed)
+        return {model: hosts[model] for model in self.models}
+
+
+def _words(count: int, seed: int) -> list[Sample]:
+    return alignment.single_words(alignment.samples(count, seed))
+
+
+TASKS: Mapping[str, Task] = {
+    "copying": Task(copying.STUDY, tuple(copying.STUDY.models), copying.samples),
+    "induction": Task(induction.STUDY, induction.EXPLAINED, induction.samples),
+    "alignment": Task(alignment.STUDY, tuple(alignment.STUDY.models), _words),
+}
+"""The tasks by name."""
+
+
+def labelled(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples with the id of the true answer: the next token, or at the end that of the relevant key."""
+
+    def answer(sample: Sample) -> int:
+        assert sample.target is not None and sample.relevant is not None
+        ids, following = sample.inputs[0], sample.target + 1
+        return int(ids[following] if following < len(ids) else ids[sample.relevant.nonzero()[0, 0]])
+
+    return [replace(sample, label=answer(sample)) for sample in samples]

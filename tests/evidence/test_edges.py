@@ -1,0 +1,65 @@
+"""Cuts of tokens and edges, and the shares by which edges are ranked."""
+
+import pytest
+import torch
+
+import unilinattn as ula
+from evidence import edges
+from unilinattn.evaluation import Sample
+from unilinattn.evaluation.measures import Case
+from unilinattn.examples import TASKS, load
+
+LENGTH = 10
+
+
+@pytest.fixture(scope="module")
+def traced():
+    host = load("induction", "mamba")
+    sample = Sample(inputs=TASKS["induction"].sample(1, 0).input_ids[:, :LENGTH], target=LENGTH - 2)
+    return host, sample, ula.trace(host, sample.inputs, progress=False)
+
+
+def predicted(host, ids, target):
+    with torch.no_grad():
+        return float(host(ids).logits[0, target].max())
+
+
+def test_the_shares_of_all_edges_are_the_gradient_times_the_output_without_bias(traced) -> None:
+    _, sample, trace = traced
+    shares = edges.edge_scores(trace, sample.target)["gradient x contribution"].double()
+    (gradients,) = trace.gradients([sample.target])
+    for layer, gradient, share in zip(trace.layers, gradients, shares, strict=True):
+        whole = (gradient * (layer.output - layer.operator.bias)).sum().double()
+        torch.testing.assert_close(share.sum(), whole, rtol=1e-4, atol=1e-5)
+        assert not share.triu(1).any()
+
+
+def test_a_fall_is_that_of_the_model_without_the_edges(traced) -> None:
+    host, sample, trace = traced
+    scores = torch.zeros(2, LENGTH, LENGTH)
+    scores[0, 5, 3], scores[1, sample.target, 1] = 2, 1
+    with ula.cut(host, [(5, 3)], layers=[0]), ula.cut(host, [(sample.target, 1)], layers=[1]):
+        cut = host(sample.inputs).logits[0, sample.target].detach()
+    with torch.no_grad():
+        whole = host(sample.inputs).logits[0, sample.target]
+    expected = float(whole.max() - cut[whole.argmax()])
+    assert edges.edge_fall(host, sample, trace, scores, 2) == pytest.approx(expected, abs=1e-5)
+    assert expected != 0
+
+
+def test_edges_of_a_token_to_itself_or_after_the_target_are_never_cut(traced) -> None:
+    host, sample, trace = traced
+    scores = torch.zeros(2, LENGTH, LENGTH)
+    scores[:, range(LENGTH), range(LENGTH)] = 3
+    scores[:, LENGTH - 1] = 3
+    scores[1, sample.target, 1] = 1
+    one = torch.zeros_like(scores)
+    one[1, sample.target, 1] = 1
+    assert edges.edge_fall(host, sample, trace, scores, 1) == edges.edge_fall(host, sample, trace, one, 1)
+
+
+def test_the_fall_of_one_token_is_its_knockout(traced) -> None:
+    host, sample, trace = traced
+    result = ula.explain(trace, method="knockout", target=sample.target, progress=False)
+    best = torch.where(torch.arange(LENGTH) < sample.target, result.scores[0], -torch.inf).max()
+    assert edges.token_fall(Case(host, sample, trace, result), 1) == pytest.approx(float(best), abs=1e-5)
