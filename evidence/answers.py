@@ -1,0 +1,106 @@
+"""Answers of models to questions, and metrics of the scores that explain them, also if they are wrong."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from evidence.questions import Questions
+from unilinattn.evaluation import Case, Sample, row_scores
+from unilinattn.examples.tasks import NO_ANSWER
+from unilinattn.tracing.substitution import through_operators
+
+SCORED_LENGTHS = (48, 64, 80, 96)
+"""Lengths of the scored contexts."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to one question.
+
+    Attributes:
+        ids: the tokens up to the query, of shape (1, length).
+        context: number of tokens of the context.
+        answer, predicted: the right token, and the model's.
+        name: the length of the context, and the question's number.
+    """
+
+    ids: Int[Tensor, "1 length"]
+    context: int
+    answer: int
+    predicted: int
+    name: str
+
+    @property
+    def right(self) -> bool:
+        """Whether the model's token is the right one."""
+        return self.answer == self.predicted
+
+    @property
+    def in_context(self) -> bool:
+        """Whether the predicted token is one of the context."""
+        return bool((self.ids[0, : self.context] == self.predicted).any())
+
+    @property
+    def sample(self) -> Sample:
+        """The question with the keys of the context that hold the predicted token as the relevant ones."""
+        context = torch.arange(self.ids.shape[1]) < self.context
+        relevant = context & (self.ids[0] == self.predicted)
+        return Sample(
+            inputs=self.ids, target=-1, relevant=relevant, valid=context, label=self.answer, name=self.name
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def answers(host: nn.Module, drawn: Questions) -> list[Answer]:
+    """Return the answers of a model to all questions, context by context."""
+    with through_operators(host):
+        predicted = host(drawn.input_ids).logits.argmax(-1)
+    return [
+        Answer(
+            drawn.input_ids[at : at + 1, : query + 1],
+            drawn.context,
+            int(drawn.labels[at, query]),
+            int(predicted[at, query]),
+            f"{drawn.context}-{number}",
+        )
+        for number, (at, query) in enumerate((drawn.labels != NO_ANSWER).nonzero().tolist())
+    ]
+
+
+def of_all_lengths(host: nn.Module, draw: Callable[..., Questions], count: int, seed: int) -> list[Answer]:
+    """Return the answers for `count` contexts of each scored length, the lengths in turn."""
+    by_length = [answers(host, draw(count, seed, length=length)) for length in SCORED_LENGTHS]
+    return [answer for group in zip(*by_length, strict=True) for answer in group]
+
+
+def answer_ap(case: Case) -> float:
+    """Return the AP of the scores for the keys that hold the right answer."""
+    relevant = case.valid & (case.sample.inputs[0] == case.sample.label)
+    return float(row_scores(case.scores[None], relevant[None], case.valid[None]).ap)
+
+
+def answer_hit(case: Case) -> float:
+    """Return the probability that the best key holds the right answer."""
+    relevant = case.valid & (case.sample.inputs[0] == case.sample.label)
+    return float(row_scores(case.scores[None], relevant[None], case.valid[None]).hit_at_1)
+
+
+def either_hit(case: Case) -> float:
+    """Return the probability that the best key holds the predicted token or the right answer."""
+    return float(case.ranking.hit_at_1) + answer_hit(case)
+
+
+def lead(case: Case) -> float:
+    """Return the AP for the keys of the predicted token, less that for the keys of the right answer."""
+    return float(case.ranking.ap) - answer_ap(case)
+
+
+def first_half(case: Case) -> float:
+    """Return the share of the first half of the relevant keys in the absolute scores of both halves."""
+    scores = case.scores[case.relevant].abs().double()
+    half = len(scores) // 2
+    first, last = scores[:half].sum(), scores[len(scores) - half :].sum()
+    return float(first / (first + last))

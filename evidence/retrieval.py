@@ -1,0 +1,430 @@
+"""Retrieval: where models look for a passkey and for frequent words, also when they err (LaTIM 4.3 and D.3)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+import unilinattn as ula
+from evidence.answers import (
+    SCORED_LENGTHS,
+    Answer,
+    answer_ap,
+    answer_hit,
+    answers,
+    either_hit,
+    first_half,
+    lead,
+    of_all_lengths,
+)
+from evidence.claims import Claim, Outcome, Results
+from evidence.drawing import RIGHT, WRONG, draw_strips
+from evidence.hosts import builder
+from evidence.pictures import figure
+from evidence.questions import KEY, NAMES, PAIRS, VOCABULARY, Questions, frequent_words, passkeys
+from evidence.rows import number, proportion
+from evidence.study import Model, Size, Study, View
+from evidence.training import HELD_OUT_SEED, SELECTION_SEED, STEPS_OF_A_SEED, Recipe
+from unilinattn.evaluation import Table
+from unilinattn.examples.tasks import NO_ANSWER
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+QUESTIONS_IN_TRAINING = 8
+"""Number of passkeys that a context of the training is asked for; the evaluation asks for one."""
+
+TRAINING_LENGTHS = (25, 64)
+"""Lengths of the contexts at the start and at the end of the training, between which they grow."""
+
+METHODS: Mapping[str, Any] = {
+    "raw": "raw",
+    "latim l2": "latim",
+    "alti": "alti",
+    "rollout": "rollout",
+    "attribution": "attribution",
+    "alti rollout": ("alti", {"compose": "rollout"}),
+    "alti_logit": "alti_logit",
+    "logit": "logit",
+    "lrp": "lrp",
+    "input_x_gradient": "input_x_gradient",
+}
+"""Methods of passkeys: the first three of one layer, chosen on other contexts."""
+
+OF_WORDS: Mapping[str, Any] = {
+    "raw": "raw",
+    "raw, mean": ("raw", {"layers": "mean"}),
+    "latim l2": "latim",
+    "latim l2, mean": ("latim", {"layers": "mean"}),
+    "alti": "alti",
+    "logit": "logit",
+    "lrp": "lrp",
+}
+"""Methods of frequent words; LaTIM averages its scores over the layers (Fig. 3 and 9)."""
+
+LAYERED = 3
+"""Number of methods of passkeys that keep a layer axis."""
+
+PASSKEYS: Mapping[str, Any] = {"ap": "ap", "hit_at_1": "hit_at_1"}
+WORDS_RIGHT: Mapping[str, Any] = {**PASSKEYS, "recall_at_k": "recall_at_k", "first_half": first_half}
+OF_ERRORS: Mapping[str, Any] = {**PASSKEYS, **{one.__name__: one for one in (answer_ap, answer_hit, either_hit, lead)}}
+"""Metrics of right passkeys, right words and wrong answers."""
+
+BASELINES = ("random", "recency", "primacy")
+RECIPES = {
+    "mamba": Recipe(800, 5e-3, 16, through_operators=True),
+    "mamba2": Recipe(800, 5e-3, 16, through_operators=True),
+    "transformer": Recipe(1500, 3e-3, 16),
+}
+MODELS = tuple(RECIPES)
+
+WORDS_RECIPES = {
+    "mamba": Recipe(300, 5e-3, 16, through_operators=True),
+    "mamba2": Recipe(300, 5e-3, 16, through_operators=True),
+    "transformer": Recipe(500, 3e-3, 16),
+}
+"""The recipes of passkeys and of frequent words."""
+
+
+def _of_words(model: str) -> str:
+    """Return the name of the model of an architecture that is trained on frequent words."""
+    return f"{model}_words"
+
+
+HEADINGS = dict(zip(MODELS, ("Mamba-1", "Mamba-2", "Transformer"), strict=True))
+RANKS = ("first word", "second word", "third word")
+
+PAPER = {
+    "LaTIM Mamba-2 130M": (0.998, 0.582, 0.281, 0.743, 0.412, 0.469, 0.222),
+    "LaTIM Mamba-2 370M": (1.0, 0.576, 0.331, 0.654, 0.473, 0.536, 0.267),
+}
+"""LaTIM Tables 5 and 6, 1024 tokens: 1, 2 and 4 pairs; 2 and 4 pairs by whether the first or a later one is asked."""
+
+PAPER_ROWS = ("1 pair", "2 pairs", "4 pairs", "2 pairs, first", "2 pairs, later", "4 pairs, first", "4 pairs, later")
+
+
+def _columns(*metrics: tuple[str, str]) -> list[tuple[str, str, str]]:
+    return [
+        (model, metric, f"{heading} {label}".strip())
+        for metric, label in metrics
+        for model, heading in HEADINGS.items()
+    ]
+
+
+class Retrieval(Study):
+    """The study of passkeys and frequent words."""
+
+    name = "retrieval"
+    title = "Passkey retrieval and frequent words"
+    source = "LaTIM 4.3 and D.3 (Tables 5 and 6, Fig. 3, 8 and 9)"
+    text = """
+A passkey context has 48 to 96 tokens: noise with 1, 2, 4 or 8 pairs of a key and the value after it; the question at
+the end repeats a key, and the answer is its value. A passage of frequent words has as many tokens of the same noise;
+at the end the three most frequent words are named, the most frequent first. Each task has its models. The passkey
+contexts of the training grow from 25 to 64 tokens, so that the longer scored ones ask for more than was trained. The
+keys that hold an answer are known: one for a passkey, all occurrences for a word. Wrong answers are explained too,
+and the relevant keys are then those of the *predicted* token: a method that shows the reason for the error finds
+them, and not those of the right answer. Methods explain the predicted token; candidates are the tokens of the
+context.
+"""
+    caption = (
+        "A right and a wrong answer of Mamba-2: the tokens of a context with eight pairs, the question at the end, and "
+        "the absolute scores of three methods, each relative to its largest. The right answer is framed in green, the "
+        "predicted one, if it is another, in red."
+    )
+    models: ClassVar[Mapping[str, Model]] = {
+        **{name: Model(builder(name, VOCABULARY), recipe) for name, recipe in RECIPES.items()},
+        **{_of_words(name): Model(builder(name, VOCABULARY), recipe) for name, recipe in WORDS_RECIPES.items()},
+    }
+    size = Size(16, 6)
+    quick = Size(4, 2)
+    views = (
+        View(
+            "accuracy",
+            "Share of right answers",
+            _columns(("accuracy", "")),
+            {heading: dict(zip(PAPER_ROWS, map("{:.3f}".format, row), strict=True)) for heading, row in PAPER.items()},
+            "By the number of pairs, by whether the first pair or a later one is asked, and by the length of the "
+            "context; below, by the rank of the named word. LaTIM's contexts have 1024 tokens.",
+        ),
+        View(
+            "passkeys",
+            "Passkeys among 8 pairs, right answers: AP, and share of best keys that hold the answer",
+            _columns(("ap", "AP"), ("hit_at_1", "hit@1")),
+        ),
+        View(
+            "wrong passkeys",
+            "Passkeys among 8 pairs, wrong answers: share of best keys that hold the predicted and the right token",
+            _columns(("hit_at_1", "predicted"), ("answer_hit", "right")),
+        ),
+        View(
+            "words",
+            "Frequent words, right answers: AP, and share of the first half of a word's occurrences in its scores",
+            _columns(("ap", "AP"), ("first_half", "first half")),
+        ),
+        View(
+            "wrong words",
+            "Frequent words, wrong answers: AP for the predicted and for the right word",
+            _columns(("ap", "predicted"), ("answer_ap", "right")),
+        ),
+        View("counts", "Number of wrong answers that are explained", _columns(("explained", ""))),
+    )
+
+    def loss(self, host: nn.Module, model: str, seed: int, batch: int) -> Tensor:
+        """Return the cross entropy of the answers."""
+        if model not in RECIPES:
+            return _loss(host, frequent_words(batch, seed))
+        first, last = TRAINING_LENGTHS
+        # Models learn to look keys up in short contexts, and then in longer ones.
+        length = first + (last - first) * (seed % STEPS_OF_A_SEED) // self.models[model].recipe.steps
+        return _loss(host, passkeys(batch, seed, length=length, questions=QUESTIONS_IN_TRAINING))
+
+    def accuracy(self, host: nn.Module, model: str) -> float:
+        """Return the share of right answers."""
+        given = of_all_lengths(host, passkeys if model in RECIPES else frequent_words, 64, HELD_OUT_SEED)
+        return sum(one.right for one in given) / len(given)
+
+    def measure(
+        self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path
+    ) -> dict[str, Table]:
+        """Return the tables of the views. Each model has its right and wrong answers explained."""
+        rows: dict[str, list[Mapping[str, Any]]] = {view.table: [] for view in self.views}
+        for model in (name for name in MODELS if name in hosts):
+            of_task = {"passkeys": hosts[model](), "words": hosts[_of_words(model)]()}
+            rows["accuracy"] += _accuracies(model, of_task["passkeys"], of_task["words"], 2 * size.scored)
+            tasks = ("passkeys", _eight_pairs, METHODS, PASSKEYS), ("words", frequent_words, OF_WORDS, WORDS_RIGHT)
+            for task, draw, methods, metrics in tasks:
+                host = of_task[task]
+                given = of_all_lengths(host, draw, 3 * size.scored, HELD_OUT_SEED)
+                selection = of_all_lengths(host, draw, 2 * size.selection, SELECTION_SEED)
+                groups = {
+                    task: ([one.sample for one in given if one.right], metrics),
+                    # An answer that is no token of the context has no key that holds it.
+                    f"wrong {task}": ([one.sample for one in given if not one.right and one.in_context], OF_ERRORS),
+                }
+                for name, (samples, measured) in groups.items():
+                    rows["counts"].append(number(name, "explained", min(len(samples), size.scored), model=model))
+                    if samples:
+                        rows[name] += ula.evaluate(
+                            {model: host},
+                            samples[: size.scored],
+                            methods,
+                            measured,
+                            selection=[one.sample for one in selection if one.right][: size.selection],
+                            select_by="ap",
+                            baselines=BASELINES,
+                            out=out / f"{name}-{model}",
+                        )
+        return {name: Table(of_table) for name, of_table in rows.items() if of_table}
+
+    def claims(self, results: Results) -> list[Claim]:
+        """Return the claims of LaTIM 4.3 and D.3, and those of this library."""
+        return [*_of_answers(results), *_of_scores(results), *_here(results)]
+
+    def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
+        """Draw the scores of a right and of a wrong answer of Mamba-2 over the tokens of the context."""
+        host = hosts["mamba2"]()
+        given = answers(host, _eight_pairs(512, HELD_OUT_SEED, length=SCORED_LENGTHS[0]))
+        wrong = [one for one in given if not one.right and one.in_context]
+        shown = [next(one for one in given if one.right), *wrong[:1]]
+        drawn = figure(11.6, 2.7 * len(shown))
+        for axis, one in zip(drawn.subplots(len(shown), 1, squeeze=False).flat, shown, strict=True):
+            rows = {
+                label: ula.explain(host, one.ids, method=method, target=-1, progress=False, **options).scores.flatten()
+                for label, (method, options) in DRAWN.items()
+            }
+            ids = one.ids[0].tolist()
+            colors = {one.predicted: WRONG, one.answer: RIGHT}
+            answer = NAMES[one.predicted] + (", which is right" if one.right else f"; right is {NAMES[one.answer]}")
+            draw_strips(
+                axis,
+                [NAMES[token] for token in ids],
+                {label: scores[: one.context] for label, scores in rows.items()},
+                f"Asked for {NAMES[ids[-1]]}, the model answers {answer}",
+                pale=[at for at, token in enumerate(ids) if token < KEY],
+                colors={at: colors[token] for at, token in enumerate(ids) if token in colors},
+            )
+        return drawn
+
+
+def _loss(host: nn.Module, drawn: Questions) -> Tensor:
+    asked = drawn.labels != NO_ANSWER
+    return functional.cross_entropy(host(drawn.input_ids).logits[asked], drawn.labels[asked])
+
+
+def _eight_pairs(count: int, seed: int, *, length: int) -> Questions:
+    return passkeys(count, seed, length=length, pairs=max(PAIRS))
+
+
+def _accuracies(model: str, host: nn.Module, of_words: nn.Module, count: int) -> list[dict[str, Any]]:
+    """Return a row for each answer, by number of pairs, place of the asked pair, length, and rank of the word."""
+    groups: dict[str, list[Answer]] = {}
+    for pairs in PAIRS:
+        label = "1 pair" if pairs == 1 else f"{pairs} pairs"
+        for place, first in (("", None), (", first", True), (", later", False)):
+            if pairs > 1 or first is None:
+                draw = partial(passkeys, pairs=pairs, first=first)
+                groups[label + place] = of_all_lengths(host, draw, count, HELD_OUT_SEED)
+    hardest = f"{max(PAIRS)} pairs"
+    for length in (SCORED_LENGTHS[0], SCORED_LENGTHS[-1]):
+        groups[f"{hardest}, {length} tokens"] = [one for one in groups[hardest] if one.context == length]
+    words = of_all_lengths(of_words, frequent_words, count, HELD_OUT_SEED)
+    for rank, label in enumerate(RANKS):
+        groups[label] = [one for one in words if one.ids.shape[1] == one.context + 1 + rank]
+    return [
+        row
+        for label, given in groups.items()
+        for row in proportion(label, "accuracy", (one.right for one in given), model=model)
+    ]
+
+
+def _erring(results: Results, table: str) -> list[str]:
+    """Return the models with wrong answers of every seed."""
+    tables = results.tables.get(table, {}).values()
+    return [model for model in MODELS if tables and all(any(row["model"] == model for row in one) for one in tables)]
+
+
+def _of_answers(results: Results) -> list[Claim]:
+    """Return LaTIM's claims on the answers of Mamba-2."""
+
+    def more(row: str, than: str) -> Outcome:
+        return results.better("accuracy", "accuracy", row, than, ["mamba2"])
+
+    few, many = "1 pair", f"{max(PAIRS)} pairs"
+    short, long = (f"{many}, {length} tokens" for length in (SCORED_LENGTHS[0], SCORED_LENGTHS[-1]))
+    return [
+        Claim.of("More pairs lower the recall of Mamba-2", "LaTIM 4.3, Table 5", more(few, many)),
+        Claim.of("Longer contexts lower the recall of Mamba-2", "LaTIM 4.3, Table 5", more(short, long)),
+        Claim.untested("Larger models recall less", "LaTIM 4.3, Table 5", "models of one size are trained here"),
+        Claim.of(
+            "Recall is better if the asked pair is the first",
+            "LaTIM D.3, Table 6",
+            *(more(f"{pairs} pairs, first", f"{pairs} pairs, later") for pairs in (2, 4)),
+        ),
+        Claim.of(
+            "Recall is worse if the asked pair is the first (the text contradicts its Table 6)",
+            "LaTIM 4.3",
+            *(more(f"{pairs} pairs, later", f"{pairs} pairs, first") for pairs in (2, 4)),
+        ),
+        Claim.of(
+            "The third most frequent word is named right less often than the first",
+            "LaTIM 4.3",
+            more(RANKS[0], RANKS[2]),
+        ),
+        Claim.untested(
+            "Mamba models of up to 1.4B parameters struggle with frequent words",
+            "LaTIM 4.3",
+            "the pretrained checkpoints are not part of this repository",
+        ),
+    ]
+
+
+def _of_scores(results: Results) -> list[Claim]:
+    """Return LaTIM's claims on the scores of Mamba-2."""
+    models = ["mamba2"]
+
+    def positive(table: str, method: str) -> Outcome:
+        text = f"AP of `{method}` higher for the predicted than for the right token"
+        return results.every(table, "lead", method, models, lambda value: value > 0, text)
+
+    def on_errors(text: str, source: str, table: str, *outcomes: Callable[[], Outcome]) -> Claim:
+        if "mamba2" not in _erring(results, table):
+            return Claim.untested(text, source, "Mamba-2 gave no wrong answer")
+        return Claim.of(text, source, *(outcome() for outcome in outcomes))
+
+    return [
+        on_errors(
+            "In a wrong answer, LaTIM (l2) looks at the predicted or the right value, and Mamba-Attention elsewhere",
+            "LaTIM 4.3 and D.3, Fig. 8",
+            "wrong passkeys",
+            lambda: results.better("wrong passkeys", "either_hit", "latim l2", "raw", models),
+        ),
+        on_errors(
+            "In a wrong answer, LaTIM (l2) shows that the model looks at another pair than the asked one",
+            "LaTIM 4.3, Fig. 3",
+            "wrong passkeys",
+            lambda: positive("wrong passkeys", "latim l2"),
+        ),
+        Claim.of(
+            "The scores of LaTIM (l2), averaged over layers, stand on the occurrences of the frequent word",
+            "LaTIM 4.3, Fig. 3",
+            results.better("words", "ap", "latim l2, mean", "random", models),
+        ),
+        on_errors(
+            "If a wrong word is named, LaTIM (l2) does not stand on the right word",
+            "LaTIM 4.3, Fig. 3",
+            "wrong words",
+            lambda: positive("wrong words", "latim l2, mean"),
+        ),
+        Claim.of(
+            "The attention on a repeated word falls from its first occurrences to its last",
+            "LaTIM 4.3 and D.3, Fig. 9",
+            _falls(results, models),
+        ),
+        Claim.untested(
+            "Models rely on the form of words rather than on their frequency",
+            "LaTIM 4.3",
+            "a word is one token here",
+        ),
+    ]
+
+
+def _falls(results: Results, models: Sequence[str]) -> Outcome:
+    text = "first half of the occurrences has more than half of the scores of `latim l2, mean`"
+    return results.every("words", "first_half", "latim l2, mean", models, lambda value: value > 0.5, text)
+
+
+def _here(results: Results) -> list[Claim]:
+    """Return the claims of this library."""
+
+    def precise(method: str, than: str) -> Outcome:
+        return results.better("passkeys", "ap", method, than, MODELS)
+
+    claims = [
+        Claim.of("`alti` finds more than `raw` on every architecture", "here", precise("alti", "raw")),
+        Claim.of("`latim` finds more than `raw` on every architecture", "here", precise("latim l2", "raw")),
+        Claim.of(
+            "`logit` is the best method of all layers",
+            "here",
+            *(precise("logit", other) for other in list(METHODS)[LAYERED:] if other != "logit"),
+        ),
+        Claim.of(
+            "The attention on a repeated word falls from its first occurrences to its last on every architecture",
+            "here",
+            _falls(results, MODELS),
+        ),
+    ]
+    if erring := _erring(results, "wrong passkeys"):
+        claims += [
+            Claim.of(
+                f"The best key of `{method}` holds the predicted value in most wrong answers",
+                "here",
+                results.every(
+                    "wrong passkeys", "hit_at_1", method, erring, lambda value: value > 0.5, "more than one half"
+                ),
+            )
+            for method in ("raw", "latim l2", "alti", "logit")
+        ]
+    claims += [
+        Claim.of(
+            f"`{method}` finds passkeys better than every baseline",
+            "here",
+            *(precise(method, baseline) for baseline in BASELINES),
+        )
+        for method in METHODS
+    ]
+    return claims
+
+
+DRAWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "raw, mean": ("raw", {"layers": "mean"}),
+    "latim l2, mean": ("latim", {"layers": "mean"}),
+    "logit": ("logit", {}),
+}
+"""Methods of the picture, which need no choice of a layer."""
+
+
+STUDY = Retrieval()

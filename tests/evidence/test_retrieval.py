@@ -1,0 +1,209 @@
+"""Passkeys and frequent words against look-ups of plain Python, metrics of wrong answers, and the verdicts."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from evidence import claims
+from evidence.answers import Answer, answer_ap, answer_hit, either_hit, first_half, lead
+from evidence.questions import (
+    ASK,
+    LENGTHS,
+    NAME,
+    NAMES,
+    PAIRS,
+    VOCABULARY,
+    Questions,
+    frequent_words,
+    passkeys,
+)
+from evidence.retrieval import BASELINES, METHODS, MODELS, OF_WORDS, RANKS, STUDY
+from evidence.study import FOLDER, SEEDS
+from evidence.training import record
+from tests.evidence.tables import made
+from unilinattn.errors import InputError, OptionError
+from unilinattn.evaluation import Case
+from unilinattn.examples.tasks import NO_ANSWER
+from unilinattn.results.attribution import Attribution
+
+
+def looked_up(context: list[int]) -> dict[int, tuple[int, int]]:
+    """Return the value of each key of a context, and its position; ids below 16 are noise, those below 32 keys."""
+    found: dict[int, tuple[int, int]] = {}
+    for at, token in enumerate(context):
+        if 16 <= token < 32:
+            assert 32 <= context[at + 1] < 48
+            assert token not in found
+            found[token] = (context[at + 1], at + 1)
+    assert len({value for value, _ in found.values()}) == len(found)
+    assert 2 * len(found) == sum(token >= 16 for token in context)
+    return found
+
+
+def require_passkeys(drawn: Questions, questions: int) -> list[tuple[int, int]]:
+    """Compare the answers with those looked up; return the number of pairs, and the rank of the last asked one."""
+    sizes = []
+    for ids, labels, relevant in zip(drawn.input_ids.tolist(), drawn.labels.tolist(), drawn.relevant, strict=True):
+        pairs = looked_up(ids[: drawn.context])
+        expected = {}
+        for number in range(questions):
+            start = drawn.context + 3 * number
+            assert ids[start] == ASK
+            value, place = pairs[ids[start + 1]]
+            expected[start + 1] = value, place
+            assert number == questions - 1 or ids[start + 2] == value
+        assert len(ids) == drawn.context + 3 * questions - 1
+        assert {at: label for at, label in enumerate(labels) if label != NO_ANSWER} == {
+            at: value for at, (value, _) in expected.items()
+        }
+        assert relevant.nonzero().tolist() == [[at, place] for at, (_, place) in expected.items()]
+        sizes.append((len(pairs), sorted(place for _, place in pairs.values()).index(place)))
+    return sizes
+
+
+@pytest.mark.parametrize("questions", [1, 3])
+def test_passkeys_are_those_looked_up(questions: int) -> None:
+    sizes = require_passkeys(passkeys(200, 4, questions=questions), questions)
+    assert {size for size, _ in sizes} == set(PAIRS)
+    drawn = passkeys(3, 4, questions=questions)
+    turned = Questions(drawn.input_ids, drawn.labels, drawn.relevant.roll(1, 2), drawn.context)
+    with pytest.raises(AssertionError):
+        require_passkeys(turned, questions)
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_the_asked_pair_is_the_first_or_a_later_one(pairs: int) -> None:
+    first = require_passkeys(passkeys(40, 2, length=LENGTHS[0], pairs=pairs, first=True), 1)
+    assert set(first) == {(pairs, 0)}
+    if pairs == 1:
+        with pytest.raises(OptionError, match="pairs >= 2"):
+            passkeys(40, 2, pairs=1, first=False)
+    else:
+        later = require_passkeys(passkeys(40, 2, length=LENGTHS[-1], pairs=pairs, first=False), 1)
+        assert {rank for _, rank in later} == set(range(1, pairs))
+
+
+@pytest.mark.parametrize("length", [25, 26, 48, 71, 96])
+def test_frequent_words_are_those_counted(length: int) -> None:
+    drawn = frequent_words(40, 6, length=length)
+    for ids, labels, relevant in zip(drawn.input_ids.tolist(), drawn.labels.tolist(), drawn.relevant, strict=True):
+        passage = ids[:length]
+        counts = Counter(passage).most_common()
+        assert [count for _, count in counts[:3]] == sorted({count for _, count in counts}, reverse=True)[:3]
+        named = [word for word, _ in counts[:3]]
+        assert ids[length:] == [NAME, *named[:2]]
+        assert labels == [NO_ANSWER] * length + named
+        expected = [
+            [length + at, key] for at, word in enumerate(named) for key in range(length) if passage[key] == word
+        ]
+        assert relevant.nonzero().tolist() == expected
+
+
+@pytest.mark.parametrize("draw", [passkeys, frequent_words])
+def test_contexts_depend_on_the_seed_only(draw) -> None:
+    one, same, other = draw(5, 7), draw(5, 7), draw(5, 8)
+    assert torch.equal(one.input_ids, same.input_ids)
+    assert torch.equal(one.relevant, same.relevant)
+    assert one.input_ids.tolist() != other.input_ids.tolist()
+    assert {draw(1, seed).context for seed in range(600)} == set(LENGTHS)
+    assert len(NAMES) == VOCABULARY
+    with pytest.raises(InputError, match="at least one context"):
+        draw(0, 7)
+    with pytest.raises(OptionError, match="25 to 96"):
+        draw(1, 7, length=24)
+
+
+def test_pairs_are_checked() -> None:
+    with pytest.raises(OptionError, match="accepted: 1, 2, 4, 8"):
+        passkeys(1, 0, pairs=3)
+
+
+def test_metrics_of_a_wrong_answer() -> None:
+    # The answer 40 stands at 1, the predicted 41 at 3.
+    one = Answer(torch.tensor([[0, 40, 2, 41, 3, ASK, 16, 40]]), 5, answer=40, predicted=41, name="5-0")
+    assert not one.right
+
+    def case(scores: list[float]) -> Case:
+        result = Attribution(scores=torch.tensor([scores]), dims=("batch", "key"), method="made", mask=None, model="")
+        return Case(None, one.sample, None, result)
+
+    reason = case([0.1, 0.2, 0.0, 0.9, 0.3, 5, 5, 5])
+    # The answer is third of the candidates, which are the tokens of the context.
+    assert (reason.ranking.hit_at_1, answer_hit(reason), either_hit(reason)) == (1, 0, 1)
+    assert (answer_ap(reason), lead(reason)) == pytest.approx((1 / 3, 2 / 3))
+    other = case([0.1, 0.9, 0.0, 0.2, 0.3, 5, 5, 5])
+    assert (other.ranking.hit_at_1, answer_hit(other), either_hit(other)) == (0, 1, 1)
+    assert lead(other) == pytest.approx(-2 / 3)
+    neither = case([0.9, 0.5, 0.0, 0.2, 0.3, 5, 5, 5])
+    assert either_hit(neither) == 0
+    word = Answer(torch.tensor([[7, 8, 7, 7, 8, 7, 7, NAME]]), 7, answer=7, predicted=7, name="7-0")
+    result = Attribution(
+        scores=torch.tensor([[3.0, 9, -1, 5, 9, 1, 0, 9]]), dims=("batch", "key"), method="made", mask=None, model=""
+    )
+    # Five occurrences with 3, -1, 5, 1, 0: the one in the middle counts in neither half.
+    assert first_half(Case(None, word.sample, None, result)) == pytest.approx(4 / 5)
+
+
+ACCURACIES = [
+    f"{count} pair{'s' * (count > 1)}{place}"
+    for count in PAIRS
+    for place in ("", ", first", ", later", ", 48 tokens", ", 96 tokens")
+]
+TABLES = {
+    "accuracy": (MODELS, [*ACCURACIES, *RANKS], ("accuracy",)),
+    "passkeys": (MODELS, [*BASELINES, *METHODS], ("ap",)),
+    "words": (MODELS, [*BASELINES, *OF_WORDS], ("ap", "first_half")),
+    "wrong passkeys": (MODELS, [*METHODS], ("either_hit", "lead", "hit_at_1")),
+    "wrong words": (MODELS, [*OF_WORDS], ("lead",)),
+}
+ORDER = ["96 tokens", "later", "8 pairs", "third word", "1 pair", "first", "48 tokens", *BASELINES, "input_x_gradient",
+         "attribution", "raw", "rollout", "alti_logit", "lrp", "alti", "latim l2", "logit"]  # fmt: skip
+
+
+def verdicts(order: list[str], tables: dict = TABLES) -> dict[str, str]:
+    """Return the verdicts if rows with later labels of the order have larger numbers."""
+
+    def value(method: str, metric: str) -> float:
+        within = [at for at, label in enumerate(order) if label in method]
+        place = order.index(method) if method in order else max(within, default=0)
+        return place / len(order) * (2 if metric in ("first_half", "hit_at_1") else 1) - (metric == "lead") / 2
+
+    return {f"{claim.text} {claim.source}": claim.verdict for claim in STUDY.claims(made(tables, value))}
+
+
+def test_verdicts_follow_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "RESAMPLES", 50)
+    given, turned = verdicts(ORDER), verdicts(ORDER[::-1])
+    assert given.keys() == turned.keys()
+    for claim in (
+        "More pairs lower the recall of Mamba-2 LaTIM 4.3, Table 5",
+        "Longer contexts lower the recall of Mamba-2 LaTIM 4.3, Table 5",
+        "Recall is better if the asked pair is the first LaTIM D.3, Table 6",
+        "`logit` is the best method of all layers here",
+        "`logit` finds passkeys better than every baseline here",
+        "The best key of `logit` holds the predicted value in most wrong answers here",
+        "The attention on a repeated word falls from its first occurrences to its last LaTIM 4.3 and D.3, Fig. 9",
+    ):
+        assert (given[claim], turned[claim]) == ("holds", "does not hold"), claim
+    swapped = [{"raw": "alti", "alti": "raw"}.get(label, label) for label in ORDER]
+    claim = "`alti` finds more than `raw` on every architecture here"
+    assert (given[claim], verdicts(swapped)[claim]) == ("holds", "does not hold")
+
+
+def test_claims_on_errors_are_not_tested_without_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "RESAMPLES", 50)
+    without = {name: parts for name, parts in TABLES.items() if "wrong" not in name}
+    claim = "If a wrong word is named, LaTIM (l2) does not stand on the right word LaTIM 4.3, Fig. 3"
+    assert verdicts(ORDER)[claim] != "not tested"
+    assert verdicts(ORDER, without)[claim] == "not tested"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("model", STUDY.models)
+def test_shipped_weights_reach_their_recorded_accuracy(model: str, seed: int) -> None:
+    weights = FOLDER / "weights"
+    recorded = record(STUDY.path(weights, model, seed))["accuracy"]
+    assert recorded > 0.7
+    assert STUDY.accuracy(STUDY.hosts(weights, seed)[model](), model) == pytest.approx(recorded, abs=0.005)
