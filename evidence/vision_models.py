@@ -1,6 +1,7 @@
 """The models of the vision study: Vision Mamba and ViT for grey images of 32 x 32 pixels."""
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -42,7 +43,7 @@ def vision_transformer() -> nn.Module:
         intermediate_size=2 * WIDTH,
         num_labels=CLASSES,
     )
-    host: nn.Module = transformers.ViTForImageClassification(config)
+    host: Any = transformers.ViTForImageClassification(config)
     # transformers draws weights of standard deviation 0.02, from which a model of this width learns slowly.
     for module in host.modules():
         if isinstance(module, nn.Linear):
@@ -53,7 +54,8 @@ def vision_transformer() -> nn.Module:
     _normalised(patches)
     with torch.no_grad():
         embeddings.position_embeddings[0, 1:] = sines(WIDTH)
-    return host
+    model: nn.Module = host
+    return model
 
 
 def _normalised(patches: nn.Conv2d) -> None:

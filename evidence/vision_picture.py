@@ -41,7 +41,8 @@ OUTLINE = "#16a34a"
 def picture(hosts: Mapping[str, Callable[[], nn.Module]], biases: Mapping[str, ClsBias]) -> "Figure":
     """Draw held-out images by methods for each model, and below them the mean rows of the CLS token by layer."""
     drawn = figure(11.6, 9.6)
-    heat, below = drawn.subfigures(2, 1, height_ratios=[len(hosts) * IMAGES, 1.45])
+    parts: Any = drawn.subfigures(2, 1, height_ratios=[len(hosts) * IMAGES, 1.45])
+    heat, below = parts
     axes = heat.subplots(len(hosts) * IMAGES, 1 + len(SHOWN))
     for block, (model, load) in enumerate(hosts.items()):
         host = load()

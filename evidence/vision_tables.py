@@ -61,7 +61,7 @@ def mask(trace: Trace, sample: Sample) -> Float[Tensor, " key"]:
 
 def all_background(scored: Sequence[Sample], model: str) -> list[Mapping[str, Any]]:
     """Return rows of the prediction without any foreground, which has no ranking and so no average precision."""
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     for at, sample in enumerate(scored):
         assert sample.foreground is not None
         truth = sample.foreground[None]
@@ -69,9 +69,10 @@ def all_background(scored: Sequence[Sample], model: str) -> list[Mapping[str, An
         right = float((truth == nothing).double().mean())
         regions = [(float(shared), float(either)) for shared, either in overlaps(nothing, truth)]
         iou = sum(shared / either for shared, either in regions) / len(regions)
-        place = {"model": model, "sample": sample.name or str(at)}
-        rows.append(number("all background", "pixel_accuracy", right, float(truth.numel()), **place))
-        rows.append({**number("all background", "mean_iou", iou, **place), PARTS: regions})
+        name = sample.name or str(at)
+        pixels = float(truth.numel())
+        rows.append(number("all background", "pixel_accuracy", right, pixels, model=model, sample=name))
+        rows.append({**number("all background", "mean_iou", iou, model=model, sample=name), PARTS: regions})
     return rows
 
 

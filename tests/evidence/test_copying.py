@@ -1,6 +1,5 @@
 """The samples of copying, and the rows and tables of the studies that share its models."""
 
-import pytest
 import torch
 
 from evidence.copying import TASK, samples
@@ -20,13 +19,3 @@ def test_the_diagonals_are_the_answer_and_its_neighbours() -> None:
         near = [key for key in (answer - 1, answer, answer + 1) if 0 <= key < TASK.source_length]
         assert wide.relevant.nonzero().flatten().tolist() == near
         assert torch.equal(sample.inputs, wide.inputs)
-
-
-@pytest.mark.slow
-def test_the_shipped_models_copy() -> None:
-    from evidence.__main__ import WEIGHTS
-    from evidence.copying import STUDY
-
-    for model in STUDY.models:
-        host = STUDY.hosts(WEIGHTS, 0)[model]()
-        assert STUDY.accuracy(host, model) > 0.9

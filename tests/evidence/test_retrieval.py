@@ -19,8 +19,6 @@ from evidence.questions import (
     passkeys,
 )
 from evidence.retrieval import BASELINES, METHODS, MODELS, OF_WORDS, RANKS, STUDY
-from evidence.study import FOLDER, SEEDS
-from evidence.training import record
 from tests.evidence.tables import made
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation import Case
@@ -197,13 +195,3 @@ def test_claims_on_errors_are_not_tested_without_errors(monkeypatch: pytest.Monk
     claim = "If a wrong word is named, LaTIM (l2) does not stand on the right word LaTIM 4.3, Fig. 3"
     assert verdicts(ORDER)[claim] != "not tested"
     assert verdicts(ORDER, without)[claim] == "not tested"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("model", STUDY.models)
-def test_shipped_weights_reach_their_recorded_accuracy(model: str, seed: int) -> None:
-    weights = FOLDER / "weights"
-    recorded = record(STUDY.path(weights, model, seed))["accuracy"]
-    assert recorded > 0.7
-    assert STUDY.accuracy(STUDY.hosts(weights, seed)[model](), model) == pytest.approx(recorded, abs=0.005)

@@ -137,19 +137,18 @@ def _embeddings(model: nn.Module, given: Mapping[str, Any], ids: Tensor | None, 
 
 def _reference(reference: Tensor | None, values: Tensor) -> Tensor:
     """Return the values that replace removed units; raise `InputError` if they do not fit the input."""
-    fits = (
+    if (
         isinstance(reference, Tensor)
         and reference.shape == values.shape
         and reference.is_floating_point() == values.is_floating_point()
         and not bool(reference.isnan().any())
+    ):
+        return reference.to(values)
+    raise InputError(
+        "masking='reference' replaces removed units by those of another input, of the same kind and shape and "
+        f"without NaN: the input is {tensor_text(values)}, the reference {tensor_text(reference)}. Give it as "
+        "`reference` of the sample or of the test."
     )
-    if not fits:
-        raise InputError(
-            "masking='reference' replaces removed units by those of another input, of the same kind and shape and "
-            f"without NaN: the input is {tensor_text(values)}, the reference {tensor_text(reference)}. Give it as "
-            "`reference` of the sample or of the test."
-        )
-    return reference.to(values)
 
 
 def _patches(given: Mapping[str, Any], units: tuple[int, ...], masking: Masking, reference: Tensor | None) -> Removal:
