@@ -15,6 +15,7 @@ from evidence.claims import Claim, Results
 from evidence.pictures import dots
 from evidence.rows import number
 from evidence.study import Size, Study, View
+from evidence.tasks import METHODS as COMMON
 from evidence.tasks import TASKS
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.evaluation import Sample, Table
@@ -24,19 +25,7 @@ from unilinattn.tracing.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-METHODS: Mapping[str, Any] = {
-    "raw": "raw",
-    "latim": "latim",
-    "alti": "alti",
-    "rollout": "rollout",
-    "attribution": "attribution",
-    "contribution": "contribution",
-    "alti rollout": ("alti", {"compose": "rollout"}),
-    "logit": "logit",
-    "lrp": "lrp",
-    "input x gradient": "input_x_gradient",
-    "knockout": "knockout",
-}
+METHODS: Mapping[str, Any] = {**COMMON, "knockout": "knockout"}
 
 TOKENS = (1, 4)
 """Numbers of tokens whose edges to other tokens are cut in all layers."""

@@ -11,6 +11,7 @@ import unilinattn as ula
 from evidence.claims import Claim, Results
 from evidence.pictures import dots
 from evidence.study import Size, Study, View
+from evidence.tasks import METHODS as COMMON
 from evidence.tasks import TASKS, labelled
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.evaluation import Sample, Table
@@ -19,19 +20,7 @@ from unilinattn.tracing.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-METHODS: Mapping[str, Any] = {
-    "raw": "raw",
-    "latim": "latim",
-    "alti": "alti",
-    "rollout": "rollout",
-    "attribution": "attribution",
-    "attention grad": "attention_grad",
-    "contribution": "contribution",
-    "alti rollout": ("alti", {"compose": "rollout"}),
-    "logit": "logit",
-    "lrp": "lrp",
-    "input x gradient": "input_x_gradient",
-}
+METHODS: Mapping[str, Any] = {**COMMON, "attention grad": "attention_grad"}
 
 METRICS = {"AUAC": ("activation_auac", {"masking": "mean"}), "AU-MSE": ("pruning_au_mse", {"masking": "mean"})}
 

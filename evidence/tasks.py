@@ -3,12 +3,27 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from evidence import alignment, copying, induction
 from evidence.study import Study
 from unilinattn.evaluation import Sample
+
+METHODS: Mapping[str, Any] = {
+    "raw": "raw",
+    "latim": "latim",
+    "alti": "alti",
+    "rollout": "rollout",
+    "attribution": "attribution",
+    "contribution": "contribution",
+    "alti rollout": ("alti", {"compose": "rollout"}),
+    "logit": "logit",
+    "lrp": "lrp",
+    "input x gradient": "input_x_gradient",
+}
+"""Methods that the tasks' studies compare; the first three keep a layer axis, of which the scored one is chosen."""
 
 
 @dataclass(frozen=True)
