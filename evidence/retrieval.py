@@ -1,6 +1,6 @@
 """Retrieval: where models look for a passkey and for frequent words, also when they err (LaTIM 4.3 and D.3)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,11 +20,12 @@ from evidence.answers import (
     lead,
     of_all_lengths,
 )
-from evidence.claims import Claim, Outcome, Results
+from evidence.claims import Claim, Results
 from evidence.drawing import RIGHT, WRONG, draw_strips
 from evidence.hosts import builder
 from evidence.pictures import figure
 from evidence.questions import KEY, NAMES, PAIRS, VOCABULARY, Questions, frequent_words, passkeys
+from evidence.retrieval_claims import BASELINES, METHODS, MODELS, OF_WORDS, RANKS, of_answers, of_methods, of_scores
 from evidence.rows import number, proportion
 from evidence.study import Model, Size, Study, View
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED, STEPS_OF_A_SEED, Recipe
@@ -40,46 +41,16 @@ QUESTIONS_IN_TRAINING = 8
 TRAINING_LENGTHS = (25, 64)
 """Lengths of the contexts at the start and at the end of the training, between which they grow."""
 
-METHODS: Mapping[str, Any] = {
-    "raw": "raw",
-    "latim l2": "latim",
-    "alti": "alti",
-    "rollout": "rollout",
-    "attribution": "attribution",
-    "alti rollout": ("alti", {"compose": "rollout"}),
-    "alti_logit": "alti_logit",
-    "logit": "logit",
-    "lrp": "lrp",
-    "input_x_gradient": "input_x_gradient",
-}
-"""Methods of passkeys: the first three of one layer, chosen on other contexts."""
-
-OF_WORDS: Mapping[str, Any] = {
-    "raw": "raw",
-    "raw, mean": ("raw", {"layers": "mean"}),
-    "latim l2": "latim",
-    "latim l2, mean": ("latim", {"layers": "mean"}),
-    "alti": "alti",
-    "logit": "logit",
-    "lrp": "lrp",
-}
-"""Methods of frequent words; LaTIM averages its scores over the layers (Fig. 3 and 9)."""
-
-LAYERED = 3
-"""Number of methods of passkeys that keep a layer axis."""
-
 PASSKEYS: Mapping[str, Any] = {"ap": "ap", "hit_at_1": "hit_at_1"}
 WORDS_RIGHT: Mapping[str, Any] = {**PASSKEYS, "recall_at_k": "recall_at_k", "first_half": first_half}
 OF_ERRORS: Mapping[str, Any] = {**PASSKEYS, **{one.__name__: one for one in (answer_ap, answer_hit, either_hit, lead)}}
 """Metrics of right passkeys, right words and wrong answers."""
 
-BASELINES = ("random", "recency", "primacy")
 RECIPES = {
     "mamba": Recipe(800, 5e-3, 16, through_operators=True),
     "mamba2": Recipe(800, 5e-3, 16, through_operators=True),
     "transformer": Recipe(1500, 3e-3, 16),
 }
-MODELS = tuple(RECIPES)
 
 WORDS_RECIPES = {
     "mamba": Recipe(300, 5e-3, 16, through_operators=True),
@@ -95,8 +66,6 @@ def _of_words(model: str) -> str:
 
 
 HEADINGS = dict(zip(MODELS, ("Mamba-1", "Mamba-2", "Transformer"), strict=True))
-RANKS = ("first word", "second word", "third word")
-
 PAPER = {
     "LaTIM Mamba-2 130M": (0.998, 0.582, 0.281, 0.743, 0.412, 0.469, 0.222),
     "LaTIM Mamba-2 370M": (1.0, 0.576, 0.331, 0.654, 0.473, 0.536, 0.267),
@@ -222,7 +191,7 @@ context.
 
     def claims(self, results: Results) -> list[Claim]:
         """Return the claims of LaTIM 4.3 and D.3, and those of this library."""
-        return [*_of_answers(results), *_of_scores(results), *_here(results)]
+        return [*of_answers(results), *of_scores(results), *of_methods(results)]
 
     def picture(self, hosts: Mapping[str, Callable[[], nn.Module]], results: Results) -> "Figure":
         """Draw the scores of a right and of a wrong answer of Mamba-2 over the tokens of the context."""
@@ -279,144 +248,6 @@ def _accuracies(model: str, host: nn.Module, of_words: nn.Module, count: int) ->
         for label, given in groups.items()
         for row in proportion(label, "accuracy", (one.right for one in given), model=model)
     ]
-
-
-def _erring(results: Results, table: str) -> list[str]:
-    """Return the models with wrong answers of every seed."""
-    tables = results.tables.get(table, {}).values()
-    return [model for model in MODELS if tables and all(any(row["model"] == model for row in one) for one in tables)]
-
-
-def _of_answers(results: Results) -> list[Claim]:
-    """Return LaTIM's claims on the answers of Mamba-2."""
-
-    def more(row: str, than: str) -> Outcome:
-        return results.better("accuracy", "accuracy", row, than, ["mamba2"])
-
-    few, many = "1 pair", f"{max(PAIRS)} pairs"
-    short, long = (f"{many}, {length} tokens" for length in (SCORED_LENGTHS[0], SCORED_LENGTHS[-1]))
-    return [
-        Claim.of("More pairs lower the recall of Mamba-2", "LaTIM 4.3, Table 5", more(few, many)),
-        Claim.of("Longer contexts lower the recall of Mamba-2", "LaTIM 4.3, Table 5", more(short, long)),
-        Claim.untested("Larger models recall less", "LaTIM 4.3, Table 5", "models of one size are trained here"),
-        Claim.of(
-            "Recall is better if the asked pair is the first",
-            "LaTIM D.3, Table 6",
-            *(more(f"{pairs} pairs, first", f"{pairs} pairs, later") for pairs in (2, 4)),
-        ),
-        Claim.of(
-            "Recall is worse if the asked pair is the first (the text contradicts its Table 6)",
-            "LaTIM 4.3",
-            *(more(f"{pairs} pairs, later", f"{pairs} pairs, first") for pairs in (2, 4)),
-        ),
-        Claim.of(
-            "The third most frequent word is named right less often than the first",
-            "LaTIM 4.3",
-            more(RANKS[0], RANKS[2]),
-        ),
-        Claim.untested(
-            "Mamba models of up to 1.4B parameters struggle with frequent words",
-            "LaTIM 4.3",
-            "the pretrained checkpoints are not part of this repository",
-        ),
-    ]
-
-
-def _of_scores(results: Results) -> list[Claim]:
-    """Return LaTIM's claims on the scores of Mamba-2."""
-    models = ["mamba2"]
-
-    def positive(table: str, method: str) -> Outcome:
-        text = f"AP of `{method}` higher for the predicted than for the right token"
-        return results.every(table, "lead", method, models, lambda value: value > 0, text)
-
-    def on_errors(text: str, source: str, table: str, *outcomes: Callable[[], Outcome]) -> Claim:
-        if "mamba2" not in _erring(results, table):
-            return Claim.untested(text, source, "Mamba-2 gave no wrong answer")
-        return Claim.of(text, source, *(outcome() for outcome in outcomes))
-
-    return [
-        on_errors(
-            "In a wrong answer, LaTIM (l2) looks at the predicted or the right value, and Mamba-Attention elsewhere",
-            "LaTIM 4.3 and D.3, Fig. 8",
-            "wrong passkeys",
-            lambda: results.better("wrong passkeys", "either_hit", "latim l2", "raw", models),
-        ),
-        on_errors(
-            "In a wrong answer, LaTIM (l2) shows that the model looks at another pair than the asked one",
-            "LaTIM 4.3, Fig. 3",
-            "wrong passkeys",
-            lambda: positive("wrong passkeys", "latim l2"),
-        ),
-        Claim.of(
-            "The scores of LaTIM (l2), averaged over layers, stand on the occurrences of the frequent word",
-            "LaTIM 4.3, Fig. 3",
-            results.better("words", "ap", "latim l2, mean", "random", models),
-        ),
-        on_errors(
-            "If a wrong word is named, LaTIM (l2) does not stand on the right word",
-            "LaTIM 4.3, Fig. 3",
-            "wrong words",
-            lambda: positive("wrong words", "latim l2, mean"),
-        ),
-        Claim.of(
-            "The attention on a repeated word falls from its first occurrences to its last",
-            "LaTIM 4.3 and D.3, Fig. 9",
-            _falls(results, models),
-        ),
-        Claim.untested(
-            "Models rely on the form of words rather than on their frequency",
-            "LaTIM 4.3",
-            "a word is one token here",
-        ),
-    ]
-
-
-def _falls(results: Results, models: Sequence[str]) -> Outcome:
-    text = "first half of the occurrences has more than half of the scores of `latim l2, mean`"
-    return results.every("words", "first_half", "latim l2, mean", models, lambda value: value > 0.5, text)
-
-
-def _here(results: Results) -> list[Claim]:
-    """Return the claims of this library."""
-
-    def precise(method: str, than: str) -> Outcome:
-        return results.better("passkeys", "ap", method, than, MODELS)
-
-    claims = [
-        Claim.of("`alti` finds more than `raw` on every architecture", "here", precise("alti", "raw")),
-        Claim.of("`latim` finds more than `raw` on every architecture", "here", precise("latim l2", "raw")),
-        Claim.of(
-            "`logit` is the best method of all layers",
-            "here",
-            *(precise("logit", other) for other in list(METHODS)[LAYERED:] if other != "logit"),
-        ),
-        Claim.of(
-            "The attention on a repeated word falls from its first occurrences to its last on every architecture",
-            "here",
-            _falls(results, MODELS),
-        ),
-    ]
-    if erring := _erring(results, "wrong passkeys"):
-        claims += [
-            Claim.of(
-                f"The best key of `{method}` holds the predicted value in most wrong answers",
-                "here",
-                results.every(
-                    "wrong passkeys", "hit_at_1", method, erring, lambda value: value > 0.5, "more than one half"
-                ),
-            )
-            for method in ("raw", "latim l2", "alti", "logit")
-        ]
-    claims += [
-        Claim.of(
-            f"`{method}` finds passkeys better than every baseline",
-            "here",
-            *(precise(method, baseline) for baseline in BASELINES),
-        )
-        for method in METHODS
-    ]
-    return claims
 
 
 DRAWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+import unilinattn as ula
 from evidence import claims
 from evidence.answers import Answer, answer_ap, answer_hit, either_hit, first_half, lead
 from evidence.questions import (
@@ -18,10 +19,12 @@ from evidence.questions import (
     frequent_words,
     passkeys,
 )
-from evidence.retrieval import BASELINES, METHODS, MODELS, OF_WORDS, RANKS, STUDY
+from evidence.retrieval import STUDY
+from evidence.retrieval_claims import BASELINES, METHODS, MODELS, OF_WORDS, RANKS
 from tests.evidence.tables import made
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation import Case
+from unilinattn.examples import load
 from unilinattn.examples.tasks import NO_ANSWER
 from unilinattn.results.attribution import Attribution
 
@@ -118,13 +121,15 @@ def test_pairs_are_checked() -> None:
 
 
 def test_metrics_of_a_wrong_answer() -> None:
+    host = load("induction", "mamba")
+    trace = ula.trace(host, torch.zeros(1, 8, dtype=torch.long), progress=False)
     # The answer 40 stands at 1, the predicted 41 at 3.
     one = Answer(torch.tensor([[0, 40, 2, 41, 3, ASK, 16, 40]]), 5, answer=40, predicted=41, name="5-0")
     assert not one.right
 
     def case(scores: list[float]) -> Case:
         result = Attribution(scores=torch.tensor([scores]), dims=("batch", "key"), method="made", mask=None, model="")
-        return Case(None, one.sample, None, result)
+        return Case(host, one.sample, trace, result)
 
     reason = case([0.1, 0.2, 0.0, 0.9, 0.3, 5, 5, 5])
     # The answer is third of the candidates, which are the tokens of the context.
@@ -140,7 +145,7 @@ def test_metrics_of_a_wrong_answer() -> None:
         scores=torch.tensor([[3.0, 9, -1, 5, 9, 1, 0, 9]]), dims=("batch", "key"), method="made", mask=None, model=""
     )
     # Five occurrences with 3, -1, 5, 1, 0: the one in the middle counts in neither half.
-    assert first_half(Case(None, word.sample, None, result)) == pytest.approx(4 / 5)
+    assert first_half(Case(host, word.sample, trace, result)) == pytest.approx(4 / 5)
 
 
 ACCURACIES = [
