@@ -20,7 +20,10 @@ from unilinattn.tracing.trace import trace
 HEADS = {"mamba": 12, "mamba2": 4, "s4d": 6, "llama": 4, "gpt2": 2, "delta rule": 2}
 """Heads of each host; a head of Mamba-1 and of S4D is one channel wide."""
 NAMES = list(HEADS)
-CASES = [(name, padding) for name in NAMES for padding in ("none", "left")]
+CASES = [
+    *((name, "none") for name in NAMES),
+    *(pytest.param(name, "left", marks=pytest.mark.slow) for name in NAMES),
+]
 
 
 @dataclass(frozen=True)
