@@ -29,6 +29,8 @@ from unilinattn.tracing.trace import Trace
 PICTURES = (picture(), 255 - picture(9, 9))
 LABELS = {0: "cat", 1: "dog", 2: "<b>"}
 
+pytestmark = pytest.mark.slow
+
 
 @cache
 def hosts() -> dict[str, nn.Module]:
