@@ -1,6 +1,6 @@
 """Evaluate the studies from the shipped weights, and say which claims hold.
 
-python -m evidence                      every study, from the shipped weights
+python -m evidence                      every recorded study, from the shipped weights
 python -m evidence copying --train      train the models of one study first
 python -m evidence --quick              one seed and few samples, compared with the recorded numbers
 python -m evidence --write              record the numbers, and write docs/evidence.md with its pictures
@@ -37,7 +37,7 @@ Job = tuple[str, str, int]
 
 
 def train(studies: Sequence[Study], weights: Path, processes: Processes) -> None:
-    """Train every model of the studies that `weights` lacks, spread over the processes."""
+    """Train every model of the studies that `weights` lacks or has of another recipe, spread over the processes."""
     jobs = {(one.name, model, seed): one for one in studies for model in one.models for seed in SEEDS}
 
     def path(key: Job) -> Path:
@@ -50,7 +50,7 @@ def train(studies: Sequence[Study], weights: Path, processes: Processes) -> None
 
     # Long trainings first, so that the processes end at about the same time.
     longest = sorted(jobs, key=lambda key: -jobs[key].models[key[1]].recipe.samples)
-    processes.spread(longest, lambda key: path(key).is_file() or None, run)
+    processes.spread(longest, lambda key: jobs[key].is_trained(key[1], path(key)) or None, run)
 
 
 def measured(one: Study, weights: Path, out: Path, *, quick: bool) -> dict[str, dict[int, Table]]:
@@ -65,12 +65,12 @@ def measured(one: Study, weights: Path, out: Path, *, quick: bool) -> dict[str, 
     return tables
 
 
-def repeat_quickly(studies: Sequence[Study], out: Path, say: Any) -> bool:
+def repeat_quickly(studies: Sequence[Study], weights: Path, out: Path, say: Any) -> bool:
     """Compare the numbers of a quick run with the recorded ones; return whether they agree."""
     agree = True
     for one in studies:
         start = time.perf_counter()
-        numbers = record.summaries(measured(one, WEIGHTS, out, quick=True))
+        numbers = record.summaries(measured(one, weights, out, quick=True))
         count, different = record.differences(numbers, record.read(one.name)["quick"])
         say(f"{one.name}: {count - len(different)} of {count} numbers as recorded, {time.perf_counter() - start:.0f} s")
         for line in different:
@@ -118,10 +118,15 @@ def recorded() -> list[str]:
     return [name for name in NAMES if (record.RESULTS / f"{name}.json").is_file()]
 
 
+def absent() -> list[str]:
+    """Return the titles of the studies without recorded numbers."""
+    return [study(name).title for name in NAMES if name not in recorded()]
+
+
 def write_page() -> None:
     """Write the page of all recorded studies."""
     studies = [study(name) for name in recorded()]
-    (DOCS / "evidence.md").write_text(page(studies, {one.name: record.read(one.name) for one in studies}))
+    (DOCS / "evidence.md").write_text(page(studies, {one.name: record.read(one.name) for one in studies}, absent()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,7 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="STUDY",
         help=f"by default those that are recorded, with --train all: {', '.join(NAMES)}",
     )
-    parser.add_argument("--train", action="store_true", help="train the models again, into OUT/weights")
+    parser.add_argument(
+        "--train", action="store_true", help="train the models that OUT/weights lacks, and use these weights"
+    )
     parser.add_argument("--quick", action="store_true", help="compare one seed and few samples with the record")
     parser.add_argument("--write", action="store_true", help="record numbers, weights and pictures, and write the page")
     parser.add_argument("--page", action="store_true", help="write the page from the record")
@@ -160,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             weights = options.out / "weights"
             train(studies, weights, processes)
         if options.quick:
-            return 0 if repeat_quickly(studies, options.out, say) else 1
+            return 0 if repeat_quickly(studies, weights, options.out, say) else 1
         for one in studies:
             results, numbers = evaluate(one, weights, options.out, say)
             if options.write and first:

@@ -27,7 +27,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, and what the numbers say of it.
+    """A statement and its verdict.
 
     Attributes:
         text: the statement.
@@ -158,7 +158,7 @@ class Results:
     def every(
         self, table: str, metric: str, method: str, models: Sequence[str], test: Callable[[float], bool], text: str
     ) -> Outcome:
-        """Return whether a metric passes a test for every model and seed; `text` says what is tested."""
+        """Return whether a metric passes a test for every model and seed; `text` names the test."""
         values = {model: self.values(table, model, method, metric) for model in models}
         passed = sum(test(value) for of_model in values.values() for value in of_model)
         count = sum(map(len, values.values()))

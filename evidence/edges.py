@@ -1,4 +1,4 @@
-"""Faithfulness by causal edges: cut what a method ranks highest in the running model, and watch the logit fall."""
+"""Faithfulness by causal edges: cut the highest-ranked tokens or edges in the running model, and read the logit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from evidence.pictures import dots
 from evidence.rows import number
 from evidence.study import Size, Study, View
 from evidence.tasks import METHODS as COMMON
-from evidence.tasks import TASKS
+from evidence.tasks import TASKS, hosts_by_task
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.evaluation import Sample, Table
 from unilinattn.evaluation.measures import Case
@@ -103,14 +103,14 @@ class EdgesStudy(Study):
     source = "knockout (Geva et al., 2023) as a test of the methods"
     text = """
 The models of copying, induction and alignment. Tokens: the edges of the highest-ranked keys to all other tokens are
-cut in every layer, together, and the predicted logit is read again: the more it falls, the more the method found of
-what the model uses. `knockout` cuts one token at a time and ranks by the fall itself. Edges: single pairs (query, key)
+cut in every layer, together, and the predicted logit is read again: a larger fall means that the model used these
+tokens more. `knockout` cuts one token at a time and ranks by the fall itself. Edges: single pairs (query, key)
 of single layers are ranked over the whole model and cut; `gradient x contribution` is the first-order share of an edge
 in the logit. Numbers are falls of the logit, averaged over sequences.
 """
     caption = (
         "Fall of the predicted logit when the edges of the four highest-ranked tokens are cut: mean of three seeds, by "
-        "method. The further right, the more of what the model uses a method found."
+        "method. A larger fall means that the model used these tokens more."
     )
     size = Size(10, 6)
     quick = Size(2, 2)
@@ -134,10 +134,8 @@ in the logit. Numbers are falls of the logit, averaged over sequences.
     )
 
     def hosts(self, weights: Path, seed: int) -> dict[str, Callable[[], nn.Module]]:
-        """Return functions that load the models of the tasks, named task/model."""
-        return {
-            f"{name}/{model}": load for name, task in TASKS.items() for model, load in task.hosts(weights, seed).items()
-        }
+        """Return functions that load the models of the tasks, by "task/model"."""
+        return hosts_by_task(weights, seed)
 
     def measure(
         self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path

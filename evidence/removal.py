@@ -12,7 +12,7 @@ from evidence.claims import Claim, Results
 from evidence.pictures import dots
 from evidence.study import Size, Study, View
 from evidence.tasks import METHODS as COMMON
-from evidence.tasks import TASKS, labelled
+from evidence.tasks import TASKS, hosts_by_task, labelled
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.evaluation import Sample, Table
 from unilinattn.tracing.trace import Trace
@@ -68,10 +68,8 @@ models of up to 2.8 billion parameters on ARC-Easy, without known answers and wi
     )
 
     def hosts(self, weights: Path, seed: int) -> dict[str, Callable[[], nn.Module]]:
-        """Return functions that load the models of the tasks, named task/model."""
-        return {
-            f"{name}/{model}": load for name, task in TASKS.items() for model, load in task.hosts(weights, seed).items()
-        }
+        """Return functions that load the models of the tasks, by "task/model"."""
+        return hosts_by_task(weights, seed)
 
     def measure(
         self, hosts: Mapping[str, Callable[[], nn.Module]], seed: int, size: Size, out: Path

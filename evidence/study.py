@@ -1,15 +1,15 @@
-"""`Study`: data with known answers, models trained on them, what is measured, and the claims that it tests."""
+"""`Study`: data with known answers, models trained on them, measurements, and the claims that these test."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
 from evidence.claims import Claim, Results
-from evidence.training import Recipe, loaded, trained
+from evidence.training import Recipe, loaded, record, trained
 from unilinattn.evaluation import Table
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Study(ABC):
     source: ClassVar[str]
     """The paper and its tables."""
     text: ClassVar[str]
-    """What is trained, on what data, and what is known: a paragraph of the page, in Markdown."""
+    """The models, the data and the known answers: a paragraph of the page, in Markdown."""
     caption: ClassVar[str]
     """The text of the picture."""
     models: ClassVar[Mapping[str, Model]] = {}
@@ -81,6 +81,10 @@ class Study(ABC):
     def accuracy(self, host: nn.Module, model: str) -> float:
         """Return the share of right answers on held-out samples, from 0 to 1."""
         raise NotImplementedError
+
+    def is_trained(self, model: str, path: Path) -> bool:
+        """Return whether `path` has weights of the model that were trained by its present recipe."""
+        return path.is_file() and record(path)["recipe"] == asdict(self.models[model].recipe)
 
     def train(self, model: str, seed: int, path: Path) -> None:
         """Train a model and store its weights at `path`."""
@@ -100,7 +104,7 @@ class Study(ABC):
     ) -> dict[str, Table]:
         """Return tables of numbers by name, of the models of one seed.
 
-        `hosts`: functions that load the trained models. `out`: folder in which `ula.evaluate` stores what it computes.
+        `hosts`: functions that load the trained models. `out`: folder for the numbers that `ula.evaluate` stores.
         """
 
     @abstractmethod

@@ -58,6 +58,13 @@ TASKS: Mapping[str, Task] = {
 """The tasks by name."""
 
 
+def hosts_by_task(weights: Path, seed: int) -> dict[str, Callable[[], nn.Module]]:
+    """Return functions that load the models of all tasks, by "task/model"."""
+    return {
+        f"{name}/{model}": load for name, task in TASKS.items() for model, load in task.hosts(weights, seed).items()
+    }
+
+
 def labelled(samples: Sequence[Sample]) -> list[Sample]:
     """Return samples with the id of the true answer: the next token, or at the end that of the relevant key."""
 

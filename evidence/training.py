@@ -142,7 +142,8 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
     if not path.is_file():
-        raise CheckpointError(f'{path} is absent; train its study with `make evidence ARGS="STUDY --train"`.')
+        study = path.name.partition("-")[0]
+        raise CheckpointError(f'{path} is absent; train its study with `make evidence ARGS="{study} --train --write"`.')
     try:
         with safe_open(path, framework="pt") as file:
             return json.loads(file.metadata()["record"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

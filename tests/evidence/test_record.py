@@ -49,7 +49,7 @@ def test_repeated_numbers_that_differ_or_are_missing_are_listed() -> None:
 
 def test_the_page_is_written_from_the_record() -> None:
     studies = [study(name) for name in RECORDED]
-    text = page(studies, {one.name: record.read(one.name) for one in studies})
+    text = page(studies, {one.name: record.read(one.name) for one in studies}, __main__.absent())
     assert (ROOT / "docs" / "evidence.md").read_text() == text
 
 
@@ -70,6 +70,7 @@ def test_shipped_weights_are_small_and_as_recorded(name: str) -> None:
     for row in training:
         path = one.path(__main__.WEIGHTS, row["model"], row["seed"])
         assert path.stat().st_size < 1 << 20
+        assert one.is_trained(row["model"], path), "trained by the present recipe"
         assert __main__.training_record(path)["accuracy"] == row["accuracy"]
 
 
@@ -89,3 +90,11 @@ def test_a_study_without_a_record_is_an_error(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     with pytest.raises(ResultFileError, match=r"theorems.json is absent; record the study with `make evidence"):
         record.read("theorems")
+
+
+def test_weights_of_another_recipe_are_trained_again() -> None:
+    one = study("induction")
+    path = one.path(__main__.WEIGHTS, "conv", 0)
+    assert one.is_trained("conv", path)
+    assert not one.is_trained("mamba_x1", path)
+    assert not one.is_trained("conv", path.with_name("absent.safetensors"))

@@ -47,7 +47,7 @@ def test_the_recorded_accuracy_is_that_of_the_stored_weights(tmp_path: Path) -> 
 
 def test_weights_that_are_absent_damaged_or_of_another_model_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "study-model-0.safetensors"
-    with pytest.raises(CheckpointError, match=r"is absent; train its study with `make evidence"):
+    with pytest.raises(CheckpointError, match=r"is absent; train its study with `make evidence ARGS=\"study --train"):
         loaded(build, path)
     path.write_bytes(b"no weights")
     with pytest.raises(CheckpointError, match="is no file of trained weights"):

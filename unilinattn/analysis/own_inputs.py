@@ -1,4 +1,4 @@
-"""The texts or images on which models are compared: how a model reads one, and what is removed from it."""
+"""The texts or images on which models are compared: traces, targets, and the units of a deletion curve."""
 
 import os
 from collections.abc import Hashable, Sequence

@@ -125,7 +125,7 @@ class ModelComparison:
 
     @property
     def unit(self) -> str:
-        """What the models were measured on: "text" or "image"."""
+        """The kind of the samples: "text" or "image"."""
         return "image" if self.images else "text"
 
     @property
@@ -134,7 +134,7 @@ class ModelComparison:
         return self.images or self.texts
 
     def __repr__(self) -> str:
-        """Show the tables, and what was not measured."""
+        """Show the tables and the missing measurements."""
         tables = [_text(rows(self)) for rows in (model_rows, layer_rows, similarity_rows, area_rows)]
         return "\n\n".join([*tables, *(textwrap.fill(remark, WIDTH) for remark in remarks(self))])
 
@@ -240,7 +240,7 @@ def area_rows(found: ModelComparison) -> Iterator[Row]:
 
 
 def remarks(found: ModelComparison) -> Iterator[str]:
-    """Yield what was not measured, and why."""
+    """Yield the missing measurements with their reasons."""
     for name, one in found.models.items():
         if isinstance(one.statistics, str):
             yield f"No statistics of {name}: {one.statistics}"
