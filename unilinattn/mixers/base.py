@@ -143,6 +143,13 @@ class CoreMixer(metaclass=_Structure):
         """Return the whole matrix."""
         return self.tile()
 
+    def mean_map(self) -> Float[Tensor, "batch query key"] | None:
+        """Return the mean over heads as a new tensor without subnormal numbers, None if it needs blocks of rows.
+
+        A structure defines it if it can be written at once, in the memory of the result.
+        """
+        return None
+
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
         """Yield the rows in order, in blocks of at most `rows` rows."""
         for part in parts(self.shape[2], rows):

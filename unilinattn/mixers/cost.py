@@ -124,18 +124,18 @@ class DenseCost(MixerCost):
 
 @cost_of.register(Toeplitz)
 class ToeplitzCost(MixerCost):
-    """Costs of a convolution, by shifts or spectra, and of looking up K[i - j]; an int64 lag counts as two elements."""
+    """Costs of a convolution, by shifts or spectra, and of windows of its kernel; a lag counts as two."""
 
     mixer: Toeplitz
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
-        """For one sequence: the values looked up and masked, the lags, the clamped lags, and two masks."""
-        return rows * cols * (2 * heads + 6)
+        """For one sequence: the block and a copy, and the kernel's part with a reversed copy."""
+        return 2 * heads * (rows * cols + 2 * (rows + cols))
 
     def reduced_elements(self, rows: int, channels: int) -> int:
-        """The values looked up per head or in the sum of the kernels, the sum over heads, lags and clamped lags."""
+        """The block per head or of the sum of the kernels, the sum over heads, and kernels with a reversed copy."""
         heads = 1 if channels == 1 else 3 * self.heads
-        return self.batch * rows * self.keys * (heads + 1) + rows * self.keys * 4
+        return self.batch * rows * self.keys * (heads + 1) + 2 * self.heads * (rows + self.keys)
 
     def pass_cost(self, channels: int) -> Cost:
         """Shifts for a short kernel; else values padded to twice their length, both spectra, and the padded output."""

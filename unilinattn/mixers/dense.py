@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.kernels.subnormal import flushed, flushed_given
+from unilinattn.kernels.subnormal import flushed, flushed_, flushed_given
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 
 
@@ -55,6 +55,10 @@ class Dense(CoreMixer):
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Return a view of a block of the weights."""
         return self.weights[:, heads, rows, cols]
+
+    def mean_map(self) -> Float[Tensor, "batch query key"]:
+        """Read the weights once."""
+        return flushed_(self.weights.mean(1))
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the weight of each token on itself."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Inexact, Int
 from torch import Tensor
+from torch.nn import functional
 
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.subnormal import flushed
@@ -73,31 +74,45 @@ class Toeplitz(CoreMixer):
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Inexact[Tensor, "batch head row key"]:
         """Look up K[i - j] for the rows at the positions `index`."""
-        return self._lookup(index, ALL, ALL)
+        lag = index[:, :, None] - torch.arange(self._length, device=self.taps.device)
+        taps = self.taps.shape[1]
+        inside = (lag >= 0) & (lag < taps)
+        return (self.taps[:, lag.clamp(0, taps - 1)] * inside).transpose(0, 1)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Inexact[Tensor, "batch head row col"]:
-        """Look up K[i - j] for a block."""
-        position = torch.arange(self._length, device=self.taps.device)[rows]
-        return self._lookup(position[None], cols, heads).expand(self._batch, -1, -1, -1)
+        """Write K[i - j] for a block, from windows of the kernel."""
+        row, col = (range(self._length)[part] for part in (rows, cols))
+        if not row or not col:
+            return self.zeros((self._batch, len(range(self.heads)[heads]), len(row), len(col)))
+        hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
+        block = self._mirrored(self.taps[heads], *hull).flip(1)
+        return block[None, :, :: row.step, :: col.step].expand(self._batch, -1, -1, -1)
+
+    def mean_map(self) -> Inexact[Tensor, "batch query key"]:
+        """Write the matrix of the mean kernel once."""
+        every = slice(0, self._length)
+        mean = flushed(self.taps.mean(0, keepdim=True))
+        return self._mirrored(mean, every, every).expand(self._batch, -1, -1).flip(1)
+
+    def _mirrored(self, taps: Inexact[Tensor, "head tap"], rows: slice, cols: slice) -> Inexact[Tensor, "head row col"]:
+        """Return a block with its last row first: overlapping windows of the reversed kernel, without a copy."""
+        least, most = rows.start - cols.stop + 1, rows.stop - 1 - cols.start
+        lags = taps[:, max(least, 0) : max(most + 1, 0)]
+        count = most - least + 1
+        before = min(max(-least, 0), count)
+        lags = functional.pad(lags, (before, count - before - lags.shape[1]))
+        return lags.flip(1).unfold(1, cols.stop - cols.start, 1)
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Inexact[Tensor, "batch row key"]]:
-        """Yield the map of `CoreMixer.reduced_rows`; without weights it is looked up in the sum of the kernels."""
+        """Yield the map of `CoreMixer.reduced_rows`; without weights it is that of the sum of the kernels."""
         if left is not None or taps is not None:
             yield from super().reduced_rows(rows, left, taps)
             return
         total = Toeplitz(self.taps.sum(0, keepdim=True), batch=self._batch, length=self._length)
         for _, block in total.blocks(rows):
             yield block(ALL).squeeze(1)
-
-    def _lookup(
-        self, index: Int[Tensor, "batch row"], cols: slice, heads: slice
-    ) -> Inexact[Tensor, "batch head row col"]:
-        lag = index[:, :, None] - torch.arange(self._length, device=self.taps.device)[cols]
-        taps = self.taps.shape[1]
-        inside = (lag >= 0) & (lag < taps)
-        return (self.taps[heads][:, lag.clamp(0, taps - 1)] * inside).transpose(0, 1)
 
     def diagonal(self) -> Inexact[Tensor, "batch head length"]:
         """Return K[0] for every token."""

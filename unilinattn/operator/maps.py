@@ -23,6 +23,7 @@ from unilinattn.operator.selection import (
     chosen_heads,
     head_axis,
 )
+from unilinattn.operator.stages import Mix
 
 
 def map_shape(scope: ScopedMap, heads: Heads) -> tuple[int, ...]:
@@ -66,6 +67,15 @@ def map_blocks(
         return
     for part in parts(queries, rows):
         yield part, _block(scope, part, selected, channels)
+
+
+def mean_map(scope: ScopedMap) -> Float[Tensor, "batch query key"] | None:
+    """Return the mean over heads, written at once; None if the matrix needs blocks of rows."""
+    stage = scope.chain[0]
+    if len(scope.chain) > 1 or not isinstance(stage, Mix) or stage.mixer.is_complex:
+        return None
+    mean = stage.mixer.mean_map()
+    return None if mean is None else mean.to(scope.like.dtype)
 
 
 def fill_heads(

@@ -11,7 +11,7 @@ from unilinattn.kernels.precision import full_precision, in_full_precision
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.memory import require_result
 from unilinattn.operator.contributions import contributions, split_taps, tap_function, tapwise, tapwise_sum
-from unilinattn.operator.maps import fill_heads, map_blocks, map_row_product, map_rows, map_shape
+from unilinattn.operator.maps import fill_heads, map_blocks, map_row_product, map_rows, map_shape, mean_map
 from unilinattn.operator.pairwise import PairwiseContributions, pairwise_of
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.scopes import ScopedMap, check_scope, scoped
@@ -153,12 +153,15 @@ class MixerOperator:
         Raises `OptionError` for an unknown scope or for `layer`, whose entries are matrices: use `contributions`;
         `MemoryLimitError` before allocation if the matrix is larger than `max_memory`.
         """
-        shape = map_shape(self.scoped_map(scope, port=port), heads)
+        scoped_map = self.scoped_map(scope, port=port)
+        shape = map_shape(scoped_map, heads)
         subject = f"the {scope} matrix of {self.name} with heads={heads!r}"
         instead = "ask for some rows with `rows`, take `row_blocks`, or reduce the heads with heads='mean'"
         require_result(shape, self.output.element_size(), subject, instead)
+        if isinstance(heads, str) and heads == "mean" and (mean := mean_map(scoped_map)) is not None:
+            return mean
         whole = self.output.new_empty(shape)
-        for part, block in self.row_blocks(scope=scope, heads=heads, port=port):
+        for part, block in map_blocks(scoped_map, heads, f"the {scope} map of {self.name}"):
             whole[..., part, :] = block
         return whole
 
