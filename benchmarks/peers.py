@@ -47,7 +47,7 @@ LENGTHS = (64, 128, 256, 512, 1024)
 TOLERANCE = 1e-4
 """Largest relative difference of the results, in float32."""
 
-STAGES = {"run": "run of the model", "map": "mean map of a layer", "rollout": "rollout of the last token"}
+STAGES = {"run": "run", "map": "mean map", "rollout": "rollout"}
 
 
 def peer_bytes(length: int) -> int:
@@ -115,7 +115,7 @@ def measured(python: str, length: int, checkpoint: Path, rounds: int, threads: i
 
 def section(record: Mapping[str, Any]) -> str:
     """Return the section of the page."""
-    header = ("L", "", "unilinattn", "TransformerLens", "time", "memory", "difference")
+    header = ("L", "", "unilinattn", "TransformerLens", "ratios", "difference")
     lines = [(str(row["length"]), *cells) for row in record["rows"] for cells in _stages(row)]
     about = record["machine"]
     threads = f"{about['threads']} thread{'' if about['threads'] == 1 else 's'}"
@@ -169,18 +169,22 @@ def _stages(row: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         ours, theirs = row["unilinattn"][stage], row.get("transformer_lens", {}).get(stage)
         if theirs is None:
             needed = "" if stage == "run" else f"not run: {in_bytes(row['peer_bytes'])}"
-            yield name, _cell(ours), needed, "", "", ""
+            yield name, _cell(ours), needed, "", ""
         else:
             slower = median(theirs["seconds"]) / median(ours["seconds"])
             larger = _largest(theirs) / max(1, _largest(ours))
             difference = f"{row['differences'][stage]:.0e}" if stage in row["differences"] else ""
-            yield name, _cell(ours), _cell(theirs), f"{slower:.3g} x", f"{larger:.3g} x", difference
+            yield name, _cell(ours), _cell(theirs), f"{_ratio(slower)}, {_ratio(larger)}", difference
 
 
 def _cell(figures: Mapping[str, Any]) -> str:
     seconds = median(figures["seconds"])
     time = f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
     return f"{time}, {in_bytes(_largest(figures))}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def _largest(figures: Mapping[str, Any]) -> int:

@@ -12,7 +12,6 @@ import argparse
 import copy
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from benchmarks.timing import interleaved
 from benchmarks.whole_checks import checked, row_sum_error
 from tools.markers import replace_section
 from unilinattn.errors import MemoryLimitError
+from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,9 +47,6 @@ METHODS: Mapping[str, tuple[str, int | None]] = {
     **{f"{method}-all": (method, None) for method in OF_ALL},
 }
 """Method and target of each measured call: the last token, or all queries."""
-
-ONCE = 30.0
-"""Seconds above which a call runs once: its time is then that of the run that counts memory and calls."""
 
 
 @dataclass(frozen=True)
@@ -83,27 +80,20 @@ def measured(
         "operators": lambda trace: [layer.reconstruction_error() for layer in trace.layers],
         **{method: lambda trace, method=method: _scores(trace, method) for method in methods},
     }
-    # The estimate of a method builds the operators, but does not count them.
     kept = kept_bytes(trace)
+    estimates = estimated(fresh(trace), methods) if kept <= limits.bytes else {}
     rows: dict[str, dict[str, Any]] = {}
-    operations: dict[str, int] = {}
     for call, run in calls.items():
         prediction = {"bytes": 0 if call in ("host", "trace") else kept, "seconds": 0.0}
-        if call in methods and kept <= limits.bytes:
-            estimate = ula.estimate(fresh(trace), method=METHODS[call][0], target=METHODS[call][1])
-            operations[call] = estimate.operations
-            prediction["bytes"] += estimate.beside + estimate.result
-            prediction["seconds"] = float(f"{estimate.operations / rates.get(call, rates['']):.2g}")
+        if call in estimates:
+            prediction["bytes"] += estimates[call].beside + estimates[call].result
+            prediction["seconds"] = float(f"{estimates[call].operations / rates.get(call, rates['']):.2g}")
         rows[call] = {"predicted": prediction}
         if prediction["bytes"] <= limits.bytes and prediction["seconds"] <= limits.seconds:
             with suppress(MemoryLimitError):
                 rows[call] = first_run(call, run, fresh(trace))
-    in_turns = {
-        call: (lambda run=run: run(fresh(trace)))
-        for call, run in calls.items()
-        if call == "host" or rows[call].get("seconds", [ONCE])[0] < ONCE
-    }
-    floors = _floors(name, length) if "seconds" in rows.get("latim-all", {}) else {}
+    in_turns = {call: (lambda run=run: run(fresh(trace))) for call, run in calls.items() if "peak" in rows[call]}
+    floors = _floors(name, length) if "latim-all" in in_turns else {}
     for kind, floor in floors.items():
         floor.call()
         in_turns[kind] = floor.call
@@ -114,8 +104,8 @@ def measured(
         rounds = zip(*([floor.times * s for s in times[kind]] for kind, floor in floors.items()), strict=True)
         rows["latim-all"]["floor"] = _rounded([sum(parts) for parts in rounds])
     for call, row in rows.items():
-        if call in operations and "seconds" in row:
-            rates[call] = operations[call] / median(row["seconds"])
+        if call in estimates and call in in_turns:
+            rates[call] = estimates[call].operations / median(row["seconds"])
         yield {"model": name, "length": length, "call": call, **row}
 
 
@@ -124,12 +114,10 @@ def first_run(call: str, run: Callable[[Trace], Any], trace: Trace) -> dict[str,
 
     The library itself refuses layers whose reconstruction error exceeds the tolerance.
     """
-    start = time.perf_counter()
     used = usage(lambda: run(trace), "cpu")
-    seconds = time.perf_counter() - start
     if isinstance(used.result, Tensor) and not used.result.isfinite().all():
         raise ArithmeticError(f"{call} of {trace.model} is not finite")
-    row: dict[str, Any] = {"seconds": _rounded([seconds]), "peak": used.peak, "kept": used.kept, "calls": used.calls}
+    row: dict[str, Any] = {"peak": used.peak, "kept": used.kept, "calls": used.calls}
     if call == "operators":
         row["error"] = float(f"{max(used.result):.1e}")
     if call == "rollout":
@@ -142,6 +130,11 @@ def kept_bytes(trace: Trace) -> int:
     layers = {layer.kind: layer for layer in fresh(trace).layers}
     counts = Counter(layer.kind for layer in trace.layers)
     return sum(counts[kind] * usage(layer.reconstruction_error, "cpu").kept for kind, layer in layers.items())
+
+
+def estimated(trace: Trace, methods: Sequence[str]) -> dict[str, Estimate]:
+    """Return the library's estimate of each method, which does not count the operators; builds them."""
+    return {name: ula.estimate(trace, method=METHODS[name][0], target=METHODS[name][1]) for name in methods}
 
 
 def product_rate() -> float:
@@ -210,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in turns with the host's forward")
     parser.add_argument("--seconds", type=float, default=60.0, help="time after which a round is the last one")
-    parser.add_argument("--limit", type=float, default=600.0, help="largest predicted seconds of a call")
+    parser.add_argument("--limit", type=float, default=300.0, help="largest predicted seconds of a call")
     parser.add_argument("--memory", type=float, default=14.0, help="largest predicted memory of a call in GiB")
     parser.add_argument("--quick", action="store_true", help="narrow models, to test the program")
     parser.add_argument("--table", action="store_true", help="write the page from the recorded figures")

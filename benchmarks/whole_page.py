@@ -10,7 +10,7 @@ from benchmarks.published import SHAPES
 
 NAMES = {
     "trace": "`trace`",
-    "operators": "operators, built and checked",
+    "operators": "operators",
     **{name: f"`{name}`" for name in ("raw", "rollout", "latim", "alti", "attribution", "contribution")},
     **{name: f"`{name}`" for name in ("logit", "lrp", "alti_logit")},
     **{f"{name}-all": f"`{name}`, all queries" for name in ("raw", "rollout", "latim", "alti")},
@@ -55,10 +55,10 @@ def _run(run: Run) -> list[str]:
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "unilinattn"))
     worst = max(check["error"] for check in run["checks"])
-    layers = max(row["error"] for row in run["rows"] if row["call"] == "operators")
+    layers = max((row["error"] for row in run["rows"] if row["call"] == "operators" and "error" in row), default=None)
     text = (
         f"{machine['cpu']}; {threads}, {machine['memory']} of memory; {versions}; float32. Largest relative error of a "
-        f"method on a narrow model {worst:.0e}, of a layer {layers:.0e}."
+        f"method on a narrow model {worst:.0e}{'' if layers is None else f', of a layer {layers:.0e}'}."
     )
     models = [name for name in SHAPES if any(row["model"] == name for row in run["rows"])]
     return [text, *(_model(name, [row for row in run["rows"] if row["model"] == name]) for name in models)]
@@ -77,7 +77,7 @@ def _model(name: str, rows: Sequence[Row]) -> str:
         lines.append((label, _words(goal, call), *cells))
         if call == "latim-all":
             against = (_against_floor(at.get((call, length))) for length in lengths)
-            lines.append(("the same, relative to its floor", f"<= {FLOOR_GOAL:g}", *against))
+            lines.append(("relative to its floor", f"<= {FLOOR_GOAL:g}", *against))
     return table((name, "goal", *(f"L = {length}" for length in lengths)), lines)
 
 
@@ -121,7 +121,8 @@ def _emphasised(text: str, missed: bool) -> str:
 
 
 def _rest(row: Row) -> str:
-    return f"{in_bytes(row['peak'])}, {row['calls']:,}"
+    calls = row["calls"]
+    return f"{in_bytes(row['peak'])}, {calls if calls < 1000 else f'{calls / 1000:.0f}k'}"
 
 
 def _seconds(seconds: float) -> str:

@@ -95,7 +95,7 @@ def test_too_large_lengths_run_here_only(monkeypatch: pytest.MonkeyPatch) -> Non
     assert started == ["unilinattn"] and row["peer_bytes"] == 24 << 30
     machine = {"cpu": "a cpu", "threads": 2, "memory": "1 GiB", "torch": "2", "transformers": "5", "unilinattn": "0"}
     text = peers.section({"machine": machine, "rows": [row]})
-    assert "| 512 | mean map of a layer | 1 s, 1.0 MiB | not run: 24.00 GiB |  |  |  |" in text
+    assert "| 512 | mean map | 1 s, 1.0 MiB | not run: 24.00 GiB |  |  |" in text
     assert text.endswith("a cpu; 2 threads, 1 GiB of memory; torch 2, transformers 5, unilinattn 0.")
 
 
