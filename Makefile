@@ -3,7 +3,7 @@
 # make slow      the others: every configuration, every length
 # make margins   how far each comparison of numbers is from its limit, on variants of this processor
 # make evidence  the studies of docs/evidence.md from the shipped weights; ARGS=--train trains them again
-# make bench     every operation timed beside its floor: docs/performance.md
+# make bench     every operation timed beside its floor: docs/performance.md, which names the other benchmarks
 # make fla, make vision, make oldest   the adapters on flash-linear-attention, on timm, and on the oldest transformers
 #                                      that is accepted, each in a separate environment, since these packages change
 #                                      the hosts of the others

@@ -22,7 +22,7 @@ from benchmarks.cases import Case, Place
 from benchmarks.checks import checked
 from benchmarks.growth import grown
 from benchmarks.machine import machine
-from benchmarks.memory import peak
+from benchmarks.memory import usage
 from benchmarks.models import NARROW, PUBLISHED
 from benchmarks.timing import interleaved
 from tools.markers import replace_section
@@ -31,14 +31,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
-    """Run a case and its rivals: once each as a warm-up that counts memory, then in turns.
+    """Run a case and its rivals: once each as a warm-up that counts memory and calls, then in turns.
 
     A case without rounds runs once: its time is that of the run that counts memory.
     """
     prepared = cases.prepared(case, place)
     start = time.perf_counter()
-    memory: dict[str, int | None] = {"counted": peak(prepared.call, place.device), "resident": None}
+    used = usage(prepared.call, place.device)
     once = time.perf_counter() - start
+    memory: dict[str, int | None] = {"counted": used.peak, "resident": None}
+    operations = used.calls
+    # The result is freed before the timing.
+    del used
     for rival in prepared.rivals.values():
         rival.call()
     calls = {**{name: rival.call for name, rival in prepared.rivals.items()}, "": prepared.call}
@@ -46,6 +50,7 @@ def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
     rivals = {name: _rounded(times[name], rival.times) for name, rival in prepared.rivals.items()}
     row: dict[str, Any] = {"operation": case.operation, "structure": case.structure, "length": case.length}
     row |= {"seconds": _rounded(times[""] or [once]), "rivals": rivals, "goals": case.goals.get(place.device, {})}
+    row["calls"] = operations
     if case.rounds and place.device == "cpu" and place.sizes is PUBLISHED:
         memory["resident"] = grown(case, torch.get_num_threads())
     return {**row, "memory": memory}

@@ -149,13 +149,13 @@ def latim(structure: str, length: int, place: Place) -> Prepared:
     """Compute the l2 norms of T_ij x_j for all pairs, and check that the vectors sum to the output."""
     trace = place.traced(structure, length)
     call = _explained(trace, "latim")
-    return Prepared(call, {"floor": _vectors_floor(structure, length, place)})
+    return Prepared(call, {"floor": vectors_floor(structure, length, place)})
 
 
 def alti(structure: str, length: int, place: Place) -> Prepared:
     """Compute the ALTI scores of all pairs."""
     trace = place.traced(structure, length)
-    return Prepared(_explained(trace, "alti"), {"floor": _vectors_floor(structure, length, place)})
+    return Prepared(_explained(trace, "alti"), {"floor": vectors_floor(structure, length, place)})
 
 
 def _explained(trace: Trace, method: str) -> Callable[[], Tensor]:
@@ -164,7 +164,8 @@ def _explained(trace: Trace, method: str) -> Callable[[], Tensor]:
     return lambda: ula.explain(trace, method=method, progress=False).scores
 
 
-def _vectors_floor(structure: str, length: int, place: Place) -> Rival:
+def vectors_floor(structure: str, length: int, place: Place) -> Rival:
+    """Apply one output projection for each pair of tokens, in tiles of `TILE_PAIRS` pairs."""
     sizes = place.sizes
     if structure == "softmax":
         # Every key has one vector per head: 64 keys, with 64 queries each.

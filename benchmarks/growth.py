@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import cases
 from benchmarks.cases import Case, Place
-from benchmarks.memory import growth
 from benchmarks.models import NARROW, PUBLISHED
+from benchmarks.resident import growth
 
 
 def grown(case: Case, threads: int) -> int | None:

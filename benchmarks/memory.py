@@ -1,66 +1,50 @@
-"""Peak memory of a call, excluding its inputs and its result."""
+"""Memory and operations of a call."""
 
-import ctypes
 import gc
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.resident import size
 from unilinattn.testing.peak import Peak
 
 
-def peak(call: Callable[[], Any], device: str) -> int:
-    """Return the peak memory of a call in bytes, excluding inputs and result.
+@dataclass(frozen=True)
+class Usage:
+    """Memory and operations of one call.
 
-    Counts live tensors; on a GPU, the allocated bytes of torch's allocator.
+    Attributes:
+        result: what the call returned.
+        peak: bytes at the peak, excluding inputs and result.
+        kept: bytes that stay allocated after the call, excluding the result, such as caches of its inputs.
+        calls: operations of torch, views included.
+    """
+
+    result: Any
+    peak: int
+    kept: int
+    calls: int
+
+
+def usage(call: Callable[[], Any], device: str) -> Usage:
+    """Run a call, on a GPU twice, and count its memory and its operations.
+
+    Memory is that of live tensors; on a GPU, the allocated bytes of torch's allocator.
     """
     gc.collect()
-    if device == "cuda":
-        # The first call allocates workspaces that persist; they are not counted.
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before - _size(result)
     with Peak() as counted:
         result = call()
-    return counted.peak - _size(result)
-
-
-def growth(call: Callable[[], Any]) -> int | None:
-    """Return the growth of this process during a call, excluding its result; None where Linux's /proc is missing."""
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        # Free memory that glibc holds would hide the growth.
-        ctypes.CDLL(None).malloc_trim(0)
-    if not _forget_peak():
-        return None
-    started = _resident("VmRSS")
+    result_size = size(result)
+    if device != "cuda":
+        return Usage(result, counted.peak - result_size, counted.live - result_size, counted.calls)
+    # The first call allocated workspaces that persist; they are not counted.
+    del result
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     result = call()
-    return max(0, _resident("VmHWM") - started - _size(result))
-
-
-def _size(result: Any) -> int:
-    storages = [t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def _forget_peak() -> bool:
-    """Reset the kernel's record of this process's peak; return whether that is possible."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _resident(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
+    torch.cuda.synchronize()
+    peak, kept = (n - before - result_size for n in (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
+    return Usage(result, peak, kept, counted.calls)

@@ -108,7 +108,7 @@ def long_runs(folder: Path) -> str:
                 f"{rollout['peak_gib']:.1f} GiB",
             )
         )
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def ratio(row: Figures, rival: str) -> float:
@@ -150,11 +150,13 @@ def _comparisons(figures: Figures) -> str:
             _spread(times),
             f"**{ratio(row, rival):.2f}**",
             *_judged(ratio(row, rival), row["goals"].get(rival)),
+            f"{row['calls']:,}" if "calls" in row else "",
         )
         for row in rows
         for rival, times in row["rivals"].items()
     ]
-    return _table(("operation", "layer", "L", "time", "reference", "reference time", "ratio", "goal", "met"), lines)
+    header = ("operation", "layer", "L", "time", "reference", "reference time", "ratio", "goal", "met", "calls")
+    return table(header, lines)
 
 
 def _growth(figures: Figures) -> str:
@@ -181,7 +183,7 @@ def _growth(figures: Figures) -> str:
         "per token",
     )
     words = "Last-token rollout through one Mamba-1 layer, by length, interleaved with half of the length:\n\n"
-    return words + _table(header, lines)
+    return words + table(header, lines)
 
 
 def _memory(figures: Figures) -> str:
@@ -198,12 +200,12 @@ def _memory(figures: Figures) -> str:
             cell = "" if row is None else " / ".join(filter(None, _bytes(row["memory"])))
             if row is not None and goal is not None:
                 met = max(value or 0 for value in row["memory"].values()) <= goal
-                cell += f" (goal {_size(goal)}: {'met' if met else 'not met'})"
+                cell += f" (goal {in_bytes(goal)}: {'met' if met else 'not met'})"
             cells.append(cell)
         if any(cells):
             lines.append((name, *cells))
     words = "Extra memory of one Mamba-1 layer, tensors counted / growth of the process:\n\n"
-    return words + _table(("operation", *(f"L = {length}" for length in lengths)), lines)
+    return words + table(("operation", *(f"L = {length}" for length in lengths)), lines)
 
 
 def _rows(figures: Figures, operation: str) -> list[Figures]:
@@ -218,7 +220,8 @@ def _judged(value: float, goal: float | None) -> tuple[str, str]:
     return ("", "") if goal is None else (f"<= {goal:g}", "yes" if value <= goal else "no")
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -235,10 +238,11 @@ def _digits(value: float) -> str:
 
 def _bytes(memory: Mapping[str, int | None]) -> tuple[str, str]:
     counted, resident = memory["counted"], memory["resident"]
-    return _size(counted or 0), "" if resident is None else _size(resident)
+    return in_bytes(counted or 0), "" if resident is None else in_bytes(resident)
 
 
-def _size(size: int) -> str:
+def in_bytes(size: int) -> str:
+    """Return a number of bytes in MiB or GiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.{1 if size < 100 << 20 else 0}f} MiB"
 
 

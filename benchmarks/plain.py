@@ -87,15 +87,24 @@ def vectors(operator: MixerOperator, *, by_pairs: bool = False) -> Tensor:
 
 def host_gradient(model: nn.Module, mixer: nn.Module, ids: Tensor) -> Tensor:
     """Compute the gradient of the last token's largest logit at a mixer's output, with the host's backward pass."""
+    return host_gradients(model, [mixer], ids)[0]
+
+
+def host_gradients(model: nn.Module, mixers: Sequence[nn.Module], ids: Tensor) -> tuple[Tensor, ...]:
+    """Compute `host_gradient` at the output of each of several mixers."""
     outputs: list[Tensor] = []
-    handle = mixer.register_forward_hook(lambda _, __, output: outputs.append(output))
+
+    def record(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
+
+    handles = [mixer.register_forward_hook(record) for mixer in mixers]
     try:
         with torch.enable_grad():
             logits = model(ids).logits[:, -1]
-            (grad,) = torch.autograd.grad(logits.max(-1).values.sum(), outputs[0])
+            return torch.autograd.grad(logits.max(-1).values.sum(), outputs)
     finally:
-        handle.remove()
-    return grad
+        for handle in handles:
+            handle.remove()
 
 
 def _product(chain: Sequence[Stage], maps: Tensor, by_pairs: bool) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from benchmarks import cases, checks, models, page, sketch, structures
 from benchmarks.cases import Case, Place, Prepared
 from benchmarks.growth import grown
-from benchmarks.memory import growth, peak
+from benchmarks.memory import usage
+from benchmarks.resident import growth
 from benchmarks.timing import interleaved
 from tools.markers import markers, read_section
 from unilinattn.mixers import CoreMixer
@@ -128,7 +129,10 @@ def test_the_peak_counts_live_tensors() -> None:
         in_turn()
     assert counted.peak == 8000
     assert counted.live == 0
-    assert peak(in_turn, "cpu") == 4000
+    used = usage(in_turn, "cpu")
+    # Three times a product, a sum, two views; another view and the last sum.
+    assert (used.peak, used.kept) == (4000, 0)
+    assert used.calls == 3 * 4 + 2
 
 
 def test_the_peak_counts_tensors_saved_for_the_backward_pass() -> None:
@@ -140,7 +144,7 @@ def test_the_peak_counts_tensors_saved_for_the_backward_pass() -> None:
             product = product.exp()
         return torch.autograd.grad(product.sum(), weight)[0]
 
-    counted = peak(backward, "cpu")
+    counted = usage(backward, "cpu").peak
     assert 10 * 4000 <= counted <= 14 * 4000
 
 
@@ -148,7 +152,7 @@ def test_the_growth_of_the_process_is_measured() -> None:
     def call() -> torch.Tensor:
         return torch.ones(1 << 24).sum()
 
-    assert peak(call, "cpu") == 1 << 26
+    assert usage(call, "cpu").peak == 1 << 26
     bytes_grown = growth(call)
     if bytes_grown is not None:
         assert 0.9 * (1 << 26) <= bytes_grown <= 1.5 * (1 << 26)

@@ -10,6 +10,7 @@ import torch
 
 from tests.evaluation.votes import MASK, PAD, VOTES, Votes
 from unilinattn.errors import InputError, OptionError
+from unilinattn.evaluation import perturbation
 from unilinattn.evaluation.masking import BLUR, gaussian_blur
 from unilinattn.evaluation.perturbation import ERASER_FRACTIONS, TENTHS, PerturbationCurve, PerturbationTest
 from unilinattn.testing import promoted
@@ -238,6 +239,22 @@ def test_the_fractions_of_one_image_are_one_batch_in_evaluation_mode() -> None:
         torch.testing.assert_close(curve.values, whole.values[:1], atol=1e-12, rtol=0)
     assert [len(model.log.seen) for model in (alone, training, pair)] == [2, 4, 4]
     torch.testing.assert_close(alone.log.seen[1], torch.cat(training.log.seen[1:]), atol=0, rtol=0)
+
+
+def test_the_fractions_of_one_sequence_are_batches_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, relevance = torch.tensor([[2, 3, 4, 2]]), torch.tensor([[1.0, 4.0, 3.0, 2.0]])
+    fractions = (0.0, 0.25, 0.5, 0.75, 1.0)
+    sizes, curves = [], []
+    for most in (1 << 24, 2 * 4 * len(VOTES[0]), 1):
+        monkeypatch.setattr(perturbation, "MOST_LOGITS", most)
+        model = Votes(VOTES).eval()
+        curves.append(
+            PerturbationTest(model, ids, relevance, masking="token", mask_token_id=MASK).activation(fractions)
+        )
+        sizes.append([len(seen) for seen in model.log.seen[1:]])
+    assert sizes == [[5], [2, 2, 1], [1, 1, 1, 1, 1]]
+    for curve in curves:
+        torch.testing.assert_close(curve.values, curves[-1].values, atol=1e-12, rtol=0)
 
 
 def test_removed_tokens_are_replaced_by_those_of_a_reference() -> None:

@@ -1,6 +1,6 @@
 """Perturbation tests: remove tokens or patches in the order of their relevance, and watch the model's prediction."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation.masking import EMBEDS, Masking, real_tokens, removal
 from unilinattn.evaluation.metrics import tensor_text
+from unilinattn.memory import parts
 from unilinattn.tracing.inputs import call_host, host_arguments
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.logits import positions_of
@@ -27,6 +28,9 @@ TENTHS = tuple(k / 10 for k in range(11))
 
 ERASER_FRACTIONS = (0.01, 0.05, 0.1, 0.2, 0.5)
 """Fractions of tokens that comprehensiveness and sufficiency are averaged over (ERASER 4.2)."""
+
+MOST_LOGITS = 1 << 24
+"""Largest number of logits of a batch of fractions: 64 MiB in float32."""
 
 Measure = Callable[[Float[Tensor, "batch class"]], Float[Tensor, " batch"]]
 """A number for each sequence or image, given its logits."""
@@ -60,7 +64,8 @@ class PerturbationTest:
     The units that are removed are tokens or image patches. A fraction f of the n valid units of a sequence is
     ceil(f n) of them; units with tied scores are taken in a random order, which `seed` fixes. Each fraction of a curve
     is one run of the model on the whole batch: as a trace runs it, without gradients, in the mode that it is in. The
-    fractions of a single image are one batch in evaluation mode. The model is restored after each run.
+    fractions of a single image, or of a single sequence of tokens without a mask, are batches in evaluation mode, of at
+    most `MOST_LOGITS` logits. The model is restored after each run.
 
     Attributes:
         logits: (batch, class), of the unperturbed inputs, in float64.
@@ -193,12 +198,15 @@ class PerturbationTest:
             removed.append(self._valid & ((rank >= taken) if keep else (rank < taken)))
         return torch.stack([measure(logits) for logits in self._runs(removed)], -1)
 
-    def _runs(self, removed: Sequence[Bool[Tensor, "batch *unit"]]) -> Iterable[Float[Tensor, "batch class"]]:
-        """Return the logits after each removal."""
+    def _runs(self, removed: Sequence[Bool[Tensor, "batch *unit"]]) -> Iterator[Float[Tensor, "batch class"]]:
+        """Yield the logits after each removal."""
         tensors = sum(isinstance(value, Tensor) for value in self._removal.arguments.values())
-        if self._relevance.ndim == 3 and len(self._relevance) == tensors == 1 and not self._model.training:
-            return self._run(self._removal(torch.cat(list(removed))), len(removed)).split(1)
-        return (self._run(self._removal(one)) for one in removed)
+        alone = len(self._relevance) == tensors == 1 and not self._model.training
+        tokens = self._relevance.shape[1] if self._relevance.ndim == 2 else 1
+        step = max(1, MOST_LOGITS // (tokens * self.logits.shape[1])) if alone else 1
+        for part in parts(len(removed), step):
+            chosen = removed[part]
+            yield from self._run(self._removal(torch.cat(list(chosen))), len(chosen)).split(len(self._relevance))
 
     def _ranks(self, order: Float[Tensor, "batch *unit"]) -> Int[Tensor, "batch *unit"]:
         """Return each valid unit's rank by descending score, from 0; the number of all units elsewhere."""
@@ -212,14 +220,14 @@ class PerturbationTest:
             row[units] = torch.arange(len(units), device=row.device)
         return rank.view(order.shape)
 
-    def _run(self, arguments: Mapping[str, Any], images: int | None = None) -> Float[Tensor, "batch class"]:
+    def _run(self, arguments: Mapping[str, Any], fractions: int = 1) -> Float[Tensor, "batch class"]:
         """Return the logits of one run: those of a classifier, or those at the target.
 
-        `images`: size of the batch, by default that of the relevance.
+        `fractions`: number of fractions, each of which has the batch of the relevance.
         """
         output = in_gradient_mode(False, lambda: isolated(self._model, partial(_call, self._model, arguments)))
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-        batch, name = images or len(self._relevance), type(self._model).__name__
+        batch, name = fractions * len(self._relevance), type(self._model).__name__
         if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or len(logits) != batch:
             got = tensor_text(output if logits is None else logits)
             raise InputError(f"{name} returned {got}; logits (batch, class) or (batch, token, class) are needed.")
@@ -229,7 +237,7 @@ class PerturbationTest:
                     f"{name} returned logits of shape {tuple(logits.shape)}, and relevance has the shape "
                     f"{tuple(self._relevance.shape)}; logits of each scored token, or of a class, are needed."
                 )
-            places = positions_of(self._target, self._real.cpu()).to(logits.device)
+            places = positions_of(self._target, self._real.cpu()).to(logits.device).expand(batch)
             logits = logits[torch.arange(batch, device=logits.device), places]
         elif self._mask_token_id is not None and self._mask_token_id == _padding_token(self._model):
             raise OptionError(

@@ -20,7 +20,7 @@ ELEMENTWISE = ("mul", "mul_", "addcmul", "addcmul_")
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of live tensors created inside the block, and the multiplications.
+    """Counts the bytes of live tensors created inside the block, the multiplications and the calls.
 
     A storage counts from the operation that creates it until its last reference is gone. Workspace inside an operation
     of torch is not counted.
@@ -28,6 +28,7 @@ class Peak(TorchDispatchMode):
     Attributes:
         live, peak: bytes now, and their maximum.
         made: bytes of all created tensors, freed ones included.
+        calls: operations of torch, views included.
         multiplications: those of matrix products (half the count of `torch.utils.flop_counter`), of triangular solves,
             of elementwise products, and of Fourier transforms (log2 of the length per element).
         through_frequencies: whether a Fourier transform ran, by which every input affects every output through
@@ -37,7 +38,7 @@ class Peak(TorchDispatchMode):
     def __init__(self) -> None:
         """Start with all counts at zero."""
         super().__init__()
-        self.live = self.peak = self.made = self.multiplications = 0
+        self.live = self.peak = self.made = self.calls = self.multiplications = 0
         self.through_frequencies = False
         self._storages: dict[int, weakref.ref[Any]] = {}
 
@@ -45,6 +46,7 @@ class Peak(TorchDispatchMode):
         """Run the operation and count its new tensors and multiplications."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self.calls += 1
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
