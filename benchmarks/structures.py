@@ -109,8 +109,9 @@ def _a_pair(count: Counted, channels: int) -> str:
 
 
 def _map(mixer: CoreMixer, _: int) -> None:
-    for _block in mixer.reduced_rows(ROWS):
-        pass
+    if mixer.mean_map() is None:
+        for _block in mixer.reduced_rows(ROWS):
+            pass
 
 
 def _weighted_map(mixer: CoreMixer, channels: int) -> None:

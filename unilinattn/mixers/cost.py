@@ -124,7 +124,7 @@ class DenseCost(MixerCost):
 
 @cost_of.register(Toeplitz)
 class ToeplitzCost(MixerCost):
-    """Costs of a convolution, by shifts or spectra, and of windows of its kernel; a lag counts as two."""
+    """Costs of a convolution, by shifts or spectra, and of windows of its kernel; an int64 lag counts twice."""
 
     mixer: Toeplitz
 
@@ -134,8 +134,8 @@ class ToeplitzCost(MixerCost):
 
     def reduced_elements(self, rows: int, channels: int) -> int:
         """The block per head or of the sum of the kernels, the sum over heads, and kernels with a reversed copy."""
-        heads = 1 if channels == 1 else 3 * self.heads
-        return self.batch * rows * self.keys * (heads + 1) + 2 * self.heads * (rows + self.keys)
+        blocks = 1 if channels == 1 else 3 * self.heads + 1
+        return self.batch * rows * self.keys * blocks + 2 * self.heads * (rows + self.keys)
 
     def pass_cost(self, channels: int) -> Cost:
         """Shifts for a short kernel; else values padded to twice their length, both spectra, and the padded output."""
