@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,19 @@ def stored_evaluation(out: Path | None, **changed: Any) -> Table:
         **changed,
     }
     return ula.evaluate(**arguments, out=out)
+
+
+def test_functions_with_arguments_are_known_by_them_in_every_run(tmp_path: Path) -> None:
+    def evaluated(factor: float) -> Table:
+        scaled = partial(lambda case, factor: factor * float(case.ranking.ap), factor=factor)
+        return stored_evaluation(tmp_path, metrics={"ap": "ap", "scaled": scaled}, select_by="ap")
+
+    first = rows_of(evaluated(2.0))
+    DRAWN.clear()
+    assert rows_of(evaluated(2.0)) == first
+    assert len(DRAWN) <= 1, "stored samples are not computed again"
+    with pytest.raises(ResultFileError, match=r"\(factor=2.0\)\" there, .*\(factor=3.0\)\" now"):
+        evaluated(3.0)
 
 
 def test_an_interruption_at_every_file_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

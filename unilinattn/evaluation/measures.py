@@ -21,7 +21,7 @@ from unilinattn.evaluation.metrics import (
     row_scores,
 )
 from unilinattn.evaluation.perturbation import PerturbationTest
-from unilinattn.evaluation.samples import Sample
+from unilinattn.evaluation.samples import Sample, function_name
 from unilinattn.evaluation.segmentation import SegmentationScores, foreground_of, overlaps, segmentation_scores
 from unilinattn.operator.edges import is_causal
 from unilinattn.results.attribution import Attribution
@@ -247,8 +247,7 @@ def metric(name: str, options: Mapping[str, Any]) -> Metric:
 
 def function_metric(function: Callable[[Case], float]) -> Metric:
     """Return a function from a case to a number as a metric, which is averaged over samples."""
-    name = getattr(function, "__qualname__", repr(function))
-    return Metric(name, lambda case: Measurement.mean(float(function(case))))
+    return Metric(function_name(function), lambda case: Measurement.mean(float(function(case))))
 
 
 def _ranking(field: str) -> Callable[[Case], Measurement]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.measures import Metric, function_metric, metric, require_fields
-from unilinattn.evaluation.samples import Sample, fingerprint
+from unilinattn.evaluation.samples import Sample, fingerprint, function_name
 from unilinattn.evaluation.scorers import Scorer, baseline, scorer
 from unilinattn.tracing.trust import Trust
 
@@ -168,4 +168,4 @@ def _plain(value: Any) -> Any:
         return [_plain(part) for part in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    return getattr(value, "__qualname__", None) or (fingerprint(value) if isinstance(value, Tensor) else repr(value))
+    return fingerprint(value) if isinstance(value, Tensor) else function_name(value)

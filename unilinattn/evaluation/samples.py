@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,3 +152,11 @@ def _check_foreground(foreground: Any, given: Mapping[str, Any]) -> None:
                 f"foreground of shape {tuple(foreground.shape)} does not fit an image of {value.shape[2]} x "
                 f"{value.shape[3]} pixels; give one value for each pixel."
             )
+
+
+def function_name(function: Any) -> str:
+    """Return the name by which a record knows a function, the same in every run; a partial one with its arguments."""
+    if isinstance(function, partial):
+        arguments = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
+        return f"{function_name(function.func)}({', '.join(arguments)})"
+    return getattr(function, "__qualname__", None) or repr(function)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, nearest
-from unilinattn.evaluation.samples import Sample
+from unilinattn.evaluation.samples import Sample, function_name
 from unilinattn.evaluation.side_by_side import BASELINES
 from unilinattn.methods.maps import map_shape
 from unilinattn.methods.options import Options
@@ -49,8 +49,7 @@ def scorer(label: str, method: str | Callable[[Trace, Sample], Any], options: Ma
     Raises `OptionError` for an unknown method or option.
     """
     if callable(method):
-        name = getattr(method, "__qualname__", repr(method))
-        return Scorer(label, {"function": name}, _of_function(label, method))
+        return Scorer(label, {"function": function_name(method)}, _of_function(label, method))
     entry = registered(method)
     described = dict(options)
     if entry.options is not None and issubclass(entry.options, Options):
