@@ -48,6 +48,7 @@ class Bridge:
         return self.trace.layers[layer].operator.matrix(heads=None)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_both_tools_compute_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lens = ModuleType("transformer_lens.model_bridge")

@@ -74,6 +74,7 @@ def test_a_fresh_trace_shares_no_operators(trace: ula.Trace) -> None:
     assert layer.operator is layer.operator is not whole_models.fresh(trace).layers[1].operator
 
 
+@pytest.mark.slow
 def test_the_memory_of_all_operators_is_known_beforehand(trace: ula.Trace) -> None:
     trace = whole_models.fresh(trace)
     kept = whole_models.kept_bytes(trace)

@@ -198,7 +198,8 @@ def test_no_product_of_any_structure_reads_a_subnormal_number(structure: str, dt
     require_no_subnormal_operand(structure, dtype, decay)
 
 
-@pytest.mark.parametrize("decay", [pytest.param("weak", marks=pytest.mark.slow), "-100 a step"])
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", ["weak", "-100 a step"])
 @pytest.mark.parametrize("structure", MAIN)
 def test_no_product_reads_a_subnormal_number_for_random_decays(structure: str, decay: str) -> None:
     require_no_subnormal_operand(structure, torch.float32, decay)
