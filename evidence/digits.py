@@ -31,7 +31,7 @@ TEST_SCANS = 397
 """Number of the last scans of `sklearn.datasets.load_digits`, which no model is trained on."""
 
 DIM = 0.6
-"""Factor of the photographs."""
+"""Factor of the brightness of the photographs."""
 
 INK = (0.7, 1.0)
 """Range of the brightness of a digit."""
@@ -65,10 +65,10 @@ class Digits:
     masks: Bool[Tensor, "image side side"]
 
 
-def digits(count: int, seed: int, part: Part) -> Digits:
+def digits(count: int, seed: int, part: Part, *, brightness: float = DIM) -> Digits:
     """Draw images: each a scan, slightly rotated and sheared, at a random size and place on a piece of a photograph.
 
-    Images for tests have other scans, and the right halves of the photographs.
+    Images for tests have other scans, and the right halves of the photographs. `brightness`: factor of the photographs.
 
     Raises `MissingExtraError` if scikit-learn or scikit-image is missing.
     """
@@ -86,7 +86,7 @@ def digits(count: int, seed: int, part: Part) -> Digits:
     top, left = (integers(extent - SIDE + 1) for extent in photographs.shape[1:])
     at = torch.arange(SIDE)
     rows, columns = top[:, None, None] + at[:, None], left[:, None, None] + at
-    background = DIM * photographs[photograph[:, None, None], rows, columns]
+    background = brightness * photographs[photograph[:, None, None], rows, columns]
 
     share, angle, shear, ink = uniform(*SHARE), uniform(-ROTATION, ROTATION), uniform(-SHEAR, SHEAR), uniform(*INK)
     # The scan's square lies within the image, before its rotation; coordinates are -1 to 1 from border to border.

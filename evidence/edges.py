@@ -112,7 +112,7 @@ in the logit. Numbers are falls of the logit, averaged over sequences.
         "Fall of the predicted logit when the edges of the four highest-ranked tokens are cut: mean of three seeds, by "
         "method. A larger fall means that the model used these tokens more."
     )
-    size = Size(10, 6)
+    size = Size(6, 3)
     quick = Size(2, 2)
     views = (
         *(

@@ -54,8 +54,10 @@ def _start_slowly(host: nn.Module) -> None:
             bias.data = step + torch.log(-torch.expm1(-step))
 
 
-def builder(name: str, vocabulary: int) -> Callable[[], nn.Module]:
+def builder(name: str, vocabulary: int, **settings: Any) -> Callable[[], nn.Module]:
     """Return a function that builds an untrained model, whose weights depend on torch's seed.
+
+    `settings` are more arguments of the configuration.
 
     Raises `OptionError` for an unknown name.
     """
@@ -67,7 +69,7 @@ def builder(name: str, vocabulary: int) -> Callable[[], nn.Module]:
         model, config = (getattr(package, one) for one in CLASSES[name])
         # The default ids lie outside these small vocabularies, and the tasks have no special tokens.
         tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-        shape = {"vocab_size": vocabulary, "hidden_size": 64, "num_hidden_layers": 2, **SIZES[name]}
+        shape = {"vocab_size": vocabulary, "hidden_size": 64, "num_hidden_layers": 2, **SIZES[name], **settings}
         host: nn.Module = model(config(**shape, **tokens, tie_word_embeddings=False, use_cache=False))
         if name == "gated_deltanet":
             _start_slowly(host)

@@ -43,6 +43,7 @@ def dots(
     for ax, (title, means) in zip(axes, every.items(), strict=True):
         order = sorted(means, key=lambda method: fmean(means[method].values()), reverse=not larger)
         models = panels[title][2]
+        named = next(method for method in order if method not in BASELINES)
         for at, method in enumerate(order):
             grey = method in BASELINES
             ax.axhline(at, color="#e6e8ee", linewidth=0.8, zorder=0)
@@ -55,7 +56,7 @@ def dots(
                         markersize=6,
                         color=colour,
                         alpha=0.45 if grey else 1,
-                        label=model if at == 0 else None,
+                        label=model if method == named else None,
                         markeredgecolor="white",
                         markeredgewidth=0.6,
                     )

@@ -22,7 +22,10 @@ PAIRS = (1, 2, 4, 8)
 """Numbers of pairs in a context."""
 
 LENGTHS = range(25, 97)
-"""Numbers of tokens of a context."""
+"""Numbers of tokens of a context, from which its length is drawn."""
+
+PASSKEY_LENGTHS = range(2 * max(PAIRS), LENGTHS.stop)
+"""Accepted numbers of tokens of a passkey context; the shortest holds eight pairs and no noise."""
 
 SHARES = (0.20, 0.16, 0.12, 0.08)
 """Shares of the four most frequent words; the others share the rest evenly."""
@@ -73,14 +76,15 @@ def passkeys(
     Args:
         count: number of contexts.
         seed: seed of everything that is drawn.
-        length: number of tokens of each context, one of `LENGTHS`; by default drawn for all contexts together.
+        length: number of tokens of each context, one of `PASSKEY_LENGTHS`; by default one of `LENGTHS`, drawn for all
+            contexts together.
         pairs: number of pairs, one of `PAIRS`; by default drawn for each context.
         first: whether the first or a later pair is asked; by default any.
         questions: number of questions, each followed by its answer except the last.
 
     Raises `InputError` and `OptionError` for values outside these ranges.
     """
-    generator, length = _start(count, seed, length)
+    generator, length = _start(count, seed, length, PASSKEY_LENGTHS)
     if pairs is not None and pairs not in PAIRS:
         raise OptionError(f"pairs is {pairs}; accepted: {', '.join(map(str, PAIRS))}.")
     most = max(PAIRS)
@@ -122,11 +126,11 @@ def frequent_words(count: int, seed: int, *, length: int | None = None) -> Quest
 
     The counts of the four most frequent words are `SHARES` of the length, rounded down, and the others share the rest
     evenly: no two of the named words occur equally often. The relevant keys of a name are all its occurrences in the
-    passage. `length`: as in `passkeys`.
+    passage. `length`: number of tokens of each passage, one of `LENGTHS`; by default drawn for all together.
 
     Raises `InputError` and `OptionError` as `passkeys`.
     """
-    generator, length = _start(count, seed, length)
+    generator, length = _start(count, seed, length, LENGTHS)
     counts = [int(share * length) for share in SHARES]
     rest = torch.arange(length - sum(counts)) % (WORDS - len(counts)) + len(counts)
     ranks = torch.cat([torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), rest])
@@ -142,12 +146,12 @@ def frequent_words(count: int, seed: int, *, length: int | None = None) -> Quest
     return Questions(input_ids, labels, relevant, length)
 
 
-def _start(count: int, seed: int, length: int | None) -> tuple[torch.Generator, int]:
+def _start(count: int, seed: int, length: int | None, accepted: range) -> tuple[torch.Generator, int]:
     """Return the generator of a seed, and the length of the contexts."""
     if count < 1:
         raise InputError(f"count is {count}; a batch needs at least one context: pass count >= 1.")
-    if length is not None and length not in LENGTHS:
-        raise OptionError(f"length is {length}; accepted: {LENGTHS.start} to {LENGTHS.stop - 1}.")
+    if length is not None and length not in accepted:
+        raise OptionError(f"length is {length}; accepted: {accepted.start} to {accepted.stop - 1}.")
     generator = torch.Generator().manual_seed(seed)
     drawn = LENGTHS[int(torch.randint(len(LENGTHS), (), generator=generator))]
     return generator, drawn if length is None else length

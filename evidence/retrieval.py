@@ -24,11 +24,11 @@ from evidence.claims import Claim, Results
 from evidence.drawing import RIGHT, WRONG, draw_strips
 from evidence.hosts import builder
 from evidence.pictures import figure
-from evidence.questions import KEY, NAMES, PAIRS, VOCABULARY, Questions, frequent_words, passkeys
+from evidence.questions import KEY, NAMES, PAIRS, PASSKEY_LENGTHS, VOCABULARY, Questions, frequent_words, passkeys
 from evidence.retrieval_claims import BASELINES, METHODS, MODELS, OF_WORDS, RANKS, of_answers, of_methods, of_scores
 from evidence.rows import number, proportion
 from evidence.study import Model, Size, Study, View
-from evidence.training import HELD_OUT_SEED, SELECTION_SEED, STEPS_OF_A_SEED, Recipe
+from evidence.training import HELD_OUT_SEED, SELECTION_SEED, Recipe
 from unilinattn.evaluation import Table
 from unilinattn.examples.tasks import NO_ANSWER
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 QUESTIONS_IN_TRAINING = 8
 """Number of passkeys that a context of the training is asked for; the evaluation asks for one."""
 
-TRAINING_LENGTHS = (25, 64)
-"""Lengths of the contexts at the start and at the end of the training, between which they grow."""
+TRAINING_LENGTHS = (PASSKEY_LENGTHS.start, 64)
+"""Lengths of the contexts in the first half of the training and at its end, between which they grow."""
 
 PASSKEYS: Mapping[str, Any] = {"ap": "ap", "hit_at_1": "hit_at_1"}
 WORDS_RIGHT: Mapping[str, Any] = {**PASSKEYS, "recall_at_k": "recall_at_k", "first_half": first_half}
@@ -47,9 +47,9 @@ OF_ERRORS: Mapping[str, Any] = {**PASSKEYS, **{one.__name__: one for one in (ans
 """Metrics of right passkeys, right words and wrong answers."""
 
 RECIPES = {
-    "mamba": Recipe(800, 5e-3, 16, through_operators=True),
+    "mamba": Recipe(2500, 3e-3, 16, through_operators=True),
     "mamba2": Recipe(800, 5e-3, 16, through_operators=True),
-    "transformer": Recipe(1500, 3e-3, 16),
+    "transformer": Recipe(3600, 2e-3, 128),
 }
 
 WORDS_RECIPES = {
@@ -58,6 +58,15 @@ WORDS_RECIPES = {
     "transformer": Recipe(500, 3e-3, 16),
 }
 """The recipes of passkeys and of frequent words."""
+
+
+def _builder(model: str) -> Callable[[], nn.Module]:
+    """Return a function that builds an untrained model; the Transformer with settings for short contexts.
+
+    By the defaults most frequencies of its positions are too low to tell neighbours apart.
+    """
+    short = {"initializer_range": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+    return builder(model, VOCABULARY, **(short if model == "transformer" else {}))
 
 
 def _of_words(model: str) -> str:
@@ -91,13 +100,13 @@ class Retrieval(Study):
     source = "LaTIM 4.3 and D.3 (Tables 5 and 6, Fig. 3, 8 and 9)"
     text = """
 A passkey context has 48 to 96 tokens: noise with 1, 2, 4 or 8 pairs of a key and the value after it; the question at
-the end repeats a key, and the answer is its value. A passage of frequent words has as many tokens of the same noise;
-at the end the three most frequent words are named, the most frequent first. Each task has its models. The passkey
-contexts of the training grow from 25 to 64 tokens, so that the longer scored ones ask for more than was trained. The
-keys that hold an answer are known: one for a passkey, all occurrences for a word. Wrong answers are explained too,
-and the relevant keys are then those of the *predicted* token: a method that shows the reason for the error finds
-them, and not those of the right answer. Methods explain the predicted token; candidates are the tokens of the
-context.
+the end repeats a key, and the answer is its value. A passage of frequent words has as many tokens of the same noise; at
+the end the three most frequent words are named, the most frequent first. Each task has its models. The passkey contexts
+of the training have 16 tokens in its first half and grow to 64, so that the longer scored ones ask for more than was
+trained. The keys that hold an answer are known: one for a passkey, all occurrences for a word. Wrong answers are
+explained too, and the relevant keys are then those of the *predicted* token: a method that shows the reason for the
+error finds them, and not those of the right answer. Methods explain the predicted token; candidates are the tokens of
+the context.
 """
     caption = (
         "A right and a wrong answer of Mamba-2: the tokens of a context with eight pairs, the question at the end, and "
@@ -105,8 +114,8 @@ context.
         "predicted one, if it is another, in red."
     )
     models: ClassVar[Mapping[str, Model]] = {
-        **{name: Model(builder(name, VOCABULARY), recipe) for name, recipe in RECIPES.items()},
-        **{_of_words(name): Model(builder(name, VOCABULARY), recipe) for name, recipe in WORDS_RECIPES.items()},
+        **{name: Model(_builder(name), recipe) for name, recipe in RECIPES.items()},
+        **{_of_words(name): Model(_builder(name), recipe) for name, recipe in WORDS_RECIPES.items()},
     }
     size = Size(16, 6)
     quick = Size(4, 2)
@@ -147,8 +156,9 @@ context.
         if model not in RECIPES:
             return _loss(host, frequent_words(batch, seed))
         first, last = TRAINING_LENGTHS
-        # Models learn to look keys up in short contexts, and then in longer ones.
-        length = first + (last - first) * (seed % STEPS_OF_A_SEED) // self.models[model].recipe.steps
+        # Models learn to look keys up in short contexts in the first half, and then in longer ones.
+        growth = max(0.0, 2 * self.models[model].recipe.progress(seed) - 1)
+        length = first + int((last - first) * growth)
         return _loss(host, passkeys(batch, seed, length=length, questions=QUESTIONS_IN_TRAINING))
 
     def accuracy(self, host: nn.Module, model: str) -> float:

@@ -52,6 +52,10 @@ class Recipe:
         """Number of samples of the whole training."""
         return self.steps * self.batch
 
+    def progress(self, seed: int) -> float:
+        """Return the share of the training before the batch of a seed, from 0 to 1."""
+        return seed % STEPS_OF_A_SEED / self.steps
+
 
 def fit(host: nn.Module, recipe: Recipe, seed: int, loss: Callable[[nn.Module, int], Tensor], label: str) -> float:
     """Train a model in place and return its last loss.

@@ -26,6 +26,7 @@ def vision_mamba(cls_position: str) -> nn.Module:
     host = VisionMamba(
         SIDE, PATCH, in_chans=1, num_classes=CLASSES, embed_dim=48, depth=4, d_state=4, cls_position=cls_position
     )
+    _spread(host)
     _normalised(host.patch_embed.proj)
     return host
 
@@ -44,10 +45,7 @@ def vision_transformer() -> nn.Module:
         num_labels=CLASSES,
     )
     host: Any = transformers.ViTForImageClassification(config)
-    # transformers draws weights of standard deviation 0.02, from which a model of this width learns slowly.
-    for module in host.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
+    _spread(host)
     embeddings = host.vit.embeddings
     patches = embeddings.patch_embeddings.projection
     nn.init.xavier_uniform_(patches.weight.flatten(1))
@@ -56,6 +54,16 @@ def vision_transformer() -> nn.Module:
         embeddings.position_embeddings[0, 1:] = sines(WIDTH)
     model: nn.Module = host
     return model
+
+
+def _spread(host: nn.Module) -> None:
+    """Draw the weights of linear layers by Xavier; models of this width learn slowly from the classes' own.
+
+    The weights of the step sizes of ViM, which start in a range of their own, stay.
+    """
+    for name, module in host.named_modules():
+        if isinstance(module, nn.Linear) and "dt_proj" not in name:
+            nn.init.xavier_uniform_(module.weight)
 
 
 def _normalised(patches: nn.Conv2d) -> None:

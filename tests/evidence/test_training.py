@@ -22,7 +22,7 @@ def loss(host: nn.Module, seed: int) -> Tensor:
 
 
 def accuracy(host: nn.Module) -> float:
-    return float(host.weight.sum())
+    return float(host.weight.detach().sum())
 
 
 def test_a_training_depends_on_its_seed_alone(tmp_path: Path) -> None:
@@ -34,6 +34,17 @@ def test_a_training_depends_on_its_seed_alone(tmp_path: Path) -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert float((first - 1).abs().max()) < 0.2
+
+
+def test_the_progress_of_a_training_is_that_of_its_batches(tmp_path: Path) -> None:
+    seen = []
+
+    def watched(host: nn.Module, seed: int) -> Tensor:
+        seen.append(RECIPE.progress(seed))
+        return loss(host, seed)
+
+    trained(build, RECIPE, 3, watched, accuracy, tmp_path / "a.safetensors")
+    assert seen == [step / 80 for step in range(80)]
 
 
 def test_the_recorded_accuracy_is_that_of_the_stored_weights(tmp_path: Path) -> None:

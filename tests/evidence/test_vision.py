@@ -30,6 +30,13 @@ def test_images_depend_on_their_seed_alone() -> None:
     assert not torch.equal(digits(6, 3, "train").pixels, first.pixels)
 
 
+def test_photographs_of_no_brightness_are_black() -> None:
+    dark, usual = digits(6, 3, "train", brightness=0.0), digits(6, 3, "train")
+    assert not dark.background.any()
+    assert usual.background.any()
+    assert torch.equal(dark.masks, usual.masks)
+
+
 def is_exact(masks: torch.Tensor, pixels: torch.Tensor, background: torch.Tensor) -> bool:
     """Whether a mask marks the pixels that are nearer to one ink, the same in the whole image, than to the photograph.
 
