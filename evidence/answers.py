@@ -99,8 +99,11 @@ def lead(case: Case) -> float:
 
 
 def first_half(case: Case) -> float:
-    """Return the share of the first half of the relevant keys in the absolute scores of both halves."""
+    """Return the share of the first half of the relevant keys in the absolute scores of both halves.
+
+    One half if all these scores are zero, as at a layer of local attention.
+    """
     scores = case.scores[case.relevant].abs().double()
     half = len(scores) // 2
     first, last = scores[:half].sum(), scores[len(scores) - half :].sum()
-    return float(first / (first + last))
+    return float(first / (first + last)) if first + last > 0 else 0.5

@@ -1,8 +1,8 @@
 """Faithfulness by causal edges: cut the highest-ranked tokens or edges in the running model, and read the logit."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,12 @@ TOKENS = (1, 4)
 EDGES = (4, 16)
 """Numbers of single edges that are cut, each in its layer."""
 
+RUNS = 256
+"""Number of runs of a model whose results are kept."""
+
+Cuts = tuple[tuple[int | None, tuple[tuple[int, int], ...]], ...]
+"""Pairs (query, key) of layers, None for all layers together."""
+
 
 def token_fall(case: Case, count: int) -> float:
     """Return the fall of the predicted logit when the edges of the `count` highest keys to other tokens are cut."""
@@ -40,8 +46,8 @@ def token_fall(case: Case, count: int) -> float:
     assert position is not None
     keys = torch.where(case.valid, case.scores.double(), -torch.inf).topk(count).indices
     length = len(case.scores)
-    pairs = [(query, key) for key in keys.tolist() for query in range(key + 1, length)]
-    return _fall(case.model, case.sample, position, [(None, pairs)])
+    pairs = [(query, key) for key in sorted(keys.tolist()) for query in range(key + 1, length)]
+    return _fall(case.model, case.sample, position, ((None, tuple(pairs)),))
 
 
 def edge_scores(trace: Trace, target: int) -> dict[str, Float[Tensor, "layer query key"]]:
@@ -74,19 +80,26 @@ def edge_fall(
     other[sample.target + 1 :] = False
     chosen = torch.where(other, scores.double(), -torch.inf).flatten().topk(count).indices
     by_layer: dict[int, list[tuple[int, int]]] = {}
-    for flat in chosen.tolist():
+    for flat in sorted(chosen.tolist()):
         layer, rest = divmod(flat, length * length)
         by_layer.setdefault(layer, []).append(divmod(rest, length))
     assert layers == len(trace.layers)
-    return _fall(model, sample, sample.target, list(by_layer.items()))
+    return _fall(model, sample, sample.target, tuple((layer, tuple(pairs)) for layer, pairs in by_layer.items()))
 
 
+# Many methods choose the same edges, and the model without cuts is the same for all.
+@lru_cache(maxsize=RUNS)
 @torch.no_grad()
-def _fall(
-    model: nn.Module, sample: Sample, position: int, cuts: Sequence[tuple[int | None, list[tuple[int, int]]]]
-) -> float:
-    """Return the predicted logit less that of a run without some edges; pairs by layer, None for all layers."""
-    logits = model(sample.inputs).logits[0, position]
+def _logits(model: nn.Module, sample: Sample, position: int) -> Float[Tensor, " vocabulary"]:
+    logits: Tensor = model(sample.inputs).logits[0, position]
+    return logits
+
+
+@lru_cache(maxsize=RUNS)
+@torch.no_grad()
+def _fall(model: nn.Module, sample: Sample, position: int, cuts: Cuts) -> float:
+    """Return the predicted logit less that of a run without some edges."""
+    logits = _logits(model, sample, position)
     predicted = logits.argmax()
     with ExitStack() as stack:
         for layer, pairs in cuts:

@@ -13,6 +13,7 @@ CLASSES = {
     "mamba": ("MambaForCausalLM", "MambaConfig"),
     "mamba2": ("Mamba2ForCausalLM", "Mamba2Config"),
     "transformer": ("LlamaForCausalLM", "LlamaConfig"),
+    "local_transformer": ("Qwen3ForCausalLM", "Qwen3Config"),
     "gated_deltanet": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
 }
 """The model class and the configuration class of each host by name."""
@@ -21,6 +22,19 @@ SIZES: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 16},
     "mamba2": {"state_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 64},
     "transformer": {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128},
+    # The first layer sees four tokens. The frequencies of the positions are high enough to tell neighbours apart; most
+    # of the default ones are not.
+    "local_transformer": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "initializer_range": 0.1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
     "gated_deltanet": {
         "layer_types": ["linear_attention", "linear_attention"],
         "linear_num_key_heads": 4,
