@@ -1,0 +1,72 @@
+"""The affine maps of an attention module, read off its linear layers, equal the images of basis vectors."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unilinattn import trace
+from unilinattn.architectures.probe import images, linear_layers
+from unilinattn.call import Call
+from unilinattn.testing.hosts import host
+from unilinattn.tracing.layer import Layer
+
+
+def first_attention(name: str, edit: Any = None) -> tuple[Layer, Call]:
+    """Trace a host in float64 and return its first attention layer with the call that its adapter gets."""
+    model = host(name).model().double()
+    with torch.no_grad():
+        for weight in model.parameters():
+            # Biases start as zero, and norms as one.
+            weight += 0.1 * torch.randn(weight.shape, dtype=weight.dtype)
+    if edit is not None:
+        edit(model)
+    layer = next(one for one in trace(model, host(name).inputs()).layers if one.architecture == "attention")
+    return layer, Call(layer.module, layer.name, layer.arguments, layer.input, layer.output, layer.seen)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt neox, parallel", "llama, grouped queries", "llama, wide heads, one token", "opt", "vit"]
+)
+def test_the_weights_are_the_images_of_basis_vectors(name: str) -> None:
+    layer, call = first_attention(name)
+    (seen,) = layer.seen
+    read = linear_layers(seen.module, call, seen, layer.input)
+    assert read is not None
+    for found, expected in zip(read, images(seen.module, call, seen, layer.input), strict=True):
+        for part, image in zip(found, expected, strict=True):
+            torch.testing.assert_close(part, image, rtol=1e-12, atol=1e-12)
+
+
+class Doubled(nn.Linear):
+    """A subclass of a linear layer, which may compute anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def make(kind: type[nn.Linear], name: str) -> Any:
+    """Return a function that replaces a projection of every attention by one of another kind, of the same weights."""
+
+    def edit(model: nn.Module) -> None:
+        for attention in (module for module in model.modules() if hasattr(module, name)):
+            given = getattr(attention, name)
+            other = kind(given.in_features, given.out_features, given.bias is not None, dtype=given.weight.dtype)
+            other.load_state_dict(given.state_dict())
+            setattr(attention, name, other)
+
+    return edit
+
+
+@pytest.mark.parametrize("projection", ["v_proj", "o_proj"])
+def test_other_modules_are_probed(projection: str) -> None:
+    layer, call = first_attention("llama, grouped queries", make(Doubled, projection))
+    (seen,) = layer.seen
+    assert linear_layers(seen.module, call, seen, layer.input) is None
+    assert layer.reconstruction_error() < 1e-12
+    # The same edit with torch's own class is read.
+    layer, call = first_attention("llama, grouped queries", make(nn.Linear, projection))
+    (seen,) = layer.seen
+    assert linear_layers(seen.module, call, seen, layer.input) is not None
+    assert layer.reconstruction_error() < 1e-12
