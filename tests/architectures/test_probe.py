@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn import trace
-from unilinattn.architectures.probe import images, linear_layers
+from unilinattn.architectures.linear_maps import linear_maps
+from unilinattn.architectures.probe import images
 from unilinattn.call import Call
 from unilinattn.testing.hosts import host
 from unilinattn.tracing.layer import Layer
@@ -32,9 +33,9 @@ def first_attention(name: str, edit: Any = None) -> tuple[Layer, Call]:
 def test_the_weights_are_the_images_of_basis_vectors(name: str) -> None:
     layer, call = first_attention(name)
     (seen,) = layer.seen
-    read = linear_layers(seen.module, call, seen, layer.input)
+    read = linear_maps(call, seen, "hidden_states")
     assert read is not None
-    for found, expected in zip(read, images(seen.module, call, seen, layer.input), strict=True):
+    for found, expected in zip(read, images(call, seen, layer.input, "hidden_states"), strict=True):
         for part, image in zip(found, expected, strict=True):
             torch.testing.assert_close(part, image, rtol=1e-12, atol=1e-12)
 
@@ -63,10 +64,10 @@ def make(kind: type[nn.Linear], name: str) -> Any:
 def test_other_modules_are_probed(projection: str) -> None:
     layer, call = first_attention("llama, grouped queries", make(Doubled, projection))
     (seen,) = layer.seen
-    assert linear_layers(seen.module, call, seen, layer.input) is None
+    assert linear_maps(call, seen, "hidden_states") is None
     assert layer.reconstruction_error() < 1e-12
     # The same edit with torch's own class is read.
     layer, call = first_attention("llama, grouped queries", make(nn.Linear, projection))
     (seen,) = layer.seen
-    assert linear_layers(seen.module, call, seen, layer.input) is not None
+    assert linear_maps(call, seen, "hidden_states") is not None
     assert layer.reconstruction_error() < 1e-12

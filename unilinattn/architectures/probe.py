@@ -1,20 +1,17 @@
 """Probe the affine maps from an attention's input to its values and from its result to its output."""
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from unilinattn.architectures.linear_maps import Affine, linear_maps, without_hooks
 from unilinattn.call import Call, Captured, package_version
 from unilinattn.call.attention_interface import Attended, cast, interface, mixed_values
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.flow import Flow
-
-Affine = tuple[Tensor, Tensor]
-"""A weight (out, in) and a bias (out)."""
 
 
 def probe(call: Call, seen: Captured, source: Tensor) -> tuple[Affine, Affine]:
@@ -22,19 +19,24 @@ def probe(call: Call, seen: Captured, source: Tensor) -> tuple[Affine, Affine]:
 
     Raises `UncoveredError` if no argument of the module is `source`, the input of the values.
     """
-    module = _copy(seen.module, source.dtype)
-    return linear_layers(module, call, seen, source) or images(module, call, seen, source)
+    place = next((name for name, value in seen.arguments.items() if _is_source(value, source, call)), None)
+    if place is None:
+        raise UncoveredError(
+            f"{call.name} ({type(call.module).__name__}): no argument of its attention module is the input that its "
+            "values come from; register an adapter for this class."
+        )
+    return linear_maps(call, seen, place) or images(call, seen, source, place)
 
 
-def images(module: nn.Module, call: Call, seen: Captured, source: Tensor) -> tuple[Affine, Affine]:
+def images(call: Call, seen: Captured, source: Tensor, place: str) -> tuple[Affine, Affine]:
     """Compute both maps column by column, as images of basis vectors.
 
-    The copied module runs on basis vectors as tokens, in batches of the observed call's shape (its masks and position
-    embeddings have that shape), while its attention function returns basis vectors as the result.
-
-    Raises `UncoveredError` as `probe`.
+    A copy of the module runs on basis vectors as tokens, in batches of the observed call's shape (its masks and
+    position embeddings have that shape), while its attention function returns basis vectors as the result. `place`:
+    the argument that is `source`, the input of the values.
     """
     record: Attended = seen.record
+    module = without_hooks(seen.module).to(source.dtype)
     batch, heads, queries = record.query.shape[:3]
     width, inner = source.shape[-1], heads * record.value.shape[-1]
     tokens = batch * source.shape[1]
@@ -49,93 +51,11 @@ def images(module: nn.Module, call: Call, seen: Captured, source: Tensor) -> tup
         return rows.view(batch, queries, heads, -1), None
 
     calls = max(-(-(width + 1) // tokens), -(-(inner + 1) // (batch * queries)))
-    place = next((name for name, value in seen.arguments.items() if _is_source(value, source, call)), None)
-    if place is None:
-        raise UncoveredError(
-            f"{call.name} ({type(call.module).__name__}): no argument of its attention module is the input that its "
-            "values come from; register an adapter for this class."
-        )
     with torch.no_grad(), interface(module, handle):
         for start in range(calls):
             rows = _rows(basis, start * tokens, tokens).view(batch, -1, width)
             outputs.append(_run(module, call, seen, **{place: rows}))
     return _affine(torch.cat(values), width), _affine(torch.cat(outputs), inner)
-
-
-def linear_layers(module: nn.Module, call: Call, seen: Captured, source: Tensor) -> tuple[Affine, Affine] | None:
-    """Read both maps off the weights of linear layers, in one run of the copied module on the captured arguments.
-
-    The values must be a view of the output of a linear layer whose input is `source`, and the module's output that of a
-    linear layer whose input is the attention's result. Returns None otherwise.
-    """
-    record: Attended = seen.record
-    batch, heads, queries = record.query.shape[:3]
-    result = source.new_zeros(batch, queries, heads, record.value.shape[-1])
-    values: list[Tensor] = []
-    ran: list[tuple[nn.Module, Tensor, Tensor]] = []
-
-    def handle(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
-        values.append(value)
-        return result, None
-
-    def note(layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
-        ran.append((layer, given[0], output))
-
-    with torch.no_grad(), interface(module, handle):
-        hooks = [layer.register_forward_hook(note) for layer in module.modules() if _is_linear(layer)]
-        output = _run(module, call, seen)
-        for hook in hooks:
-            hook.remove()
-    (value,) = values
-    of_values = (
-        _rows_of(layer, columns)
-        for layer, given, out in ran
-        if _is_source(given, source, call) and (columns := _columns(value, out)) is not None
-    )
-    of_output = (
-        _rows_of(layer, slice(None))
-        for layer, given, out in ran
-        if _same_storage(given, result) and _same_storage(out, output) and given.shape[-1] == heads * result.shape[-1]
-    )
-    maps = next(of_values, None), next(of_output, None)
-    return None if maps[0] is None or maps[1] is None else (maps[0], maps[1])
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    """Return whether a module is a linear layer of torch or transformers; a subclass may compute something else."""
-    from transformers.pytorch_utils import Conv1D
-
-    return type(layer) in (nn.Linear, Conv1D)
-
-
-def _rows_of(layer: Any, rows: Any) -> Affine:
-    """Return rows of the weight and of the bias of a linear layer."""
-    weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
-    bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias
-    return weight.detach()[rows], bias.detach()[rows]
-
-
-def _columns(value: Tensor, output: Tensor) -> Tensor | None:
-    """Return the channels of `output` (batch, token, channel) that `value` (batch, head, token, channel) is a view of.
-
-    In the order (head, channel); None if it is no view of them.
-    """
-    if value.untyped_storage().data_ptr() != output.untyped_storage().data_ptr() or output.ndim != 3:
-        return None
-    batch, heads, tokens, channels = value.shape
-    strides, steps = output.stride(), value.stride()
-    if (batch, tokens) != output.shape[:2] or (steps[0], steps[2], 1) != strides:
-        return None
-    first = int(value.storage_offset()) - int(output.storage_offset())
-    columns = (first + torch.arange(heads)[:, None] * steps[1] + torch.arange(channels) * steps[3]).flatten()
-    inside = bool(((columns >= 0) & (columns < output.shape[2])).all())
-    return columns.to(output.device) if inside else None
-
-
-def _same_storage(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether both tensors are the whole of the same memory, in the same order."""
-    whole = all(x.is_contiguous() and x.storage_offset() == 0 and x.numel() == other.numel() for x in (tensor, other))
-    return whole and tensor.data_ptr() == other.data_ptr()
 
 
 def gated_output(call: Call, seen: Captured) -> tuple[Tensor, Affine] | None:
@@ -147,7 +67,7 @@ def gated_output(call: Call, seen: Captured) -> tuple[Tensor, Affine] | None:
     differs, or if it is not the result times a factor.
     """
     record: Attended = seen.record
-    module = _copy(seen.module, call.input.dtype)
+    module = without_hooks(seen.module).to(call.input.dtype)
     batch, heads, queries = record.query.shape[:3]
     inner = heads * record.value.shape[-1]
     result = call.input.new_zeros(batch, queries, heads, inner // heads)
@@ -240,15 +160,6 @@ def _not_affine(call: Call, where: str, missed: float, example: str) -> str:
         f"{call.name} ({host}): the map {where} is not one matrix and one bias (missed by {missed:.1e} on the observed "
         f"input; perhaps {example}). Use scope='core', 'mixer' or 'unified', or register an adapter for this class."
     )
-
-
-def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    copied = copy.deepcopy(module).to(dtype)
-    for inner in copied.modules():
-        for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
-            hooks.clear()
-        inner.__dict__.pop("forward", None)
-    return copied
 
 
 def _is_source(value: Any, source: Tensor, call: Call) -> bool:

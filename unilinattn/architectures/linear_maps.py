@@ -1,0 +1,121 @@
+"""Find the linear layers that compute an attention's values and output, in a run of its module without numbers."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unilinattn.call import Call, Captured
+from unilinattn.call.attention_interface import Attended, interface
+
+Affine = tuple[Tensor, Tensor]
+"""A weight (out, in) and a bias (out)."""
+
+EMPTY = torch.device("meta")
+"""Device of tensors that have a shape and a memory layout, and no numbers."""
+
+
+def linear_maps(call: Call, seen: Captured, place: str) -> tuple[Affine, Affine] | None:
+    """Return the affine maps to the values and from the attention's result to the output: ((W_v, b_v), (W_o, b_o)).
+
+    They are weights of linear layers if the values are a view of the output of one whose input is the argument `place`,
+    and the module's output is that of one whose input is the attention's result. A copy of the module without numbers
+    shows this. Returns None otherwise, and for a module whose run needs numbers.
+    """
+    record: Attended = seen.record
+    batch, heads, queries = record.query.shape[:3]
+    weights = (*seen.module.parameters(), *seen.module.buffers())
+    module = without_hooks(seen.module, {id(weight): _empty(weight) for weight in weights})
+    originals = dict(zip(module.modules(), seen.module.modules(), strict=True))
+    given = {name: _empty(value) for name, value in seen.arguments.items() if not name.isdigit()}
+    result = record.value.new_empty(batch, queries, heads, record.value.shape[-1], device=EMPTY)
+    values: list[Tensor] = []
+    ran: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def handle(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        values.append(value)
+        return result, None
+
+    def note(layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        ran.append((originals[layer], arguments[0], output))
+
+    for layer in module.modules():
+        if _is_linear(layer):
+            layer.register_forward_hook(note)
+    try:
+        with torch.no_grad(), EMPTY, interface(module, handle):
+            output = module(**given)
+    except RuntimeError:
+        # The module reads a number, or mixes its tensors with those of another device.
+        return None
+    output = output[0] if isinstance(output, tuple) else output
+    to_values = ((layer, _channels(values[-1], out)) for layer, x, out in ran if _is_whole(x, given[place]))
+    first = next(((layer, rows) for layer, rows in to_values if rows is not None), None)
+    last = next((layer for layer, x, out in ran if _is_whole(x, result) and _is_whole(out, output)), None)
+    return None if first is None or last is None else (_rows(call, *first), _rows(call, last, slice(None)))
+
+
+def without_hooks(module: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
+    """Return a copy of a module without hooks and replaced forwards; `memo` holds replacements by id."""
+    copied = copy.deepcopy(module, dict(memo or {}))
+    for inner in copied.modules():
+        for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
+            hooks.clear()
+        inner.__dict__.pop("forward", None)
+    return copied
+
+
+def _empty(value: Any) -> Any:
+    """Return an argument with tensors without numbers in place of its tensors."""
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().to(EMPTY), requires_grad=False)
+    if isinstance(value, Tensor):
+        return value.detach().to(EMPTY)
+    if type(value) in (tuple, list):
+        return type(value)(_empty(item) for item in value)
+    if type(value) is dict:
+        return {name: _empty(item) for name, item in value.items()}
+    return value
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Return whether a module is a linear layer of torch or transformers; a subclass may compute something else."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(layer) in (nn.Linear, Conv1D)
+
+
+def _rows(call: Call, layer: Any, rows: Any) -> Affine:
+    """Return rows of the weight and of the bias of a linear layer."""
+    weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
+    bias = weight.new_zeros(len(weight)) if layer.bias is None else layer.bias
+    return call.tensor(weight.detach()[rows]), call.tensor(bias.detach()[rows])
+
+
+def _channels(value: Tensor, output: Tensor) -> Tensor | None:
+    """Return the channels of `output` (batch, token, channel) that `value` (batch, head, token, channel) is a view of.
+
+    In the order (head, channel); None if it is no view of them.
+    """
+    if not _share_memory(value, output) or output.ndim != 3:
+        return None
+    batch, heads, tokens, channels = value.shape
+    steps = value.stride()
+    if (batch, tokens) != output.shape[:2] or (steps[0], steps[2], 1) != output.stride():
+        return None
+    first = int(value.storage_offset()) - int(output.storage_offset())
+    at = (first + torch.arange(heads)[:, None] * steps[1] + torch.arange(channels) * steps[3]).flatten()
+    return at if bool(((at >= 0) & (at < output.shape[2])).all()) else None
+
+
+def _is_whole(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether both tensors are the same memory, in the same order."""
+    same = _share_memory(tensor, other) and tensor.numel() == other.numel()
+    return same and all(x.is_contiguous() and x.storage_offset() == other.storage_offset() for x in (tensor, other))
+
+
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    # Tensors without numbers have no addresses.
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
