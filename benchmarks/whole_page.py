@@ -104,9 +104,10 @@ def _relative(row: Row | None, host: Row, goal: float | None, call: str) -> str:
         # Without the operators in memory there is no estimate of the time.
         return f"not run: {_seconds(seconds)}, {size}" if seconds else f"not run: {size}"
     ratio = median(row["seconds"]) / median(host["seconds"])
+    again = f" / {median(row['again']) / median(host['seconds']):.2f}" if "again" in row else ""
     missed = goal is not None and ratio > goal
     missed |= call == "attribution" and row["peak"] > ATTRIBUTION_BYTES
-    return f"{_emphasised(f'{ratio:.2f}', missed)}, {_rest(row)}"
+    return f"{_emphasised(f'{ratio:.2f}', missed)}{again}, {_rest(row)}"
 
 
 def _against_floor(row: Row | None) -> str:
