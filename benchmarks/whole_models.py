@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,7 +100,7 @@ def measured(
     if repeated and kept <= limits.bytes:
         built = fresh(trace)
         calls["operators"](built)
-        in_turns |= {again: (lambda run=calls[call]: run(built)) for again, call in repeated.items()}
+        in_turns |= {again: partial(calls[call], built) for again, call in repeated.items()}
     floors = _floors(name, length) if "latim-all" in in_turns else {}
     for kind, floor in floors.items():
         floor.call()
