@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from evidence.overview import overview
 from evidence.record import Numbers
 from evidence.study import Study, View
 
@@ -29,14 +30,17 @@ def page(studies: Sequence[Study], records: Mapping[str, Numbers], absent: Seque
     """Return the page of the recorded studies; `absent` are the titles of the others."""
     shown = [study for study in studies if study.name in records]
     seeds = max(len(records[study.name]["seeds"]) for study in shown)
-    parts = [INTRODUCTION.format(seeds=_word(seeds)), _verdicts(shown, records, absent)]
+    parts = [INTRODUCTION.format(seeds=_word(seeds)), overview(records), _verdicts(shown, records, absent)]
     parts += [_section(study, records[study.name]) for study in shown]
     machine = records[shown[0].name]["machine"]
     minutes = sum(records[study.name]["seconds"] for study in shown) / 60
+    trained = [row.get("cpu_seconds") for study in shown for row in records[study.name]["training"]]
+    timed = [seconds for seconds in trained if seconds is not None]
     parts.append(
         "## Cost\n\n"
         f"The evaluation took {minutes:.0f} minutes of one core in all ({machine['cpu']}; Python {machine['python']}, "
-        f"torch {machine['torch']}, transformers {machine['transformers']})."
+        f"torch {machine['torch']}, transformers {machine['transformers']}). The training of {len(timed)} of the "
+        f"{len(trained)} models was timed: {sum(timed) / 60:.0f} minutes of one core."
     )
     return "\n".join(parts).rstrip() + "\n"
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from evidence.claims import Claim, Results
@@ -17,6 +18,9 @@ DIFFERENT = 0.01
 
 DIFFERENT_SHARE = 0.02
 """Largest share of different numbers of a repeated run: the rounding of another processor can change a rank."""
+
+COMPARED = ("table", "model", "method", "metric", "values")
+"""What is kept of the rows of a quick run, with which a repeated one is compared."""
 
 Numbers = Mapping[str, Any]
 
@@ -55,19 +59,20 @@ def described(
         "training": list(training),
         "claims": [asdict(claim) for claim in claims],
         "numbers": summaries(results.tables),
-        "quick": quick,
+        "quick": [{key: row[key] for key in COMPARED} for row in quick],
     }
 
 
 def stored(numbers: Numbers) -> str:
     """Return a record as JSON with one line for each row."""
+    text = partial(json.dumps, separators=(",", ":"))
     lines = []
     for key, value in numbers.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            body = ",\n".join(f"    {json.dumps(row)}" for row in value)
-            lines.append(f"  {json.dumps(key)}: [\n{body}\n  ]")
+            body = ",\n".join(map(text, value))
+            lines.append(f"{text(key)}:[\n{body}\n]")
         else:
-            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+            lines.append(f"{text(key)}:{text(value)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
