@@ -79,24 +79,27 @@ def repeat_quickly(studies: Sequence[Study], weights: Path, out: Path, say: Any)
     return agree
 
 
-def evaluate(one: Study, weights: Path, out: Path, say: Any) -> tuple[Results, record.Numbers]:
-    """Measure a study, print its tables and verdicts, and return its numbers and their record."""
+def evaluate(one: Study, weights: Path, out: Path, processes: Processes, say: Any) -> tuple[Results, float]:
+    """Measure a study, print its tables and verdicts, and return its numbers and the CPU seconds of all processes."""
     start = time.process_time()
     results = Results(measured(one, weights, out, quick=False))
-    seconds = time.process_time() - start
-    claims = one.claims(results)
-    quick = record.summaries(measured(one, weights, out, quick=True))
+    seconds = sum(processes.gather(time.process_time() - start))
     say(f"\n{one.title}")
     for name, tables in results.tables.items():
         say(f"\n{name}, seed {min(tables)}\n{tables[min(tables)]}")
     say("")
-    for claim in claims:
+    for claim in one.claims(results):
         say(f"{claim.verdict}: {claim.text} ({claim.source})\n  {claim.reason}")
+    return results, seconds
+
+
+def described(one: Study, results: Results, weights: Path, quick: Any, seconds: float) -> record.Numbers:
+    """Return the record of a study: its numbers, those of a quick run, its claims and its training."""
     training = [
         {"model": model, **training_record(one.path(weights, model, seed))} for model in one.models for seed in SEEDS
     ]
     rest = {"machine": machine("cpu"), "seconds": round(seconds)}
-    return results, record.described(one, results, claims, training, quick, **rest)
+    return record.described(one, results, one.claims(results), training, quick, **rest)
 
 
 def write(one: Study, results: Results, numbers: record.Numbers, weights: Path) -> None:
@@ -169,10 +172,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.quick:
             return 0 if repeat_quickly(studies, weights, options.out, say) else 1
         for one in studies:
-            results, numbers = evaluate(one, weights, options.out, say)
-            if options.write and first:
-                write(one, results, numbers, weights)
-                write_page()
+            results, seconds = evaluate(one, weights, options.out, processes, say)
+            if options.write:
+                quick = record.summaries(measured(one, weights, options.out, quick=True))
+                if first:
+                    write(one, results, described(one, results, weights, quick, seconds), weights)
+                    write_page()
     except UnilinattnError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Faithfulness by causal edges: cut the highest-ranked tokens or edges in the running model, and read the logit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from evidence.tasks import TASKS, hosts_by_task
 from evidence.training import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.evaluation import Sample, Table
 from unilinattn.evaluation.measures import Case
+from unilinattn.evaluation.processes import Processes
 from unilinattn.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -108,6 +109,27 @@ def _fall(model: nn.Module, sample: Sample, position: int, cuts: Cuts) -> float:
     return float(logits[predicted] - without[predicted])
 
 
+def _single_edges(models: Mapping[str, Callable[[], nn.Module]], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return the falls for single edges: a row for each model, sample, method and number of edges."""
+
+    def run(keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+        rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for model, at in keys:
+            host, sample = models[model](), samples[at]
+            assert sample.target is not None
+            trace = ula.trace(host, sample.inputs, progress=False)
+            rows[model, at] = [
+                number(method, f"{k} cut", edge_fall(host, sample, trace, scores, k), model=model, sample=str(at))
+                for method, scores in edge_scores(trace, sample.target).items()
+                for k in EDGES
+            ]
+        return rows
+
+    keys = [(model, at) for model in models for at in range(len(samples))]
+    found = Processes().spread(keys, lambda key: None, run)
+    return [row for rows in found.values() for row in rows]
+
+
 class EdgesStudy(Study):
     """Cuts of tokens and edges on three tasks."""
 
@@ -125,7 +147,7 @@ in the logit. Numbers are falls of the logit, averaged over sequences.
         "Fall of the predicted logit when the edges of the four highest-ranked tokens are cut: mean of three seeds, by "
         "method. A larger fall means that the model used these tokens more."
     )
-    size = Size(6, 3)
+    size = Size(5, 3)
     quick = Size(2, 2)
     views = (
         *(
@@ -168,24 +190,7 @@ in the logit. Numbers are falls of the logit, averaged over sequences.
                 out=out / name,
                 progress=False,
             )
-            rows = []
-            for model, load in models.items():
-                host = load()
-                for at, sample in enumerate(samples):
-                    trace = ula.trace(host, sample.inputs, progress=False)
-                    assert sample.target is not None
-                    for method, scores in edge_scores(trace, sample.target).items():
-                        rows += [
-                            number(
-                                method,
-                                f"{k} cut",
-                                edge_fall(host, sample, trace, scores, k),
-                                model=model,
-                                sample=str(at),
-                            )
-                            for k in EDGES
-                        ]
-            tables[f"edges of {name}"] = Table(rows)
+            tables[f"edges of {name}"] = Table(_single_edges(models, samples))
         return tables
 
     def claims(self, results: Results) -> list[Claim]:

@@ -55,7 +55,7 @@ models of up to 2.8 billion parameters on ARC-Easy, without known answers and wi
     caption = (
         "Probability of the true answer as tokens are added, most relevant first: AUAC by method, mean of three seeds."
     )
-    size = Size(6, 3)
+    size = Size(5, 3)
     quick = Size(2, 2)
     views = tuple(
         View(

@@ -47,7 +47,7 @@ def linear_maps(call: Call, seen: Captured, place: str) -> tuple[Affine, Affine]
     try:
         with torch.no_grad(), EMPTY, interface(module, handle):
             output = module(**given)
-    except RuntimeError:
+    except (RuntimeError, TypeError, ValueError):
         # The module reads a number, or mixes its tensors with those of another device.
         return None
     output = output[0] if isinstance(output, tuple) else output
