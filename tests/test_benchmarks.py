@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cases, checks, models, page, sketch, structures
+from benchmarks import cases, checks, models, page, sketch, structures, throughput
 from benchmarks.cases import Case, Place, Prepared
 from benchmarks.growth import grown
 from benchmarks.memory import usage
@@ -63,7 +63,8 @@ def test_the_page_shows_the_recorded_figures() -> None:
     assert read_section(text, "performance") == page.section(recorded)
     for name in page.NAMES.values():
         assert name.split(",")[0] in text.split(markers("performance")[0])[0], name
-    assert read_section(text, "sketch") == sketch.section(json.loads(sketch.RECORD.read_text()))
+    for module, name in ((sketch, "sketch"), (throughput, "throughput")):
+        assert read_section(text, name) == module.section(json.loads(module.RECORD.read_text()))
     assert read_section(text, "million") == page.long_runs(ROOT / "benchmarks" / "results")
     for figures in recorded:
         assert page.stored(figures) == (ROOT / "benchmarks" / "results" / f"{figures['device']}.json").read_text()
