@@ -66,6 +66,7 @@ def stored(figures: Figures) -> str:
     lists = [
         f'  "{key}": [\n' + ",\n".join(f"    {json.dumps(row)}" for row in figures[key]) + "\n  ]"
         for key in ("checks", "rows")
+        if key in figures
     ]
     return head.removesuffix("\n}") + ",\n" + ",\n".join(lists) + "\n}\n"
 

@@ -7,7 +7,6 @@ Weights and tokens are random. Times are medians of turns with the exact norms, 
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from torch import Tensor
 import unilinattn as ula
 from benchmarks.machine import machine
 from benchmarks.models import VOCABULARY, build
-from benchmarks.page import STRUCTURES
+from benchmarks.page import STRUCTURES, stored
 from benchmarks.timing import interleaved
 from tools.markers import replace_section
 
@@ -55,7 +54,8 @@ def measured(kind: str, length: int, rounds: int) -> list[dict[str, Any]]:
         device="cpu",
     )
     exact = found.pop("exact")
-    pairs = exact > 0
+    # The squares of smaller norms are no normal numbers.
+    pairs = exact > torch.finfo(exact.dtype).tiny ** 0.5
     # Rows with fewer keys than are computed again have nothing to rank.
     rows = slice(length // 4, None)
     best = exact[rows].argmax(-1)
@@ -101,8 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = {"machine": machine("cpu"), "rows": rows}
     print(section(record))
     if options.write:
-        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-        RECORD.write_text(f'{{\n  "machine": {json.dumps(record["machine"])},\n  "rows": [\n{lines}\n  ]\n}}\n')
+        RECORD.write_text(stored(record))
         page = ROOT / "docs" / "performance.md"
         page.write_text(replace_section(page.read_text(), "sketch", section(record)))
 

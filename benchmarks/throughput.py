@@ -7,7 +7,6 @@ Weights and tokens are random. Rates are relative to one sequence on one thread,
 """
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ import unilinattn as ula
 from benchmarks.machine import machine
 from benchmarks.memory import usage
 from benchmarks.models import VOCABULARY, build
-from benchmarks.page import STRUCTURES
+from benchmarks.page import STRUCTURES, stored
 from benchmarks.timing import interleaved
 from tools.markers import replace_section
 from unilinattn.tracing.trace import Trace
@@ -103,8 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = {"machine": machine("cpu"), "rows": rows}
     print(section(record))
     if options.write:
-        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-        RECORD.write_text(f'{{\n  "machine": {json.dumps(record["machine"])},\n  "rows": [\n{lines}\n  ]\n}}\n')
+        RECORD.write_text(stored(record))
         page = ROOT / "docs" / "performance.md"
         page.write_text(replace_section(page.read_text(), "throughput", section(record)))
 
