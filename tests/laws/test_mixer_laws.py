@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.laws.structures import EXTREMES, STRUCTURES, Draw, Structure
+from unilinattn.call.exactness import relative_error
 from unilinattn.testing import (
     batch_is_a_loop,
     check_mixer,
@@ -35,6 +36,10 @@ def test_every_law_holds(
 ) -> None:
     draw = Draw(seed, batch, length, dtype, extreme)
     mixer = structure.mixer(draw)
+    if length == 1 and dtype == torch.float32:
+        # One token leaves one sum over states; where its terms cancel, the rounding of the factors decides.
+        wide = structure.mixer(Draw(seed, batch, length, torch.float64, extreme)).materialize()
+        assume(relative_error(mixer.materialize().double(), wide) < tolerance("law", dtype) / 10)
     check_mixer(mixer)
     batch_is_a_loop(mixer, structure.singles(Draw(seed, batch, length, dtype, extreme)), tolerance("law", dtype))
 

@@ -190,19 +190,21 @@ def by_layer(series: Mapping[str, Mapping[str, Sequence[float | None]]], *, titl
     """Draw numbers by layer on a logarithmic axis: a panel for each model, a line for each of its series.
 
     `series` maps models to named series with one number a layer, None where there is none; `label` is that of the
-    numbers.
+    numbers. Where no number is positive, as for errors that are exactly zero, the axis is linear.
 
     Raises `MissingExtraError` if matplotlib is missing.
     """
     columns = min(len(series), 4)
     rows = -(-len(series) // columns)
+    numbers = (value for named in series.values() for values in named.values() for value in values)
+    scale = "log" if any(value is not None and value > 0 for value in numbers) else "linear"
     figure = new_figure(columns * 2.6 + 1.1, rows * 2.4 + 0.6)
     grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
     for axes, (model, named) in zip(grid.flat, series.items(), strict=False):
         for colour, (name, values) in zip(cycle(LINES), named.items(), strict=False):
             heights = [np.nan if value is None else value for value in values]
             axes.plot(range(len(heights)), heights, color=colour, marker="o", markersize=3, linewidth=1.2, label=name)
-        axes.set_yscale("log")
+        axes.set_yscale(scale)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.tick_params(labelsize=6.5, colors=FAINT)
         axes.set_xlabel("layer", fontsize=7, color=FAINT)
