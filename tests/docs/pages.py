@@ -28,6 +28,9 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
 ERROR_FIGURE = 1e-5
 """Numbers below this are rounding errors, which depend on the machine: they agree within a factor of ten."""
 
+ROUNDING = 1e-6
+"""Numbers below this agree with a zero on the page: equal operations may be ordered differently on another machine."""
+
 VERDICT = """
 import os
 import sys
@@ -143,8 +146,10 @@ def laid_out(diffs: Sequence[str], folder: Path) -> list[tuple[Path, list[str]]]
 
 
 def same(text: str, other: str) -> bool:
-    """Whether two texts agree: words exactly, numbers to the last digit, rounding errors within a factor of ten."""
-    if _NUMBER.split(text.strip()) != _NUMBER.split(other.strip()):
+    """Whether a page has an output: words exactly, numbers to the last digit, rounding errors to a factor of ten."""
+    # Columns are as wide as their widest number.
+    text, other = (re.sub(" +", " ", one.strip()) for one in (text, other))
+    if _NUMBER.split(text) != _NUMBER.split(other):
         return False
     pairs = zip(_NUMBER.findall(text), _NUMBER.findall(other), strict=True)
     return all(_close(Decimal(a), Decimal(b)) for a, b in pairs)
@@ -152,6 +157,8 @@ def same(text: str, other: str) -> bool:
 
 def _close(a: Decimal, b: Decimal) -> bool:
     small, large = sorted((abs(a), abs(b)))
+    if a == 0 and large < ROUNDING:
+        return True
     if small > 0 and large < ERROR_FIGURE:
         return large <= 10 * small
     exponent = a.as_tuple().exponent

@@ -143,6 +143,8 @@ def test_a_notebook_has_the_programs_of_its_page_with_their_outputs(name: str) -
         ("error 1.4e-07 at token 3", "error 9.1e-08 at token 3", True),
         ("error 1.4e-07", "error 1.6e-06", False),
         ("error 1.4e-07", "error 0.0e+00", False),
+        ("error       0", "error 8.2e-08", True),
+        ("error 0", "error 2e-06", False),
         ("error 2.6e+00", "error 2.7e+00", True),
         ("error 2.6e+00", "error 2.8e+00", False),
         ("weights 0.123, 0.5", "weights 0.124, 0.5", True),

@@ -113,7 +113,6 @@ def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, product
     `products`: whether vectors of a single channel are formed; their norms need no product with W.
     """
     op, sizes = split.operator, (split.count, split.parts.shape[1])
-    products = products or sizes[1] > 1
     batch, queries, out = op.output.shape
     width, keys = op.output.element_size(), op.inputs[op.ports[0]].shape[1]
     passed = apply_cost({op.ports[0]: split.chain}, op.inputs)
@@ -124,7 +123,9 @@ def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, product
             form = split.pairwise()
     if form is not None:
         size = min(tile_rows(form, split=sizes, subject=None), queries)
-        formed = products or form.weight is None or bool(form.tail)
+        # The channels of a folded layer are its heads.
+        channels = sizes[1] if form.folded is None else sizes[1] * form.folded.shape[2] // form.channels
+        formed = products or channels > 1 or form.weight is None or bool(form.tail)
         elements = tile_elements(form, size, split=sizes, products=formed) + vectors
         operations = tile_operations(form, split=sizes if formed else (0, 0))
         return width * max(elements, passed.elements), operations
@@ -161,7 +162,7 @@ def at_target(
 
 
 def _sum(tile: Tile, vectors: Sequence[Float[Tensor, "batch out row col"]]) -> Tile:
-    return replace(tile, inner=sum_on_first(vectors), weight=None, squared=None)
+    return replace(tile, inner=sum_on_first(vectors), weight=None)
 
 
 def _held_vectors(count: int) -> int:

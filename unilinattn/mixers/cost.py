@@ -5,9 +5,9 @@ Elements include the result of an operation and not its inputs. A structure regi
 """
 
 from functools import singledispatch
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from unilinattn.kernels.backend import implementation
+from unilinattn.kernels.backend import implementation, uses_triton
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.scan.pairs import LEAF
 from unilinattn.kernels.scan.tiled import CHUNK, GROUP, KEPT, STEPS
@@ -33,13 +33,15 @@ class Cost(NamedTuple):
 class MixerCost:
     """Costs of a mixer of any structure, without fast forms; each product is held in addition to its operands."""
 
-    streams_by_lag: ClassVar[bool] = False
-    """Whether `reduced_rows` holds a block per lag of the taps."""
-
     def __init__(self, mixer: CoreMixer, state: int = 1) -> None:
         """Read the mixer's shape; `state` is the number of coordinates of a head's state."""
         self.mixer, self.state = mixer, state
         self.batch, self.heads, self.queries, self.keys = mixer.shape
+
+    @property
+    def streams_by_lag(self) -> bool:
+        """Whether `reduced_rows` holds a block per lag of the taps."""
+        return False
 
     @property
     def carried_elements(self) -> int:
@@ -248,11 +250,15 @@ class ScalarDecayCost(MixerCost):
     """Costs of a chunked recurrence with a decay per head, and of maps as scores of groups times decays of heads."""
 
     mixer: ScalarDecay
-    streams_by_lag = True
 
     def __init__(self, mixer: ScalarDecay) -> None:
         super().__init__(mixer, mixer.query.shape[-1])
         self.groups = mixer.query.shape[2]
+
+    @property
+    def streams_by_lag(self) -> bool:
+        """Whether the kernel is the one of GPUs."""
+        return uses_triton(self.mixer.log_decay)
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """Scores of the groups with their factors; decays, scores repeated for heads, and their product."""
@@ -265,10 +271,9 @@ class ScalarDecayCost(MixerCost):
         return 3 * self.batch * self.heads * rows * (max(rows, cols) + lags)
 
     def reduced_elements(self, rows: int, channels: int) -> int:
-        """Scores per group, the sum and a product; the reduced decays of each group with their factors."""
-        inner = max(channels, self.heads) // self.groups
-        decays = tiled.held_elements(rows, (self.batch, self.keys, inner, 1)) + 2 * self.batch * self.keys * inner
-        return self.groups * decays + self.batch * (self.groups + 2) * rows * self.keys
+        """The kernel's count, for one group."""
+        shape = (self.batch, self.keys, self.heads // self.groups, self.state)
+        return implementation("scalar_map", self.mixer.log_decay).held_elements(rows, shape, channels // self.groups)
 
     def pass_cost(self, channels: int) -> Cost:
         """Scaled values, outputs and a copy; for one chunk its scores, decays, products, queries, keys and values."""

@@ -13,7 +13,6 @@ from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.scan.tiled import diagonal_factors
 from unilinattn.kernels.subnormal import decays
-from unilinattn.memory import parts
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
@@ -97,27 +96,9 @@ class ScalarDecay(CoreMixer):
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
-        """Yield the map of `CoreMixer.reduced_rows`: for each group one product times the reduced decays of its heads.
-
-        The inner dimension of a product is N for scores, and the number of heads (with weights, channels) for decays.
-        """
-        length, groups = self.shape[2], self.query.shape[2]
-        weights = [*(taps or {}).values(), *([] if left is None else [left])]
-        channels = max((weight.shape[2] for weight in weights), default=self.heads)
-        lags = {0: None} if taps is None else taps
-        streams, size = [], self.heads // groups
-        for group in range(groups):
-            decay_mixer = self._decay_mixer(slice(group * size, (group + 1) * size), channels // self.heads)
-            for lag, tap in lags.items():
-                weighted = _of_group(group, groups, left, tap)
-                streams.append((group, lag, decay_mixer.reduced_rows(rows, *weighted)))
-        for part in parts(length, rows):
-            scores = self._scores(part, ALL)
-            total = scores.new_zeros(())
-            for group, lag, reduced_decays in streams:
-                landed = scores[:, group] * next(reduced_decays)
-                total = total + functional.pad(landed[..., lag:], (0, min(lag, length)))
-            yield total
+        """Yield the map of `CoreMixer.reduced_rows`: products of the groups' scores and of the heads' decays."""
+        kernel = implementation("scalar_map", self.log_decay).scalar_rows
+        yield from kernel(self.query, self.key, self.log_decay, self.key_scale, left, taps, rows=rows)
 
     def _scores(self, rows: slice, cols: slice, groups: slice = ALL) -> Float[Tensor, "batch group row col"]:
         return torch.einsum("bign,bjgn->bgij", self.query[:, rows, groups], self.key[:, cols, groups])
@@ -125,13 +106,8 @@ class ScalarDecay(CoreMixer):
     @cached_property
     def decay_mixer(self) -> DiagonalDecay:
         """The mixer of the decays only: exp(G_i - G_j) times the key's scale."""
-        return self._decay_mixer(ALL, 1)
-
-    def _decay_mixer(self, heads: slice, repeats: int) -> DiagonalDecay:
-        """Return the mixer of the decays of some heads, each head repeated."""
-        decay, scale = (t[:, :, heads].repeat_interleave(repeats, dim=2) for t in (self.log_decay, self.key_scale))
-        one = decay.new_ones(1, 1, 1, 1).expand(*decay.shape[:2], 1, 1)
-        return DiagonalDecay(one, one, decay.unsqueeze(-1), key_scale=scale)
+        one = self.log_decay.new_ones(1, 1, 1, 1).expand(*self.log_decay.shape[:2], 1, 1)
+        return DiagonalDecay(one, one, self.log_decay.unsqueeze(-1), key_scale=self.key_scale)
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return (q_i . k_i) times the key's scale."""
@@ -141,9 +117,3 @@ class ScalarDecay(CoreMixer):
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Return zeros with the dtype and device of the matrix."""
         return self.query.new_zeros(shape)
-
-
-def _of_group(group: int, groups: int, left: Tensor | None, tap: Tensor | None) -> tuple[Tensor | None, Taps | None]:
-    """Return the weights of one group's channels."""
-    left, tap = (None if t is None else t.unflatten(2, (groups, -1))[:, :, group] for t in (left, tap))
-    return left, None if tap is None else {0: tap}

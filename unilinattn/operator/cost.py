@@ -21,6 +21,9 @@ from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage,
 TILE = 64
 """Rows of a tile of pairwise contributions."""
 
+FOLDED_TILE = 256
+"""Rows of a tile of a layer whose W is applied to the values of each head: a pair costs so little that calls count."""
+
 COLUMNS = {"cpu": 32, "cuda": 256}
 """Columns of a tile by device type, else `TILE`: enough for the product with the output projection to run at full rate
 on a CPU, and more to occupy a GPU."""
@@ -191,7 +194,7 @@ def tile_rows(
     def size(rows: int) -> int:
         return width * tile_elements(form, rows, columns, extra_tiles=extra_tiles, split=split)
 
-    return rows_within(size, TILE, subject)
+    return rows_within(size, TILE if form.folded is None else FOLDED_TILE, subject)
 
 
 def tile_elements(

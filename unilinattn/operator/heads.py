@@ -159,7 +159,7 @@ class _Split:
             vectors = by_part(tile, part).vectors()
             for stage in self.tail if self.weight is not None else self._tails[number]:
                 vectors = stage.at(index).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
-            yield part, replace(tile, inner=vectors, weight=None, squared=None, parts=1)
+            yield part, replace(tile, inner=vectors, weight=None, parts=1)
 
     def _channels(self, tile: Tile, part: slice) -> Tile:
         """Return the tile of some parts, whose channels are those of the values."""
@@ -169,7 +169,7 @@ class _Split:
         inner = inner.unflatten(1, (count, width)).flatten(0, 1)
         weight = None if self._by_part is None else self._by_part[part].expand(len(tile.inner), -1, -1, -1)
         weight = None if weight is None else weight.flatten(0, 1)
-        return replace(tile, inner=inner, weight=weight, squared=None, parts=count)
+        return replace(tile, inner=inner, weight=weight, parts=count)
 
     def _folded(self, tile: Tile, part: slice) -> Tile:
         """Return the tile of some parts, whose channels are heads: their values are in the weights of each key."""
@@ -180,7 +180,7 @@ class _Split:
         inner = tile.inner[:, chosen.flatten()].unflatten(1, (count, width)).unflatten(0, (batch, -1)).transpose(1, 2)
         weight = tile.weight[..., chosen.flatten()].unflatten(2, (count, width)).unflatten(0, (batch, -1))
         weight = weight.permute(0, 3, 1, 2, 4)
-        return replace(tile, inner=inner.flatten(0, 2), weight=weight.flatten(0, 2), squared=None, parts=count)
+        return replace(tile, inner=inner.flatten(0, 2), weight=weight.flatten(0, 2), parts=count)
 
     def _heads(self, heads: int) -> Int[Tensor, "part head"]:
         """Return the heads of each part."""

@@ -1,8 +1,7 @@
 """The vectors T_ij x_j of all pairs, in tiles that are reduced before the next one is computed."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -30,8 +29,7 @@ class Tile:
             With `parts`, each sequence has such groups for each part of the layer, one part after the other.
         weight: W, None for the identity.
         diagonal: the column of each row's token, counted from the first of the tile; it may lie outside.
-        on_diagonal: whether a column of `diagonal` can lie inside.
-        squared: W^T W for l2 norms, None if it saves no work.
+        own: the rows whose column of `diagonal` can lie inside.
         parts: number of parts of the layer, such as heads, whose pairs are reduced apart; None for the whole layer.
     """
 
@@ -40,8 +38,7 @@ class Tile:
     inner: Float[Tensor, "group channel row col"]
     weight: Float[Tensor, "#group out channel"] | None
     diagonal: Int[Tensor, "batch row"]
-    on_diagonal: bool = True
-    squared: Float[Tensor, "group channel channel"] | None = None
+    own: slice = field(default_factory=lambda: slice(None))
     parts: int | None = None
 
     def norms(
@@ -52,17 +49,24 @@ class Tile:
         reference: Float[Tensor, "batch row out"] | None = None,
     ) -> Float[Tensor, "batch *part row col"]:
         """Reduce each T_ij x_j by `kernels.contribution_norms`; `extra` is added to T_ii x_i beforehand."""
-        if order == 2 and self.squared is not None:
-            norms = gram.norms(self.inner, self.squared)
-        elif reference is None and self.weight is not None and self.inner.shape[1] == 1:
+        if reference is None and self.weight is not None and self.inner.shape[1] == 1:
             # ||W v|| = |v| ||W|| for a single channel.
             kind_of(order, None)
             norms = self.inner.abs().squeeze(1) * torch.linalg.vector_norm(self.weight, order, dim=1).unsqueeze(2)
+        elif order == 2 and self.weight is not None and self._has_gram:
+            norms = gram.norms(self.inner, gram.gram(self.weight))
         else:
             reduce = implementation("contribution_norms", self.inner).norms
             norms = reduce(self.inner, self.weight, order=order, reference=reference)
         norms = self._by_pair(norms)
         return norms if extra is None else self.with_extra(norms, order, extra, reference)
+
+    @property
+    def _has_gram(self) -> bool:
+        """Whether `gram` takes fewer multiplications for l2 norms, each of which counts twice because it is float64."""
+        _, channels, rows, cols = self.inner.shape
+        outs, pairs = 0 if self.weight is None else self.weight.shape[1], rows * cols
+        return self.inner.dtype != torch.float64 and 2 * (outs + pairs) * channels <= pairs * outs
 
     def alti_norms(
         self, reference: Float[Tensor, "batch row out"]
@@ -80,14 +84,19 @@ class Tile:
         reference: Float[Tensor, "batch row out"] | None = None,
     ) -> Float[Tensor, "batch row col"]:
         """Return `norms` with those of T_ii x_i + `extra` on the diagonal."""
-        if not self.on_diagonal:
+        own = range(norms.shape[1])[self.own]
+        if not own:
             return norms
-        col = self.diagonal.clamp(0, norms.shape[2] - 1)
-        vectors = (self._vectors_at(col) + extra.transpose(1, 2)).unsqueeze(3)
+        diagonal = self.diagonal[:, self.own]
+        col = diagonal.clamp(0, norms.shape[2] - 1)
+        vectors = (self._vectors_at(col) + extra[:, self.own].transpose(1, 2)).unsqueeze(3)
         reduce = implementation("contribution_norms", self.inner).norms
-        with_extra = reduce(vectors, None, order=order, reference=reference)
-        col, inside = col.unsqueeze(2), (col == self.diagonal).unsqueeze(2)
-        return norms.scatter(2, col, torch.where(inside, with_extra, norms.gather(2, col)))
+        facing = None if reference is None else reference[:, self.own]
+        with_extra = reduce(vectors, None, order=order, reference=facing)
+        col, inside = col.unsqueeze(2), (col == diagonal).unsqueeze(2)
+        result, before = norms.clone(), norms[:, self.own]
+        result[:, self.own].scatter_(2, col, torch.where(inside, with_extra, before.gather(2, col)))
+        return result
 
     def total(self) -> Float[Tensor, "batch row out"]:
         """Return the sum of T_ij x_j over the columns."""
@@ -112,9 +121,9 @@ class Tile:
             return self._columns(self.inner)
         return self._columns((self.weight @ self.inner.flatten(2)).unflatten(2, self.inner.shape[2:]))
 
-    def _vectors_at(self, col: Int[Tensor, "batch row"]) -> Float[Tensor, "batch out row"]:
-        """Return T_ij x_j for one column of each row."""
-        v = self._columns(self.inner)
+    def _vectors_at(self, col: Int[Tensor, "batch ownrow"]) -> Float[Tensor, "batch out ownrow"]:
+        """Return T_ij x_j for one column of each row of `own`."""
+        v = self._columns(self.inner[:, :, self.own])
         v = v.gather(3, col[:, None, :, None].expand(-1, v.shape[1], -1, 1)).squeeze(3)
         if self.weight is None:
             return v
@@ -175,7 +184,7 @@ class PairwiseContributions(PairwiseForm):
             vectors = tile.vectors()
             for stage in self.tail:
                 vectors = stage.at(index).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
-            yield replace(tile, inner=vectors, weight=None, squared=None)
+            yield replace(tile, inner=vectors, weight=None)
 
     def tiles_before_tail(self, causal: bool, columns: int | None = None, rows: int | None = None) -> Iterator[Tile]:
         """Yield `tiles` without the stages of `tail`."""
@@ -193,9 +202,8 @@ class PairwiseContributions(PairwiseForm):
         """Return the tile of `rows`, which end the block of rows `part`."""
         index = torch.arange(rows.start, rows.stop, device=self.values.device).expand(self.shape[0], -1)
         inner, weight = self._inner(part, rows, cols, blocks)
-        on_diagonal = rows.start < cols.stop and cols.start < rows.stop
-        squared = None if self._squared is None else self._squared[:, cols].flatten(0, 1)
-        return Tile(rows, cols, inner, weight, index - cols.start, on_diagonal, squared)
+        own = slice(max(cols.start - rows.start, 0), max(cols.stop - rows.start, 0))
+        return Tile(rows, cols, inner, weight, index - cols.start, own)
 
     def _inner(
         self, part: slice, rows: slice, cols: slice, blocks: Sequence[Block | None]
@@ -220,13 +228,6 @@ class PairwiseContributions(PairwiseForm):
                     add_band(v, rows, cols.start, lag, tap.transpose(1, 2))
         return flushed_(v), None if self.weight is None else self.weight.unsqueeze(0)
 
-    @cached_property
-    def _squared(self) -> Float[Tensor, "batch key head head"] | None:
-        """W^T W of each key in float64; None if it is over half the size of W, or W has no fewer digits."""
-        if self.folded is None or self.folded.dtype == torch.float64 or 2 * self.folded.shape[2] > self.shape[3]:
-            return None
-        return gram.gram(self.folded.flatten(0, 1).mT).unflatten(0, self.folded.shape[:2])
-
 
 def pairwise_of(chain: Chain, x: Float[Tensor, "batch key in"], queries: int, out: int) -> PairwiseContributions | None:
     """Return a layer's chain as `PairwiseContributions`, None if it has no such form."""
@@ -250,7 +251,7 @@ def pairwise_of(chain: Chain, x: Float[Tensor, "batch key in"], queries: int, ou
     mixer = terms[0].mixer if len(terms) == 1 and not terms[0].is_weighted else None
     if mixer is not None and weight is not None and mixer.heads < value.shape[2]:
         by_head = value.unflatten(2, (mixer.heads, -1)), weight.unflatten(1, (mixer.heads, -1))
-        folded = torch.einsum("bjhp,ohp->bjho", *by_head)
+        folded = torch.einsum("bjhp,ohp->bjho", *by_head).contiguous()
         return PairwiseContributions(terms, weight, folded, tail, shape)
     return PairwiseContributions([_with_values(term, value) for term in terms], weight, None, tail, shape)
 

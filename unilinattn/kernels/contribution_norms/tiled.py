@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.kernels.contribution_norms.naive import Order, kind_of
+from unilinattn.kernels.contribution_norms.naive import Kind, Order, kind_of
 
-PART = 1 << 20
+PART = 1 << 19
 """Elements of T that are formed at a time."""
 
 
@@ -21,9 +21,17 @@ def norms(
 ) -> Float[Tensor, "group row col"]:
     """Reduce T = W v of each pair (LaTIM Eq. 5 for a norm, the numerator of Eq. 6 for `alti`); without W, T is v."""
     result = vectors.new_empty(vectors.shape[0], *vectors.shape[2:])
+    kind, p = kind_of(order, reference)
+    y = None if reference is None else _by_channel(reference)
+    sign_and_size = None if y is None or kind == "dot" else _sign_and_size(y)
     for group, row, part, formed in _formed(vectors, weight):
-        y = None if reference is None else _of_groups(reference[:, row], group, len(vectors))
-        result[group, row] = _reduced(part, order, y, formed)
+        if sign_and_size is not None:
+            sign, size = (_of_groups(factor[:, :, row], group, len(vectors)) for factor in sign_and_size)
+            result[group, row] = _alti(part, sign, size, formed)[0]
+        elif y is not None:
+            result[group, row] = torch.mul(part, _of_groups(y[:, :, row], group, len(vectors)), out=formed).sum(1)
+        else:
+            result[group, row] = _norm(part, kind, p, formed)
     return result
 
 
@@ -34,11 +42,12 @@ def alti_norms(
 ) -> tuple[Float[Tensor, "group row col"], Float[Tensor, "group row col"]]:
     """Return the orders "alti" and 1 of `norms`, with one product W v for both."""
     scores = vectors.new_empty(vectors.shape[0], *vectors.shape[2:])
-    sizes = torch.empty_like(scores)
+    norms = torch.empty_like(scores)
+    sign_and_size = _sign_and_size(_by_channel(reference))
     for group, row, part, formed in _formed(vectors, weight):
-        y = _of_groups(reference[:, row], group, len(vectors))
-        scores[group, row], sizes[group, row] = _alti(part, y, formed)
-    return scores, sizes
+        sign, size = (_of_groups(factor[:, :, row], group, len(vectors)) for factor in sign_and_size)
+        scores[group, row], norms[group, row] = _alti(part, sign, size, formed)
+    return scores, norms
 
 
 def held_elements(shape: Sequence[int], outs: int) -> int:
@@ -53,14 +62,19 @@ def _formed(
     """Yield parts of groups and rows, their T, and T again where it is a workspace: the product with W, not v."""
     groups, channels, rows, cols = vectors.shape
     outs = channels if weight is None else weight.shape[1]
+    room: Tensor | None = None
     for group, row in _parts((groups, rows, cols), outs):
         part = vectors[group, :, row]
         if weight is None:
             yield group, row, part, None
             continue
-        matrix = weight if weight.shape[0] == 1 else weight[group]
-        part = (matrix @ part.flatten(2)).unflatten(2, part.shape[2:])
-        yield group, row, part, part
+        if room is None:
+            # The first part is the largest; mapping fresh pages for each of them is slow.
+            room = part.new_empty(part.shape[0] * outs * part.shape[2] * cols)
+        matrix = (weight if weight.shape[0] == 1 else weight[group]).expand(part.shape[0], -1, -1)
+        formed = room[: part.shape[0] * outs * part.shape[2] * cols].view(part.shape[0], outs, -1)
+        formed = torch.bmm(matrix, part.flatten(2), out=formed).unflatten(2, part.shape[2:])
+        yield group, row, formed, formed
 
 
 def _parts(shape: tuple[int, int, int], outs: int) -> Iterator[tuple[slice, slice]]:
@@ -73,27 +87,26 @@ def _parts(shape: tuple[int, int, int], outs: int) -> Iterator[tuple[slice, slic
             yield slice(group, min(group + group_step, groups)), slice(row, min(row + row_step, rows))
 
 
-def _of_groups(
-    reference: Float[Tensor, "batch row out"], group: slice, groups: int
-) -> Float[Tensor, "#part out row 1"]:
-    """Return the reference of the sequences of a slice of groups."""
-    y = reference.transpose(1, 2).unsqueeze(-1)
-    if y.shape[0] == 1:
-        return y
-    owner = torch.arange(group.start, group.stop, device=y.device) // (groups // y.shape[0])
-    return y[owner]
+def _by_channel(reference: Float[Tensor, "batch row out"]) -> Float[Tensor, "batch out row 1"]:
+    """Return a copy in the layout of the vectors: with another one, elementwise operations take ten times as long."""
+    return reference.transpose(1, 2).unsqueeze(-1).contiguous()
 
 
-def _reduced(
-    vectors: Float[Tensor, "part out row col"],
-    order: Order,
-    y: Float[Tensor, "#part out row 1"] | None,
-    room: Tensor | None,
-) -> Float[Tensor, "part row col"]:
-    """Reduce vectors by `order`; the workspace `room` may be the vectors themselves."""
-    kind, p = kind_of(order, y)
-    if y is not None:
-        return torch.mul(vectors, y, out=room).sum(1) if kind == "dot" else _alti(vectors, y, room)[0]
+def _sign_and_size(y: Float[Tensor, "batch out row 1"]) -> tuple[Tensor, Tensor]:
+    """Return the sign, 1 or -1, and the absolute value of y."""
+    return torch.ones_like(y).copysign_(y), y.abs()
+
+
+def _of_groups(factor: Float[Tensor, "batch out row 1"], group: slice, groups: int) -> Float[Tensor, "#part out row 1"]:
+    """Return the factors of the sequences of a slice of groups."""
+    if factor.shape[0] == 1:
+        return factor
+    owner = torch.arange(group.start, group.stop, device=factor.device) // (groups // factor.shape[0])
+    return factor[owner]
+
+
+def _norm(vectors: Float[Tensor, "part out row col"], kind: Kind, p: float, room: Tensor | None) -> Tensor:
+    """Return the norms (part, row, col) of vectors; the workspace `room` may be the vectors themselves."""
     # torch's norms are slow over any axis but the innermost, so sums replace them.
     if kind == "l1":
         return torch.abs(vectors, out=room).sum(1)
@@ -105,12 +118,15 @@ def _reduced(
 
 
 def _alti(
-    vectors: Float[Tensor, "part out row col"], y: Float[Tensor, "#part out row 1"], room: Tensor | None
+    vectors: Float[Tensor, "part out row col"],
+    sign: Float[Tensor, "#part out row 1"],
+    size: Float[Tensor, "#part out row 1"],
+    room: Tensor | None,
 ) -> tuple[Float[Tensor, "part row col"], Float[Tensor, "part row col"]]:
-    """Return ||y||_1 - ||y - T||_1 and ||T||_1; the workspace `room` may be the vectors themselves."""
-    along = torch.mul(vectors, torch.where(y < 0, -1, 1), out=room)
+    """Return ||y||_1 - ||y - T||_1 and ||T||_1 for y of a sign and a size; `room` may be the vectors themselves."""
+    along = torch.mul(vectors, sign, out=room)
     total = along.sum(1)
     positive = along.clamp_min_(0).sum(1)
     # |y| - |y - T| without the difference, which would leave only rounding for small T: T along y, reflected where it
     # goes beyond.
-    return total - 2 * along.sub_(y.abs()).clamp_min_(0).sum(1), 2 * positive - total
+    return total - 2 * along.sub_(size).clamp_min_(0).sum(1), 2 * positive - total

@@ -45,10 +45,9 @@ def between(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor
 def fading(log_decay: Float[Tensor, "batch length head"]) -> Float[Tensor, "batch head length length"]:
     """Return `decays` of `between` for one log-decay per head, as (batch, head, query, key)."""
     length = log_decay.shape[1]
-    ones = torch.ones(length, length, dtype=torch.bool, device=log_decay.device)
     spread = log_decay.transpose(1, 2).unsqueeze(-1).expand(-1, -1, -1, length)
-    total = spread.masked_fill(ones.triu(), 0).cumsum(2)
-    return decays(total.masked_fill(ones.triu(1), -torch.inf))
+    later = log_decay.new_full((length, length), -torch.inf).triu(1)
+    return decays(spread.tril(-1).cumsum(2).add_(later))
 
 
 def pairs(

@@ -1,0 +1,72 @@
+"""The reduced map of scalar decays, in torch and by Triton's interpreter, against its definition."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from unilinattn.kernels.scalar_map import tiled, triton
+from unilinattn.kernels.scalar_map.naive import scalar_map
+from unilinattn.testing import relative_error
+from unilinattn.testing.peak import peak_of
+
+BATCH, GROUPS, HEADS, CHANNELS, STATE = 2, 2, 4, 8, 3
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.mark.parametrize(
+    ("form", "length", "rows"),
+    [
+        *[(tiled, length, rows) for length in (1, 3, 8, 63, 130) for rows in (16, 1024)],
+        pytest.param(tiled, 130, 24, marks=pytest.mark.slow),
+        (triton, 70, 64),
+        pytest.param(triton, 130, 1024, marks=pytest.mark.slow),
+    ],
+)
+def test_the_map_equals_its_definition(
+    form: ModuleType, length: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiled, "COLUMNS", 20)
+    torch.manual_seed(length)
+    dtype, limit = (torch.float64, 1e-13) if form is tiled else (torch.float32, 1e-5)
+    query, key = (torch.randn(BATCH, length, GROUPS, STATE, dtype=dtype) for _ in range(2))
+    # Decays from 1 to 0.
+    decay = -torch.rand(BATCH, length, HEADS, dtype=dtype).pow(6) * 800
+    scale = torch.rand_like(decay)
+    one = torch.ones(BATCH, length, CHANNELS, dtype=dtype)
+    left = torch.randn_like(one)
+    taps = {0: torch.randn_like(one), 2: torch.randn_like(one[:1, :1]), 3: torch.randn_like(one)}
+    for reading, writing in ((None, None), (left[:1], None), (None, taps), (left, taps)):
+        blocks = list(form.scalar_rows(query, key, decay, scale, reading, writing, rows=rows))
+        expected = scalar_map(
+            query,
+            key,
+            decay,
+            scale,
+            one if reading is None else reading.expand_as(one),
+            {lag: tap.expand_as(one) for lag, tap in (writing or {0: one}).items()},
+        )
+        if reading is None and writing is None:
+            # The sum is over heads, each of which serves CHANNELS / HEADS channels.
+            expected = expected * (HEADS / CHANNELS)
+        assert [block.shape[1] for block in blocks] == [min(rows, length - at) for at in range(0, length, rows)]
+        assert relative_error(torch.cat(blocks, dim=1), expected) < limit
+
+
+@pytest.mark.parametrize("channels", [1, 64])
+def test_the_documented_memory_is_that_of_a_call(channels: int) -> None:
+    length, heads, state, rows = 256, 4, 16, 64
+    query, key = (torch.randn(1, length, 1, state) for _ in range(2))
+    decay, scale = -torch.rand(1, length, heads), torch.rand(1, length, heads)
+    weights = (
+        (None, None) if channels == 1 else (torch.randn(1, length, channels), {0: torch.randn(1, length, channels)})
+    )
+    documented = 4 * tiled.held_elements(rows, (1, length, heads, state), channels)
+
+    def run() -> None:
+        for _ in tiled.scalar_rows(query, key, decay, scale, *weights, rows=rows):
+            pass
+
+    counted = peak_of(run).peak
+    assert documented / 2 <= counted <= 2 * documented

@@ -1,0 +1,1 @@
+"""The reduced map of heads with one decay each: README.md derives it."""

@@ -1,0 +1,188 @@
+"""The reduced map of scalar decays: products of scores and decays that double in size; see README.md."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from unilinattn.kernels.groups import repeat_groups
+from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
+from unilinattn.kernels.reduced_map.tiled import COLUMNS, LEAF, ROWS, Places, square_rows
+from unilinattn.kernels.scan.pairs import fading
+from unilinattn.kernels.subnormal import decays, flushed_
+from unilinattn.memory import parts
+
+
+def scalar_rows(
+    query: Float[Tensor, "batch length group state"],
+    key: Float[Tensor, "batch length group state"],
+    log_decay: Float[Tensor, "batch length head"],
+    key_scale: Float[Tensor, "batch length head"],
+    left: Float[Tensor, "#batch #length channel"] | None = None,
+    taps: Taps | None = None,
+    *,
+    rows: int = ROWS,
+) -> Iterator[Float[Tensor, "batch row key"]]:
+    """Yield sum_c left_ic sum_lag alpha_h(c)[i, j + lag] tap_lag[j + lag, c] in blocks of `rows` rows.
+
+    Time: half of one product of inner dimension N per group, and one of the number of channels, for each lag; some
+    exponentials per token and head. Memory: the block, and the factors of its tokens.
+    """
+    batch, length, groups, _ = query.shape
+    reach = max(taps, default=0) if taps else 0
+    weights: Taps | dict[int, None] = {0: None} if taps is None else taps
+    places = Places()
+    for tokens in parts(length, rows):
+        count = tokens.stop - tokens.start
+        size = square_rows(count)
+        # Column j lies at `reach` + j, so that the taps of the first columns land inside.
+        block = query.new_zeros(batch, size, reach + max(length, tokens.start + size))
+        for group in range(groups):
+            decay, scale = (t.unflatten(2, (groups, -1))[:, :, group] for t in (log_decay, key_scale))
+            factors = query[:, :, group], key[:, :, group], decay, scale
+            for lag, tap in weights.items():
+                reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
+                _add_group(block[:, :, reach - lag :], tokens, factors, reading, writing, places)
+        yield block[:, :count, reach : reach + length]
+
+
+def held_elements(rows: int, shape: tuple[int, int, int, int], channels: int) -> int:
+    """Return the elements that `scalar_rows` holds for blocks of `rows` rows, the block included.
+
+    `shape` is (batch, length, heads, state) of one group.
+    """
+    batch, length, heads, state = shape
+    size = square_rows(min(rows, length))
+    columns = min(COLUMNS, length)
+    # Scores and decays of the largest corner or of one tile, and the factors of both sides.
+    pairs = 2 * size * max(size // 2, columns) + 3 * heads * LEAF * size
+    return batch * (size * (length + size) + pairs + 3 * (size + columns) * (max(channels, heads) + state + heads))
+
+
+def _add_group(
+    block: Float[Tensor, "batch row col"],
+    tokens: slice,
+    factors: Sequence[Tensor],
+    left: Float[Tensor, "#batch #length channel"] | None,
+    tap: Float[Tensor, "#batch #length channel"] | None,
+    places: Places,
+) -> None:
+    """Add the map of one group's heads at one lag to the rows of `tokens`; column 0 of `block` is token 0.
+
+    Squares on the diagonal grow from leaves in pairs: the corner between the halves of a pair is a product of scores
+    times a product of decays around the cut between them.
+    """
+    size = block.shape[1]
+    query, key, decay, scale = (_padded(factor, tokens, size) for factor in factors)
+    channels = max(t.shape[2] for t in (scale, left, tap) if t is not None)
+    read_weight = None if left is None else _padded(left, tokens, size)
+    write_weight = repeat_groups(scale, channels)
+    if tap is not None:
+        write_weight = write_weight * _padded(tap, tokens, size)
+    square = block[:, :, tokens.start : tokens.start + size]
+    leaves = _leaves(decay, read_weight, write_weight)
+    _blocks(square, LEAF, 0).addcmul_(_tiles(query, LEAF) @ _tiles(key, LEAF).mT, leaves)
+    leaf_decay = _tiles(decay, LEAF).flatten(0, 1)
+    ahead, behind = leaf_decay.cumsum(1).view_as(decay), _after(leaf_decay).view_as(decay)
+    half, total = LEAF, _tiles(decay, LEAF).sum(2)
+    while half < size:
+        (before, after) = total.unflatten(1, (-1, 2)).unbind(2)
+        (_, later), (earlier, _) = _halves(query, half), _halves(key, half)
+        (_, ahead_later), (behind_earlier, _) = _halves(ahead, half), _halves(behind, half)
+        read = _weighted(ahead_later, None if read_weight is None else _halves(read_weight, half)[1], channels)
+        write = _weighted(behind_earlier, _halves(write_weight, half)[0], channels)
+        _add_products(_blocks(square, half, 1), later, earlier, read, write, places)
+        # Counted from the pair's beginning, and to its end.
+        ahead_later += before.unsqueeze(2)
+        behind_earlier += after.unsqueeze(2)
+        half, total = 2 * half, before + after
+    read, crossed = _weighted(ahead, read_weight, channels), decay.new_zeros(())
+    for stop in range(tokens.start, 0, -COLUMNS):
+        columns = slice(max(0, stop - COLUMNS), stop)
+        _, key, decay, scale = (factor[:, columns] for factor in factors)
+        write_weight = repeat_groups(scale, channels)
+        if tap is not None:
+            write_weight = write_weight * of_tokens(tap, columns)
+        write = _weighted(_after(decay) + crossed, write_weight, channels)
+        _add_products(block[:, :, columns], query, key, read, write, places)
+        crossed = crossed + decay.sum(1, keepdim=True)
+
+
+def _add_products(
+    block: Float[Tensor, "*batch row col"],
+    query: Float[Tensor, "*batch row state"],
+    key: Float[Tensor, "*batch col state"],
+    read: Float[Tensor, "*batch row channel"],
+    write: Float[Tensor, "*batch col channel"],
+    places: Places,
+) -> None:
+    """Add the product of scores, query key^T, times the product of decays, read write^T, in place."""
+    scores, faded = (places.take(name, block.shape, block) for name in ("scores", "decays"))
+    torch.matmul(query, key.mT, out=scores)
+    torch.matmul(read, write.mT, out=faded)
+    block.addcmul_(scores, faded)
+
+
+def _leaves(
+    decay: Float[Tensor, "batch token head"],
+    left: Float[Tensor, "#batch token channel"] | None,
+    right: Float[Tensor, "batch token channel"],
+) -> Float[Tensor, "batch leaf row col"]:
+    """Return sum_c left_ic exp(G_i - G_j) right_jc of the squares of `LEAF` tokens on the diagonal, pair by pair."""
+    batch, _, heads = decay.shape
+    faded = fading(_tiles(decay, LEAF).flatten(0, 1)).unflatten(0, (batch, -1))
+    write = _tiles(right, LEAF).unflatten(3, (heads, -1))
+    if left is None:
+        weight = write.sum(-1).transpose(2, 3).unsqueeze(3)
+    else:
+        weight = torch.einsum(
+            "bnihp,bnjhp->bnhij", _tiles(left, LEAF).unflatten(3, (heads, -1)).expand_as(write), write
+        )
+    return (faded * weight).sum(2)
+
+
+def _weighted(exponent: Tensor, weight: Tensor | None, channels: int) -> Tensor:
+    """Return the decays of `exponent` (..., head), repeated for the channels of each head, times `weight`."""
+    factor = repeat_groups(decays(exponent), channels)
+    return factor if weight is None else flushed_(factor * weight)
+
+
+def _after(log_decay: Float[Tensor, "batch token head"]) -> Float[Tensor, "batch token head"]:
+    """Return the log-decay from after each token to the end."""
+    return functional.pad(log_decay[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
+
+
+def _padded(
+    factor: Float[Tensor, "#batch #length channel"], tokens: slice, size: int
+) -> Float[Tensor, "#batch token channel"]:
+    """Return a factor at some tokens, followed by zeros up to `size` tokens."""
+    count = tokens.stop - tokens.start
+    return functional.pad(of_tokens(factor, tokens).expand(-1, count, -1), (0, 0, 0, size - count))
+
+
+def _tiles(factor: Float[Tensor, "batch token channel"], size: int) -> Float[Tensor, "batch tile row channel"]:
+    return factor.unflatten(1, (-1, size))
+
+
+def _halves(factor: Float[Tensor, "batch token channel"], half: int) -> tuple[Tensor, Tensor]:
+    """Return views of the earlier and the later half of every pair, (batch, pair, half, channel)."""
+    earlier, later = factor.unflatten(1, (-1, 2, half)).unbind(2)
+    return earlier, later
+
+
+def _blocks(square: Float[Tensor, "batch row row"], size: int, corner: int) -> Float[Tensor, "batch block row col"]:
+    """Return a view of the squares of `size` on the diagonal, or (`corner` 1) of those below it between pairs."""
+    batch, rows, _ = square.shape
+    step, row, col = square.stride()
+    apart = (1 + corner) * size
+    shape, stride = (batch, rows // apart, size, size), (step, apart * (row + col), row, col)
+    return square.as_strided(shape, stride, square.storage_offset() + corner * size * row)
+
+
+def of_group(
+    factor: Float[Tensor, "batch token channel"] | None, group: int, groups: int
+) -> Float[Tensor, "batch token groupchannel"] | None:
+    """Return the heads or channels of one group; None for None."""
+    return None if factor is None else factor.unflatten(2, (groups, -1))[:, :, group]

@@ -1,0 +1,62 @@
+"""The reduced map of scalar decays on a GPU: scores of each group times the reduced map of its decays."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from unilinattn.kernels.groups import repeat_groups
+from unilinattn.kernels.reduced_map import triton as decayed
+from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.kernels.reduced_map.triton import ROWS
+from unilinattn.kernels.scalar_map.tiled import of_group
+from unilinattn.memory import parts
+
+
+def scalar_rows(
+    query: Float[Tensor, "batch length group state"],
+    key: Float[Tensor, "batch length group state"],
+    log_decay: Float[Tensor, "batch length head"],
+    key_scale: Float[Tensor, "batch length head"],
+    left: Float[Tensor, "#batch #length channel"] | None = None,
+    taps: Taps | None = None,
+    *,
+    rows: int = ROWS,
+) -> Iterator[Float[Tensor, "batch row key"]]:
+    """Yield sum_c left_ic sum_lag alpha_h(c)[i, j + lag] tap_lag[j + lag, c] in blocks of `rows` rows."""
+    batch, length, groups, _ = query.shape
+    weights: dict[int, Tensor | None] = {0: None} if taps is None else dict(taps)
+    width = max([log_decay.shape[2], *(t.shape[2] for t in (left, *weights.values()) if t is not None)]) // groups
+    streams = []
+    for group in range(groups):
+        decay, scale = (repeat_groups(t.unflatten(2, (groups, -1))[:, :, group], width) for t in (log_decay, key_scale))
+        for lag, tap in weights.items():
+            reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
+            landing = None if writing is None else {0: writing}
+            factors, shape = partial(_decays, decay, scale), (batch, length, width, 1)
+            streams.append((group, lag, decayed.reduced_rows(factors, shape, reading, landing, rows=rows)))
+    for part in parts(length, rows):
+        total = query.new_zeros(batch, part.stop - part.start, length)
+        for group, lag, blocks in streams:
+            _, decays = next(blocks)
+            landed = (query[:, part, group] @ key[:, :, group].mT) * decays
+            total += functional.pad(landed[..., lag:], (0, min(lag, length)))
+        yield total
+
+
+def held_elements(rows: int, shape: tuple[int, int, int, int], channels: int) -> int:
+    """Return the elements that `scalar_rows` holds for blocks of `rows` rows and one lag, the block included.
+
+    `shape` is (batch, length, heads, state) of one group.
+    """
+    batch, length, heads, _ = shape
+    inner = max(channels, heads)
+    return 3 * batch * min(rows, length) * length + decayed.held_elements(rows, (batch, length, inner, 1))
+
+
+def _decays(decay: Tensor, scale: Tensor, tokens: slice, heads: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and log-decay (batch, token, head, 1) of a map of decays."""
+    written = scale[:, tokens, heads].unsqueeze(-1)
+    return written.new_ones(()).expand_as(written), written, decay[:, tokens, heads].unsqueeze(-1)
