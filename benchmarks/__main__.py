@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from benchmarks import cases, page, structures
-from benchmarks.cases import Case, Place
+from benchmarks.cases import Case
 from benchmarks.checks import checked
 from benchmarks.growth import grown
 from benchmarks.machine import machine
 from benchmarks.memory import usage
 from benchmarks.models import NARROW, PUBLISHED
+from benchmarks.rivals import Place
 from benchmarks.timing import interleaved
 from tools.markers import replace_section
 

@@ -10,24 +10,12 @@ from torch.nn import functional
 
 import unilinattn as ula
 from benchmarks import models, plain
-from benchmarks.models import Sizes
+from benchmarks.rivals import Place, Rival, calls_of, exponentials, map_floor, product, vectors_floor
 from unilinattn.methods.attribution import AttributionOptions, gradient_weights
 from unilinattn.methods.maps import Weight, unit_rows, vecmat
 from unilinattn.methods.selection import query_rows
-from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.substitution import through_operators
 from unilinattn.tracing.trace import Trace
-
-TILE_PAIRS = 64 * 64
-"""Pairs of tokens in one product of a floor."""
-
-
-@dataclass(frozen=True)
-class Rival:
-    """A reference for an operation: a call, and the number of calls that make one reference."""
-
-    call: Callable[[], Any]
-    times: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,28 +24,6 @@ class Prepared:
 
     call: Callable[[], Any]
     rivals: Mapping[str, Rival] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The widths of the layers, and the device."""
-
-    sizes: Sizes
-    device: str
-
-    def traced(self, kind: str, length: int) -> Trace:
-        """Trace a model of one layer."""
-        return models.traced(kind, length, self.sizes, self.device)
-
-    def operator(self, structure: str, length: int) -> MixerOperator:
-        """Return the operator of a layer."""
-        if structure == "delta rule":
-            return models.delta_rule(length, self.sizes, self.device)
-        return self.traced(structure, length).layers[0].operator
-
-    def numbers(self, *shape: int) -> Tensor:
-        """Draw a random tensor."""
-        return torch.randn(*shape, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -86,23 +52,8 @@ def prepared(case: Case, place: Place) -> Prepared:
 def channel_mean_map(structure: str, length: int, place: Place) -> Prepared:
     """Fill the mean of all heads' maps, (L, L), from an existing operator."""
     operator = place.operator(structure, length)
-    return Prepared(operator.matrix, {"floor": _map_floor(structure, length, place, operator)})
-
-
-def _map_floor(structure: str, length: int, place: Place, operator: MixerOperator) -> Rival:
-    sizes = place.sizes
-    if structure == "softmax":
-        weights = plain.core_of(operator).tile()
-        return Rival(lambda: weights.sum())
-    if structure == "s4d":
-        return Rival(lambda: torch.full((length, length), 0.5, device=place.device))
-    inner = {
-        "mamba": sizes.inner * sizes.state,
-        "mamba2": sizes.mamba2_state + sizes.mamba2_heads,
-        "delta rule": sizes.delta_heads * sizes.delta_state,
-    }[structure]
-    # `_product` draws its two large operands at its first call, so that cases without a floor need no memory for them.
-    return Rival(_product(place, length, inner, length), 0.5)
+    floor = map_floor(structure, length, place, operator)
+    return Prepared(operator.matrix, {"floor": floor, "calls": calls_of(operator.matrix)})
 
 
 def rollout(structure: str, length: int, place: Place) -> Prepared:
@@ -142,7 +93,8 @@ def adjoint_scan(structure: str, length: int, place: Place) -> Prepared:
     row = torch.zeros(1, length, 1, 1, device=place.device)
     row[:, -1] = 1
     probe, whole = row.expand(-1, -1, core.heads, -1), place.numbers(length, place.sizes.inner)
-    return Prepared(lambda: core.adjoint(probe), {"copy": Rival(whole.clone)})
+    rivals = {"copy": Rival(whole.clone), "exponentials": exponentials(structure, length, place)}
+    return Prepared(lambda: core.adjoint(probe), rivals)
 
 
 def latim(structure: str, length: int, place: Place) -> Prepared:
@@ -164,32 +116,12 @@ def _explained(trace: Trace, method: str) -> Callable[[], Tensor]:
     return lambda: ula.explain(trace, method=method, progress=False).scores
 
 
-def vectors_floor(structure: str, length: int, place: Place) -> Rival:
-    """Apply one output projection for each pair of tokens, in tiles of `TILE_PAIRS` pairs."""
-    sizes = place.sizes
-    if structure == "softmax":
-        # Every key has one vector per head: 64 keys, with 64 queries each.
-        left, right = place.numbers(64, 64, sizes.softmax_heads), place.numbers(64, sizes.softmax_heads, sizes.width)
-    else:
-        left, right = place.numbers(sizes.width, sizes.inner), place.numbers(sizes.inner, TILE_PAIRS)
-    out = torch.matmul(left, right)
-    count = length * length / 2 / TILE_PAIRS
-    times = max(1, round(count))
-
-    def call() -> None:
-        for _ in range(times):
-            torch.matmul(left, right, out=out)
-
-    return Rival(call, count / times)
-
-
 def contributions(structure: str, length: int, place: Place) -> Prepared:
     """Compute the contributions of every token to the last output, (L, d)."""
     operator = place.operator(structure, length)
-    return Prepared(
-        lambda: operator.contributions(-1),
-        {"floor": Rival(_product(place, length, place.sizes.inner, place.sizes.width))},
-    )
+    floor = Rival(product(place, length, place.sizes.inner, place.sizes.width))
+    rivals = {"floor": floor, "exponentials": exponentials(structure, length, place)}
+    return Prepared(lambda: operator.contributions(-1), rivals)
 
 
 def attribution(structure: str, length: int, place: Place) -> Prepared:
@@ -311,9 +243,13 @@ def all_cases(lengths: Callable[[int], int | None] = lambda length: length) -> I
 def _cases() -> Iterator[Case]:
     gpu = {name: {"cuda": goals} for name, goals in ON_GPU.items()}
     for structure in MAPS:
-        for length, goal in ((512, 5.0), (2048, 3.0)):
-            goals = {**gpu["map"], "cpu": {"floor": goal}} if structure == "mamba" else {}
-            yield Case("map", structure, length, goals, ("floor",))
+        mamba = structure == "mamba"
+        # Small work is bound by the number of calls.
+        small = {"floor": 5.0} if mamba else {"floor": 3.0, "calls": 3.0}
+        rivals = ("floor",) if mamba else ("floor", "calls")
+        yield Case("map", structure, 512, {"cpu": small, **(gpu["map"] if mamba else {})}, rivals)
+        large = {"floor": 3.0 if mamba else 2.0}
+        yield Case("map", structure, 2048, {"cpu": large, **(gpu["map"] if mamba else {})}, ("floor",))
     for length in (512, 2048, 8192):
         yield Case("gradient", "mamba", length, {d: {"forward": 3.0} for d in ("cpu", "cuda")}, ("forward",))
     for structure, goal in (("mamba", 1.5), ("mamba2", 1.5), ("softmax", 3.0)):
@@ -324,13 +260,14 @@ def _cases() -> Iterator[Case]:
     yield Case("rollout", "mamba", 2048, goals, ("host", "forward"))
     yield Case("rollout", "mamba2", 2048, {}, ("host", "forward"))
     for length in (2048, 8192):
-        yield Case("adjoint", "mamba", length, gpu["adjoint"], ("copy",))
+        yield Case("adjoint", "mamba", length, gpu["adjoint"], ("copy", "exponentials"))
     for structure in ("mamba", "mamba2", "softmax"):
-        goals = {**gpu["latim"], "cpu": {"floor": 1.7}} if structure == "mamba" else {}
-        yield Case("latim", structure, 512, goals, ("floor",))
+        goals = {"mamba": {**gpu["latim"], "cpu": {"floor": 1.7}}, "softmax": {"cpu": {"floor": 2.5}}}
+        yield Case("latim", structure, 512, goals.get(structure, {}), ("floor",))
     yield Case("alti", "mamba", 512, gpu["alti"], ("floor",))
-    yield Case("alti", "softmax", 512, {}, ("floor",))
-    yield Case("contributions", "mamba", 2048, {}, ("floor",))
+    yield Case("alti", "softmax", 512, {"cpu": {"floor": 2.5}}, ("floor",))
+    goals = {"cpu": {"floor": 2.5, "exponentials": 2.5}}
+    yield Case("contributions", "mamba", 2048, goals, ("floor", "exponentials"))
     yield Case("rollout", "mamba", GROWTH[0])
     for length in GROWTH[1:]:
         yield Case("rollout", "mamba", length, {d: {"half": 2.3} for d in ("cpu", "cuda")}, ("half",))
@@ -362,15 +299,3 @@ ONCE = {
     "plain gradient": (16, 32, 64, 128, 256),
 }
 """Lengths for the plot that run once because they are slow; plain definitions take up to about a minute."""
-
-
-def _product(place: Place, rows: int, inner: int, columns: int) -> Callable[[], Tensor]:
-    """Return a product of two matrices, which are drawn at its first call."""
-    operands: list[Tensor] = []
-
-    def call() -> Tensor:
-        if not operands:
-            operands.extend((place.numbers(rows, inner), place.numbers(inner, columns)))
-        return operands[0] @ operands[1]
-
-    return call

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import models, plain
-from benchmarks.cases import OPERATIONS, Place, last_weights
+from benchmarks.cases import OPERATIONS, last_weights
+from benchmarks.rivals import Place
 from unilinattn.testing import relative_error
 
 LENGTH = 160

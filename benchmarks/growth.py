@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import cases
-from benchmarks.cases import Case, Place
+from benchmarks.cases import Case
 from benchmarks.models import NARROW, PUBLISHED
 from benchmarks.resident import growth
+from benchmarks.rivals import Place
 
 
 def grown(case: Case, threads: int) -> int | None:

@@ -38,6 +38,8 @@ RIVALS = {
     "host": "the host's forward",
     "forward": "our forward",
     "copy": "copy",
+    "calls": "as many calls",
+    "exponentials": "exponentials",
     "half": "itself at half the length",
     "map": "channel-mean map",
 }

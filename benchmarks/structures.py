@@ -150,19 +150,23 @@ OPERATIONS: Mapping[str, Callable[[CoreMixer, int], None]] = {
 
 @contextmanager
 def _watched() -> Iterator[tuple[list[None], set[str]]]:
-    """Record calls of the default `reduced_rows`, and the operations whose kernels are imported."""
+    """Record calls of the default `reduced_rows` and `reduced_parts`, and the operations whose kernels are imported."""
     plain: list[None] = []
     kernels: set[str] = set()
-    reduced_rows, imported = CoreMixer.reduced_rows, importlib.import_module
+    imported = importlib.import_module
 
-    def serve(*args, **options):  # type: ignore[no-untyped-def]  # any signature
-        plain.append(None)
-        return reduced_rows(*args, **options)
+    def noted(default):  # type: ignore[no-untyped-def]  # any signature
+        def serve(*args, **options):  # type: ignore[no-untyped-def]
+            plain.append(None)
+            return default(*args, **options)
+
+        return serve
 
     def ask(name: str, package: str | None = None) -> object:
         if name.startswith("unilinattn.kernels."):
             kernels.add(name.split(".")[-2].replace("_", " "))
         return imported(name, package)
 
-    with patch.object(CoreMixer, "reduced_rows", serve), patch.object(backend.importlib, "import_module", ask):
+    defaults = {name: noted(getattr(CoreMixer, name)) for name in ("reduced_rows", "reduced_parts")}
+    with patch.multiple(CoreMixer, **defaults), patch.object(backend.importlib, "import_module", ask):
         yield plain, kernels

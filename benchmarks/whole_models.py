@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
-from benchmarks import cases, whole_page
-from benchmarks.cases import Place, Rival
+from benchmarks import whole_page
 from benchmarks.machine import machine
 from benchmarks.memory import usage
 from benchmarks.published import SHAPES, tokens
+from benchmarks.rivals import Place, Rival, vectors_floor
 from benchmarks.timing import interleaved
 from benchmarks.whole_checks import checked, row_sum_error
 from tools.markers import replace_section
@@ -248,7 +248,7 @@ def _scores(trace: Trace, name: str) -> Tensor:
 def _floors(name: str, length: int) -> dict[str, Rival]:
     """Return the floor of LaTIM of all pairs for each kind of layer, times their number."""
     shape = SHAPES[name]
-    floors = {kind: cases.vectors_floor(kind, length, Place(shape.sizes, "cpu")) for kind in shape.layers}
+    floors = {kind: vectors_floor(kind, length, Place(shape.sizes, "cpu")) for kind in shape.layers}
     return {f"floor {kind}": Rival(floor.call, floor.times * shape.layers[kind]) for kind, floor in floors.items()}
 
 

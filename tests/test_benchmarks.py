@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from benchmarks import cases, checks, models, page, sketch, structures, throughput
-from benchmarks.cases import Case, Place, Prepared
+from benchmarks.cases import Case, Prepared
 from benchmarks.growth import grown
 from benchmarks.memory import usage
 from benchmarks.resident import growth
+from benchmarks.rivals import Place
 from benchmarks.timing import interleaved
 from tools.markers import markers, read_section
 from unilinattn.mixers import CoreMixer

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.naive import reduced_map
+from unilinattn.memory import parts
 from unilinattn.testing import relative_error
 
 BATCH, HEADS, STATE = 2, 5, 3
@@ -35,7 +36,7 @@ def test_the_reduced_map_equals_its_definition(
         return query[:, tokens, heads], key[:, tokens, heads], decay[:, tokens, heads]
 
     for weights in ((None, None), (left, None), (None, taps), (left, taps)):
-        blocks = list(tiled.reduced_rows(of, (BATCH, length, HEADS, STATE), *weights, rows=rows))
+        blocks = list(tiled.reduced_rows(of, (BATCH, length, HEADS, STATE), *weights, blocks=parts(length, rows)))
         expected = reduced_map(
             query,
             key,

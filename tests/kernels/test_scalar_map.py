@@ -7,6 +7,7 @@ import torch
 
 from unilinattn.kernels.scalar_map import tiled, triton
 from unilinattn.kernels.scalar_map.naive import scalar_map
+from unilinattn.memory import parts
 from unilinattn.testing import relative_error
 from unilinattn.testing.peak import peak_of
 
@@ -38,7 +39,7 @@ def test_the_map_equals_its_definition(
     left = torch.randn_like(one)
     taps = {0: torch.randn_like(one), 2: torch.randn_like(one[:1, :1]), 3: torch.randn_like(one)}
     for reading, writing in ((None, None), (left[:1], None), (None, taps), (left, taps)):
-        blocks = list(form.scalar_rows(query, key, decay, scale, reading, writing, rows=rows))
+        blocks = list(form.scalar_rows(query, key, decay, scale, reading, writing, blocks=parts(length, rows)))
         expected = scalar_map(
             query,
             key,
@@ -65,7 +66,7 @@ def test_the_documented_memory_is_that_of_a_call(channels: int) -> None:
     documented = 4 * tiled.held_elements(rows, (1, length, heads, state), channels)
 
     def run() -> None:
-        for _ in tiled.scalar_rows(query, key, decay, scale, *weights, rows=rows):
+        for _ in tiled.scalar_rows(query, key, decay, scale, *weights, blocks=parts(length, rows)):
             pass
 
     counted = peak_of(run).peak

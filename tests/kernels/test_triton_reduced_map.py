@@ -7,6 +7,7 @@ from torch import Tensor
 from unilinattn.kernels.reduced_map import triton as form
 from unilinattn.kernels.reduced_map.naive import reduced_map
 from unilinattn.kernels.reduced_map.triton_kernels import far_tiles
+from unilinattn.memory import parts
 from unilinattn.testing import relative_error
 
 BATCH, HEADS, STATE = 2, 3, 3
@@ -41,7 +42,11 @@ def compared(length: int, rows: int, weights: tuple, precision: str = "ieee", gi
         return one[:, tokens] if query.shape[2] == 1 else one, key[:, tokens, heads], decay[:, tokens, heads]
 
     left, taps = weights
-    blocks = list(form.reduced_rows(of, (BATCH, length, HEADS, STATE), left, taps, rows=rows, precision=precision))
+    blocks = list(
+        form.reduced_rows(
+            of, (BATCH, length, HEADS, STATE), left, taps, blocks=parts(length, rows), precision=precision
+        )
+    )
     assert [part.start for part, _ in blocks] == list(range(0, length, rows))
     one = torch.ones(BATCH, length, HEADS)
     expected = reduced_map(

@@ -107,6 +107,9 @@ def check_reductions(mixer: CoreMixer, channels: int = 1, tolerance: float = 1e-
         assert [block.shape[1] for block in plain] == [min(rows, queries - at) for at in range(0, queries, rows)]
         assert error(torch.cat(plain, dim=1), matrix.sum(1)) <= tolerance, f"the sum over heads, {rows} rows a block"
         assert error(torch.cat(weighed, dim=1), expected.sum(1)) <= tolerance, f"the weighted sum, {rows} rows a block"
+    blocks = [slice(queries // 2, queries), slice(0, queries // 2)]
+    for block, part in zip(mixer.reduced_parts(blocks, left, taps), blocks, strict=True):
+        assert error(block, expected.sum(1)[:, part]) <= tolerance, f"the weighted sum, {part}"
     begun = 0
     weighted = mixer.weighted_blocks(16, left, taps)
     for part, block in mixer.blocks(16):

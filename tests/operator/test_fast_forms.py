@@ -12,7 +12,7 @@ from unilinattn.kernels.contribution_norms import naive
 from unilinattn.kernels.contribution_norms.naive import Order
 from unilinattn.memory import max_memory
 from unilinattn.methods.vectors import contribution_tiles
-from unilinattn.mixers import Dense, diagonal_decay
+from unilinattn.mixers import DeltaRule, Dense, diagonal_decay
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.pairwise import PairwiseContributions
 from unilinattn.operator.stages import Matrix, Mix, Scale
@@ -104,6 +104,22 @@ def test_norms_include_stages_after_the_projection() -> None:
     form = op.pairwise()
     assert form is not None
     check_norms(form, op.contributions(range(9)), 2e-6)
+
+
+@pytest.mark.parametrize("structure", ["dense", "delta rule"])
+def test_tiles_of_heads_with_one_weight_span_chunks(structure: str) -> None:
+    length, heads, state = 150, 2, 4
+    x = torch.randn(1, length, 8, dtype=torch.float64)
+    query, key = torch.randn(2, 1, length, heads, state, dtype=torch.float64) / 2
+    strength = torch.rand(1, length, heads, dtype=torch.float64)
+    weights = torch.rand(1, heads, length, length, dtype=torch.float64).tril()
+    core = Dense(weights) if structure == "dense" else DeltaRule(query, key, strength)
+    chain = Mix("core", core), Matrix("output", torch.randn(24, 8, dtype=torch.float64))
+    op = MixerOperator({"x": chain}, inputs={"x": x}, output=torch.zeros(1, length, 24, dtype=torch.float64))
+    form = op.pairwise()
+    assert form is not None
+    assert form.folded is not None
+    check_vectors(op)
 
 
 def test_norms_of_two_layers_are_those_of_their_sum() -> None:

@@ -1,7 +1,7 @@
 """`CoreMixer`, the base class of every token-mixing structure, and the check of factors."""
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -176,6 +176,13 @@ class CoreMixer(metaclass=_Structure):
         """
         for part, block in self.blocks(rows):
             yield reduced(block(ALL), part, left, taps)
+
+    def reduced_parts(
+        self, blocks: Iterable[slice], left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Float[Tensor, "batch row key"]]:
+        """Yield the map of `reduced_rows` in the given blocks of rows, in any order."""
+        for part in blocks:
+            yield reduced(self.tile(part), part, left, taps)
 
     def row_product(
         self,

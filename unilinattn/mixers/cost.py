@@ -5,9 +5,9 @@ Elements include the result of an operation and not its inputs. A structure regi
 """
 
 from functools import singledispatch
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from unilinattn.kernels.backend import implementation, uses_triton
+from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.scan.pairs import LEAF
 from unilinattn.kernels.scan.tiled import CHUNK, GROUP, KEPT, STEPS
@@ -33,15 +33,13 @@ class Cost(NamedTuple):
 class MixerCost:
     """Costs of a mixer of any structure, without fast forms; each product is held in addition to its operands."""
 
+    streams_by_lag: ClassVar[bool] = False
+    """Whether `reduced_rows` takes products per lag of the taps, and may hold a block for each."""
+
     def __init__(self, mixer: CoreMixer, state: int = 1) -> None:
         """Read the mixer's shape; `state` is the number of coordinates of a head's state."""
         self.mixer, self.state = mixer, state
         self.batch, self.heads, self.queries, self.keys = mixer.shape
-
-    @property
-    def streams_by_lag(self) -> bool:
-        """Whether `reduced_rows` holds a block per lag of the taps."""
-        return False
 
     @property
     def carried_elements(self) -> int:
@@ -153,8 +151,7 @@ class ToeplitzCost(MixerCost):
 
     def map_operations(self, channels: int) -> int:
         """The look-up, in the sum of the kernels if there are no weights."""
-        pairs = self.batch * self.keys**2
-        return pairs if channels == 1 else pairs * (2 * self.heads + channels)
+        return self.batch * self.keys**2 * (1 if channels == 1 else 2 * self.heads + channels)
 
 
 @cost_of.register(ToeplitzLowRank)
@@ -184,8 +181,8 @@ class ToeplitzLowRankCost(MixerCost):
 
     def gradient_elements(self, channels: int) -> int:
         """The convolution's, with the outer products before and after it."""
-        products = channels * self.state
-        return self.convolution.gradient_elements(products) + 2 * self.batch * self.heads * self.keys * products
+        outer = 2 * self.batch * self.heads * self.keys * channels * self.state
+        return self.convolution.gradient_elements(channels * self.state) + outer
 
 
 @cost_of.register(DiagonalDecay)
@@ -250,15 +247,11 @@ class ScalarDecayCost(MixerCost):
     """Costs of a chunked recurrence with a decay per head, and of maps as scores of groups times decays of heads."""
 
     mixer: ScalarDecay
+    streams_by_lag = True
 
     def __init__(self, mixer: ScalarDecay) -> None:
         super().__init__(mixer, mixer.query.shape[-1])
         self.groups = mixer.query.shape[2]
-
-    @property
-    def streams_by_lag(self) -> bool:
-        """Whether the kernel is the one of GPUs."""
-        return uses_triton(self.mixer.log_decay)
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """Scores of the groups with their factors; decays, scores repeated for heads, and their product."""
@@ -297,8 +290,8 @@ class ScalarDecayCost(MixerCost):
 
     def map_operations(self, channels: int) -> int:
         """One product per group with inner dimension N, and reduced decays with the number of channels."""
-        inner = self.groups * (self.state + 1) + max(channels, self.heads) // 2
-        return self.batch * self.keys * self.keys * inner
+        inner = self.groups * (self.state + 1) + max(channels, self.heads)
+        return self.batch * self.keys * (self.keys + OVERSHOOT) // 2 * inner
 
 
 @cost_of.register(Chunked)
@@ -313,8 +306,7 @@ class ChunkedCost(MixerCost):
     @property
     def carried_elements(self) -> int:
         """The state of every column before and after a chunk, and the computation of that chunk."""
-        states = 2 * self.batch * self.heads * self.keys * self.state
-        return states + self.mixer.making_elements(self.heads)
+        return 2 * self.batch * self.heads * self.keys * self.state + self.mixer.making_elements(self.heads)
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """One chunk; the states of its columns before and after it; the block, its parts and their concatenation."""
@@ -332,8 +324,7 @@ class ChunkedCost(MixerCost):
     def pass_cost(self, channels: int) -> Cost:
         """Values, outputs and one chunk; a triangular solve, the chunk's matrices, and products with the values."""
         chunk, state = min(CHUNK, self.keys), self.state
-        solve = chunk * (chunk + state) // 2
-        per_token = solve + 4 * chunk * state + state * state + channels * (chunk + 3 * state)
+        per_token = chunk * (chunk + state) // 2 + 4 * chunk * state + state * state + channels * (chunk + 3 * state)
         part = min(self.heads, self.mixer.heads_at_once)
         tokens = self.batch * self.keys * self.heads
         return Cost(2 * tokens * channels + self.mixer.making_elements(part), tokens * per_token)
@@ -358,18 +349,29 @@ class ChunkedCost(MixerCost):
 class ReversedCost(MixerCost):
     """Costs of the inner mixer and of reversed copies."""
 
+    streams_by_lag = True
+
     def __init__(self, mixer: Reversed) -> None:
         self.inner = cost_of(mixer.mixer)
         super().__init__(mixer, self.inner.state)
+        self.copies = self.batch * self.heads * (self.queries + self.keys)
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """The inner block and its reversed copy."""
         return self.inner.tile_elements(rows, cols, heads) + self.batch * heads * rows * cols
 
+    def reduced_elements(self, rows: int, channels: int) -> int:
+        """The inner blocks, a reversed copy, and the sum over lags."""
+        return self.inner.reduced_elements(rows, channels) + 2 * self.batch * rows * self.keys
+
+    def map_operations(self, channels: int) -> int:
+        """Those of the inner map."""
+        return self.inner.map_operations(channels)
+
     def pass_cost(self, channels: int) -> Cost:
         """The inner pass, and reversed copies of its values and outputs."""
         elements, operations = self.inner.pass_cost(channels)
-        return Cost(elements + self._copies(channels), operations)
+        return Cost(elements + channels * self.copies, operations)
 
     def rows_cost(self, rows: int) -> Cost:
         """The inner rows and their reversed copies."""
@@ -378,10 +380,7 @@ class ReversedCost(MixerCost):
 
     def gradient_elements(self, channels: int) -> int:
         """The inner pass, and reversed copies of its values and outputs."""
-        return self.inner.gradient_elements(channels) + self._copies(channels)
-
-    def _copies(self, channels: int) -> int:
-        return self.batch * self.heads * channels * (self.queries + self.keys)
+        return self.inner.gradient_elements(channels) + channels * self.copies
 
 
 @cost_of.register(Substep)

@@ -1,6 +1,6 @@
 """Diagonal decay: alpha_ij = sum_n q_in exp(G_in - G_jn) k_jn for j <= i, one decay per state coordinate."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -164,12 +164,18 @@ class DiagonalDecay(CoreMixer):
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
-        """Yield the map of `CoreMixer.reduced_rows`, by products with inner dimension H N if weights are per head."""
+        """Yield the map of `CoreMixer.reduced_rows`, from `reduced_parts`."""
+        return self.reduced_parts(parts(self.shape[2], rows), left, taps)
+
+    def reduced_parts(
+        self, blocks: Iterable[slice], left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Float[Tensor, "batch row key"]]:
+        """Yield `CoreMixer.reduced_parts`, by products with inner dimension H N if weights are per head."""
         if not self._is_per_head(left, taps):
-            yield from super().reduced_rows(rows, left, taps)
+            yield from super().reduced_parts(blocks, left, taps)
             return
         kernel = implementation("reduced_map", self.log_decay).reduced_rows
-        for _, block in kernel(self.factors, self._scan_shape, left, taps, rows=rows):
+        for _, block in kernel(self.factors, self._scan_shape, left, taps, blocks=blocks):
             yield block
 
     def row_product(

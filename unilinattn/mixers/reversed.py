@@ -1,8 +1,13 @@
 """Reversed: a mixer of the time-reversed sequence, such as the second direction of a bidirectional layer."""
 
+from collections.abc import Iterator
+
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
+from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.memory import parts
 from unilinattn.mixers.base import ALL, CoreMixer
 
 
@@ -55,6 +60,26 @@ class Reversed(CoreMixer):
         """Return the mirrored block with both axes reversed."""
         _, _, queries, keys = self.shape
         return self.mixer.tile(_mirrored(rows, queries), _mirrored(cols, keys), heads).flip(-2, -1)
+
+    def reduced_rows(
+        self, rows: int, left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Float[Tensor, "batch row key"]]:
+        """Yield the map of `CoreMixer.reduced_rows`: mirrored blocks of the inner mixer, for each lag."""
+        _, _, queries, keys = self.shape
+        mirrored = [_mirrored(part, queries) for part in parts(queries, rows)]
+        reading = None if left is None else left.flip(1)
+        by_lag: dict[int, Tensor | None] = {0: None} if taps is None else dict(taps)
+        streams = [
+            self.mixer.reduced_parts(mirrored, reading, None if tap is None else {0: tap.flip(1)})
+            for tap in by_lag.values()
+        ]
+        for blocks in zip(*streams, strict=True):
+            total: Tensor | None = None
+            for lag, block in zip(by_lag, blocks, strict=True):
+                landed = functional.pad(block.flip(1, 2)[..., lag:], (0, min(lag, keys)))
+                total = landed if total is None else total.add_(landed)
+            assert total is not None
+            yield total
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the inner diagonal in reverse order."""

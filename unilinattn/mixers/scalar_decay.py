@@ -1,6 +1,6 @@
 """Scalar decay: alpha_ij = (q_i . k_j) exp(G_i - G_j) for j <= i, one decay per head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import torch
@@ -13,6 +13,7 @@ from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.scan.tiled import diagonal_factors
 from unilinattn.kernels.subnormal import decays
+from unilinattn.memory import parts
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
@@ -96,9 +97,15 @@ class ScalarDecay(CoreMixer):
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
-        """Yield the map of `CoreMixer.reduced_rows`: products of the groups' scores and of the heads' decays."""
+        """Yield the map of `CoreMixer.reduced_rows`, from `reduced_parts`."""
+        return self.reduced_parts(parts(self.shape[2], rows), left, taps)
+
+    def reduced_parts(
+        self, blocks: Iterable[slice], left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Float[Tensor, "batch row key"]]:
+        """Yield `CoreMixer.reduced_parts`: products of the groups' scores and of the heads' decays."""
         kernel = implementation("scalar_map", self.log_decay).scalar_rows
-        yield from kernel(self.query, self.key, self.log_decay, self.key_scale, left, taps, rows=rows)
+        yield from kernel(self.query, self.key, self.log_decay, self.key_scale, left, taps, blocks=blocks)
 
     def _scores(self, rows: slice, cols: slice, groups: slice = ALL) -> Float[Tensor, "batch group row col"]:
         return torch.einsum("bign,bjgn->bgij", self.query[:, rows, groups], self.key[:, cols, groups])

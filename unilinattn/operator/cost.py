@@ -11,6 +11,7 @@ from torch import Tensor
 from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.memory import allowed, rows_within
+from unilinattn.mixers.chunked import Chunked
 from unilinattn.mixers.cost import Cost, cost_of
 from unilinattn.operator.factored import FactoredTerm, PairwiseForm, factored
 from unilinattn.operator.rows import channel_unit
@@ -22,7 +23,9 @@ TILE = 64
 """Rows of a tile of pairwise contributions."""
 
 FOLDED_TILE = 256
-"""Rows of a tile of a layer whose W is applied to the values of each head: a pair costs so little that calls count."""
+"""Rows of a tile where W is applied to the values of each head: a pair costs so little that calls count.
+
+Memories that are computed chunk by chunk have blocks of at most one chunk."""
 
 COLUMNS = {"cpu": 32, "cuda": 256}
 """Columns of a tile by device type, else `TILE`: enough for the product with the output projection to run at full rate
@@ -194,7 +197,8 @@ def tile_rows(
     def size(rows: int) -> int:
         return width * tile_elements(form, rows, columns, extra_tiles=extra_tiles, split=split)
 
-    return rows_within(size, TILE if form.folded is None else FOLDED_TILE, subject)
+    chunked = any(isinstance(term.mixer, Chunked) for term in form.terms)
+    return rows_within(size, TILE if form.folded is None or chunked else FOLDED_TILE, subject)
 
 
 def tile_elements(

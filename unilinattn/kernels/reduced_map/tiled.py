@@ -1,6 +1,6 @@
 """The reduced map as matrix products over (head, state), a block of rows at a time; see README.md."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
 import torch
@@ -50,9 +50,9 @@ def reduced_rows(
     left: Float[Tensor, "#batch #length head"] | None = None,
     taps: Taps | None = None,
     *,
-    rows: int = ROWS,
+    blocks: Iterable[slice],
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    """Yield blocks of rows of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h].
+    """Yield blocks of rows, in any order, of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h].
 
     `shape` is (batch, length, head, state). Time: half of one product (L x HN)(HN x L), and some exponentials per
     token, head and state. Memory: the block and the factors of one tile of heads.
@@ -61,7 +61,7 @@ def reduced_rows(
     step = max(1, INNER // state)
     reach = max(taps, default=0) if taps else 0
     places = Places()
-    for tokens in parts(length, rows):
+    for tokens in blocks:
         start, stop = tokens.start, tokens.stop
         block: Tensor | None = None
         for part in parts(heads, step):

@@ -1,6 +1,6 @@
 """The reduced map on a GPU: tiles of tokens as products over (head, state); see README.md."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -58,21 +58,21 @@ def reduced_rows(
     left: Float[Tensor, "#batch #length head"] | None = None,
     taps: Taps | None = None,
     *,
-    rows: int = ROWS,
+    blocks: Iterable[slice],
     precision: Precision = "ieee",
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    """Yield blocks of rows of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h], in float32.
+    """Yield blocks of rows, in any order, of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h], in float32.
 
     `shape` is (batch, length, head, state); `precision` is that of the products' inputs; sums are float32.
     Time: half of one product (L x HN)(HN x L). Memory: the block, and the factors of one tile of heads and columns.
     """
     if taps and max(taps) > CHUNK:
         # A tap that crosses a whole chunk would need the factors of more than two chunks per column.
-        yield from tiled.reduced_rows(factors, shape, left, taps, rows=rows)
+        yield from tiled.reduced_rows(factors, shape, left, taps, blocks=blocks)
         return
     batch, length, heads, state = shape
     step = max(1, INNER // state)
-    for part in parts(length, rows):
+    for part in blocks:
         block: Tensor | None = None
         for tile in parts(heads, step):
             for panel in panels(factors, part, tile, left, taps, COLUMNS):

@@ -10,6 +10,7 @@ from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.reduced_map.tiled import Factors, reduced_rows
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.kernels.subnormal import flushed_
+from unilinattn.memory import parts
 
 ROWS = 512
 """Rows per block."""
@@ -30,7 +31,7 @@ def row_product(
 
     Time: that of the map. Memory: linear in length, a block of rows.
     """
-    blocks = (block for _, block in reduced_rows(factors, shape, left, taps, rows=rows))
+    blocks = (block for _, block in reduced_rows(factors, shape, left, taps, blocks=parts(shape[1], rows)))
     return folded(blocks, shape[1], row, weight, sign)
 
 

@@ -1,6 +1,6 @@
 """The reduced map of scalar decays: products of scores and decays that double in size; see README.md."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -9,10 +9,9 @@ from torch.nn import functional
 
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import COLUMNS, LEAF, ROWS, Places, square_rows
+from unilinattn.kernels.reduced_map.tiled import COLUMNS, LEAF, Places, square_rows
 from unilinattn.kernels.scan.pairs import fading
 from unilinattn.kernels.subnormal import decays, flushed_
-from unilinattn.memory import parts
 
 
 def scalar_rows(
@@ -23,9 +22,9 @@ def scalar_rows(
     left: Float[Tensor, "#batch #length channel"] | None = None,
     taps: Taps | None = None,
     *,
-    rows: int = ROWS,
+    blocks: Iterable[slice],
 ) -> Iterator[Float[Tensor, "batch row key"]]:
-    """Yield sum_c left_ic sum_lag alpha_h(c)[i, j + lag] tap_lag[j + lag, c] in blocks of `rows` rows.
+    """Yield blocks of rows, in any order, of sum_c left_ic sum_lag alpha_h(c)[i, j + lag] tap_lag[j + lag, c].
 
     Time: half of one product of inner dimension N per group, and one of the number of channels, for each lag; some
     exponentials per token and head. Memory: the block, and the factors of its tokens.
@@ -34,7 +33,7 @@ def scalar_rows(
     reach = max(taps, default=0) if taps else 0
     weights: Taps | dict[int, None] = {0: None} if taps is None else taps
     places = Places()
-    for tokens in parts(length, rows):
+    for tokens in blocks:
         count = tokens.stop - tokens.start
         size = square_rows(count)
         # Column j lies at `reach` + j, so that the taps of the first columns land inside.

@@ -1,6 +1,6 @@
 """The reduced map of scalar decays on a GPU: scores of each group times the reduced map of its decays."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from jaxtyping import Float
@@ -10,9 +10,7 @@ from torch.nn import functional
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map import triton as decayed
 from unilinattn.kernels.reduced_map.dense import Taps
-from unilinattn.kernels.reduced_map.triton import ROWS
 from unilinattn.kernels.scalar_map.tiled import of_group
-from unilinattn.memory import parts
 
 
 def scalar_rows(
@@ -23,9 +21,10 @@ def scalar_rows(
     left: Float[Tensor, "#batch #length channel"] | None = None,
     taps: Taps | None = None,
     *,
-    rows: int = ROWS,
+    blocks: Iterable[slice],
 ) -> Iterator[Float[Tensor, "batch row key"]]:
-    """Yield sum_c left_ic sum_lag alpha_h(c)[i, j + lag] tap_lag[j + lag, c] in blocks of `rows` rows."""
+    """Yield blocks of rows, in any order, of sum_c left_ic sum_lag alpha_h(c)[i, j + lag] tap_lag[j + lag, c]."""
+    blocks = list(blocks)
     batch, length, groups, _ = query.shape
     weights: dict[int, Tensor | None] = {0: None} if taps is None else dict(taps)
     width = max([log_decay.shape[2], *(t.shape[2] for t in (left, *weights.values()) if t is not None)]) // groups
@@ -36,11 +35,11 @@ def scalar_rows(
             reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
             landing = None if writing is None else {0: writing}
             factors, shape = partial(_decays, decay, scale), (batch, length, width, 1)
-            streams.append((group, lag, decayed.reduced_rows(factors, shape, reading, landing, rows=rows)))
-    for part in parts(length, rows):
+            streams.append((group, lag, decayed.reduced_rows(factors, shape, reading, landing, blocks=blocks)))
+    for part in blocks:
         total = query.new_zeros(batch, part.stop - part.start, length)
-        for group, lag, blocks in streams:
-            _, decays = next(blocks)
+        for group, lag, stream in streams:
+            _, decays = next(stream)
             landed = (query[:, part, group] @ key[:, :, group].mT) * decays
             total += functional.pad(landed[..., lag:], (0, min(lag, length)))
         yield total

@@ -1,0 +1,124 @@
+"""The reference calls of the measured operations: floors, counts of calls, exponentials."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import models, plain
+from benchmarks.memory import usage
+from benchmarks.models import Sizes
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.tracing.trace import Trace
+
+TILE_PAIRS = 64 * 64
+"""Pairs of tokens in one product of a floor."""
+
+EXPONENTIALS = 1 << 17
+"""Exponentials that are computed at a time."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A reference for an operation: a call, and the number of calls that make one reference."""
+
+    call: Callable[[], Any]
+    times: float = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """The widths of the layers, and the device."""
+
+    sizes: Sizes
+    device: str
+
+    def traced(self, kind: str, length: int) -> Trace:
+        """Trace a model of one layer."""
+        return models.traced(kind, length, self.sizes, self.device)
+
+    def operator(self, structure: str, length: int) -> MixerOperator:
+        """Return the operator of a layer."""
+        if structure == "delta rule":
+            return models.delta_rule(length, self.sizes, self.device)
+        return self.traced(structure, length).layers[0].operator
+
+    def numbers(self, *shape: int) -> Tensor:
+        """Draw a random tensor."""
+        return torch.randn(*shape, device=self.device)
+
+
+def calls_of(operation: Callable[[], Any]) -> Rival:
+    """As many operations of torch as `operation` calls, each on one number."""
+    count: list[int] = []
+
+    def call() -> None:
+        if not count:
+            count.append(usage(operation, "cpu").calls)
+        number = torch.zeros(1)
+        for _ in range(count[0]):
+            number.add_(1)
+
+    return Rival(call)
+
+
+def exponentials(structure: str, length: int, place: Place) -> Rival:
+    """One exponential for each token, channel and state, in pieces that stay in cache."""
+    piece = -place.numbers(EXPONENTIALS).abs()
+    out, times = torch.empty_like(piece), length * place.sizes.inner * place.sizes.state / EXPONENTIALS
+
+    def call() -> None:
+        for _ in range(max(1, round(times))):
+            torch.exp(piece, out=out)
+
+    return Rival(call, times / max(1, round(times)))
+
+
+def map_floor(structure: str, length: int, place: Place, operator: MixerOperator) -> Rival:
+    """Half of the product, or the pass over memory, that determines the mean of the maps."""
+    sizes = place.sizes
+    if structure == "softmax":
+        weights = plain.core_of(operator).tile()
+        return Rival(lambda: weights.sum())
+    if structure == "s4d":
+        return Rival(lambda: torch.full((length, length), 0.5, device=place.device))
+    inner = {
+        "mamba": sizes.inner * sizes.state,
+        "mamba2": sizes.mamba2_state + sizes.mamba2_heads,
+        "delta rule": sizes.delta_heads * sizes.delta_state,
+    }[structure]
+    # `product` draws its two large operands at its first call, so that cases without a floor need no memory for them.
+    return Rival(product(place, length, inner, length), 0.5)
+
+
+def vectors_floor(structure: str, length: int, place: Place) -> Rival:
+    """Apply one output projection for each pair of tokens, in tiles of `TILE_PAIRS` pairs."""
+    sizes = place.sizes
+    if structure == "softmax":
+        # Every key has one vector per head: 64 keys, with 64 queries each.
+        left, right = place.numbers(64, 64, sizes.softmax_heads), place.numbers(64, sizes.softmax_heads, sizes.width)
+    else:
+        left, right = place.numbers(sizes.width, sizes.inner), place.numbers(sizes.inner, TILE_PAIRS)
+    out = torch.matmul(left, right)
+    count = length * length / 2 / TILE_PAIRS
+    times = max(1, round(count))
+
+    def call() -> None:
+        for _ in range(times):
+            torch.matmul(left, right, out=out)
+
+    return Rival(call, count / times)
+
+
+def product(place: Place, rows: int, inner: int, columns: int) -> Callable[[], Tensor]:
+    """Return a product of two matrices, which are drawn at its first call."""
+    operands: list[Tensor] = []
+
+    def call() -> Tensor:
+        if not operands:
+            operands.extend((place.numbers(rows, inner), place.numbers(inner, columns)))
+        return operands[0] @ operands[1]
+
+    return call
