@@ -16,6 +16,9 @@ from unilinattn.memory import parts
 LEAF = 8
 """Rows of a diagonal block that is filled row by row; a larger block is two halves and a matrix product."""
 
+SPLIT = 64
+"""Rows of the smallest square whose block is split in two, rather than padded to twice as many rows."""
+
 ROWS = 1024
 """Rows per block; the earlier columns are one product per tile of heads, with factors recomputed for each block."""
 
@@ -62,19 +65,20 @@ def reduced_rows(
     reach = max(taps, default=0) if taps else 0
     places = Places()
     for tokens in blocks:
-        start, stop = tokens.start, tokens.stop
         block: Tensor | None = None
         for part in parts(heads, step):
-            near, read = square(
-                *factors(tokens, part),
-                None if left is None else of_tokens(left, tokens)[..., part],
-                None if taps is None else {lag: of_tokens(tap, tokens)[..., part] for lag, tap in taps.items()},
-                places=places,
-            )
-            if block is None:
-                block = near.new_zeros(batch, stop - start, length + reach)
-            block[:, :, start : stop + reach] += near
-            _add_far(block, read, factors, start, part, taps, reach)
+            for some in squares(tokens):
+                near, read = square(
+                    *factors(some, part),
+                    None if left is None else of_tokens(left, some)[..., part],
+                    None if taps is None else {lag: of_tokens(tap, some)[..., part] for lag, tap in taps.items()},
+                    places=places,
+                )
+                if block is None:
+                    block = near.new_zeros(batch, tokens.stop - tokens.start, length + reach)
+                rows = block[:, some.start - tokens.start : some.stop - tokens.start]
+                rows[:, :, some.start : some.stop + reach] += near
+                _add_far(rows, read, factors, some.start, part, taps, reach)
         assert block is not None
         yield tokens, block[:, :, reach:]
 
@@ -85,6 +89,18 @@ def held_elements(rows: int, shape: tuple[int, int, int, int]) -> int:
     tile = min(heads, max(1, INNER // state)) * state
     size = square_rows(min(rows, length))
     return batch * (size * length + 2 * size * size + 5 * (size + min(COLUMNS, length)) * tile)
+
+
+def squares(tokens: slice) -> list[slice]:
+    """Return a block of tokens in one or two parts, of which each is padded to the size of a square.
+
+    A block of 600 tokens would be padded to 1024; its parts of 512 and 88 are padded to 512 and 128.
+    """
+    count = tokens.stop - tokens.start
+    first = square_rows(count) // 2
+    if first < SPLIT or count > 3 * first // 2:
+        return [tokens]
+    return [slice(tokens.start, tokens.start + first), slice(tokens.start + first, tokens.stop)]
 
 
 def square_rows(rows: int) -> int:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import COLUMNS, LEAF, Places, square_rows
+from unilinattn.kernels.reduced_map.tiled import COLUMNS, LEAF, Places, square_rows, squares
 from unilinattn.kernels.scan.pairs import fading
 from unilinattn.kernels.subnormal import decays, flushed_
 
@@ -34,17 +34,19 @@ def scalar_rows(
     weights: Taps | dict[int, None] = {0: None} if taps is None else taps
     places = Places()
     for tokens in blocks:
-        count = tokens.stop - tokens.start
-        size = square_rows(count)
-        # Column j lies at `reach` + j, so that the taps of the first columns land inside.
-        block = query.new_zeros(batch, size, reach + max(length, tokens.start + size))
+        pieces = squares(tokens)
+        # Rows and columns of the last square are padded. Column j lies at `reach` + j, so that all taps land inside.
+        last = pieces[-1].start + square_rows(pieces[-1].stop - pieces[-1].start)
+        block = query.new_zeros(batch, last - tokens.start, reach + max(length, last))
         for group in range(groups):
             decay, scale = (t.unflatten(2, (groups, -1))[:, :, group] for t in (log_decay, key_scale))
             factors = query[:, :, group], key[:, :, group], decay, scale
             for lag, tap in weights.items():
                 reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
-                _add_group(block[:, :, reach - lag :], tokens, factors, reading, writing, places)
-        yield block[:, :count, reach : reach + length]
+                for some in pieces:
+                    rows = slice(some.start - tokens.start, None if some is pieces[-1] else some.stop - tokens.start)
+                    _add_group(block[:, rows, reach - lag :], some, factors, reading, writing, places)
+        yield block[:, : tokens.stop - tokens.start, reach : reach + length]
 
 
 def held_elements(rows: int, shape: tuple[int, int, int, int], channels: int) -> int:
