@@ -64,9 +64,10 @@ def _build(model: str) -> nn.Module:
     sizes = {
         "mamba2": {
             "hidden_size": 128,
-            "state_size": 64,
+            "expand": 1,
+            "state_size": 48,
             "num_heads": 8,
-            "head_dim": 32,
+            "head_dim": 16,
             "n_groups": 1,
             "chunk_size": 64,
         },
@@ -116,7 +117,7 @@ that pattern. Methods that keep a layer axis are scored at one layer, chosen on 
         "The answer lies on the diagonal on the left. Each layer was chosen on another sequence."
     )
     models: ClassVar[Mapping[str, Model]] = {
-        "mamba2": Model(partial(_build, "mamba2"), Recipe(1000, 4e-3, through_operators=True)),
+        "mamba2": Model(partial(_build, "mamba2"), Recipe(1500, 4e-3, through_operators=True)),
         "transformer": Model(partial(_build, "transformer"), Recipe(1000, 2e-3)),
     }
     size = Size(24, 12)
