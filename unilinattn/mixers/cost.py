@@ -33,8 +33,8 @@ class Cost(NamedTuple):
 class MixerCost:
     """Costs of a mixer of any structure, without fast forms; each product is held in addition to its operands."""
 
-    streams_by_lag: ClassVar[bool] = False
-    """Whether `reduced_rows` takes products per lag of the taps, and may hold a block for each."""
+    products_by_lag: ClassVar[bool] = False
+    """Whether `reduced_rows` takes the products of `map_operations` for each lag of the taps."""
 
     def __init__(self, mixer: CoreMixer, state: int = 1) -> None:
         """Read the mixer's shape; `state` is the number of coordinates of a head's state."""
@@ -247,7 +247,7 @@ class ScalarDecayCost(MixerCost):
     """Costs of a chunked recurrence with a decay per head, and of maps as scores of groups times decays of heads."""
 
     mixer: ScalarDecay
-    streams_by_lag = True
+    products_by_lag = True
 
     def __init__(self, mixer: ScalarDecay) -> None:
         super().__init__(mixer, mixer.query.shape[-1])
@@ -349,7 +349,7 @@ class ChunkedCost(MixerCost):
 class ReversedCost(MixerCost):
     """Costs of the inner mixer and of reversed copies."""
 
-    streams_by_lag = True
+    products_by_lag = True
 
     def __init__(self, mixer: Reversed) -> None:
         self.inner = cost_of(mixer.mixer)

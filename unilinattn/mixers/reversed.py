@@ -66,16 +66,13 @@ class Reversed(CoreMixer):
     ) -> Iterator[Float[Tensor, "batch row key"]]:
         """Yield the map of `CoreMixer.reduced_rows`: mirrored blocks of the inner mixer, for each lag."""
         _, _, queries, keys = self.shape
-        mirrored = [_mirrored(part, queries) for part in parts(queries, rows)]
         reading = None if left is None else left.flip(1)
-        by_lag: dict[int, Tensor | None] = {0: None} if taps is None else dict(taps)
-        streams = [
-            self.mixer.reduced_parts(mirrored, reading, None if tap is None else {0: tap.flip(1)})
-            for tap in by_lag.values()
-        ]
-        for blocks in zip(*streams, strict=True):
+        # A tap that lands later lands earlier in the reversed sequence, so each lag is a map without lag, shifted.
+        by_lag = {0: None} if taps is None else {lag: {0: tap.flip(1)} for lag, tap in taps.items()}
+        for part in parts(queries, rows):
             total: Tensor | None = None
-            for lag, block in zip(by_lag, blocks, strict=True):
+            for lag, landing in by_lag.items():
+                (block,) = self.mixer.reduced_parts([_mirrored(part, queries)], reading, landing)
                 landed = functional.pad(block.flip(1, 2)[..., lag:], (0, min(lag, keys)))
                 total = landed if total is None else total.add_(landed)
             assert total is not None

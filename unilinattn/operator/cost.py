@@ -76,7 +76,7 @@ def map_operations(scope: ScopedMap, heads: CheckedHeads = "mean") -> int:
     for term in terms:
         if term.mixer is not None:
             mixer = cost_of(term.mixer)
-            lags = len(term.taps or (0,)) if mixer.streams_by_lag else 1
+            lags = len(term.taps or (0,)) if mixer.products_by_lag else 1
             total += lags * mixer.map_operations(term.channels if term.is_weighted else 1)
     return total
 
@@ -109,8 +109,7 @@ def reduced_elements(terms: Sequence[FactoredTerm], shape: tuple[int, int, int],
     for term in terms:
         if term.mixer is not None:
             mixer = cost_of(term.mixer)
-            streams = len(term.taps or (0,)) if mixer.streams_by_lag else 1
-            elements += streams * mixer.reduced_elements(rows, term.channels if term.is_weighted else 1)
+            elements += mixer.reduced_elements(rows, term.channels if term.is_weighted else 1)
             elements += _repeated_elements(term)
     return elements
 

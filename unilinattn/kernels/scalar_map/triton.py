@@ -24,35 +24,33 @@ def scalar_rows(
     blocks: Iterable[slice],
 ) -> Iterator[Float[Tensor, "batch row key"]]:
     """Yield blocks of rows, in any order, of sum_c left_ic sum_lag alpha_h(c)[i, j + lag] tap_lag[j + lag, c]."""
-    blocks = list(blocks)
     batch, length, groups, _ = query.shape
     weights: dict[int, Tensor | None] = {0: None} if taps is None else dict(taps)
     width = max([log_decay.shape[2], *(t.shape[2] for t in (left, *weights.values()) if t is not None)]) // groups
-    streams = []
-    for group in range(groups):
-        decay, scale = (repeat_groups(t.unflatten(2, (groups, -1))[:, :, group], width) for t in (log_decay, key_scale))
-        for lag, tap in weights.items():
-            reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
-            landing = None if writing is None else {0: writing}
-            factors, shape = partial(_decays, decay, scale), (batch, length, width, 1)
-            streams.append((group, lag, decayed.reduced_rows(factors, shape, reading, landing, blocks=blocks)))
     for part in blocks:
         total = query.new_zeros(batch, part.stop - part.start, length)
-        for group, lag, stream in streams:
-            _, decays = next(stream)
-            landed = (query[:, part, group] @ key[:, :, group].mT) * decays
-            total += functional.pad(landed[..., lag:], (0, min(lag, length)))
+        for group in range(groups):
+            scores = query[:, part, group] @ key[:, :, group].mT
+            decay, scale = (
+                repeat_groups(t.unflatten(2, (groups, -1))[:, :, group], width) for t in (log_decay, key_scale)
+            )
+            factors, shape = partial(_decays, decay, scale), (batch, length, width, 1)
+            for lag, tap in weights.items():
+                reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
+                landing = None if writing is None else {0: writing}
+                ((_, decays),) = decayed.reduced_rows(factors, shape, reading, landing, blocks=[part])
+                total += functional.pad((scores * decays)[..., lag:], (0, min(lag, length)))
         yield total
 
 
 def held_elements(rows: int, shape: tuple[int, int, int, int], channels: int) -> int:
-    """Return the elements that `scalar_rows` holds for blocks of `rows` rows and one lag, the block included.
+    """Return the elements that `scalar_rows` holds for blocks of `rows` rows, the block included.
 
     `shape` is (batch, length, heads, state) of one group.
     """
     batch, length, heads, _ = shape
     inner = max(channels, heads)
-    return 3 * batch * min(rows, length) * length + decayed.held_elements(rows, (batch, length, inner, 1))
+    return 4 * batch * min(rows, length) * length + decayed.held_elements(rows, (batch, length, inner, 1))
 
 
 def _decays(decay: Tensor, scale: Tensor, tokens: slice, heads: slice) -> tuple[Tensor, Tensor, Tensor]:
