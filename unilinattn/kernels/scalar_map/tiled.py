@@ -173,7 +173,7 @@ def _halves(factor: Float[Tensor, "batch token channel"], half: int) -> tuple[Te
     return earlier, later
 
 
-def _blocks(square: Float[Tensor, "batch row row"], size: int, corner: int) -> Float[Tensor, "batch block row col"]:
+def _blocks(square: Float[Tensor, "batch token token"], size: int, corner: int) -> Float[Tensor, "batch block row col"]:
     """Return a view of the squares of `size` on the diagonal, or (`corner` 1) of those below it between pairs."""
     batch, rows, _ = square.shape
     step, row, col = square.stride()
