@@ -24,6 +24,7 @@ from evidence import NAMES, record, study
 from evidence.claims import Results
 from evidence.page import page
 from evidence.study import FOLDER, SEEDS, Study
+from evidence.training import fingerprint
 from evidence.training import record as training_record
 from unilinattn.errors import UnilinattnError
 from unilinattn.evaluation import Table
@@ -54,13 +55,15 @@ def train(studies: Sequence[Study], weights: Path, processes: Processes) -> None
 
 
 def measured(one: Study, weights: Path, out: Path, *, quick: bool) -> dict[str, dict[int, Table]]:
-    """Return the tables of a study by name and seed."""
+    """Return the tables of a study by name and seed; numbers that an interrupted run has stored are not measured again.
+
+    They are stored by the weights of the models, so those of other weights are measured anew.
+    """
     tables: dict[str, dict[int, Table]] = {}
     for seed in SEEDS[:1] if quick else SEEDS:
-        folder = out / ("quick" if quick else "full") / one.name / str(seed)
-        for name, table in one.measure(
-            one.hosts(weights, seed), seed, one.quick if quick else one.size, folder
-        ).items():
+        hosts = one.hosts(weights, seed)
+        folder = out / ("quick" if quick else "full") / one.name / f"{seed}-{fingerprint(hosts)}"
+        for name, table in one.measure(hosts, seed, one.quick if quick else one.size, folder).items():
             tables.setdefault(name, {})[seed] = table
     return tables
 

@@ -1,5 +1,6 @@
 """Training by seed, and the files of weights."""
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -138,6 +139,16 @@ def loaded(build: Callable[[], nn.Module], path: Path) -> nn.Module:
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit {type(host).__name__}: {error}. Train it again.") from error
     return host.eval()
+
+
+def fingerprint(hosts: Mapping[str, Callable[[], nn.Module]]) -> str:
+    """Return twelve hexadecimal digits of a hash of the weights of all models."""
+    digest = hashlib.sha256()
+    for name, load in sorted(hosts.items()):
+        for key, weight in load().state_dict().items():
+            digest.update(f"{name} {key} {tuple(weight.shape)}".encode())
+            digest.update(weight.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,18 @@
 """The recorded numbers, the page that is written from them, and the command."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from evidence import NAMES, __main__, record, study
+from evidence.copying import CopyingStudy
 from evidence.page import page
 from evidence.rows import number
+from evidence.study import Size
 from unilinattn.errors import OptionError, ResultFileError
 from unilinattn.evaluation import Table
 
@@ -79,6 +84,25 @@ def test_the_shipped_weights_and_results_are_small() -> None:
     weights, results = (sum(path.stat().st_size for path in folder.glob("*")) for folder in folders)
     assert weights < 10e6
     assert weights + results < 12e6
+
+
+def test_numbers_are_stored_by_the_weights(tmp_path: Path) -> None:
+    model, folders = nn.Linear(2, 2), []
+
+    class One(CopyingStudy):
+        def hosts(self, weights: Path, seed: int) -> dict[str, Callable[[], nn.Module]]:
+            return {"model": lambda: model}
+
+        def measure(self, hosts: object, seed: int, size: Size, out: Path) -> dict[str, Table]:
+            folders.append(out)
+            return {}
+
+    for added in (0, 0, 1):
+        with torch.no_grad():
+            model.weight += added
+        __main__.measured(One(), tmp_path, tmp_path, quick=True)
+    assert folders[0] == folders[1] != folders[2]
+    assert folders[0].parent == folders[2].parent == tmp_path / "quick" / "copying"
 
 
 def test_an_unknown_study_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

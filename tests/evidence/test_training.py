@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evidence.training import Recipe, loaded, record, trained
+from evidence.training import Recipe, fingerprint, loaded, record, trained
 from unilinattn.errors import CheckpointError
 
 RECIPE = Recipe(steps=80, learning_rate=0.1, batch=8)
@@ -54,6 +54,20 @@ def test_the_recorded_accuracy_is_that_of_the_stored_weights(tmp_path: Path) -> 
     assert record(path)["accuracy"] == accuracy(host)
     assert torch.equal(host.weight, host.weight.half().float())
     assert record(path)["recipe"]["steps"] == 80
+
+
+def test_a_fingerprint_depends_on_every_weight_and_name() -> None:
+    models = {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}
+
+    def found() -> str:
+        return fingerprint({name: lambda name=name: models[name] for name in models})
+
+    first = found()
+    assert found() == first
+    with torch.no_grad():
+        models["b"].bias[1] += 1e-6
+    assert found() != first
+    assert fingerprint({"a": lambda: models["a"]}) != fingerprint({"b": lambda: models["a"]})
 
 
 def test_weights_that_are_absent_damaged_or_of_another_model_are_refused(tmp_path: Path) -> None:
