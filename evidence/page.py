@@ -34,13 +34,12 @@ def page(studies: Sequence[Study], records: Mapping[str, Numbers], absent: Seque
     parts += [_section(study, records[study.name]) for study in shown]
     machine = records[shown[0].name]["machine"]
     minutes = sum(records[study.name]["seconds"] for study in shown) / 60
-    trained = [row.get("cpu_seconds") for study in shown for row in records[study.name]["training"]]
-    timed = [seconds for seconds in trained if seconds is not None]
+    trained = [row["cpu_seconds"] for study in shown for row in records[study.name]["training"]]
     parts.append(
         "## Cost\n\n"
         f"The evaluation took {minutes:.0f} minutes of one core in all ({machine['cpu']}; Python {machine['python']}, "
-        f"torch {machine['torch']}, transformers {machine['transformers']}). The training of {len(timed)} of the "
-        f"{len(trained)} models was timed: {sum(timed) / 60:.0f} minutes of one core."
+        f"torch {machine['torch']}, transformers {machine['transformers']}), the training of the {len(trained)} models "
+        f"{sum(trained) / 60:.0f} minutes."
     )
     return "\n".join(parts).rstrip() + "\n"
 
