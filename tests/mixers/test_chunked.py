@@ -12,6 +12,7 @@ from tests.mixers import (
     test_mlstm,
     test_normalized_exponential,
 )
+from unilinattn.memory import max_memory
 from unilinattn.mixers import chunked, mlstm, normalized_exponential
 from unilinattn.testing.peak import Peak
 
@@ -62,10 +63,20 @@ def test_gradients_allocate_linearly(
 
 @every
 @pytest.mark.parametrize("length", [37, 50])
-def test_columns_deferred_over_several_chunks_agree_with_the_matrix(name: str, length: int, short: None) -> None:
-    # Beyond twice `WAIT` chunks, deferred columns are multiplied by products of several transitions.
-    assert length > 2 * chunked.WAIT * chunked.CHUNK
-    laws.check_reductions(CASES[name].build(CASES[name].draw(length)), 2)
+def test_columns_that_pass_joined_chunks_agree_with_the_matrix(name: str, length: int, short: None) -> None:
+    mixer = CASES[name].build(CASES[name].draw(length))
+    # A state of one coordinate needs no join.
+    assert mixer.chunks_at_once == (1 if name == "normalised exponential" else 4)
+    assert length > 2 * mixer.chunks_at_once * chunked.CHUNK
+    laws.check_reductions(mixer, 2)
+
+
+def test_joined_chunks_fit_in_a_quarter_of_the_memory(short: None) -> None:
+    mixer = CASES["delta rule"].build(CASES["delta rule"].draw(50))
+    with max_memory(8 * 4 * mixer.making_elements(mixer.heads, 2)):
+        assert mixer.chunks_at_once == 2
+    with max_memory(8 * 4 * mixer.making_elements(mixer.heads, 2) - 1):
+        assert mixer.chunks_at_once == 1
 
 
 @every

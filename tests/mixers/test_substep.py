@@ -97,6 +97,6 @@ def test_an_invalid_number_of_substeps_is_refused(count: int, index: int) -> Non
         Substep(expanded(draw(5)), count, index)
 
 
-def test_properties_are_those_of_the_inner_mixer() -> None:
-    assert Substep(expanded(draw(2)), COUNT, 0).causal
-    assert not Substep(Reversed(expanded(draw(2))), COUNT, 0).causal
+def test_another_structure_is_refused() -> None:
+    with pytest.raises(InputError, match="sub-steps of Reversed are not defined"):
+        Substep(Reversed(expanded(draw(2))), COUNT, 0)

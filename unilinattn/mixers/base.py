@@ -20,6 +20,9 @@ from unilinattn.memory import parts
 
 ALL = slice(None)
 
+PIECE = 64
+"""Rows of a lower triangular matrix that are computed up to the same column."""
+
 Block = Callable[[slice], Tensor]
 """A block of rows of the matrix, as a function from a slice of columns to (batch, head, row, col)."""
 
@@ -174,15 +177,25 @@ class CoreMixer(metaclass=_Structure):
 
         Without `left` and `taps`, m is the sum over heads. Takes time O(heads x queries x keys).
         """
-        for part, block in self.blocks(rows):
-            yield reduced(block(ALL), part, left, taps)
+        return self.reduced_parts(parts(self.shape[2], rows), left, taps)
 
     def reduced_parts(
         self, blocks: Iterable[slice], left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Float[Tensor, "batch row key"]]:
-        """Yield the map of `reduced_rows` in the given blocks of rows, in any order."""
+        """Yield the map of `reduced_rows` in the given blocks of rows, in any order.
+
+        Of a lower triangular matrix, `PIECE` rows at a time are computed up to the last one's diagonal.
+        """
         for part in blocks:
-            yield reduced(self.tile(part), part, left, taps)
+            if not self.is_lower_triangular:
+                yield reduced(self.tile(part), part, left, taps)
+                continue
+            block = self.zeros((self.shape[0], part.stop - part.start, self.shape[3]))
+            for row in parts(part.stop - part.start, PIECE):
+                piece = slice(part.start + row.start, part.start + row.stop)
+                reached = slice(0, min(piece.stop, self.shape[3]))
+                block[:, row, reached] = reduced(self.tile(piece, reached), piece, left, taps)
+            yield block
 
     def row_product(
         self,

@@ -7,20 +7,21 @@ from functools import cached_property, partial
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unilinattn.kernels.reduced_map.dense import Taps, reduced
-from unilinattn.kernels.scan.chunks import Chunk, Reading, fill, held_elements
+from unilinattn.kernels.scan.chunks import Chunk, Reading, fill, held_elements, joined
 from unilinattn.kernels.scan.tiled import CHUNK, cut
 from unilinattn.kernels.subnormal import flushed_
 from unilinattn.memory import allowed, parts
-from unilinattn.mixers.base import ALL, Block, CoreMixer, split_heads
+from unilinattn.mixers.base import ALL, PIECE, Block, CoreMixer, split_heads
 
 KEPT = 8192
 """Longest pass, in tokens, whose chunk matrices are all saved for the backward pass."""
 
-WAIT = 4
-"""Number of chunks whose transitions are multiplied together before they are applied to all earlier columns."""
+JOINED = 4
+"""Tokens of joined chunks per coordinate of the state."""
 
 
 class Chunked(CoreMixer):
@@ -33,8 +34,8 @@ class Chunked(CoreMixer):
 
     causal = True
     data_controlled = True
-    has_fine_decay: bool = False
-    """Whether each coordinate of the state has a separate decay."""
+    steps: int = 1
+    """Number of steps per token whose factors `chunk` takes."""
     boundaries: Sequence[Float[Tensor, "batch 1 head"]] = ()
     """A factor at each chunk's beginning and at the end, which `chunk` takes after the others; empty for none."""
 
@@ -70,7 +71,7 @@ class Chunked(CoreMixer):
         positions = [torch.tensor(tokens, device=device) for tokens in (row, col)]
         blocks = []
         for part in split_heads(heads, total, self.heads_at_once):
-            chunks = (self.chunk(factors, part) for factors in self._factors_by_chunk(slice(first, last + 1)))
+            chunks = (self.chunk(factors, part) for factors in self.factors_by_chunk(slice(first, last + 1)))
             blocks.append(fill(chunks, first * CHUNK, *positions))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
@@ -84,9 +85,12 @@ class Chunked(CoreMixer):
     ) -> Iterator[Float[Tensor, "batch row key"]]:
         """Yield the map of `CoreMixer.reduced_rows` in blocks of `rows` rows."""
         pending: list[Tensor] = []
-        plain = left is None and taps is None
-        for part, reading, row in self._readings(min(rows, CHUNK)):
-            block = reading.over_heads(row) if plain else reduced(reading.block(row, ALL), part, left, taps)
+        for part, reading, row in self._readings(rows if left is None and taps is None else min(rows, PIECE)):
+            if left is None and taps is None:
+                block = reading.over_heads(row)
+            else:
+                block = reduced(reading.block(row, slice(0, part.stop)), part, left, taps)
+                block = functional.pad(block, (0, self.shape[2] - part.stop))
             while block.shape[1]:
                 missing = rows - sum(t.shape[1] for t in pending)
                 pending.append(block[:, :missing])
@@ -96,22 +100,7 @@ class Chunked(CoreMixer):
                     yield torch.cat(pending, dim=1)
                     pending = []
 
-    @cached_property
-    def state_size(self) -> int:
-        """Number of coordinates of a head's state."""
-        return self.chunk(self._factors_by_chunk(slice(0, 1))[0], slice(0, 1)).read.shape[-1]
-
-    def making_elements(self, heads: int) -> int:
-        """Elements held while the matrices of one chunk are computed for `heads` heads."""
-        batch, _, length, _ = self.shape
-        return batch * heads * held_elements(min(CHUNK, length), self.state_size, self.has_fine_decay)
-
-    @property
-    def heads_at_once(self) -> int:
-        """Number of heads for which computing one chunk takes at most half of the memory that `max_memory` allows."""
-        return max(1, allowed() // max(1, 2 * self.zeros(()).element_size() * self.making_elements(1)))
-
-    def _factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
+    def factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
         """Cut the factors of consecutive chunks at once, because the gradient of each slice is as long as its base."""
         first, last, _ = chunks.indices(-(-self.shape[2] // CHUNK))
         by_chunk = cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self.chunk_factors))
@@ -119,6 +108,40 @@ class Chunked(CoreMixer):
             return by_chunk
         ends = zip(by_chunk, self.boundaries[first:last], self.boundaries[first + 1 : last + 1], strict=True)
         return [(*factors, before, after) for factors, before, after in ends]
+
+    @cached_property
+    def state_size(self) -> int:
+        """Number of coordinates of a head's state."""
+        return self.chunk(self.factors_by_chunk(slice(0, 1))[0], slice(0, 1)).read.shape[-1]
+
+    def making_elements(self, heads: int, chunks: int = 1) -> int:
+        """Elements held while the matrices of some chunks are computed for `heads` heads, and joined."""
+        batch, _, length, _ = self.shape
+        state = self.state_size
+        making = chunks * self.steps * held_elements(min(CHUNK, length), state)
+        tokens = chunks * CHUNK
+        joining = 0 if chunks == 1 else 3 * tokens * (tokens + 2 * state)
+        return batch * heads * max(making, joining)
+
+    @property
+    def chunks_at_once(self) -> int:
+        """Number of chunks that are joined before other columns pass them: a power of two.
+
+        A transition then costs a quarter of a reading, if the matrices take at most a quarter of what `max_memory`
+        allows.
+        """
+        chunks, element_bytes = 1, self.zeros(()).element_size()
+        while (
+            2 * chunks <= min(JOINED * self.state_size, self.shape[2]) // CHUNK
+            and 4 * element_bytes * self.making_elements(self.heads, 2 * chunks) <= allowed()
+        ):
+            chunks *= 2
+        return chunks
+
+    @property
+    def heads_at_once(self) -> int:
+        """Number of heads for which computing one chunk takes at most half of the memory that `max_memory` allows."""
+        return max(1, allowed() // max(1, 2 * self.zeros(()).element_size() * self.making_elements(1)))
 
     def _over_heads(self, run: Callable[[slice], Tensor]) -> Tensor:
         """Concatenate the outputs (batch, token, head, channel) of a pass over `heads_at_once` heads at a time."""
@@ -140,7 +163,7 @@ class Chunked(CoreMixer):
         # For the gradient of a long pass only the states are saved; its matrices are computed again.
         recompute = torch.is_grad_enabled() and vectors.shape[1] > KEPT
         outputs, state = [], None
-        by_chunk = zip(vectors[:, :, heads].split(CHUNK, dim=1), self._factors_by_chunk(), strict=True)
+        by_chunk = zip(vectors[:, :, heads].split(CHUNK, dim=1), self.factors_by_chunk(), strict=True)
         for vector, factors in list(by_chunk)[::order]:
             if recompute:
                 output, state = checkpoint(run, state, vector, factors, use_reentrant=False, preserve_rng_state=False)
@@ -150,20 +173,18 @@ class Chunked(CoreMixer):
         return outputs
 
     def _readings(self, rows: int) -> Iterator[tuple[slice, Reading, slice]]:
-        """Yield blocks of at most `rows` rows of a chunk: their tokens, their factors, and their rows in the chunk.
-
-        Columns of the last `WAIT` chunks are advanced by each chunk, earlier ones by the product of its transitions.
-        """
+        """Yield blocks of at most `rows` rows of a chunk: their tokens, their factors, and their rows in the chunk."""
         batch, heads, _, keys = self.shape
-        none = self.zeros((batch, heads, self.state_size, 0))
-        identity = torch.diag_embed(self.zeros((batch, heads, self.state_size)) + 1)
-        far, near, transition = none, none, identity
-        chunks = zip(parts(keys, CHUNK), self._factors_by_chunk(), strict=True)
-        for number, (tokens, factors) in enumerate(chunks):
-            if number % WAIT == 0:
-                far, near, transition = torch.cat([flushed_(transition @ far), near], dim=-1), none, identity
-            chunk = self.chunk(factors)
-            reading = Reading(((flushed_(chunk.read @ transition), far), (chunk.read, near)), chunk, keys)
-            for row in parts(tokens.stop - tokens.start, rows):
-                yield slice(tokens.start + row.start, tokens.start + row.stop), reading, row
-            near, transition = torch.cat([chunk.advance(near), chunk.write], dim=-1), chunk.advance(transition)
+        states = self.zeros((batch, heads, self.state_size, 0))
+        start = 0
+        for chunk in self._joined_chunks():
+            reading = Reading(states, chunk, keys)
+            for row in parts(chunk.within.shape[-1], rows):
+                yield slice(start + row.start, start + row.stop), reading, row
+            start += chunk.within.shape[-1]
+            states = torch.cat([chunk.advance(states), chunk.write], dim=-1)
+
+    def _joined_chunks(self) -> Iterator[Chunk]:
+        """Yield the chunks in order, `chunks_at_once` joined."""
+        for part in parts(-(-self.shape[2] // CHUNK), self.chunks_at_once):
+            yield joined([self.chunk(factors) for factors in self.factors_by_chunk(part)])

@@ -9,12 +9,11 @@ from typing import ClassVar, NamedTuple
 
 from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.reduced_map import tiled
-from unilinattn.kernels.scan.pairs import LEAF
 from unilinattn.kernels.scan.tiled import CHUNK, GROUP, KEPT, STEPS
-from unilinattn.mixers import CoreMixer, Dense, DiagonalDecay, Reversed, ScalarDecay, Substep, Toeplitz, ToeplitzLowRank
+from unilinattn.mixers import CoreMixer, Dense, DiagonalDecay, Reversed, ScalarDecay, Toeplitz, ToeplitzLowRank
 from unilinattn.mixers.chunked import KEPT as KEPT_MATRICES
-from unilinattn.mixers.chunked import WAIT, Chunked
-from unilinattn.mixers.diagonal_decay import SQUARES
+from unilinattn.mixers.chunked import Chunked
+from unilinattn.mixers.diagonal_decay import SQUARES, VECTORS
 
 STATES = 5
 """Number of (token, head, state) arrays in a recurrence: decay, its running product, key, state and product."""
@@ -197,7 +196,7 @@ class DiagonalDecayCost(MixerCost):
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """The block, and for `heads_at_once` heads: their block, twice the square on the diagonal, and the factors."""
         pairs = rows * cols
-        part = min(heads, self.mixer.heads_at_once(LEAF * rows + cols))
+        part = min(heads, self.mixer.heads_at_once(VECTORS * rows + cols))
         working = pairs + 2 * rows * min(rows, cols) + self.state * (STATES * cols + 8 * rows)
         return self.batch * (heads * pairs + part * working)
 
@@ -302,11 +301,13 @@ class ChunkedCost(MixerCost):
 
     def __init__(self, mixer: Chunked) -> None:
         super().__init__(mixer, mixer.state_size)
+        self.chunks = mixer.chunks_at_once
+        self.making_elements = mixer.making_elements(self.heads, self.chunks)
 
     @property
     def carried_elements(self) -> int:
-        """The state of every column before and after a chunk, and the computation of that chunk."""
-        return 2 * self.batch * self.heads * self.keys * self.state + self.mixer.making_elements(self.heads)
+        """The state of every column before and after some chunks, and the computation of these chunks."""
+        return 2 * self.batch * self.heads * self.keys * self.state + self.making_elements
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """One chunk; the states of its columns before and after it; the block, its parts and their concatenation."""
@@ -315,16 +316,17 @@ class ChunkedCost(MixerCost):
         return self.mixer.making_elements(part) + self.batch * columns
 
     def reduced_elements(self, rows: int, channels: int) -> int:
-        """States, and one chunk or a block with a copy; the block is per head if there are weights."""
+        """States, and some chunks or a block with a copy; the block is per head if there are weights."""
         heads = self.heads if channels > 1 else 1
-        block = self.batch * self.keys * (2 * heads * min(rows, CHUNK) + 2 * rows)
-        # Half of a chunk's elements are released before its block is computed.
-        return self.carried_elements + max(0, block - self.mixer.making_elements(self.heads) // 2)
+        block = self.batch * self.keys * (2 * heads * min(rows, CHUNK * self.chunks) + 2 * rows)
+        # Half of the chunks' elements are released before a block is computed.
+        return self.carried_elements + max(0, block - self.making_elements // 2)
 
     def pass_cost(self, channels: int) -> Cost:
         """Values, outputs and one chunk; a triangular solve, the chunk's matrices, and products with the values."""
-        chunk, state = min(CHUNK, self.keys), self.state
-        per_token = chunk * (chunk + state) // 2 + 4 * chunk * state + state * state + channels * (chunk + 3 * state)
+        chunk, steps, state = min(CHUNK, self.keys), self.mixer.steps, self.state
+        making = steps * (chunk * (chunk + state) // 2 + 4 * chunk * state + state * state)
+        per_token = making + channels * (chunk + 3 * state)
         part = min(self.heads, self.mixer.heads_at_once)
         tokens = self.batch * self.keys * self.heads
         return Cost(2 * tokens * channels + self.mixer.making_elements(part), tokens * per_token)
@@ -338,8 +340,8 @@ class ChunkedCost(MixerCost):
 
     def map_operations(self, channels: int) -> int:
         """Every column's state, advanced by every later chunk."""
-        chunk, state = min(CHUNK, self.keys), self.state
-        per_pair = state * (state + WAIT * chunk) // (WAIT * chunk) + 1
+        tokens = self.chunks * min(CHUNK, self.keys)
+        per_pair = self.state * (self.state + tokens) // tokens + 1
         weighting = self.keys * (channels + self.heads) if channels > 1 else 0
         pairs = self.keys * self.heads * per_pair // 2
         return self.batch * self.keys * (pairs + weighting) + self.pass_cost(0).operations
@@ -381,20 +383,3 @@ class ReversedCost(MixerCost):
     def gradient_elements(self, channels: int) -> int:
         """The inner pass, and reversed copies of its values and outputs."""
         return self.inner.gradient_elements(channels) + channels * self.copies
-
-
-@cost_of.register(Substep)
-class SubstepCost(MixerCost):
-    """Costs of the expanded mixer's blocks and gradients."""
-
-    def __init__(self, mixer: Substep) -> None:
-        super().__init__(mixer)
-        self.inner, self.count = cost_of(mixer.mixer), mixer.count
-
-    def tile_elements(self, rows: int, cols: int, heads: int) -> int:
-        """The expanded block."""
-        return self.inner.tile_elements(rows * self.count, cols * self.count, heads)
-
-    def gradient_elements(self, channels: int) -> int:
-        """The expanded pass, and its expanded values with their gradients."""
-        return self.inner.gradient_elements(channels) + 2 * self.count * self.heads * self.keys * channels

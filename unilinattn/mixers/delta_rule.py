@@ -45,7 +45,6 @@ class DeltaRule(Chunked):
         decay = torch.zeros_like(strength) if log_decay is None else log_decay
         self.query, self.key, self.strength = query, key, strength
         self.log_decay = decay.unsqueeze(-1) if decay.ndim == 3 else decay
-        self.has_fine_decay = self.log_decay.shape[-1] > 1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -62,7 +61,7 @@ class DeltaRule(Chunked):
         query, key, strength, decay = (repeat_groups(t, self.heads, 2)[:, :, heads] for t in factors)
         strength = strength.transpose(1, 2)
         arriving, leaving = decays(to_token(decay)), decays(from_token(decay))
-        overlaps, scores = pairs_of((key, query), key, decay)
+        (overlaps,), (scores,) = pairs_of((key, query), (key,), decay)
         plain = torch.cat([scores, flushed_(key * leaving).permute(0, 2, 3, 1)], dim=-2)
         # `unitriangular` ignores the diagonal, and `upper=False` the entries above it.
         system = flushed_(strength.unsqueeze(-1) * overlaps)

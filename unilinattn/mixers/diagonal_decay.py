@@ -12,7 +12,7 @@ from unilinattn.kernels.groups import of_heads
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
 from unilinattn.kernels.reduced_map.tiled import Places, square
 from unilinattn.kernels.row_product.naive import Sign
-from unilinattn.kernels.scan.pairs import LEAF, from_token, pairs
+from unilinattn.kernels.scan.pairs import from_token, pairs
 from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import allowed, parts
@@ -20,6 +20,9 @@ from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors, split_h
 
 SQUARES = 128
 """Number of heads whose squares on the diagonal are filled at once."""
+
+VECTORS = 8
+"""Number of state vectors per row and head that are held while a square on the diagonal is filled."""
 
 PAIR_BUDGET = 1 << 22
 """Most elements of a product over (head, state) in `tile` and `rows`, however much memory is allowed."""
@@ -97,7 +100,7 @@ class DiagonalDecay(CoreMixer):
         if not row or not col:
             return self.zeros((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
         hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
-        size = LEAF * len(row) + len(col)
+        size = VECTORS * len(row) + len(col)
         some_heads = split_heads(heads, self.heads, self.heads_at_once(size))
         block = torch.cat([self._block(*hull, some) for some in some_heads], dim=1)
         return block[:, :, :: row.step, :: col.step]

@@ -39,7 +39,6 @@ class ExclusiveBonus(Chunked):
         """Raise `FactorError` if a factor has NaN or infinite entries."""
         check_factors(query=query, key=key, log_decay=log_decay, bonus=bonus)
         self.query, self.key, self.log_decay, self.bonus = query, key, log_decay, bonus
-        self.has_fine_decay = log_decay.shape[-1] > 1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.scan.chunks import Chunk
-from unilinattn.kernels.scan.pairs import before_token, exclusive_pairs, from_token, pairs, to_token
+from unilinattn.kernels.scan.pairs import before_token, from_token, next_token, pairs_of, read_before, to_token
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.chunked import Chunked
@@ -47,7 +47,6 @@ class LowRankUpdate(Chunked):
         check_factors(query=query, key=key, log_decay=log_decay, a=a, b=b, bonus=bonus)
         self.query, self.key, self.a, self.b, self.bonus = query, key, a, b, bonus
         self.log_decay = log_decay.unsqueeze(-1) if log_decay.ndim == 3 else log_decay
-        self.has_fine_decay = self.log_decay.shape[-1] > 1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -64,13 +63,14 @@ class LowRankUpdate(Chunked):
         arriving, leaving = decays(to_token(decay)), decays(from_token(decay))
         erase = flushed_(a * decays(before_token(decay))).transpose(1, 2)
         write, rewrite = (flushed_(t * leaving).permute(0, 2, 3, 1) for t in (key, b))
-        reads = torch.cat([pairs(query, b, decay), rewrite], dim=-2)
+        (read_b, read_key), (overlaps, written) = pairs_of((query, next_token(a)), (b, key), decay)
+        reads = torch.cat([read_b, rewrite], dim=-2)
         # `unitriangular` ignores the diagonal, and `upper=False` the entries above it.
-        system = -exclusive_pairs(a, b, decay)
+        system = -read_before(overlaps)
         solved = torch.linalg.solve_triangular(system, reads, upper=False, left=False, unitriangular=True)
-        moved = flushed_(solved) @ torch.cat([exclusive_pairs(a, key, decay), erase], dim=-1)
+        moved = flushed_(solved) @ torch.cat([read_before(written), erase], dim=-1)
         length = key.shape[1]
-        within = pairs(query, key, decay) + moved[..., :length, :length]
+        within = read_key + moved[..., :length, :length]
         if self.bonus is not None:
             within = within + torch.diag_embed((query * self.bonus[heads] * key).sum(-1).transpose(1, 2))
         return Chunk(

@@ -1,24 +1,27 @@
 """Substep: the part of a memory with several writes per token that comes from one of these writes."""
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
 from unilinattn.errors import InputError
+from unilinattn.kernels.scan.chunks import Chunk, joined
 from unilinattn.kernels.scan.tiled import CHUNK
 from unilinattn.memory import parts
-from unilinattn.mixers.base import ALL, CoreMixer
+from unilinattn.mixers.base import ALL
+from unilinattn.mixers.chunked import Chunked
 
 
-class Substep(CoreMixer):
-    """A mixer of a sequence with `count` sub-steps per token, written at sub-step `index` and read after the last one.
+class Substep(Chunked):
+    """A memory with `count` sub-steps per token, written at sub-step `index` and read after the last one.
 
-    alpha_ij = A[count i + count - 1, count j + index], where A is the expanded matrix. Serves gated delta product
-    (DeltaProduct; Siems et al., NeurIPS 2025), whose sub-steps have separate keys, strengths and values: the layer is
-    the sum over `index` of one chain per sub-step, from the value projection of that sub-step through this mixer.
-
-    `apply` and `adjoint` take one pass of the expanded mixer.
+    alpha_ij = A[count i + count - 1, count j + index], where A is the matrix of the expanded sequence. Serves gated
+    delta product (DeltaProduct; Siems et al., NeurIPS 2025), whose sub-steps have separate keys, strengths and values:
+    the layer is the sum over `index` of one chain per sub-step, from the value projection of that sub-step through
+    this mixer.
 
     Args:
         mixer: the mixer of the expanded sequence, in which the sub-steps of a token are consecutive; in gated delta
@@ -29,17 +32,21 @@ class Substep(CoreMixer):
 
     structure = "substeps"
 
-    def __init__(self, mixer: CoreMixer, count: int, index: int) -> None:
-        """Raise `InputError` if `count` does not divide the length of `mixer` or `index` is not a sub-step."""
-        length = mixer.shape[3]
-        if count < 1 or length % count or mixer.shape[2] != length or not 0 <= index < count:
+    def __init__(self, mixer: Chunked, count: int, index: int) -> None:
+        """Raise `InputError` for a mixer that is no `Chunked`, and a count or an index that does not fit it."""
+        if not isinstance(mixer, Chunked):
             raise InputError(
-                f"sub-step {index} of {count} does not fit a mixer of {mixer.shape[2]} queries and {length} keys; "
-                "both need to be the same multiple of the count, and the index lies from 0 to count - 1."
+                f"sub-steps of {type(mixer).__name__} are not defined; a causal memory that is computed chunk by chunk "
+                "is needed, such as DeltaRule."
+            )
+        length = mixer.shape[3]
+        if count < 1 or length % count or not 0 <= index < count:
+            raise InputError(
+                f"sub-step {index} of {count} does not fit a mixer of {length} tokens; the length needs to be a "
+                "multiple of the count, and the index lies from 0 to count - 1."
             )
         self.mixer, self.count, self.index = mixer, count, index
-        self.causal = mixer.causal  # type: ignore[misc]  # varies by object
-        self.data_controlled = mixer.data_controlled  # type: ignore[misc]  # varies by object
+        self.steps = count
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -51,45 +58,40 @@ class Substep(CoreMixer):
     def query(self) -> Tensor | None:
         """The query of each token's last sub-step, None if the expanded mixer has none."""
         query = getattr(self.mixer, "query", None)
-        return None if query is None else self._take(query, self.count - 1)
+        return None if query is None else query[:, self.count - 1 :: self.count]
 
     def with_query(self, query: Float[Tensor, "batch length group state"]) -> "Substep":
         """Read the expanded mixer's memory after each token's last sub-step with another query."""
-        return Substep(self.mixer.with_query(self._put(query, self.count - 1)), self.count, self.index)
+        steps = functional.pad(query.unsqueeze(2), (0, 0, 0, 0, self.count - 1, 0)).flatten(1, 2)
+        return Substep(self.mixer.with_query(steps), self.count, self.index)
 
-    def apply(self, value: Float[Tensor, "batch key head channel"]) -> Float[Tensor, "batch query head channel"]:
-        """Run the expanded mixer on values at sub-step `index`, and read the last sub-step of each token."""
-        return self._take(self.mixer.apply(self._put(value, self.index)), self.count - 1)
+    @property
+    def chunk_factors(self) -> tuple[Tensor, ...]:
+        """The factors of the expanded mixer."""
+        return self.mixer.chunk_factors
 
-    def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
-        """Run the transposed mixer on vectors at each token's last sub-step, and read sub-step `index`."""
-        return self._take(self.mixer.adjoint(self._put(grad, self.count - 1)), self.index)
+    def factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
+        """Return the factors of `count` chunks of the expanded sequence for each chunk of tokens."""
+        first, last, _ = chunks.indices(-(-self.shape[2] // CHUNK))
+        expanded = self.mixer.factors_by_chunk(slice(first * self.count, last * self.count))
+        return [sum(expanded[start : start + self.count], ()) for start in range(0, len(expanded), self.count)]
 
-    def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
-        """Return the rows of the last sub-steps, at the columns of sub-step `index`."""
-        return self.mixer.rows(index * self.count + self.count - 1)[..., self.index :: self.count]
-
-    def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
-        """Return every `count`th row and column of the expanded block."""
-        return self.mixer.tile(self._expanded(rows, self.count - 1), self._expanded(cols, self.index), heads)
+    def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
+        """Return the matrices of the expanded chunks: reads of each last sub-step, and writes of sub-step `index`."""
+        width = len(self.chunk_factors) + 2 * bool(self.mixer.boundaries)
+        expanded = [factors[start : start + width] for start in range(0, len(factors), width)]
+        chunk = joined([self.mixer.chunk(each, heads) for each in expanded])
+        last, written = slice(self.count - 1, None, self.count), slice(self.index, None, self.count)
+        return Chunk(
+            within=chunk.within[:, :, last, written],
+            read=chunk.read[:, :, last],
+            write=chunk.write[..., written],
+            decay=chunk.decay,
+            transfer=chunk.transfer,
+            scale=None if chunk.scale is None else chunk.scale[:, :, last],
+        )
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the weight of each token on itself, from square blocks, because it lies off the expanded diagonal."""
         squares = [self.tile(part, part) for part in parts(self.shape[2], CHUNK)]
         return torch.cat([square.diagonal(dim1=-2, dim2=-1) for square in squares], dim=-1)
-
-    def zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """Return zeros with the dtype and device of the matrix."""
-        return self.mixer.zeros(shape)
-
-    def _put(self, x: Float[Tensor, "batch token head channel"], at: int) -> Float[Tensor, "batch step head channel"]:
-        steps = functional.pad(x.unsqueeze(2), (0, 0, 0, 0, at, self.count - 1 - at))
-        return steps.flatten(1, 2)
-
-    def _take(self, x: Float[Tensor, "batch step head channel"], at: int) -> Float[Tensor, "batch token head channel"]:
-        return x[:, at :: self.count]
-
-    def _expanded(self, part: slice, at: int) -> slice:
-        tokens = range(self.shape[2])[part]
-        first = tokens.start * self.count + at
-        return slice(first, first + len(tokens) * tokens.step * self.count, tokens.step * self.count)

@@ -12,12 +12,15 @@ Taps = Mapping[int, Float[Tensor, "#batch #length channel"]]
 
 
 def reduced(
-    alpha: Float[Tensor, "batch head row key"],
+    alpha: Float[Tensor, "batch head row col"],
     rows: slice,
     left: Float[Tensor, "#batch #length channel"] | None,
     taps: Taps | None,
-) -> Float[Tensor, "batch row key"]:
-    """Return sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c]; a head serves consecutive channels."""
+) -> Float[Tensor, "batch row col"]:
+    """Return sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] for the first columns of some rows.
+
+    A head serves consecutive channels; columns that are not given are zero.
+    """
     if left is None and taps is None:
         return alpha.sum(1)
     heads = alpha.shape[1]
@@ -25,7 +28,8 @@ def reduced(
     total = alpha.new_zeros(())
     for lag, tap in (taps or {0: alpha.new_ones(1, 1, 1)}).items():
         width = max(reading.shape[2], tap.shape[2], heads)
-        each, other = (t.expand(-1, -1, width).unflatten(2, (heads, -1)) for t in (reading, tap))
+        landing = of_tokens(tap, slice(0, alpha.shape[3]))
+        each, other = (t.expand(-1, -1, width).unflatten(2, (heads, -1)) for t in (reading, landing))
         landed = (alpha * torch.einsum("bihp,bjhp->bhij", each, other)).sum(1)
         total = total + functional.pad(landed[..., lag:], (0, min(lag, landed.shape[-1])))
     return total

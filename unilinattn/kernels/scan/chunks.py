@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.kernels.scan.pairs import LEAF
+
 from unilinattn.kernels.subnormal import flushed, flushed_
 
 ALL = slice(None)
@@ -85,40 +85,61 @@ class Chunk:
         return value_grad.transpose(1, 2), beginning
 
 
+    def then(self, later: "Chunk") -> "Chunk":
+        """Return this chunk and the one after it as one chunk."""
+        corner = later.read @ self.write
+        upper = torch.cat([self.within, torch.zeros_like(corner).mT], dim=-1)
+        transfer = scale = None
+        if self.transfer is not None and later.transfer is not None:
+            transfer = later.advance(self.transfer) + later.transfer * self.decay.unsqueeze(-2)
+        if self.scale is not None and later.scale is not None:
+            scale = torch.cat([self.scale, later.scale], dim=-1)
+        return Chunk(
+            within=torch.cat([upper, torch.cat([corner, later.within], dim=-1)], dim=-2),
+            read=torch.cat([self.read, self.retreat(later.read.mT).mT], dim=-2),
+            write=torch.cat([later.advance(self.write), later.write], dim=-1),
+            decay=later.decay * self.decay,
+            transfer=transfer,
+            scale=scale,
+        )
+
+
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Return consecutive chunks as one: neighbours are joined first, so that both halves have about the same size."""
+    while len(chunks) > 1:
+        pairs = [one.then(later) for one, later in zip(chunks[::2], chunks[1::2], strict=False)]
+        chunks = [*pairs, *chunks[len(chunks) // 2 * 2 :]]
+    return chunks[0]
+
+
 @dataclass(frozen=True, eq=False)
 class Reading:
     """The rows of a chunk in a memory's matrix, as factors; all columns after the chunk are zero.
 
     Attributes:
-        sides: pairs of read factors (batch, head, token, state) and states (batch, head, state, col), for consecutive
-            columns that end where the chunk begins.
+        states: (batch, head, state, col), the columns before the chunk as states at its beginning.
         chunk: the chunk of the rows.
         keys: number of columns of the matrix.
     """
 
-    sides: tuple[tuple[Tensor, Tensor], ...]
+    states: Float[Tensor, "batch head state col"]
     chunk: Chunk
     keys: int
 
     def block(self, row: slice, cols: slice) -> Float[Tensor, "batch head row col"]:
         """Return a block of rows and columns for every head."""
         first, last, _ = cols.indices(self.keys)
-        parts, begun = [], 0
-        for read, states in self.sides:
-            part = slice(max(first - begun, 0), max(last - begun, 0))
-            parts.append(read[:, :, row] @ states[..., part])
-            begun += states.shape[-1]
-        parts.append(self.chunk.within[:, :, row, max(first - begun, 0) : max(last - begun, 0)])
-        return self.chunk.scaled(_padded(parts, last - first), row)
+        begun = self.states.shape[-1]
+        earlier = self.chunk.read[:, :, row] @ self.states[..., first:last]
+        within = self.chunk.within[:, :, row, max(first - begun, 0) : max(last - begun, 0)]
+        return self.chunk.scaled(_padded([earlier, within], last - first), row)
 
     def over_heads(self, row: slice) -> Float[Tensor, "batch row key"]:
-        """Return rows summed over heads, by products whose inner dimension is (head, state)."""
+        """Return rows summed over heads, by a product whose inner dimension is (head, state)."""
         scaled = partial(self.chunk.scaled, row=row)
-        parts = [
-            flushed(scaled(read[:, :, row])).transpose(1, 2).flatten(2) @ states.flatten(1, 2)
-            for read, states in self.sides
-        ]
-        return _padded([*parts, scaled(self.chunk.within[:, :, row]).sum(1)], self.keys)
+        read = flushed(scaled(self.chunk.read[:, :, row])).transpose(1, 2).flatten(2)
+        within = scaled(self.chunk.within[:, :, row]).sum(1)
+        return _padded([read @ self.states.flatten(1, 2), within], self.keys)
 
 
 def _padded(parts: Sequence[Tensor], width: int) -> Tensor:
@@ -150,10 +171,10 @@ def fill(
     return functional.pad(filled, (0, 0, len(row) - filled.shape[2], 0))
 
 
-def held_elements(tokens: int, state: int, fine: bool) -> int:
-    """Elements held while one head's chunk of `tokens` tokens is made; `fine`: each coordinate has its own decay.
+def held_elements(tokens: int, state: int) -> int:
+    """Elements held while one head's chunk of `tokens` tokens is made.
 
     Eight pairs of a matrix (token, token) and one (token, state): `Chunk`'s own, those of a triangular solve, and the
-    factors of both. Fine decays are multiplied out in blocks of `LEAF` tokens.
+    factors of both.
     """
-    return tokens * (8 * (tokens + state) + (LEAF * state if fine else 0))
+    return 8 * tokens * (tokens + state)

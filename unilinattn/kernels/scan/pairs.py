@@ -14,10 +14,6 @@ from torch.nn import functional
 
 from unilinattn.kernels.subnormal import decays, flushed_
 
-LEAF = 8
-"""Tokens of a diagonal block that is filled elementwise; larger blocks are halved into matrix products."""
-
-
 def to_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
     """Return the log-decay from before the chunk to each token, its own step included."""
     return log_decay.cumsum(1)
@@ -56,37 +52,73 @@ def pairs(
     log_decay: Float[Tensor, "batch length head staten"],
 ) -> Float[Tensor, "batch head length length"]:
     """Return tril sum_n left_in exp(G_in - G_jn) right_jn, with one log-decay per head or per coordinate."""
-    return pairs_of([left], right, log_decay)[0]
+    return pairs_of([left], [right], log_decay)[0][0]
 
 
 def pairs_of(
     lefts: Sequence[Float[Tensor, "batch length head state"]],
-    right: Float[Tensor, "batch length head state"],
+    rights: Sequence[Float[Tensor, "batch length head state"]],
     log_decay: Float[Tensor, "batch length head staten"],
-) -> list[Float[Tensor, "batch head length length"]]:
-    """Return `pairs` of several left factors with one right factor; the decays are computed once."""
+) -> list[list[Float[Tensor, "batch head length length"]]]:
+    """Return `pairs` of each left factor with each right factor; the decays are computed once."""
     if log_decay.shape[-1] == 1:
         faded = fading(log_decay.squeeze(-1))
-        return [flushed_(torch.einsum("bihn,bjhn->bhij", left, right) * faded) for left in lefts]
-    length = right.shape[1]
-    if length <= LEAF:
-        arrived = decays(between(log_decay)) * right.unsqueeze(1)
-        return [flushed_((left.unsqueeze(2) * arrived).sum(-1)).permute(0, 3, 1, 2) for left in lefts]
-    if length % 2:
-        *padded, y, g = (functional.pad(t, (0, 0, 0, 0, 0, 1)) for t in (*lefts, right, log_decay))
-        return [matrix[..., :length, :length] for matrix in pairs_of(padded, y, g)]
-    (y0, y1), (g0, g1) = (t.chunk(2, dim=1) for t in (right, log_decay))
-    halves = [left.chunk(2, dim=1) for left in lefts]
-    blocks = pairs_of([torch.cat(half) for half in halves], torch.cat([y0, y1]), torch.cat([g0, g1]))
-    # Both exponents end at the cut between the halves, so neither factor exceeds its vector.
-    ahead, behind = decays(to_token(g1)), flushed_(y0 * decays(from_token(g0)))
-    joined = []
-    for (_, x1), block in zip(halves, blocks, strict=True):
-        corner = flushed_(torch.einsum("bihn,bjhn->bhij", flushed_(x1 * ahead), behind))
-        first, second = block.chunk(2)
-        upper = torch.cat([first, torch.zeros_like(first)], dim=-1)
-        joined.append(torch.cat([upper, torch.cat([corner, second], dim=-1)], dim=-2))
-    return joined
+        rows, cols = (torch.cat([t.transpose(1, 2) for t in factors], dim=2) for factors in (lefts, rights))
+        products = (rows @ cols.mT).unflatten(3, (len(rights), -1)).unflatten(2, (len(lefts), -1))
+        products = flushed_(products * faded[:, :, None, :, None])
+        return [[products[:, :, i, :, j] for j in range(len(rights))] for i in range(len(lefts))]
+    # (batch, head, token, factor, state): each product takes all factors of its tokens.
+    x, y = (torch.stack(list(factors), dim=3).transpose(1, 2) for factors in (lefts, rights))
+    decay, length = log_decay.transpose(1, 2), log_decay.shape[1]
+    filled = x.new_zeros(len(lefts), len(rights), *x.shape[:2], length, length)
+    filled.diagonal(dim1=-2, dim2=-1).copy_(flushed_(x @ y.mT).permute(3, 4, 0, 1, 2))
+    half = 1
+    while half < length:
+        # Pairs of neighbouring blocks of `half` tokens, the last of which may be shorter.
+        whole = length // (2 * half)
+        last = 2 * half * whole
+        for start, count, ahead in ((0, whole, half), (last, 1, length - last - half)):
+            if count and ahead > 0:
+                stop = start + count * (half + ahead)
+                x0, y0, g0 = (t[:, :, start:stop].unflatten(2, (count, half + ahead)) for t in (x, y, decay))
+                corner = _corner(x0[:, :, :, half:], y0[:, :, :, :half], g0, half)
+                squares = filled[..., start:stop, start:stop].unflatten(-1, (count, -1)).unflatten(-3, (count, -1))
+                squares.diagonal(dim1=-4, dim2=-2)[..., half:, :half, :] = corner
+        half *= 2
+    return [list(row.unbind()) for row in filled.unbind()]
+
+
+def _corner(
+    later: Float[Tensor, "batch head count ahead left state"],
+    earlier: Float[Tensor, "batch head count half right state"],
+    log_decay: Float[Tensor, "batch head count token state"],
+    half: int,
+) -> Float[Tensor, "left right batch head ahead half count"]:
+    """Return the pairs of tokens after the cut at `half` with tokens before it.
+
+    The exponents of both factors end at the cut, so neither factor exceeds its vector.
+    """
+    read = flushed_(later * decays(log_decay[:, :, :, half:].cumsum(3)).unsqueeze(4)).flatten(3, 4)
+    if half > 1:
+        leaving = log_decay[:, :, :, 1:half].flip(3).cumsum(3).flip(3)
+        earlier = flushed_(earlier * decays(functional.pad(leaving, (0, 0, 0, 1))).unsqueeze(4))
+    corner = flushed_(read @ earlier.flatten(3, 4).mT)
+    split = corner.unflatten(4, (half, -1)).unflatten(3, (-1, later.shape[4]))
+    return split.permute(4, 6, 0, 1, 3, 5, 2)
+
+
+def read_before(
+    matrix: Float[Tensor, "batch head length length"],
+) -> Float[Tensor, "batch head length length"]:
+    """Move rows down by one: with left factors of the next token, `pairs` then reads the state before a token's step."""
+    return functional.pad(matrix[:, :, :-1], (0, 0, 1, 0))
+
+
+def next_token(
+    factor: Float[Tensor, "batch length head state"],
+) -> Float[Tensor, "batch length head state"]:
+    """Return the factor of the next token at each token, zero at the last one."""
+    return functional.pad(factor[:, 1:], (0, 0, 0, 0, 0, 1))
 
 
 def exclusive_pairs(
@@ -95,4 +127,4 @@ def exclusive_pairs(
     log_decay: Float[Tensor, "batch length head staten"],
 ) -> Float[Tensor, "batch head length length"]:
     """Return stril sum_n left_in exp(G_{i-1,n} - G_jn) right_jn: a row reads the state before its own step."""
-    return functional.pad(pairs(left[:, 1:], right[:, :-1], log_decay[:, :-1]), (0, 1, 1, 0))
+    return read_before(pairs(next_token(left), right, log_decay))
