@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import COLUMNS, LEAF, Places, square_rows, squares
-from unilinattn.kernels.scan.pairs import fading
+from unilinattn.kernels.reduced_map.tiled import COLUMNS, Places, square_rows, squares
 from unilinattn.kernels.subnormal import decays, flushed_
 
 
@@ -58,7 +57,7 @@ def held_elements(rows: int, shape: tuple[int, int, int, int], channels: int) ->
     size = square_rows(min(rows, length))
     columns = min(COLUMNS, length)
     # Scores and decays of the largest corner or of one tile, and the factors of both sides.
-    pairs = 2 * size * max(size // 2, columns) + 3 * heads * LEAF * size
+    pairs = 2 * size * max(size // 2, columns)
     return batch * (size * (length + size) + pairs + 3 * (size + columns) * (max(channels, heads) + state + heads))
 
 
@@ -72,7 +71,7 @@ def _add_group(
 ) -> None:
     """Add the map of one group's heads at one lag to the rows of `tokens`; column 0 of `block` is token 0.
 
-    Squares on the diagonal grow from leaves in pairs: the corner between the halves of a pair is a product of scores
+    Squares on the diagonal grow from single tokens in pairs: the corner between the halves of a pair is a product of scores
     times a product of decays around the cut between them.
     """
     size = block.shape[1]
@@ -83,11 +82,10 @@ def _add_group(
     if tap is not None:
         write_weight = write_weight * _padded(tap, tokens, size)
     square = block[:, :, tokens.start : tokens.start + size]
-    leaves = _leaves(decay, read_weight, write_weight)
-    _blocks(square, LEAF, 0).addcmul_(_tiles(query, LEAF) @ _tiles(key, LEAF).mT, leaves)
-    leaf_decay = _tiles(decay, LEAF).flatten(0, 1)
-    ahead, behind = leaf_decay.cumsum(1).view_as(decay), _after(leaf_decay).view_as(decay)
-    half, total = LEAF, _tiles(decay, LEAF).sum(2)
+    weight = write_weight if read_weight is None else write_weight * read_weight
+    square.diagonal(dim1=1, dim2=2).add_((query * key).sum(2) * weight.sum(2))
+    ahead, behind = decay.clone(), torch.zeros_like(decay)
+    half, total = 1, decay
     while half < size:
         (before, after) = total.unflatten(1, (-1, 2)).unbind(2)
         (_, later), (earlier, _) = _halves(query, half), _halves(key, half)
@@ -126,24 +124,6 @@ def _add_products(
     block.addcmul_(scores, faded)
 
 
-def _leaves(
-    decay: Float[Tensor, "batch token head"],
-    left: Float[Tensor, "#batch token channel"] | None,
-    right: Float[Tensor, "batch token channel"],
-) -> Float[Tensor, "batch leaf row col"]:
-    """Return sum_c left_ic exp(G_i - G_j) right_jc of the squares of `LEAF` tokens on the diagonal, pair by pair."""
-    batch, _, heads = decay.shape
-    faded = fading(_tiles(decay, LEAF).flatten(0, 1)).unflatten(0, (batch, -1))
-    write = _tiles(right, LEAF).unflatten(3, (heads, -1))
-    if left is None:
-        weight = write.sum(-1).transpose(2, 3).unsqueeze(3)
-    else:
-        weight = torch.einsum(
-            "bnihp,bnjhp->bnhij", _tiles(left, LEAF).unflatten(3, (heads, -1)).expand_as(write), write
-        )
-    return (faded * weight).sum(2)
-
-
 def _weighted(exponent: Tensor, weight: Tensor | None, channels: int) -> Tensor:
     """Return the decays of `exponent` (..., head), repeated for the channels of each head, times `weight`."""
     factor = repeat_groups(decays(exponent), channels)
@@ -161,10 +141,6 @@ def _padded(
     """Return a factor at some tokens, followed by zeros up to `size` tokens."""
     count = tokens.stop - tokens.start
     return functional.pad(of_tokens(factor, tokens).expand(-1, count, -1), (0, 0, 0, size - count))
-
-
-def _tiles(factor: Float[Tensor, "batch token channel"], size: int) -> Float[Tensor, "batch tile row channel"]:
-    return factor.unflatten(1, (-1, size))
 
 
 def _halves(factor: Float[Tensor, "batch token channel"], half: int) -> tuple[Tensor, Tensor]:
