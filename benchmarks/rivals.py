@@ -83,7 +83,8 @@ def map_floor(structure: str, length: int, place: Place, operator: MixerOperator
         weights = plain.core_of(operator).tile()
         return Rival(lambda: weights.sum())
     if structure == "s4d":
-        return Rival(lambda: torch.full((length, length), 0.5, device=place.device))
+        kernels = plain.core_of(operator).taps
+        return Rival(lambda: (kernels.sum(0), torch.full((length, length), 0.5, device=place.device)))
     inner = {
         "mamba": sizes.inner * sizes.state,
         "mamba2": sizes.mamba2_state + sizes.mamba2_heads,

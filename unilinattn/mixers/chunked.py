@@ -85,8 +85,9 @@ class Chunked(CoreMixer):
     ) -> Iterator[Float[Tensor, "batch row key"]]:
         """Yield the map of `CoreMixer.reduced_rows` in blocks of `rows` rows."""
         pending: list[Tensor] = []
-        for part, reading, row in self._readings(rows if left is None and taps is None else min(rows, PIECE)):
-            if left is None and taps is None:
+        plain = left is None and taps is None
+        for part, reading, row in self._readings(rows if plain else min(rows, PIECE), over_heads=plain):
+            if plain:
                 block = reading.over_heads(row)
             else:
                 block = reduced(reading.block(row, slice(0, part.stop)), part, left, taps)
@@ -172,19 +173,20 @@ class Chunked(CoreMixer):
             outputs.append(output)
         return outputs
 
-    def _readings(self, rows: int) -> Iterator[tuple[slice, Reading, slice]]:
+    def _readings(self, rows: int, *, over_heads: bool = False) -> Iterator[tuple[slice, Reading, slice]]:
         """Yield blocks of at most `rows` rows of a chunk: their tokens, their factors, and their rows in the chunk."""
         batch, heads, _, keys = self.shape
         states = self.zeros((batch, heads, self.state_size, 0))
         start = 0
-        for chunk in self._joined_chunks():
+        for chunk in self._joined_chunks(over_heads):
             reading = Reading(states, chunk, keys)
             for row in parts(chunk.within.shape[-1], rows):
                 yield slice(start + row.start, start + row.stop), reading, row
             start += chunk.within.shape[-1]
             states = torch.cat([chunk.advance(states), chunk.write], dim=-1)
 
-    def _joined_chunks(self) -> Iterator[Chunk]:
+    def _joined_chunks(self, over_heads: bool) -> Iterator[Chunk]:
         """Yield the chunks in order, `chunks_at_once` joined."""
         for part in parts(-(-self.shape[2] // CHUNK), self.chunks_at_once):
-            yield joined([self.chunk(factors) for factors in self.factors_by_chunk(part)])
+            chunks = (self.chunk(factors) for factors in self.factors_by_chunk(part))
+            yield joined([chunk.over_heads() if over_heads else chunk for chunk in chunks])

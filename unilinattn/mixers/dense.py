@@ -58,7 +58,8 @@ class Dense(CoreMixer):
 
     def mean_map(self) -> Float[Tensor, "batch query key"]:
         """Read the weights once."""
-        return flushed_(self.weights.mean(1))
+        # The kernel of `sum` is faster than that of `mean`.
+        return flushed_(self.weights.sum(1).div_(self.heads))
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the weight of each token on itself."""

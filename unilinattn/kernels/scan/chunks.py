@@ -6,7 +6,6 @@ values to the final state, and from the initial to the final state.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +25,7 @@ class Chunk:
     Subnormal numbers of the matrices and of the states are set to zero, because products read both.
 
     Attributes:
-        within: (batch, head, token, token), lower triangular.
+        within: (batch, head, token, token), lower triangular; the sum over heads with one head in `over_heads`.
         read: (batch, head, token, state).
         write: (batch, head, state, token).
         decay: (batch, head, state or 1), the diagonal part of the transition.
@@ -34,7 +33,7 @@ class Chunk:
         scale: (batch, head, token), factors of the outputs, which may underflow; None for 1.
     """
 
-    within: Float[Tensor, "batch head token token"]
+    within: Float[Tensor, "batch #head token token"]
     read: Float[Tensor, "batch head token state"]
     write: Float[Tensor, "batch head state token"]
     decay: Float[Tensor, "batch head staten"]
@@ -85,9 +84,15 @@ class Chunk:
         return value_grad.transpose(1, 2), beginning
 
 
+    def over_heads(self) -> "Chunk":
+        """Return the chunk with scaled rows and `within` summed over heads, for maps that are sums over heads."""
+        within = self.scaled(self.within).sum(1, keepdim=True)
+        return Chunk(within, self.scaled(self.read), self.write, self.decay, self.transfer)
+
     def then(self, later: "Chunk") -> "Chunk":
         """Return this chunk and the one after it as one chunk."""
-        corner = later.read @ self.write
+        summed = self.within.shape[1] < self.read.shape[1]
+        corner = _summed(later.read, self.write).unsqueeze(1) if summed else later.read @ self.write
         upper = torch.cat([self.within, torch.zeros_like(corner).mT], dim=-1)
         transfer = scale = None
         if self.transfer is not None and later.transfer is not None:
@@ -118,7 +123,7 @@ class Reading:
 
     Attributes:
         states: (batch, head, state, col), the columns before the chunk as states at its beginning.
-        chunk: the chunk of the rows.
+        chunk: the chunk of the rows; that of `Chunk.over_heads` for sums over heads.
         keys: number of columns of the matrix.
     """
 
@@ -136,10 +141,15 @@ class Reading:
 
     def over_heads(self, row: slice) -> Float[Tensor, "batch row key"]:
         """Return rows summed over heads, by a product whose inner dimension is (head, state)."""
-        scaled = partial(self.chunk.scaled, row=row)
-        read = flushed(scaled(self.chunk.read[:, :, row])).transpose(1, 2).flatten(2)
-        within = scaled(self.chunk.within[:, :, row]).sum(1)
-        return _padded([read @ self.states.flatten(1, 2), within], self.keys)
+        earlier = _summed(self.chunk.read[:, :, row], self.states)
+        return _padded([earlier, self.chunk.within[:, 0, row]], self.keys)
+
+
+def _summed(
+    read: Float[Tensor, "batch head row state"], states: Float[Tensor, "batch head state col"]
+) -> Float[Tensor, "batch row col"]:
+    """Return the sum over heads of read states, as one product."""
+    return read.transpose(1, 2).flatten(2) @ states.flatten(1, 2)
 
 
 def _padded(parts: Sequence[Tensor], width: int) -> Tensor:
