@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from unilinattn.kernels.reduced_map.dense import Taps, reduced
 from unilinattn.kernels.scan.chunks import Chunk, Reading, fill, held_elements, joined
 from unilinattn.kernels.scan.tiled import CHUNK, cut
-from unilinattn.kernels.subnormal import flushed_
 from unilinattn.memory import allowed, parts
 from unilinattn.mixers.base import ALL, PIECE, Block, CoreMixer, split_heads
 

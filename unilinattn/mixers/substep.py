@@ -63,7 +63,9 @@ class Substep(Chunked):
     def with_query(self, query: Float[Tensor, "batch length group state"]) -> "Substep":
         """Read the expanded mixer's memory after each token's last sub-step with another query."""
         steps = functional.pad(query.unsqueeze(2), (0, 0, 0, 0, self.count - 1, 0)).flatten(1, 2)
-        return Substep(self.mixer.with_query(steps), self.count, self.index)
+        expanded = self.mixer.with_query(steps)
+        assert isinstance(expanded, Chunked)
+        return Substep(expanded, self.count, self.index)
 
     @property
     def chunk_factors(self) -> tuple[Tensor, ...]:

@@ -71,8 +71,8 @@ def _add_group(
 ) -> None:
     """Add the map of one group's heads at one lag to the rows of `tokens`; column 0 of `block` is token 0.
 
-    Squares on the diagonal grow from single tokens in pairs: the corner between the halves of a pair is a product of scores
-    times a product of decays around the cut between them.
+    Squares on the diagonal grow from single tokens in pairs: the corner between the halves of a pair is a product of
+    scores times a product of decays around the cut between them.
     """
     size = block.shape[1]
     query, key, decay, scale = (_padded(factor, tokens, size) for factor in factors)

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-
 from unilinattn.kernels.subnormal import flushed, flushed_
 
 ALL = slice(None)
@@ -82,7 +81,6 @@ class Chunk:
         if state is not None:
             value_grad, beginning = value_grad + self.write.mT @ state, flushed_(self.retreat(state) + beginning)
         return value_grad.transpose(1, 2), beginning
-
 
     def over_heads(self) -> "Chunk":
         """Return the chunk with scaled rows and `within` summed over heads, for maps that are sums over heads."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from unilinattn.kernels.subnormal import decays, flushed_
 
+
 def to_token(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor, "batch length head state"]:
     """Return the log-decay from before the chunk to each token, its own step included."""
     return log_decay.cumsum(1)
@@ -110,7 +111,7 @@ def _corner(
 def read_before(
     matrix: Float[Tensor, "batch head length length"],
 ) -> Float[Tensor, "batch head length length"]:
-    """Move rows down by one: with left factors of the next token, `pairs` then reads the state before a token's step."""
+    """Move rows down by one: `pairs` with left factors of the next token then read the state before each step."""
     return functional.pad(matrix[:, :, :-1], (0, 0, 1, 0))
 
 
