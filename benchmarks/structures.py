@@ -67,6 +67,29 @@ STRUCTURES: Mapping[str, Callable[[int], CoreMixer]] = {
 }
 
 
+FILLS: Mapping[str, int] = {
+    "diagonal decay": STATE,
+    "dense (softmax)": 0,
+    "Toeplitz": 0,
+    "Toeplitz x low rank": 4 + 1,
+    "reversed (diagonal decay)": STATE,
+}
+"""Multiplications that determine one entry of a head's matrix, for the structures whose maps are sums of tiles."""
+
+LAGS = 2
+"""Taps of the counted convolution."""
+
+
+def tiles_floor(operation: str, structure: str) -> float:
+    """Return the least multiplications per pair and head of a map that is a sum of tiles, per channel with weights.
+
+    For each lag a gate and a tap are multiplied for each channel, and their sum with the entry for each head.
+    """
+    if operation == "map":
+        return FILLS[structure]
+    return FILLS[structure] / CHANNELS + LAGS * (1 + 1 / CHANNELS)
+
+
 @dataclass(frozen=True)
 class Counted:
     """Multiplications of an operation, whether it ran the default implementation, and the kernels it requested."""
@@ -97,15 +120,22 @@ def table() -> str:
         growth = counts["row"].multiplications / max(1, counted("row", structure, SHORT).multiplications)
         kernels = sorted(set().union(*(each.kernels for each in counts.values())))
         channels = HEADS * (1 if structure == S6 else CHANNELS)
-        cells = [_a_pair(counts["map"], HEADS)]
-        cells += [_a_pair(counts[name], channels) for name in ("weighted map", "vectors")]
+        cells = [
+            _cell(counts[name], HEADS if name == "map" else channels, name, structure)
+            for name in ("map", "weighted map", "vectors")
+        ]
         lines.append(f"| {structure} | {' | '.join(cells)} | x {growth:.1f} | {', '.join(kernels) or 'no'} |")
     return "\n".join(lines)
 
 
-def _a_pair(count: Counted, channels: int) -> str:
-    each = count.multiplications / (channels * LONG**2 / 2)
-    return f"{each:.1f}" + (" **(tiles)**" if count.plain else "")
+def each_pair(count: Counted, channels: int) -> float:
+    """Return the multiplications per pair below the diagonal and head or channel."""
+    return count.multiplications / (channels * LONG**2 / 2)
+
+
+def _cell(count: Counted, channels: int, operation: str, structure: str) -> str:
+    each = f"{each_pair(count, channels):.1f}"
+    return f"{each} (tiles, floor {tiles_floor(operation, structure):.1f})" if count.plain else each
 
 
 def _map(mixer: CoreMixer, _: int) -> None:
@@ -136,7 +166,7 @@ def _streamed(mixer: CoreMixer, _: int) -> None:
 
 def _weights(mixer: CoreMixer, channels: int) -> tuple[Tensor, dict[int, Tensor]]:
     """Return random weights of a map: a gate, and a convolution with two taps."""
-    return _drawn(mixer.shape[2], channels), {lag: _drawn(mixer.shape[2], channels) for lag in range(2)}
+    return _drawn(mixer.shape[2], channels), {lag: _drawn(mixer.shape[2], channels) for lag in range(LAGS)}
 
 
 OPERATIONS: Mapping[str, Callable[[CoreMixer, int], None]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cases, checks, models, page, sketch, structures, throughput
+from benchmarks import cases, checks, fused, models, page, sketch, structures, throughput
 from benchmarks.cases import Case, Prepared
 from benchmarks.growth import grown
 from benchmarks.memory import usage
@@ -64,7 +64,7 @@ def test_the_page_shows_the_recorded_figures() -> None:
     assert read_section(text, "performance") == page.section(recorded)
     for name in page.NAMES.values():
         assert name.split(",")[0] in text.split(markers("performance")[0])[0], name
-    for module, name in ((sketch, "sketch"), (throughput, "throughput")):
+    for module, name in ((sketch, "sketch"), (throughput, "throughput"), (fused, "fused")):
         assert read_section(text, name) == module.section(json.loads(module.RECORD.read_text()))
     assert read_section(text, "million") == page.long_runs(ROOT / "benchmarks" / "results")
     for figures in recorded:
@@ -75,6 +75,12 @@ def test_the_page_shows_the_recorded_figures() -> None:
 def test_the_page_lists_the_implementations_of_every_structure() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
     assert read_section(text, "structures") == structures.table()
+    for operation, channels in (("map", structures.HEADS), ("weighted map", structures.HEADS * structures.CHANNELS)):
+        for structure in structures.STRUCTURES:
+            count = structures.counted(operation, structure, structures.LONG)
+            if count.plain:
+                floor = structures.tiles_floor(operation, structure)
+                assert floor <= structures.each_pair(count, channels) <= 2 * floor
     mixers = {type(build(2)) for build in structures.STRUCTURES.values()}
     assert mixers == {kind for kind in _concrete(CoreMixer) if kind.__module__.startswith("unilinattn.")}
 

@@ -13,7 +13,8 @@ from tests.mixers import (
     test_normalized_exponential,
 )
 from unilinattn.memory import max_memory
-from unilinattn.mixers import chunked, mlstm, normalized_exponential
+from unilinattn.mixers import NormalizedExponential, chunked
+from unilinattn.mixers.chunked import Chunked
 from unilinattn.testing.peak import Peak
 
 CASES = {
@@ -40,8 +41,9 @@ def begun(case: laws.Case, factors: laws.Factors, passed: str, seed: int = 0) ->
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Select short chunks, so that allocations per chunk dominate."""
-    for module in (chunked, mlstm, normalized_exponential):
-        monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(chunked, "CHUNK", 4)
+    for mixer in (Chunked, NormalizedExponential):
+        monkeypatch.setattr(mixer, "tokens", 4)
 
 
 @every
@@ -67,7 +69,7 @@ def test_columns_that_pass_joined_chunks_agree_with_the_matrix(name: str, length
     mixer = CASES[name].build(CASES[name].draw(length))
     # A state of one coordinate needs no join.
     assert mixer.chunks_at_once == (1 if name == "normalised exponential" else 4)
-    assert length > 2 * mixer.chunks_at_once * chunked.CHUNK
+    assert length > 2 * mixer.chunks_at_once * mixer.tokens
     laws.check_reductions(mixer, 2)
 
 

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -33,6 +34,8 @@ class Chunked(CoreMixer):
 
     causal = True
     data_controlled = True
+    tokens: ClassVar[int] = CHUNK
+    """Tokens of a chunk."""
     steps: int = 1
     """Number of steps per token whose factors `chunk` takes."""
     boundaries: Sequence[Float[Tensor, "batch 1 head"]] = ()
@@ -45,7 +48,7 @@ class Chunked(CoreMixer):
 
     @abstractmethod
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
-        """Return the matrices of a chunk of `CHUNK` tokens (the last one may be shorter) for some heads."""
+        """Return the matrices of a chunk of `tokens` tokens (the last one may be shorter) for some heads."""
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Return zeros with the dtype and device of the matrix."""
@@ -65,13 +68,13 @@ class Chunked(CoreMixer):
         row, col = range(length)[rows], range(length)[cols]
         if not row or not col or col[0] > row[-1]:
             return self.zeros((batch, len(range(total)[heads]), len(row), len(col)))
-        first, last = col[0] // CHUNK, row[-1] // CHUNK
+        first, last = col[0] // self.tokens, row[-1] // self.tokens
         device = self.zeros(()).device
         positions = [torch.tensor(tokens, device=device) for tokens in (row, col)]
         blocks = []
         for part in split_heads(heads, total, self.heads_at_once):
             chunks = (self.chunk(factors, part) for factors in self.factors_by_chunk(slice(first, last + 1)))
-            blocks.append(fill(chunks, first * CHUNK, *positions))
+            blocks.append(fill(chunks, first * self.tokens, *positions))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
@@ -102,8 +105,9 @@ class Chunked(CoreMixer):
 
     def factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
         """Cut the factors of consecutive chunks at once, because the gradient of each slice is as long as its base."""
-        first, last, _ = chunks.indices(-(-self.shape[2] // CHUNK))
-        by_chunk = cut(CHUNK, *(factor[:, first * CHUNK : last * CHUNK] for factor in self.chunk_factors))
+        size = self.tokens
+        first, last, _ = chunks.indices(-(-self.shape[2] // size))
+        by_chunk = cut(size, *(factor[:, first * size : last * size] for factor in self.chunk_factors))
         if not self.boundaries:
             return by_chunk
         ends = zip(by_chunk, self.boundaries[first:last], self.boundaries[first + 1 : last + 1], strict=True)
@@ -118,8 +122,8 @@ class Chunked(CoreMixer):
         """Elements held while the matrices of some chunks are computed for `heads` heads, and joined."""
         batch, _, length, _ = self.shape
         state = self.state_size
-        making = chunks * self.steps * held_elements(min(CHUNK, length), state)
-        tokens = chunks * CHUNK
+        making = chunks * self.steps * held_elements(min(self.tokens, length), state)
+        tokens = chunks * self.tokens
         joining = 0 if chunks == 1 else 3 * tokens * (tokens + 2 * state)
         return batch * heads * max(making, joining)
 
@@ -132,7 +136,7 @@ class Chunked(CoreMixer):
         """
         chunks, element_bytes = 1, self.zeros(()).element_size()
         while (
-            2 * chunks <= min(JOINED * self.state_size, self.shape[2]) // CHUNK
+            2 * chunks <= min(max(JOINED * self.state_size, CHUNK), self.shape[2]) // self.tokens
             and 4 * element_bytes * self.making_elements(self.heads, 2 * chunks) <= allowed()
         ):
             chunks *= 2
@@ -163,7 +167,7 @@ class Chunked(CoreMixer):
         # For the gradient of a long pass only the states are saved; its matrices are computed again.
         recompute = torch.is_grad_enabled() and vectors.shape[1] > KEPT
         outputs, state = [], None
-        by_chunk = zip(vectors[:, :, heads].split(CHUNK, dim=1), self.factors_by_chunk(), strict=True)
+        by_chunk = zip(vectors[:, :, heads].split(self.tokens, dim=1), self.factors_by_chunk(), strict=True)
         for vector, factors in list(by_chunk)[::order]:
             if recompute:
                 output, state = checkpoint(run, state, vector, factors, use_reentrant=False, preserve_rng_state=False)
@@ -186,6 +190,6 @@ class Chunked(CoreMixer):
 
     def _joined_chunks(self, over_heads: bool) -> Iterator[Chunk]:
         """Yield the chunks in order, `chunks_at_once` joined."""
-        for part in parts(-(-self.shape[2] // CHUNK), self.chunks_at_once):
+        for part in parts(-(-self.shape[2] // self.tokens), self.chunks_at_once):
             chunks = (self.chunk(factors) for factors in self.factors_by_chunk(part))
             yield joined([chunk.over_heads() if over_heads else chunk for chunk in chunks])

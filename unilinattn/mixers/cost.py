@@ -318,13 +318,13 @@ class ChunkedCost(MixerCost):
     def reduced_elements(self, rows: int, channels: int) -> int:
         """States, and some chunks or a block with a copy; the block is per head if there are weights."""
         heads = self.heads if channels > 1 else 1
-        block = self.batch * self.keys * (2 * heads * min(rows, CHUNK * self.chunks) + 2 * rows)
+        block = self.batch * self.keys * (2 * heads * min(rows, self.mixer.tokens * self.chunks) + 2 * rows)
         # Half of the chunks' elements are released before a block is computed.
         return self.carried_elements + max(0, block - self.making_elements // 2)
 
     def pass_cost(self, channels: int) -> Cost:
         """Values, outputs and one chunk; a triangular solve, the chunk's matrices, and products with the values."""
-        chunk, steps, state = min(CHUNK, self.keys), self.mixer.steps, self.state
+        chunk, steps, state = min(self.mixer.tokens, self.keys), self.mixer.steps, self.state
         making = steps * (chunk * (chunk + state) // 2 + 4 * chunk * state + state * state)
         per_token = making + channels * (chunk + 3 * state)
         part = min(self.heads, self.mixer.heads_at_once)
@@ -333,14 +333,14 @@ class ChunkedCost(MixerCost):
 
     def gradient_elements(self, channels: int) -> int:
         """Vectors and states with their gradients, and the matrices of all chunks (of one if long)."""
-        chunks = -(-self.keys // CHUNK)
+        chunks = -(-self.keys // self.mixer.tokens)
         states = 2 * self.batch * self.heads * chunks * self.state * channels
         making = self.mixer.making_elements(self.heads) * (chunks if self.keys <= KEPT_MATRICES else 1)
         return 4 * self.batch * self.heads * channels * self.keys + states + making
 
     def map_operations(self, channels: int) -> int:
         """Every column's state, advanced by every later chunk."""
-        tokens = self.chunks * min(CHUNK, self.keys)
+        tokens = self.chunks * min(self.mixer.tokens, self.keys)
         per_pair = self.state * (self.state + tokens) // tokens + 1
         weighting = self.keys * (channels + self.heads) if channels > 1 else 0
         pairs = self.keys * self.heads * per_pair // 2

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unilinattn.kernels.scan.chunks import Chunk
 from unilinattn.kernels.scan.pairs import between, from_token, to_token
-from unilinattn.kernels.scan.tiled import CHUNK, cut
+from unilinattn.kernels.scan.tiled import cut
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.chunked import Chunked
 
@@ -49,7 +49,7 @@ class MLSTM(Chunked):
         # them underflow if every input gate is strongly negative.
         peak = torch.full_like(self.log_input[:, :1], -torch.inf)
         self.boundaries, peaks = [peak], []
-        for forget, gate in cut(CHUNK, self.log_forget.unsqueeze(-1), self.log_input):
+        for forget, gate in cut(self.tokens, self.log_forget.unsqueeze(-1), self.log_input):
             weights = between(forget).squeeze(-1) + gate.unsqueeze(1)
             peaks.append(torch.maximum(weights.amax(2), peak + to_token(forget).squeeze(-1)))
             peak = peaks[-1][:, -1:]

@@ -7,7 +7,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.scan.chunks import Chunk
-from unilinattn.kernels.scan.tiled import CHUNK
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.chunked import Chunked
 
@@ -28,6 +27,8 @@ class NormalizedExponential(Chunked):
     """
 
     structure = "normalised exponential"
+    # Chunks are filled pair by pair for every head, while products join them.
+    tokens = 16
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class NormalizedExponential(Chunked):
         self.key, self.log_decay, self.bonus = key.double(), log_decay.double(), bonus.double()
         mass = torch.full_like(self.key[:, 0], -torch.inf)
         self.boundaries, totals = [mass.unsqueeze(1)], []
-        for part in self.key.split(CHUNK, dim=1):
+        for part in self.key.split(self.tokens, dim=1):
             scores = self._scores(part, ALL)
             totals.append(torch.logaddexp(scores.logsumexp(-1), self._arriving(mass, scores.shape[-1], ALL)))
             ending = self._leaving(part, ALL).logsumexp(-1)

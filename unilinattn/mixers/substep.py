@@ -9,9 +9,8 @@ from torch.nn import functional
 
 from unilinattn.errors import InputError
 from unilinattn.kernels.scan.chunks import Chunk, joined
-from unilinattn.kernels.scan.tiled import CHUNK
 from unilinattn.memory import parts
-from unilinattn.mixers.base import ALL
+from unilinattn.mixers.base import ALL, CoreMixer
 from unilinattn.mixers.chunked import Chunked
 
 
@@ -24,7 +23,7 @@ class Substep(Chunked):
     this mixer.
 
     Args:
-        mixer: the mixer of the expanded sequence, in which the sub-steps of a token are consecutive; in gated delta
+        mixer: the `Chunked` of the expanded sequence, in which the sub-steps of a token are consecutive; in gated delta
             product the first sub-step has the token's decay and the last one its query.
         count: number of sub-steps per token.
         index: sub-step of the values, from 0.
@@ -32,7 +31,7 @@ class Substep(Chunked):
 
     structure = "substeps"
 
-    def __init__(self, mixer: Chunked, count: int, index: int) -> None:
+    def __init__(self, mixer: CoreMixer, count: int, index: int) -> None:
         """Raise `InputError` for a mixer that is no `Chunked`, and a count or an index that does not fit it."""
         if not isinstance(mixer, Chunked):
             raise InputError(
@@ -46,7 +45,8 @@ class Substep(Chunked):
                 "multiple of the count, and the index lies from 0 to count - 1."
             )
         self.mixer, self.count, self.index = mixer, count, index
-        self.steps = count
+        # A chunk of tokens is `count` chunks of the expanded sequence.
+        self.steps, self.tokens = count, mixer.tokens  # type: ignore[misc]  # varies by object
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -63,9 +63,7 @@ class Substep(Chunked):
     def with_query(self, query: Float[Tensor, "batch length group state"]) -> "Substep":
         """Read the expanded mixer's memory after each token's last sub-step with another query."""
         steps = functional.pad(query.unsqueeze(2), (0, 0, 0, 0, self.count - 1, 0)).flatten(1, 2)
-        expanded = self.mixer.with_query(steps)
-        assert isinstance(expanded, Chunked)
-        return Substep(expanded, self.count, self.index)
+        return Substep(self.mixer.with_query(steps), self.count, self.index)
 
     @property
     def chunk_factors(self) -> tuple[Tensor, ...]:
@@ -74,7 +72,7 @@ class Substep(Chunked):
 
     def factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:
         """Return the factors of `count` chunks of the expanded sequence for each chunk of tokens."""
-        first, last, _ = chunks.indices(-(-self.shape[2] // CHUNK))
+        first, last, _ = chunks.indices(-(-self.shape[2] // self.tokens))
         expanded = self.mixer.factors_by_chunk(slice(first * self.count, last * self.count))
         return [sum(expanded[start : start + self.count], ()) for start in range(0, len(expanded), self.count)]
 
@@ -95,5 +93,5 @@ class Substep(Chunked):
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the weight of each token on itself, from square blocks, because it lies off the expanded diagonal."""
-        squares = [self.tile(part, part) for part in parts(self.shape[2], CHUNK)]
+        squares = [self.tile(part, part) for part in parts(self.shape[2], self.tokens)]
         return torch.cat([square.diagonal(dim1=-2, dim2=-1) for square in squares], dim=-1)

@@ -25,7 +25,7 @@ TILE = 64
 FOLDED_TILE = 256
 """Rows of a tile where W is applied to the values of each head: a pair costs so little that calls count.
 
-Memories that are computed chunk by chunk have blocks of at most one chunk."""
+Memories that are computed chunk by chunk have blocks of `TILE` rows."""
 
 COLUMNS = {"cpu": 32, "cuda": 256}
 """Columns of a tile by device type, else `TILE`: enough for the product with the output projection to run at full rate

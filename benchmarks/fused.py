@@ -1,0 +1,128 @@
+"""The adjoint scan of a Mamba-1 layer beside the same scan as one step that torch.compile fuses.
+
+python -m benchmarks.fused            measure, and print the table
+python -m benchmarks.fused --write    measure, record, and write the section of docs/performance.md
+
+The layer has the published 130m sizes and random weights. The fused step needs a C++ compiler; it is not part of the
+library.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import machine
+from benchmarks.models import PUBLISHED
+from benchmarks.page import stored
+from benchmarks.plain import core_of
+from benchmarks.rivals import Place, exponentials
+from benchmarks.timing import interleaved
+from tools.markers import replace_section
+from unilinattn.mixers import DiagonalDecay
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "benchmarks" / "results" / "fused.json"
+
+LENGTHS = (512, 2048)
+STEPS = 16
+"""Tokens of a fused step."""
+
+
+def step(
+    state: Tensor, query: Tensor, key: Tensor, log_decay: Tensor, scale: Tensor, rate: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the adjoint recurrence of some tokens from the state (state, channel) after them."""
+    outputs = []
+    for t in range(len(grad) - 1, -1, -1):
+        state = state + query[t, :, None] * grad[t]
+        outputs.append((state * key[t, :, None]).sum(0) * scale[t])
+        state = state * torch.exp(log_decay[t] * rate)
+    return torch.stack(outputs[::-1]), state
+
+
+def adjoint(run: Callable[..., tuple[Tensor, Tensor]], mixer: DiagonalDecay, grad: Tensor) -> Tensor:
+    """Apply the transposed mixer to vectors (token, channel), `STEPS` tokens at a time."""
+    assert mixer.rate is not None and mixer.key_scale is not None
+    query, key, log_decay = mixer.query[0, :, 0], mixer.key[0, :, 0], mixer.log_decay[0, :, :, 0]
+    scale, rate = mixer.key_scale[0], mixer.rate.T.contiguous()
+    state, outputs = torch.zeros_like(rate), []
+    for factors in list(zip(*(t.split(STEPS) for t in (query, key, log_decay, scale, grad)), strict=True))[::-1]:
+        *given, vectors = factors
+        output, state = run(state, *given, rate, vectors)
+        outputs.append(output)
+    return torch.cat(outputs[::-1])
+
+
+def measured(rounds: int) -> dict[str, Any]:
+    """Return a row for each length, and the seconds of the first fused call."""
+    place, compiled = Place(PUBLISHED, "cpu"), torch.compile(step)
+    rows: list[dict[str, Any]] = []
+    first = 0.0
+    for length in LENGTHS:
+        mixer = core_of(place.operator("mamba", length))
+        assert isinstance(mixer, DiagonalDecay)
+        grad = place.numbers(length, mixer.heads)
+        expected = mixer.adjoint(grad[None, :, :, None])[0, :, :, 0]
+        start = time.perf_counter()
+        found = adjoint(compiled, mixer, grad)
+        first = first or time.perf_counter() - start
+        error = float((found - expected).norm() / expected.norm())
+        if error > 1e-5:
+            raise RuntimeError(f"the fused scan of {length} tokens has a relative error of {error:.1e}.")
+        reference = exponentials("mamba", length, place)
+        calls = {
+            "library": lambda mixer=mixer, grad=grad: mixer.adjoint(grad[None, :, :, None]),
+            "fused": lambda mixer=mixer, grad=grad: adjoint(compiled, mixer, grad),
+            "exponentials": reference.call,
+        }
+        reference.call()
+        times = interleaved(calls, rounds=rounds, least=rounds, seconds=0, device="cpu")
+        seconds = {name: median(each) for name, each in times.items()}
+        seconds["exponentials"] *= reference.times
+        rows.append({"length": length, "error": float(f"{error:.1e}"), **seconds})
+    return {"machine": machine("cpu"), "threads": torch.get_num_threads(), "first_call": round(first, 1), "rows": rows}
+
+
+def section(record: dict[str, Any]) -> str:
+    """Return the section of the page."""
+    lines = [
+        "| L | exponentials | fused | library | library / fused |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in record["rows"]:
+        cells = [f"{1e3 * row[name]:.1f} ms" for name in ("exponentials", "fused", "library")]
+        lines.append(f"| {row['length']} | {' | '.join(cells)} | {row['library'] / row['fused']:.1f} |")
+    about = record["machine"]
+    lines += [
+        "",
+        f"The first call of the fused step took {record['first_call']:.0f} s. {about['cpu']}, {record['threads']} threads, torch "
+        f"{about['torch']}.",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fused", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each scan (default: 15)")
+    parser.add_argument("--write", action="store_true", help="record the numbers and write the page")
+    options = parser.parse_args(arguments)
+    torch.set_grad_enabled(False)
+    record = measured(options.rounds)
+    print(section(record))
+    if options.write:
+        RECORD.write_text(stored(record))
+        page = ROOT / "docs" / "performance.md"
+        page.write_text(replace_section(page.read_text(), "fused", section(record)))
+
+
+if __name__ == "__main__":
+    main()
