@@ -170,15 +170,20 @@ def mixing(
     stream = residual_of(first, "alti") if options.residual else _no_stream(first)
     output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in together)])
     factors = [layer.multiplier for layer in together]
-    sizes, total = output.new_zeros(rows.shape), output.new_zeros(*rows.shape, output.shape[-1])
+    extra, reference = gather_rows(stream, rows), gather_rows(output, rows)
+    sizes, total = output.new_zeros(rows.shape), torch.zeros_like(reference)
+    # The sum of all rows takes linear time, that of their tiles as long as a product with W.
+    in_linear_time = options.activation == "exact" and rows.shape[1] == output.shape[1]
+    if in_linear_time:
+        applied = (op.apply(op.inputs, bias=False) for op in map(only_port, together))
+        total = gather_rows(sum_on_first([f * y for f, y in zip(factors, applied, strict=True)]), rows)
     # A pair without a tile has T_i(x_j) = 0 and a score of 0.
     for tile in contribution_tiles(together, factors, rows, options.activation):
-        positions = rows[:, tile.rows]
-        extra, reference = gather_rows(stream, positions), gather_rows(output, positions)
-        scores, magnitudes = tile.alti_norms(reference)
+        scores, magnitudes = tile.alti_norms(reference[:, tile.rows])
         sizes[:, tile.rows] += magnitudes.sum(-1)
-        total[:, tile.rows] += tile.total()
-        out[:, tile.rows, tile.cols] = tile.with_extra(scores, "alti", extra, reference)
+        if not in_linear_time:
+            total[:, tile.rows] += tile.total()
+        out[:, tile.rows, tile.cols] = tile.with_extra(scores, "alti", extra[:, tile.rows], reference[:, tile.rows])
     out.clamp_min_(0)
     blank_padding(out, trace, first, rows)
     row_sums = out.sum(-1, keepdim=True)
