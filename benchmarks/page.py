@@ -40,6 +40,7 @@ RIVALS = {
     "copy": "copy",
     "calls": "as many calls",
     "exponentials": "exponentials",
+    "steps": "all steps",
     "half": "itself at half the length",
     "map": "channel-mean map",
 }

@@ -76,6 +76,23 @@ def exponentials(structure: str, length: int, place: Place) -> Rival:
     return Rival(call, times / max(1, round(times)))
 
 
+def row_steps(structure: str, length: int, place: Place) -> Rival:
+    """The steps of a row's contributions: the product that gives the values, the exponentials, the output projection."""
+    sizes = place.sizes
+    powers = exponentials(structure, length, place)
+    values, projected = (
+        product(place, length, sizes.width, sizes.inner),
+        product(place, length, sizes.inner, sizes.width),
+    )
+
+    def call() -> None:
+        values()
+        powers.call()
+        projected()
+
+    return Rival(call)
+
+
 def map_floor(structure: str, length: int, place: Place, operator: MixerOperator) -> Rival:
     """Half of the product, or the pass over memory, that determines the mean of the maps."""
     sizes = place.sizes
