@@ -99,11 +99,8 @@ def section(record: dict[str, Any]) -> str:
         cells = [f"{1e3 * row[name]:.1f} ms" for name in ("exponentials", "fused", "library")]
         lines.append(f"| {row['length']} | {' | '.join(cells)} | {row['library'] / row['fused']:.1f} |")
     about = record["machine"]
-    lines += [
-        "",
-        f"The first call of the fused step took {record['first_call']:.0f} s. {about['cpu']}, {record['threads']} threads, torch "
-        f"{about['torch']}.",
-    ]
+    where = f"{about['cpu']}, {record['threads']} threads, torch {about['torch']}"
+    lines += ["", f"The first call of the fused step took {record['first_call']:.0f} s. {where}."]
     return "\n".join(lines)
 
 

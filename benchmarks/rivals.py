@@ -77,7 +77,7 @@ def exponentials(structure: str, length: int, place: Place) -> Rival:
 
 
 def row_steps(structure: str, length: int, place: Place) -> Rival:
-    """The steps of a row's contributions: the product that gives the values, the exponentials, the output projection."""
+    """The steps of a row's contributions: the product that gives the values, the exponentials, the projections."""
     sizes = place.sizes
     powers = exponentials(structure, length, place)
     values, projected = (
