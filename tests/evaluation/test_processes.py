@@ -82,10 +82,13 @@ def test_a_program_by_itself_is_one_process() -> None:
 
 
 WORKER = """
-import json, sys
+import atexit, json, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
+exited = Path(sys.argv[1], "exited")
+# Runs after the exit functions that are registered later.
+atexit.register(lambda: torch.distributed.is_initialized() or exited.open("a").write("disconnected "))
 from tests.evaluation.test_evaluate import DRAWN, rows_of, stored_evaluation
 if sys.argv[2] == "accelerate":
     from accelerate import PartialState
@@ -108,6 +111,7 @@ def test_two_processes_give_the_numbers_of_one_to_the_bit(tmp_path: Path, connec
         env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "exited").read_text().split() == ["disconnected"] * 2
     drawn = []
     for rank in range(2):
         rows, drawn_here = json.loads((tmp_path / f"rank{rank}.json").read_text())

@@ -1,5 +1,6 @@
 """Processes of one run, as `accelerate launch` and `torchrun` start them, on one machine or several."""
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -11,11 +12,18 @@ from unilinattn.errors import UnilinattnError
 Key = TypeVar("Key")
 
 
+def _disconnect() -> None:
+    # A thread of gloo that still holds a gathered tensor when Python exits aborts the process.
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 class Processes:
     """The processes that share a run; a program that no launcher started is process 0 of 1.
 
     Joins the processes of `torch.distributed`. If a launcher started several and the program has not connected them
-    (with accelerate, an `Accelerator` or `PartialState` does), connects them by gloo.
+    (with accelerate, an `Accelerator` or `PartialState` does), connects them by gloo. They are disconnected when Python
+    exits.
 
     Attributes:
         rank: number of this process, from 0.
@@ -28,6 +36,7 @@ class Processes:
         launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ
         if not distributed.is_available() or not (distributed.is_initialized() or launched):
             return
+        atexit.register(_disconnect)
         if not distributed.is_initialized():
             distributed.init_process_group("gloo")
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
