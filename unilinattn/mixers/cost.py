@@ -194,10 +194,10 @@ class DiagonalDecayCost(MixerCost):
         super().__init__(mixer, mixer.state_size)
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
-        """The block, and for `heads_at_once` heads: their block, twice the square on the diagonal, and the factors."""
+        """The block, and for `heads_at_once` heads: their block, a quarter of its square, and the factors."""
         pairs = rows * cols
         part = min(heads, self.mixer.heads_at_once(VECTORS * rows + cols))
-        working = pairs + 2 * rows * min(rows, cols) + self.state * (STATES * cols + 8 * rows)
+        working = pairs + min(rows, cols) ** 2 // 4 + 3 * self.state * (rows + cols)
         return self.batch * (heads * pairs + part * working)
 
     def weighted_elements(self, rows: int, cols: int, channels: int, lags: int) -> int:

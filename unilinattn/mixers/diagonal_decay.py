@@ -97,12 +97,14 @@ class DiagonalDecay(CoreMixer):
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Return a block: columns before its first row by one product per head, the others by recursive halving."""
         row, col = (range(self.shape[2])[part] for part in (rows, cols))
+        shape = self.shape[0], len(range(self.heads)[heads])
         if not row or not col:
-            return self.zeros((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
+            return self.zeros((*shape, len(row), len(col)))
         hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
-        size = VECTORS * len(row) + len(col)
-        some_heads = split_heads(heads, self.heads, self.heads_at_once(size))
-        block = torch.cat([self._block(*hull, some) for some in some_heads], dim=1)
+        block = self.zeros((*shape, row[-1] + 1 - row[0], col[-1] + 1 - col[0]))
+        at_once = self.heads_at_once(VECTORS * len(row) + len(col))
+        for nth, some_heads in enumerate(split_heads(heads, self.heads, at_once)):
+            self._fill(block[:, nth * at_once : (nth + 1) * at_once], *hull, some_heads)
         return block[:, :, :: row.step, :: col.step]
 
     def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
@@ -222,23 +224,18 @@ class DiagonalDecay(CoreMixer):
         batch, heads, length, _ = self.shape
         return batch, length, heads, self.state_size
 
-    def _block(self, rows: slice, cols: slice, heads: slice) -> Float[Tensor, "batch head row col"]:
-        cut, sides = rows.start, []
-        query, _, decay = self.factors(rows, heads)
-        batch, _, count, _ = decay.shape
+    def _fill(self, block: Float[Tensor, "batch head row col"], rows: slice, cols: slice, heads: slice) -> None:
+        cut = rows.start
         if cols.start < cut:
+            query, _, decay = self.factors(rows, heads)
             read = flushed_(decays(decay.cumsum(1)) * query)
             write = self._decayed_keys(slice(cols.start, min(cols.stop, cut)), cut, heads)
-            sides.append(torch.einsum("bihn,bjhn->bhij", read, write))
-        if cols.stop > cut:
-            start = max(cols.start, cut)
-            near = query.new_zeros(batch, count, rows.stop - cut, cols.stop - start)
-            if start < rows.stop:
-                query, key, decay = self.factors(slice(start, rows.stop), heads)
-                causal = pairs(query.expand_as(decay), key.expand_as(decay), decay)[..., : cols.stop - start]
-                near[:, :, start - cut :, : causal.shape[-1]] = causal
-            sides.append(near)
-        return torch.cat(sides, dim=-1)
+            block[..., : cut - cols.start] = torch.einsum("bihn,bjhn->bhij", read, write)
+        start = max(cols.start, cut)
+        if start < min(rows.stop, cols.stop):
+            query, key, decay = self.factors(slice(start, rows.stop), heads)
+            causal = pairs(query.expand_as(decay), key.expand_as(decay), decay)[..., : cols.stop - start]
+            block[:, :, start - cut :, start - cols.start :][..., : causal.shape[-1]] = causal
 
     def _decayed_keys(self, tokens: slice, cut: int, heads: slice = ALL) -> Float[Tensor, "batch token head state"]:
         """Return the keys of `tokens`, decayed to the time just before token `cut`."""
