@@ -7,6 +7,7 @@ from torch import Tensor
 
 from benchmarks import models, plain
 from benchmarks.cases import OPERATIONS, last_weights
+from benchmarks.machine import as_for_large_inputs
 from benchmarks.rivals import Place
 from unilinattn.testing import relative_error
 
@@ -20,7 +21,7 @@ TOLERANCE = 1e-4
 def checked(pairs: Iterator[tuple[str, str]], place: Place) -> Iterator[dict[str, object]]:
     """Yield the relative error of each (operation, structure); raise `ArithmeticError` above `TOLERANCE`."""
     for operation, structure in pairs:
-        with torch.no_grad():
+        with torch.no_grad(), as_for_large_inputs(place.device):
             got = OPERATIONS[operation](structure, LENGTH, place).call().double().squeeze()
             expected = REFERENCES[operation](structure, place).squeeze()
         assert got.shape == expected.shape, (operation, structure, got.shape, expected.shape)

@@ -1,15 +1,16 @@
-"""The adjoint scan of a Mamba-1 layer beside the same scan as one step that torch.compile fuses.
+"""The adjoint scan of a Mamba-1 layer as operations of torch, as a step that torch.compile fuses, and as Numba's loop.
 
 python -m benchmarks.fused            measure, and print the table
 python -m benchmarks.fused --write    measure, record, and write the section of docs/performance.md
 
-The layer has the published 130m sizes and random weights. The fused step needs a C++ compiler; it is not part of the
-library.
+The layer has the published 130m sizes and random weights. The step for torch.compile, which needs a C++ compiler, is no
+part of the library.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.machine import machine
+from benchmarks.machine import machine, versions_of
 from benchmarks.models import PUBLISHED
 from benchmarks.page import stored
 from benchmarks.plain import core_of
 from benchmarks.rivals import Place, exponentials
 from benchmarks.timing import interleaved
 from tools.markers import replace_section
+from unilinattn.kernels.backend import Backend, using
+from unilinattn.kernels.scan import numba_diagonal
 from unilinattn.mixers import DiagonalDecay
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,47 +63,67 @@ def adjoint(run: Callable[..., tuple[Tensor, Tensor]], mixer: DiagonalDecay, gra
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """Return a row for each length, and the seconds of the first fused call."""
+    """Return a row for each length, and the seconds of the first fused call and of the compilation by Numba."""
     place, compiled = Place(PUBLISHED, "cpu"), torch.compile(step)
     rows: list[dict[str, Any]] = []
-    first = 0.0
+    first: dict[str, float] = {}
     for length in LENGTHS:
         mixer = core_of(place.operator("mamba", length))
         assert isinstance(mixer, DiagonalDecay)
         grad = place.numbers(length, mixer.heads)
-        expected = mixer.adjoint(grad[None, :, :, None])[0, :, :, 0]
-        start = time.perf_counter()
-        found = adjoint(compiled, mixer, grad)
-        first = first or time.perf_counter() - start
-        error = float((found - expected).norm() / expected.norm())
-        if error > 1e-5:
-            raise RuntimeError(f"the fused scan of {length} tokens has a relative error of {error:.1e}.")
-        reference = exponentials("mamba", length, place)
-        calls = {
-            "library": lambda mixer=mixer, grad=grad: mixer.adjoint(grad[None, :, :, None]),
-            "fused": lambda mixer=mixer, grad=grad: adjoint(compiled, mixer, grad),
-            "exponentials": reference.call,
+
+        def form(name: Backend, mixer: DiagonalDecay = mixer, grad: Tensor = grad) -> Tensor:
+            with using(name):
+                return mixer.adjoint(grad[None, :, :, None])[0, :, :, 0]
+
+        calls: dict[str, Callable[[], Tensor]] = {
+            "torch": partial(form, "torch"),
+            "torch.compile": partial(adjoint, compiled, mixer, grad),
+            "Numba": partial(form, "numba"),
         }
+        expected, errors = calls["torch"](), {}
+        for name in ("torch.compile", "Numba"):
+            start = time.perf_counter()
+            found = calls[name]()
+            first.setdefault(name, time.perf_counter() - start)
+            errors[name] = float(f"{float((found - expected).norm() / expected.norm()):.1e}")
+            if errors[name] > 1e-5:
+                raise RuntimeError(f"the scan of {length} tokens by {name} has a relative error of {errors[name]:.1e}.")
+        reference = exponentials("mamba", length, place)
         reference.call()
+        calls["exponentials"] = reference.call
         times = interleaved(calls, rounds=rounds, least=rounds, seconds=0, device="cpu")
         seconds = {name: median(each) for name, each in times.items()}
         seconds["exponentials"] *= reference.times
-        rows.append({"length": length, "error": float(f"{error:.1e}"), **seconds})
-    return {"machine": machine("cpu"), "threads": torch.get_num_threads(), "first_call": round(first, 1), "rows": rows}
+        rows.append({"length": length, "errors": errors, **seconds})
+    start = time.perf_counter()
+    numba_diagonal.scan_adjoint.recompile()
+    first["Numba"] = time.perf_counter() - start
+    return {
+        "machine": machine("cpu"),
+        "threads": torch.get_num_threads(),
+        "first": {name: round(seconds, 1) for name, seconds in first.items()},
+        "rows": rows,
+    }
 
 
 def section(record: dict[str, Any]) -> str:
     """Return the section of the page."""
+    names = ("exponentials", "torch", "torch.compile", "Numba")
     lines = [
-        "| L | exponentials | fused | library | library / fused |",
-        "| --- | --- | --- | --- | --- |",
+        "| L | exponentials | torch | torch.compile | Numba | torch / Numba |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in record["rows"]:
-        cells = [f"{1e3 * row[name]:.1f} ms" for name in ("exponentials", "fused", "library")]
-        lines.append(f"| {row['length']} | {' | '.join(cells)} | {row['library'] / row['fused']:.1f} |")
-    about = record["machine"]
-    where = f"{about['cpu']}, {record['threads']} threads, torch {about['torch']}"
-    lines += ["", f"The first call of the fused step took {record['first_call']:.0f} s. {where}."]
+        cells = [f"{1e3 * row[name]:.1f} ms" for name in names]
+        lines.append(f"| {row['length']} | {' | '.join(cells)} | {row['torch'] / row['Numba']:.1f} |")
+    about, first = record["machine"], record["first"]
+    where = f"{about['cpu']}, {record['threads']} threads, {versions_of(about)}"
+    lines += [
+        "",
+        f"The first call of the step of torch.compile took {first['torch.compile']:.0f} s; Numba compiles the loop in "
+        f"{first['Numba']:.1f} s, once on a machine. {where}.",
+    ]
     return "\n".join(lines)
 
 

@@ -2,13 +2,17 @@
 
 import os
 import platform
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import transformers
 
-import unilinattn
 from unilinattn.evaluation import report
+from unilinattn.kernels.backend import using
+
+PACKAGES = ("torch", "numba", "transformers", "unilinattn")
 
 
 def machine(device: str) -> dict[str, str | int]:
@@ -24,13 +28,18 @@ def machine(device: str) -> dict[str, str | int]:
         properties = torch.cuda.get_device_properties(0)
         description["gpu"] = properties.name
         description["gpu memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "unilinattn": unilinattn.__version__,
-    }
-    return {**description, **versions}
+    versions = {name: version(name) for name in PACKAGES if find_spec(name)}
+    return {**description, "python": platform.python_version(), **versions, "torch": torch.__version__}
+
+
+def versions_of(described: dict[str, str | int]) -> str:
+    """Return the versions that a description of `machine` names."""
+    return ", ".join(f"{name} {described[name]}" for name in PACKAGES if name in described)
+
+
+def as_for_large_inputs(device: str) -> AbstractContextManager[None]:
+    """Use the kernels of large inputs inside a `with` block for small ones too, which are checked instead of them."""
+    return using("numba" if device == "cpu" and find_spec("numba") else None)
 
 
 def _processor() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.cases import GROWTH, MAPS, OPERATIONS
+from benchmarks.machine import versions_of
 from tools.markers import replace_section
 
 Figures = Mapping[str, Any]
@@ -125,13 +126,12 @@ def _run(figures: Figures) -> str:
     host = machine.get("gpu") or machine["cpu"]
     title = f"### {'On a GPU' if figures['device'] == 'cuda' else 'On a CPU'}"
     where = f"{host}; {machine['cores']} cores, {_threads(machine)}, {machine['memory']} of memory"
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "unilinattn"))
     rounds = sorted({len(row["seconds"]) for row in figures["rows"] if row["rivals"]})
     counts = " to ".join(str(n) for n in ([rounds[0], rounds[-1]] if len(rounds) > 1 else rounds))
     worst = max(check["error"] for check in figures["checks"])
     text = (
-        f"{where}; {versions}; float32. Medians of {counts} rounds, with the fastest and the slowest in parentheses. "
-        f"The largest relative error of an operation against its definition was {worst:.0e}."
+        f"{where}; {versions_of(machine)}; float32. Medians of {counts} rounds, with the fastest and the slowest in "
+        f"parentheses. The largest relative error of an operation against its definition was {worst:.0e}."
     )
     # The plot of the CPU is at the head of the page.
     picture = [] if figures["device"] == "cpu" else [f"![Time and extra memory against length]({PLOTS['cuda']})"]

@@ -9,6 +9,7 @@ from torch import Tensor
 import unilinattn as ula
 from benchmarks import plain
 from benchmarks.checks import LENGTH, TOLERANCE
+from benchmarks.machine import as_for_large_inputs
 from benchmarks.million_tokens import forward_map
 from benchmarks.published import SHAPES, tokens
 from unilinattn.operator.stages import Matrix, walk
@@ -24,7 +25,8 @@ def checked(model: str, method: str) -> dict[str, Any]:
     """
     host = SHAPES[model].build(narrow=True)
     trace = ula.trace(host, tokens(host, LENGTH), progress=False)
-    result = ula.explain(trace, method=method, target=-1, progress=False)
+    with as_for_large_inputs("cpu"):
+        result = ula.explain(trace, method=method, target=-1, progress=False)
     gap = result.completeness_gap
     error = _error(method, result.scores, DEFINITIONS[method](trace)) if method in DEFINITIONS else gap
     if error is None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from benchmarks.machine import versions_of
 from benchmarks.page import in_bytes, table
 from benchmarks.published import SHAPES
 
@@ -53,12 +54,12 @@ def section(runs: Sequence[Run]) -> str:
 def _run(run: Run) -> list[str]:
     machine = run["machine"]
     threads = f"{machine['threads']} thread{'' if machine['threads'] == 1 else 's'}"
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "unilinattn"))
     worst = max(check["error"] for check in run["checks"])
     layers = max((row["error"] for row in run["rows"] if row["call"] == "operators" and "error" in row), default=None)
+    where = f"{machine['cpu']}; {threads}, {machine['memory']} of memory; {versions_of(machine)}"
     text = (
-        f"{machine['cpu']}; {threads}, {machine['memory']} of memory; {versions}; float32. Largest relative error of a "
-        f"method on a narrow model {worst:.0e}{'' if layers is None else f', of a layer {layers:.0e}'}."
+        f"{where}; float32. Largest relative error of a method on a narrow model {worst:.0e}"
+        f"{'' if layers is None else f', of a layer {layers:.0e}'}."
     )
     models = [name for name in SHAPES if any(row["model"] == name for row in run["rows"])]
     return [text, *(_model(name, [row for row in run["rows"] if row["model"] == name]) for name in models)]

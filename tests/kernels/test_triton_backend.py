@@ -83,7 +83,7 @@ def test_selected_triton_refuses_unsupported_dtypes(monkeypatch: pytest.MonkeyPa
 
 def test_a_missing_triton_warns_once_on_a_gpu_and_is_refused_if_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(backend, "_installed", lambda: False)
+    monkeypatch.setattr(backend, "_installed", lambda package: False)
     backend._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=r"triton is not installed.*unilinattn\[gpu\]"):
         assert not chosen(on_gpu())

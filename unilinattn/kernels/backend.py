@@ -1,4 +1,7 @@
-"""Choice of a kernel's implementation: Triton for tensors on CUDA devices, torch otherwise, or the forced one."""
+"""Choice of a kernel's implementation: Triton on CUDA devices, Numba for large work on a CPU, torch otherwise.
+
+One of them can be forced.
+"""
 
 import importlib
 import importlib.util
@@ -9,26 +12,32 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from unilinattn.errors import OptionError, UnilinattnError, nearest
 
-Backend = Literal["triton", "torch"]
+Backend = Literal["triton", "numba", "torch"]
 
 VARIABLE = "UNILINATTN_KERNELS"
-"""The environment variable that forces one implementation in a process: triton or torch."""
+"""The environment variable that forces one implementation in a process: triton, numba or torch."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the Triton kernels, which compute in float32; float64 and complex tensors use torch."""
+
+LEAST = 1 << 18
+"""Fewest log-decays for which Numba is chosen: smaller work is fast in torch, and is not worth loading a compiler."""
+
+COMPILED = ("scan",)
+"""Operations with an implementation in Numba."""
 
 _forced: ContextVar[Backend | None] = ContextVar("forced", default=None)
 
 
 class BackendError(UnilinattnError, RuntimeError):
-    """Raised if Triton kernels are forced where they cannot run."""
+    """Raised if Triton or Numba kernels are forced where they cannot run."""
 
 
 @contextmanager
@@ -45,31 +54,47 @@ def using(backend: Backend | None) -> Iterator[None]:
 
 
 def implementation(operation: str, like: Tensor) -> ModuleType:
-    """Return the module of an operation for tensors like `like`: its `triton` or its `tiled`.
+    """Return the module of an operation for tensors like `like`: its `triton`, its `numba` or its `tiled`.
 
-    Both define the same functions.
+    They define the same functions; an operation without a `numba` uses its `tiled`.
 
-    Raises `BackendError` if Triton is forced and cannot run.
+    Raises `BackendError` if Triton or Numba is forced and cannot run.
     """
-    return importlib.import_module(f"unilinattn.kernels.{operation}.{'triton' if uses_triton(like) else 'tiled'}")
+    form = "triton" if uses_triton(like) else "numba" if operation in COMPILED and uses_numba(like) else "tiled"
+    return importlib.import_module(f"unilinattn.kernels.{operation}.{form}")
 
 
 def uses_triton(like: Tensor) -> bool:
     """Return whether tensors like `like` use Triton; warn once if the package is missing on a GPU."""
-    forced = _forced.get()
-    if forced is None and (named := os.environ.get(VARIABLE)):
-        forced = _checked(named, f"the environment variable {VARIABLE}")
-    if forced == "torch":
-        return False
+    forced = _chosen()
     if forced == "triton":
         _refuse_what_cannot_run(like)
-        return True
+    if forced is not None:
+        return forced == "triton"
     if not like.is_cuda or like.dtype not in DTYPES or torch.version.cuda is None:
         return False
-    if not _installed():
+    if not _installed("triton"):
         _warn_once()
         return False
     return True
+
+
+def uses_numba(like: Tensor) -> bool:
+    """Return whether tensors like `like`, one number for each token and channel, use Numba if an operation has it."""
+    forced = _chosen()
+    if forced == "numba":
+        _refuse_what_cannot_be_compiled(like)
+    if forced is not None:
+        return forced == "numba"
+    large = like.device.type == "cpu" and like.dtype == torch.float32 and like.numel() >= LEAST
+    return large and _installed("numba")
+
+
+def _chosen() -> Backend | None:
+    forced = _forced.get()
+    if forced is None and (named := os.environ.get(VARIABLE)):
+        forced = _checked(named, f"the environment variable {VARIABLE}")
+    return forced
 
 
 def interpreted() -> bool:
@@ -78,7 +103,7 @@ def interpreted() -> bool:
 
 
 def _refuse_what_cannot_run(like: Tensor) -> None:
-    if not _installed():
+    if not _installed("triton"):
         raise BackendError(
             "the Triton kernels were forced, but the package triton is not installed. "
             "Install it (pip install 'unilinattn[gpu]') or take the torch form."
@@ -96,15 +121,28 @@ def _refuse_what_cannot_run(like: Tensor) -> None:
         )
 
 
+def _refuse_what_cannot_be_compiled(like: Tensor) -> None:
+    if not _installed("numba"):
+        raise BackendError(
+            "the Numba kernels were forced, but the package numba is not installed. "
+            "Install it (pip install 'unilinattn[cpu]') or take the torch form."
+        )
+    if like.device.type != "cpu" or like.dtype != torch.float32:
+        raise BackendError(
+            f"the Numba kernels were forced for {like.dtype} on {like.device}; they take torch.float32 on the CPU. "
+            "Take the torch form for other tensors."
+        )
+
+
 def _checked(name: str, source: str) -> Backend:
-    if name not in ("triton", "torch"):
-        raise OptionError(f"{source} got {name!r}, which is no form of a kernel" + nearest(name, ("triton", "torch")))
+    if name not in get_args(Backend):
+        raise OptionError(f"{source} got {name!r}, which is no form of a kernel" + nearest(name, get_args(Backend)))
     return cast(Backend, name)
 
 
 @cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @cache

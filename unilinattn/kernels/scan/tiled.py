@@ -39,7 +39,7 @@ def recur(
     room: Tensor | None = None,
 ) -> Float[Tensor, "batch length head state anychannel"]:
     """Return all states of S_t = decay_t S_{t-1} + increment_t after `state`, in `room` if given."""
-    if _differentiated(state, decay, increment):
+    if is_differentiated(state, decay, increment):
         return _Recurrence.apply(state, decay, increment, False)
     return _states(state, decay.unbind(1), increment, range(decay.shape[1]), room)
 
@@ -52,13 +52,14 @@ def recur_back(
     room: Tensor | None = None,
 ) -> Float[Tensor, "batch length head state anychannel"]:
     """Return all states of S_t = decay_{t+1} S_{t+1} + increment_t before `state`, whose decay is `later`."""
-    if _differentiated(state, decay, later, increment):
+    if is_differentiated(state, decay, later, increment):
         crossed = torch.cat([decay[:, 1:], later.expand(decay[:, 0].shape).unsqueeze(1)], 1)
         return _Recurrence.apply(state, crossed, increment, True)
     return _states(state, (*decay.unbind(1)[1:], later), increment, range(decay.shape[1] - 1, -1, -1), room)
 
 
-def _differentiated(*tensors: Tensor | None) -> bool:
+def is_differentiated(*tensors: Tensor | None) -> bool:
+    """Return whether gradients with respect to one of the tensors are recorded."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -152,7 +153,7 @@ def diagonal_scan(
     query, key, log_decay, key_scale, rate = _laid_out(query, key, log_decay, key_scale, rate, value.shape[3])
     state = value.new_zeros(1, 1, 1, 1)
     outputs = []
-    differentiated = _differentiated(query, key, log_decay, key_scale, rate, written)
+    differentiated = is_differentiated(query, key, log_decay, key_scale, rate, written)
     group = GROUP if differentiated and value.shape[1] > KEPT else value.shape[1]
     for parts in cut(group, query, key, log_decay, key_scale, reset, written):
         if group < value.shape[1]:
@@ -269,7 +270,7 @@ def _rooms(
     Both are one buffer if they have the same size. It has one entry more than tokens: backward in time a state
     overwrites the decay of the next token. None if gradients need all of them.
     """
-    if _differentiated(query, key, log_decay, key_scale, rate, value):
+    if is_differentiated(query, key, log_decay, key_scale, rate, value):
         return None, None
     decay_shape = torch.broadcast_shapes(log_decay.shape, () if rate is None else rate.shape)
     state_shape = torch.broadcast_shapes(decay_shape, query.shape, key.shape, (*value.shape[:3], 1, value.shape[3]))

@@ -1,0 +1,132 @@
+"""The linear-time passes on a CPU with Numba: one compiled loop for a selective state space, else the form of torch."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from unilinattn.kernels.scan import numba_diagonal, tiled
+from unilinattn.kernels.scan.tiled import scalar_scan, scalar_scan_adjoint
+
+__all__ = ["diagonal_scan", "diagonal_scan_adjoint", "scalar_scan", "scalar_scan_adjoint"]
+
+
+def diagonal_scan(
+    query: Float[Tensor, "batch length groupq state"],
+    key: Float[Tensor, "batch length groupk state"],
+    log_decay: Float[Tensor, "batch length head staten"],
+    key_scale: Float[Tensor, "batch length head"] | None,
+    rate: Float[Tensor, "head state"] | None,
+    reset: Bool[Tensor, "batch length"] | None,
+    value: Float[Tensor, "batch length head channel"],
+) -> Float[Tensor, "batch length head channel"]:
+    """Run S_t = exp(g_t) S_{t-1} + k_t v_t^T forward in time and read y_t = S_t^T q_t; differentiable once."""
+    if not _is_selective(query, key, log_decay, key_scale, rate, value):
+        return tiled.diagonal_scan(query, key, log_decay, key_scale, rate, reset, value)
+    return _Scan.apply(query, key, log_decay, key_scale, rate, reset, value)
+
+
+def diagonal_scan_adjoint(
+    query: Float[Tensor, "batch length groupq state"],
+    key: Float[Tensor, "batch length groupk state"],
+    log_decay: Float[Tensor, "batch length head staten"],
+    key_scale: Float[Tensor, "batch length head"] | None,
+    rate: Float[Tensor, "head state"] | None,
+    reset: Bool[Tensor, "batch length"] | None,
+    grad: Float[Tensor, "batch length head channel"],
+) -> Float[Tensor, "batch length head channel"]:
+    """Apply the transpose of `diagonal_scan`'s matrix: backward in time, queries write and keys read."""
+    factors = (query, key, log_decay, key_scale, rate)
+    if tiled.is_differentiated(*factors, grad) or not _is_selective(*factors, grad):
+        return tiled.diagonal_scan_adjoint(*factors, reset, grad)
+    return _adjoint(*factors, reset, grad)
+
+
+class _Scan(torch.autograd.Function):
+    """A selective state space, whose gradient recomputes the states of some tokens at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Run the compiled loop; keep the state before each group of tokens if a factor's gradient may follow."""
+        value = inputs[-1]
+        groups = -(-value.shape[1] // numba_diagonal.GROUP) if any(ctx.needs_input_grad[:-1]) else 0
+        starts = value.new_empty(len(value), groups, inputs[0].shape[3], value.shape[2])
+        out = value.new_empty(value.shape)
+        for arrays, *results in zip(_arrays(*inputs), _lists(out.squeeze(3)), _lists(starts), strict=True):
+            _in_pieces(numba_diagonal.scan, *arrays, *results)
+        ctx.save_for_backward(*inputs, starts)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the compiled loop of the gradients, or the transpose if only the values have one."""
+        *inputs, starts = ctx.saved_tensors
+        if not any(ctx.needs_input_grad[:-1]):
+            return *(None,) * 6, _adjoint(*inputs[:-1], upstream)
+        batch, length, channels, _ = upstream.shape
+        size = starts.shape[2]
+        shared = (batch, -(-channels // numba_diagonal.PIECE), length, size)
+        by_query, by_key = upstream.new_zeros(shared), upstream.new_zeros(shared)
+        by_decay, by_scale, by_value = (upstream.new_empty(batch, length, channels) for _ in range(3))
+        by_rate = upstream.new_empty(batch, size, channels)
+        tensors = (starts, upstream.squeeze(3), by_query, by_key, by_decay, by_scale, by_rate, by_value)
+        for arrays, *others in zip(_arrays(*inputs), *map(_lists, tensors), strict=True):
+            _in_pieces(numba_diagonal.scan_gradients, *arrays, *others)
+        by_query, by_key = (t.sum(1).unsqueeze(2) for t in (by_query, by_key))
+        return by_query, by_key, by_decay.unsqueeze(3), by_scale, by_rate.sum(0).T, None, by_value.unsqueeze(3)
+
+
+def _adjoint(*inputs: Any) -> Tensor:
+    grad = inputs[-1]
+    out = grad.new_empty(grad.shape)
+    for arrays, result in zip(_arrays(*inputs), _lists(out.squeeze(3)), strict=True):
+        _in_pieces(numba_diagonal.scan_adjoint, *arrays, result)
+    return out
+
+
+def _is_selective(
+    query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor | None, rate: Tensor | None, value: Tensor
+) -> bool:
+    """Whether the factors are those of a selective state space: one decay, scale and channel per head (S6)."""
+    single = query.shape[2] == key.shape[2] == log_decay.shape[3] == value.shape[3] == 1
+    return single and key_scale is not None and rate is not None
+
+
+def _arrays(
+    query: Tensor,
+    key: Tensor,
+    log_decay: Tensor,
+    key_scale: Tensor,
+    rate: Tensor,
+    reset: Tensor | None,
+    value: Tensor,
+) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Yield the arrays of each sequence, as the compiled loops take them."""
+    reset = value.new_zeros(value.shape[:2], dtype=torch.bool) if reset is None else reset
+    rate = rate.T.expand(len(value), -1, -1)
+    query, key, log_decay, value = query.squeeze(2), key.squeeze(2), log_decay.squeeze(3), value.squeeze(3)
+    return zip(*map(_lists, (query, key, log_decay, key_scale, rate, reset, value)), strict=True)
+
+
+def _lists(tensor: Tensor) -> list[NDArray[Any]]:
+    """Return an array of each sequence; of a contiguous tensor, such as one for results, it is a view."""
+    return [t.detach().contiguous().numpy() for t in tensor]
+
+
+def _in_pieces(loop: Callable[..., None], *arrays: NDArray[Any]) -> None:
+    """Run a compiled loop for each piece of the channels, on as many threads as torch uses."""
+    pieces = range(-(-arrays[2].shape[1] // numba_diagonal.PIECE))
+    threads = min(torch.get_num_threads(), len(pieces))
+    if threads == 1:
+        for piece in pieces:
+            loop(*arrays, piece)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(partial(loop, *arrays), pieces))

@@ -1,0 +1,232 @@
+"""The passes of a selective state space on a CPU, compiled by Numba: a block of channels at a time, states in cache.
+
+Arrays have one sequence: query and key (length, state), rate (state, channel), reset (length), and everything else
+(length, channel), all contiguous float32. A call computes one piece of `PIECE` channels, in blocks of `LANES`. The
+innermost loops run over the lanes of a block; those after the last channel are zero.
+"""
+
+import math
+from collections.abc import Callable
+from typing import no_type_check
+
+import numpy as np
+from numba import njit
+
+PIECE = 128
+"""Channels per call, which one thread computes: the result does not depend on the number of threads."""
+
+LANES = 64
+"""Channels per block: enough that the compiler uses vector registers for a short loop instead of unrolling it."""
+
+GROUP = 32
+"""Tokens whose states are recomputed together for the gradient."""
+
+LOG2E = np.float32(1 / math.log(2))
+TINY = np.finfo(np.float32).tiny
+POWERS = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(8))
+"""Coefficients of the power series of 2^x."""
+
+# Sums may be reordered, which vector registers need, and no operand is infinite.
+_FAST = {"contract", "reassoc", "nsz", "nnan", "ninf"}
+_inlined = njit(inline="always", fastmath=_FAST)
+
+
+def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
+    """Compile a loop at its first call, and store it if a folder for it can be written."""
+    try:
+        return njit(nogil=True, cache=True, fastmath=_FAST)(loop)
+    except RuntimeError:
+        return njit(nogil=True, fastmath=_FAST)(loop)
+
+
+@_inlined
+@no_type_check
+def _power(x):
+    """Return 2^x for x <= 0, zero where it would be subnormal."""
+    whole = np.floor(max(x, np.float32(-126)) + np.float32(0.5))
+    part = max(x, np.float32(-126)) - whole
+    power = POWERS[7]
+    power = power * part + POWERS[6]
+    power = power * part + POWERS[5]
+    power = power * part + POWERS[4]
+    power = power * part + POWERS[3]
+    power = power * part + POWERS[2]
+    power = power * part + POWERS[1]
+    power = power * part + POWERS[0]
+    bits = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23))
+    scaled = power * bits.view(np.float32)
+    return scaled if x >= np.float32(-126) else np.float32(0)
+
+
+@_inlined
+@no_type_check
+def _flushed(x):
+    return x if abs(x) >= TINY else np.float32(0)
+
+
+@_inlined
+@no_type_check
+def _load(to, array, row, first):
+    lanes = array[row, first : first + LANES]
+    for lane in range(len(lanes)):
+        to[lane] = lanes[lane]
+    for lane in range(len(lanes), LANES):
+        to[lane] = 0
+
+
+@_inlined
+@no_type_check
+def _store(array, row, first, given):
+    lanes = array[row, first : first + LANES]
+    for lane in range(len(lanes)):
+        lanes[lane] = given[lane]
+
+
+@_inlined
+@no_type_check
+def _rates(rate, first):
+    """Return the rates of a block (state, lane) for powers of 2."""
+    lanes = np.zeros((rate.shape[0], LANES), np.float32)
+    for n in range(rate.shape[0]):
+        _load(lanes[n], rate, n, first)
+        for lane in range(LANES):
+            lanes[n, lane] *= LOG2E
+    return lanes
+
+
+@_compiled
+@no_type_check
+def scan(query, key, log_decay, scale, rate, reset, value, out, starts, piece):
+    """Run S_t = exp(g_t) S_{t-1} + k_t s_t v_t and read y_t = q_t . S_t.
+
+    `starts` (group, state, channel) is filled with the state before each `GROUP` tokens, as far as it has groups.
+    """
+    length, size = query.shape
+    step, written = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    factor, read = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    for first in range(piece * PIECE, min((piece + 1) * PIECE, log_decay.shape[1]), LANES):
+        rates, state = _rates(rate, first), np.zeros((size, LANES), np.float32)
+        for t in range(length):
+            if t % GROUP == 0 and t < GROUP * len(starts):
+                for n in range(size):
+                    _store(starts[t // GROUP], n, first, state[n])
+            _load(step, log_decay, t, first)
+            _load(written, value, t, first)
+            _load(factor, scale, t, first)
+            kept = np.float32(0) if reset[t] else np.float32(1)
+            for lane in range(LANES):
+                written[lane] *= factor[lane]
+                read[lane] = 0
+            for n in range(size):
+                q, k = query[t, n], key[t, n]
+                for lane in range(LANES):
+                    faded = state[n, lane] * (kept * _power(step[lane] * rates[n, lane]))
+                    state[n, lane] = _flushed(faded + k * written[lane])
+                    read[lane] += q * state[n, lane]
+            _store(out, t, first, read)
+
+
+@_compiled
+@no_type_check
+def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
+    """Apply the transpose of `scan`: backward in time, queries write and keys read."""
+    length, size = query.shape
+    step, written = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    factor, read = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    for first in range(piece * PIECE, min((piece + 1) * PIECE, log_decay.shape[1]), LANES):
+        rates, state = _rates(rate, first), np.zeros((size, LANES), np.float32)
+        for t in range(length - 1, -1, -1):
+            _load(step, log_decay, t, first)
+            _load(written, grad, t, first)
+            _load(factor, scale, t, first)
+            kept = np.float32(0) if reset[t] else np.float32(1)
+            for lane in range(LANES):
+                read[lane] = 0
+            for n in range(size):
+                q, k = query[t, n], key[t, n]
+                for lane in range(LANES):
+                    entered = state[n, lane] + q * written[lane]
+                    read[lane] += k * entered
+                    state[n, lane] = _flushed(entered * (kept * _power(step[lane] * rates[n, lane])))
+            for lane in range(LANES):
+                read[lane] *= factor[lane]
+            _store(out, t, first, read)
+
+
+@_compiled
+@no_type_check
+def scan_gradients(
+    query, key, log_decay, scale, rate, reset, value, starts, grad,
+    by_query, by_key, by_decay, by_scale, by_rate, by_value, piece,
+):  # fmt: skip
+    """Write the gradients of <grad, y> by the inputs of `scan`; those by query and key are added, for each piece.
+
+    R_t, the gradient by S_t, is `scan_adjoint`'s state; the gradient by g_t is <exp(g_t) S_{t-1}, R_t>. The states of
+    `GROUP` tokens at a time are recomputed from `starts`.
+    """
+    length, size = query.shape
+    step, factor = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    given, upstream = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    written, landed = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    slopes, by_log = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    states = np.zeros((GROUP + 1, size, LANES), np.float32)
+    decays = np.zeros((GROUP, size, LANES), np.float32)
+    for first in range(piece * PIECE, min((piece + 1) * PIECE, log_decay.shape[1]), LANES):
+        rates, rate_slopes = _rates(rate, first), np.zeros((size, LANES), np.float32)
+        flow = np.zeros((size, LANES), np.float32)
+        for group in range(len(starts) - 1, -1, -1):
+            begin, end = group * GROUP, min(length, (group + 1) * GROUP)
+            for n in range(size):
+                _load(states[0, n], starts[group], n, first)
+            for at in range(end - begin):
+                _load(step, log_decay, begin + at, first)
+                _load(given, value, begin + at, first)
+                _load(factor, scale, begin + at, first)
+                kept = np.float32(0) if reset[begin + at] else np.float32(1)
+                before, after, faded = states[at], states[at + 1], decays[at]
+                for lane in range(LANES):
+                    written[lane] = given[lane] * factor[lane]
+                for n in range(size):
+                    k = key[begin + at, n]
+                    for lane in range(LANES):
+                        decay = kept * _power(step[lane] * rates[n, lane])
+                        faded[n, lane] = decay
+                        after[n, lane] = _flushed(before[n, lane] * decay + k * written[lane])
+            for at in range(end - begin - 1, -1, -1):
+                t = begin + at
+                _load(step, log_decay, t, first)
+                _load(given, value, t, first)
+                _load(factor, scale, t, first)
+                _load(upstream, grad, t, first)
+                before, after, faded = states[at], states[at + 1], decays[at]
+                for lane in range(LANES):
+                    written[lane] = given[lane] * factor[lane]
+                    landed[lane] = 0
+                    slopes[lane] = 0
+                for n in range(size):
+                    q, k = query[t, n], key[t, n]
+                    to_query, to_key = np.float32(0), np.float32(0)
+                    # Short loops over few arrays: the compiler checks each pair of arrays for an overlap.
+                    for lane in range(LANES):
+                        to_query += upstream[lane] * after[n, lane]
+                        flow[n, lane] += q * upstream[lane]
+                    for lane in range(LANES):
+                        to_key += flow[n, lane] * written[lane]
+                        landed[lane] += k * flow[n, lane]
+                    for lane in range(LANES):
+                        flow[n, lane] = _flushed(flow[n, lane] * faded[n, lane])
+                        by_log[lane] = flow[n, lane] * before[n, lane]
+                    for lane in range(LANES):
+                        slopes[lane] += by_log[lane] * rates[n, lane]
+                        rate_slopes[n, lane] += by_log[lane] * step[lane]
+                    by_query[piece, t, n] += to_query
+                    by_key[piece, t, n] += to_key
+                for lane in range(LANES):
+                    slopes[lane] /= LOG2E
+                    given[lane] *= landed[lane]
+                    landed[lane] *= factor[lane]
+                _store(by_decay, t, first, slopes)
+                _store(by_scale, t, first, given)
+                _store(by_value, t, first, landed)
+        for n in range(size):
+            _store(by_rate, n, first, rate_slopes[n])
