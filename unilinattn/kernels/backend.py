@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST = 1 << 18
 """Fewest log-decays for which Numba is chosen: smaller work is fast in torch, and is not worth loading a compiler."""
 
-COMPILED = ("scan",)
+COMPILED = ("reduced_map", "row_product", "scan")
 """Operations with an implementation in Numba."""
 
 _forced: ContextVar[Backend | None] = ContextVar("forced", default=None)
@@ -60,7 +60,7 @@ def implementation(operation: str, like: Tensor) -> ModuleType:
 
     Raises `BackendError` if Triton or Numba is forced and cannot run.
     """
-    form = "triton" if uses_triton(like) else "numba" if operation in COMPILED and uses_numba(like) else "tiled"
+    form = "triton" if uses_triton(like) else "numba" if uses_numba(operation, like) else "tiled"
     return importlib.import_module(f"unilinattn.kernels.{operation}.{form}")
 
 
@@ -79,8 +79,10 @@ def uses_triton(like: Tensor) -> bool:
     return True
 
 
-def uses_numba(like: Tensor) -> bool:
-    """Return whether tensors like `like`, one number for each token and channel, use Numba if an operation has it."""
+def uses_numba(operation: str, like: Tensor) -> bool:
+    """Return whether an operation on log-decays like `like` uses Numba."""
+    if operation not in COMPILED:
+        return False
     forced = _chosen()
     if forced == "numba":
         _refuse_what_cannot_be_compiled(like)

@@ -6,7 +6,6 @@ from math import prod
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
 from unilinattn.kernels.scan.pairs import from_token
@@ -31,6 +30,9 @@ INNER = 1536
 Factors = Callable[[slice, slice], tuple[Tensor, Tensor, Tensor]]
 """Map tokens and heads to query, key (batch, token, head, state) and log-decay, -inf at resets."""
 
+Fill = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""The type of `fill_leaves`."""
+
 
 class Places:
     """Buffers reused by the tiles of one operation, because mapping fresh pages for each tile is slow."""
@@ -54,11 +56,13 @@ def reduced_rows(
     taps: Taps | None = None,
     *,
     blocks: Iterable[slice],
+    leaf: int = LEAF,
+    fill: Fill | None = None,
 ) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
     """Yield blocks of rows, in any order, of sum_h left_ih sum_lag alpha_h[i, j + lag] tap_lag[j + lag, h].
 
     `shape` is (batch, length, head, state). Time: half of one product (L x HN)(HN x L), and some exponentials per
-    token, head and state. Memory: the block and the factors of one tile of heads.
+    token, head and state. Memory: the block and the factors of one tile of heads. `leaf` and `fill`: those of `square`.
     """
     batch, length, heads, state = shape
     step = max(1, INNER // state)
@@ -73,6 +77,8 @@ def reduced_rows(
                     None if left is None else of_tokens(left, some)[..., part],
                     None if taps is None else {lag: of_tokens(tap, some)[..., part] for lag, tap in taps.items()},
                     places=places,
+                    leaf=leaf,
+                    fill=fill or fill_leaves,
                 )
                 if block is None:
                     block = near.new_zeros(batch, tokens.stop - tokens.start, length + reach)
@@ -111,6 +117,35 @@ def square_rows(rows: int) -> int:
     return size
 
 
+def fill_leaves(
+    steps: Float[Tensor, "leaf token head state"],
+    query: Float[Tensor, "leaf token head state"],
+    entering: Float[Tensor, "leaf token landing head state"],
+    write: Float[Tensor, "leaf landed head state"],
+    read: Float[Tensor, "leaf token head state"],
+    passed: Float[Tensor, "leaf head state"],
+    leaves: Float[Tensor, "leaf token landed"],
+) -> None:
+    """Fill blocks on the diagonal row by row: every column's memory decays, then the row's token is written and read.
+
+    `entering` is what a token writes into its last columns, the earliest first. Writes the blocks into `leaves`, the
+    memory of each column after the last row into `write`, the readers of a memory before the first row into `read`, and
+    the decay across the block into `passed`.
+    """
+    reach = entering.shape[2] - 1
+    write.zero_()
+    leaves.zero_()
+    passed.fill_(1)
+    for i in range(steps.shape[1]):
+        write[:, : i + reach].mul_(steps[:, i : i + 1])
+        write[:, i : i + reach + 1] += entering[:, i]
+        flushed_(passed.mul_(steps[:, i]))
+        torch.mul(query[:, i], passed, out=read[:, i])
+        upto = flushed_(write[:, : i + 1 + reach]).flatten(2)
+        leaves[:, i, : i + 1 + reach] = (upto @ query[:, i].flatten(1).unsqueeze(-1)).squeeze(-1)
+    flushed_(read)
+
+
 def square(
     query: Float[Tensor, "batch token #head state"],
     key: Float[Tensor, "batch token #head state"],
@@ -119,12 +154,14 @@ def square(
     taps: Taps | None = None,
     *,
     places: Places,
+    leaf: int = LEAF,
+    fill: Fill = fill_leaves,
 ) -> tuple[Float[Tensor, "batch token landed"], Float[Tensor, "batch token inner"]]:
     """Return the square of the map with equal row and column tokens, and the readers of the columns before it.
 
     Columns begin `max(taps)` tokens early, for taps that land inside. Blocks grow from leaves in pairs: the later rows
     read the earlier columns by one product around the cut between them, then both factors are decayed across the other
-    half, to the pair's ends. Both results lie in `places` until their next use.
+    half, to the pair's ends. Both results lie in `places` until their next use. `fill` computes leaves of `leaf` rows.
     """
     batch, count = decay.shape[:2]
     reach = max(taps, default=0) if taps else 0
@@ -136,36 +173,37 @@ def square(
     steps[:, count:] = 1
     # Queries are expanded to every head: with a broadcast, inner loops would be only as long as the state.
     reading, query = query, places.take("query", steps.shape, decay)
-    query[:, :count] = reading if left is None else reading * left.unsqueeze(-1)
+    if left is None:
+        query[:, :count] = reading
+    else:
+        torch.mul(reading, left.unsqueeze(-1), out=query[:, :count])
     query[:, count:] = 0
     weights = {0: None} if taps is None else {lag: tap.unsqueeze(-1) for lag, tap in taps.items()}
-    blocks = size // LEAF
-    steps, query = (t.unflatten(1, (blocks, LEAF)).flatten(0, 1) for t in (steps, query))
+    leaf = min(leaf, size)
+    blocks = size // leaf
+    steps, query = (t.unflatten(1, (blocks, leaf)).flatten(0, 1) for t in (steps, query))
     # A token's write lands on `reach` + 1 columns, the earliest first.
     entering = places.take("entering", (batch, size, reach + 1, heads_here, state), decay)
     if reach or size > count:
         entering.zero_()
     for lag, tap in weights.items():
-        entering[:, :count, reach - lag] = key if tap is None else key * tap
-    entering = entering.view(batch * blocks, LEAF, reach + 1, heads_here, state)
-    # Row by row inside the leaves: every column's memory decays, then the row's token is written and read.
-    write = places.take("write", (batch * blocks, LEAF + reach, heads_here, state), decay).zero_()
+        here = entering[:, :count, reach - lag]
+        if tap is None:
+            here.copy_(key)
+        else:
+            torch.mul(key, tap, out=here)
+    entering = entering.view(batch * blocks, leaf, reach + 1, heads_here, state)
+    write = places.take("write", (batch * blocks, leaf + reach, heads_here, state), decay)
     read = places.take("read", steps.shape, decay)
-    leaves = steps.new_zeros(batch * blocks, LEAF, LEAF + reach)
-    passed = torch.ones_like(steps[:, 0])
-    for i in range(LEAF):
-        write[:, : i + reach].mul_(steps[:, i : i + 1])
-        write[:, i : i + reach + 1] += entering[:, i]
-        flushed_(passed.mul_(steps[:, i]))
-        torch.mul(query[:, i], passed, out=read[:, i])
-        upto = flushed_(write[:, : i + 1 + reach]).flatten(2)
-        leaves[:, i, : i + 1 + reach] = (upto @ query[:, i].flatten(1).unsqueeze(-1)).squeeze(-1)
+    leaves = steps.new_empty(batch * blocks, leaf, leaf + reach)
+    passed = torch.empty_like(steps[:, 0])
+    fill(steps, query, entering, write, read, passed, leaves)
     filled = places.take("filled", (batch, size, size + reach), decay).zero_()
-    for nth, leaf in enumerate(leaves.unflatten(0, (batch, blocks)).unbind(1)):
-        start = nth * LEAF
-        filled[:, start : start + LEAF, start : start + LEAF + reach] += leaf
-    read, write, passed = flushed_(read).flatten(2), write.flatten(2), passed.flatten(1)
-    half = LEAF
+    for nth, near in enumerate(leaves.unflatten(0, (batch, blocks)).unbind(1)):
+        start = nth * leaf
+        filled[:, start : start + leaf, start : start + leaf + reach] += near
+    read, write, passed = read.flatten(2), write.flatten(2), passed.flatten(1)
+    half, spare = leaf, "write"
     while half < size:
         lower, upper = write.unflatten(0, (-1, 2)).unbind(1)
         second = read.unflatten(0, (-1, 2))[:, 1]
@@ -180,9 +218,11 @@ def square(
         read = read.view(-1, 2 * half, inner)
         if reach:
             # A column with taps in both halves belongs to both.
-            joined = functional.pad(lower, (0, 0, 0, half))
-            joined[:, half:] += upper
-            flushed_(joined[:, half : half + reach])
+            spare = "joined" if spare == "write" else "write"
+            joined = places.take(spare, (len(lower), 2 * half + reach, inner), decay)
+            joined[:, :half] = lower[:, :half]
+            flushed_(torch.add(lower[:, half:], upper[:, :reach], out=joined[:, half : half + reach]))
+            joined[:, half + reach :] = upper[:, reach:]
             write = joined
         else:
             write = write.view(-1, 2 * half, inner)

@@ -1,6 +1,6 @@
 """The row product from blocks of rows of the reduced map, one at a time; see README.md."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,9 @@ from unilinattn.memory import parts
 ROWS = 512
 """Rows per block."""
 
+MapRows = Callable[..., Iterator[tuple[slice, Float[Tensor, "batch row key"]]]]
+"""The type of `reduced_rows`."""
+
 
 def row_product(
     factors: Factors,
@@ -26,12 +29,13 @@ def row_product(
     *,
     sign: Sign = "keep",
     rows: int = ROWS,
+    map_rows: MapRows = reduced_rows,
 ) -> Float[Tensor, "batch length"]:
-    """Return out_j = sum_i row_i sign(weight_i m_ij) for the map m of `reduced_rows`; a missing weight is one.
+    """Return out_j = sum_i row_i sign(weight_i m_ij) for the map m of `map_rows`; a missing weight is one.
 
     Time: that of the map. Memory: linear in length, a block of rows.
     """
-    blocks = (block for _, block in reduced_rows(factors, shape, left, taps, blocks=parts(shape[1], rows)))
+    blocks = (block for _, block in map_rows(factors, shape, left, taps, blocks=parts(shape[1], rows)))
     return folded(blocks, shape[1], row, weight, sign)
 
 

@@ -1,8 +1,6 @@
 """The linear-time passes on a CPU with Numba: one compiled loop for a selective state space, else the form of torch."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unilinattn.kernels.compiled import in_pieces
 from unilinattn.kernels.scan import numba_diagonal, tiled
 from unilinattn.kernels.scan.tiled import scalar_scan, scalar_scan_adjoint
 
@@ -59,7 +58,7 @@ class _Scan(torch.autograd.Function):
         starts = value.new_empty(len(value), groups, inputs[0].shape[3], value.shape[2])
         out = value.new_empty(value.shape)
         for arrays, *results in zip(_arrays(*inputs), _lists(out.squeeze(3)), _lists(starts), strict=True):
-            _in_pieces(numba_diagonal.scan, *arrays, *results)
+            _over_channels(numba_diagonal.scan, *arrays, *results)
         ctx.save_for_backward(*inputs, starts)
         return out
 
@@ -78,7 +77,7 @@ class _Scan(torch.autograd.Function):
         by_rate = upstream.new_empty(batch, size, channels)
         tensors = (starts, upstream.squeeze(3), by_query, by_key, by_decay, by_scale, by_rate, by_value)
         for arrays, *others in zip(_arrays(*inputs), *map(_lists, tensors), strict=True):
-            _in_pieces(numba_diagonal.scan_gradients, *arrays, *others)
+            _over_channels(numba_diagonal.scan_gradients, *arrays, *others)
         by_query, by_key = (t.sum(1).unsqueeze(2) for t in (by_query, by_key))
         return by_query, by_key, by_decay.unsqueeze(3), by_scale, by_rate.sum(0).T, None, by_value.unsqueeze(3)
 
@@ -87,7 +86,7 @@ def _adjoint(*inputs: Any) -> Tensor:
     grad = inputs[-1]
     out = grad.new_empty(grad.shape)
     for arrays, result in zip(_arrays(*inputs), _lists(out.squeeze(3)), strict=True):
-        _in_pieces(numba_diagonal.scan_adjoint, *arrays, result)
+        _over_channels(numba_diagonal.scan_adjoint, *arrays, result)
     return out
 
 
@@ -120,13 +119,6 @@ def _lists(tensor: Tensor) -> list[NDArray[Any]]:
     return [t.detach().contiguous().numpy() for t in tensor]
 
 
-def _in_pieces(loop: Callable[..., None], *arrays: NDArray[Any]) -> None:
-    """Run a compiled loop for each piece of the channels, on as many threads as torch uses."""
-    pieces = range(-(-arrays[2].shape[1] // numba_diagonal.PIECE))
-    threads = min(torch.get_num_threads(), len(pieces))
-    if threads == 1:
-        for piece in pieces:
-            loop(*arrays, piece)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(partial(loop, *arrays), pieces))
+def _over_channels(loop: Callable[..., None], *arrays: NDArray[Any]) -> None:
+    """Run a compiled loop for each piece of the channels."""
+    in_pieces(loop, -(-arrays[2].shape[1] // numba_diagonal.PIECE), *arrays)

@@ -6,11 +6,11 @@ innermost loops run over the lanes of a block; those after the last channel are 
 """
 
 import math
-from collections.abc import Callable
 from typing import no_type_check
 
 import numpy as np
-from numba import njit
+
+from unilinattn.kernels.compiled import compiled, flushed, inlined
 
 PIECE = 128
 """Channels per call, which one thread computes: the result does not depend on the number of threads."""
@@ -22,24 +22,11 @@ GROUP = 32
 """Tokens whose states are recomputed together for the gradient."""
 
 LOG2E = np.float32(1 / math.log(2))
-TINY = np.finfo(np.float32).tiny
 POWERS = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(8))
 """Coefficients of the power series of 2^x."""
 
-# Sums may be reordered, which vector registers need, and no operand is infinite.
-_FAST = {"contract", "reassoc", "nsz", "nnan", "ninf"}
-_inlined = njit(inline="always", fastmath=_FAST)
 
-
-def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
-    """Compile a loop at its first call, and store it if a folder for it can be written."""
-    try:
-        return njit(nogil=True, cache=True, fastmath=_FAST)(loop)
-    except RuntimeError:
-        return njit(nogil=True, fastmath=_FAST)(loop)
-
-
-@_inlined
+@inlined
 @no_type_check
 def _power(x):
     """Return 2^x for x <= 0, zero where it would be subnormal."""
@@ -58,13 +45,7 @@ def _power(x):
     return scaled if x >= np.float32(-126) else np.float32(0)
 
 
-@_inlined
-@no_type_check
-def _flushed(x):
-    return x if abs(x) >= TINY else np.float32(0)
-
-
-@_inlined
+@inlined
 @no_type_check
 def _load(to, array, row, first):
     lanes = array[row, first : first + LANES]
@@ -74,7 +55,7 @@ def _load(to, array, row, first):
         to[lane] = 0
 
 
-@_inlined
+@inlined
 @no_type_check
 def _store(array, row, first, given):
     lanes = array[row, first : first + LANES]
@@ -82,7 +63,7 @@ def _store(array, row, first, given):
         lanes[lane] = given[lane]
 
 
-@_inlined
+@inlined
 @no_type_check
 def _rates(rate, first):
     """Return the rates of a block (state, lane) for powers of 2."""
@@ -94,7 +75,7 @@ def _rates(rate, first):
     return lanes
 
 
-@_compiled
+@compiled
 @no_type_check
 def scan(query, key, log_decay, scale, rate, reset, value, out, starts, piece):
     """Run S_t = exp(g_t) S_{t-1} + k_t s_t v_t and read y_t = q_t . S_t.
@@ -121,12 +102,12 @@ def scan(query, key, log_decay, scale, rate, reset, value, out, starts, piece):
                 q, k = query[t, n], key[t, n]
                 for lane in range(LANES):
                     faded = state[n, lane] * (kept * _power(step[lane] * rates[n, lane]))
-                    state[n, lane] = _flushed(faded + k * written[lane])
+                    state[n, lane] = flushed(faded + k * written[lane])
                     read[lane] += q * state[n, lane]
             _store(out, t, first, read)
 
 
-@_compiled
+@compiled
 @no_type_check
 def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
     """Apply the transpose of `scan`: backward in time, queries write and keys read."""
@@ -147,13 +128,13 @@ def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
                 for lane in range(LANES):
                     entered = state[n, lane] + q * written[lane]
                     read[lane] += k * entered
-                    state[n, lane] = _flushed(entered * (kept * _power(step[lane] * rates[n, lane])))
+                    state[n, lane] = flushed(entered * (kept * _power(step[lane] * rates[n, lane])))
             for lane in range(LANES):
                 read[lane] *= factor[lane]
             _store(out, t, first, read)
 
 
-@_compiled
+@compiled
 @no_type_check
 def scan_gradients(
     query, key, log_decay, scale, rate, reset, value, starts, grad,
@@ -191,7 +172,7 @@ def scan_gradients(
                     for lane in range(LANES):
                         decay = kept * _power(step[lane] * rates[n, lane])
                         faded[n, lane] = decay
-                        after[n, lane] = _flushed(before[n, lane] * decay + k * written[lane])
+                        after[n, lane] = flushed(before[n, lane] * decay + k * written[lane])
             for at in range(end - begin - 1, -1, -1):
                 t = begin + at
                 _load(step, log_decay, t, first)
@@ -214,7 +195,7 @@ def scan_gradients(
                         to_key += flow[n, lane] * written[lane]
                         landed[lane] += k * flow[n, lane]
                     for lane in range(LANES):
-                        flow[n, lane] = _flushed(flow[n, lane] * faded[n, lane])
+                        flow[n, lane] = flushed(flow[n, lane] * faded[n, lane])
                         by_log[lane] = flow[n, lane] * before[n, lane]
                     for lane in range(LANES):
                         slopes[lane] += by_log[lane] * rates[n, lane]
