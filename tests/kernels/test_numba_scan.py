@@ -128,6 +128,20 @@ def test_states_below_the_normal_numbers_are_zero() -> None:
     assert out[3:].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_number_that_is_not_finite_reaches_every_later_output_of_its_channel(bad: float) -> None:
+    inputs = inputs_of(40, 70)
+    inputs[6][1, 20, 3] = bad
+    out, expected = form.diagonal_scan(*inputs), tiled.diagonal_scan(*inputs)
+    assert torch.equal(out.isfinite(), expected.isfinite())
+    assert not out[1, 20:, 3].isfinite().any() and out[:, :, :3].isfinite().all()
+    back = [module.diagonal_scan_adjoint(*inputs).isfinite() for module in (form, tiled)]
+    assert torch.equal(*back) and not back[0].all()
+    leaves = [t.clone().requires_grad_() for t in inputs if t is not None]
+    grads = torch.autograd.grad(form.diagonal_scan(*leaves[:5], None, leaves[5]).sum(), leaves)
+    assert not grads[0][1].isfinite().all() and grads[0][0].isfinite().all()
+
+
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     inputs, threads = inputs_of(70, 3 * form.numba_diagonal.PIECE + 7), torch.get_num_threads()
     results = []

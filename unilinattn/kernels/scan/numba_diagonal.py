@@ -42,7 +42,7 @@ def _power(x):
     power = power * part + POWERS[0]
     bits = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23))
     scaled = power * bits.view(np.float32)
-    return scaled if x >= np.float32(-126) else np.float32(0)
+    return np.float32(0) if x < np.float32(-126) else scaled
 
 
 @inlined
