@@ -25,8 +25,8 @@ from benchmarks.plain import core_of
 from benchmarks.rivals import Place, exponentials
 from benchmarks.timing import interleaved
 from tools.markers import replace_section
+from unilinattn.kernels import loops
 from unilinattn.kernels.backend import Backend, using
-from unilinattn.kernels.scan import numba_diagonal
 from unilinattn.mixers import DiagonalDecay
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,7 +97,7 @@ def measured(rounds: int) -> dict[str, Any]:
         seconds["exponentials"] *= reference.times
         rows.append({"length": length, "errors": errors, **seconds})
     start = time.perf_counter()
-    numba_diagonal.scan_adjoint.recompile()
+    loops.scan_adjoint.recompile()
     first["Numba"] = time.perf_counter() - start
     return {
         "machine": machine("cpu"),

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import cases
 from benchmarks.cases import Case
+from benchmarks.machine import as_for_large_inputs
 from benchmarks.models import NARROW, PUBLISHED
 from benchmarks.resident import growth
 from benchmarks.rivals import Place
@@ -32,7 +33,8 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(int(threads))
     with torch.no_grad():
-        cases.OPERATIONS[operation](structure, 64, Place(NARROW, "cpu")).call()
+        with as_for_large_inputs("cpu"):
+            cases.OPERATIONS[operation](structure, 64, Place(NARROW, "cpu")).call()
         print(growth(cases.OPERATIONS[operation](structure, int(length), Place(PUBLISHED, "cpu")).call))
 
 

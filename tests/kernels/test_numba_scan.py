@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-CHANNELS = (1, 65, form.numba_diagonal.PIECE + 3)
-LENGTHS = (1, form.numba_diagonal.GROUP - 1, 2 * form.numba_diagonal.GROUP + 3)
+CHANNELS = (1, 65, form.loops.PIECE + 3)
+LENGTHS = (1, form.loops.GROUP - 1, 2 * form.loops.GROUP + 3)
 
 
 def inputs_of(length: int, channels: int, *, reset: bool = False, strong: float = 1.0) -> list[Tensor | None]:
@@ -116,6 +116,15 @@ def test_tokens_after_a_strong_decay_are_accurate(strong: float) -> None:
     assert error(form.diagonal_scan(*inputs), defined(wide(inputs))) < 2e-6
 
 
+def test_states_that_grow_are_accurate_and_overflow_to_infinity() -> None:
+    inputs = inputs_of(12, 70)
+    inputs[2] = -inputs[2]
+    assert error(form.diagonal_scan(*inputs), defined(wide(inputs))) < 2e-6
+    inputs[2] = torch.full_like(inputs[2], 40.0)
+    out, expected = form.diagonal_scan(*inputs), tiled.diagonal_scan(*inputs)
+    assert torch.equal(out.isfinite(), expected.isfinite()) and not out.isfinite().all()
+
+
 def test_states_below_the_normal_numbers_are_zero() -> None:
     # Each step keeps 2^-50 of the state: after three steps it would be subnormal.
     length = 6
@@ -143,7 +152,7 @@ def test_a_number_that_is_not_finite_reaches_every_later_output_of_its_channel(b
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
-    inputs, threads = inputs_of(70, 3 * form.numba_diagonal.PIECE + 7), torch.get_num_threads()
+    inputs, threads = inputs_of(70, 3 * form.loops.PIECE + 7), torch.get_num_threads()
     results = []
     try:
         for count in (1, 3):
@@ -211,7 +220,7 @@ from numba.core.caching import CompileResultCacheImpl
 CompileResultCacheImpl._locator_classes = []  # the folders that Numba tries
 from tests.kernels.test_numba_scan import defined, error, form, inputs_of, wide
 assert error(form.diagonal_scan(*inputs_of(3, 2)), defined(wide(inputs_of(3, 2)))) < 2e-6
-assert not form.numba_diagonal.scan.stats.cache_path
+assert not form.loops.scan.stats.cache_path
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -68,7 +68,7 @@ def test_the_reduced_map_equals_its_definition(
 
 
 def test_a_long_inner_axis_is_computed_in_lanes() -> None:
-    length, heads, state = 40, 2 * numba.numba_leaves.LANES // 16 + 1, 16
+    length, heads, state = 40, 2 * numba.loops.LEAF_LANES // 16 + 1, 16
     query, key = torch.randn(2, length, heads, state), torch.randn(2, length, heads, state)
     decay = -torch.rand(2, length, heads, state)
     taps = {0: torch.randn(2, length, heads), 1: torch.randn(2, length, heads)}

@@ -5,8 +5,8 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.kernels.compiled import in_pieces
-from unilinattn.kernels.reduced_map import numba_leaves, tiled
+from unilinattn.kernels import loops
+from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.tiled import held_elements
 
 __all__ = ["held_elements", "reduced_rows"]
@@ -26,7 +26,7 @@ def fill_leaves(
 ) -> None:
     """Fill blocks on the diagonal, as `tiled.fill_leaves` does."""
     tensors = [t.flatten(-2).numpy() for t in (steps, query, entering, write, read, passed)]
-    in_pieces(numba_leaves.fill, len(leaves), *tensors, leaves.numpy())
+    loops.in_pieces(loops.fill_leaf, len(leaves), *tensors, leaves.numpy())
 
 
 reduced_rows = partial(tiled.reduced_rows, leaf=LEAF, fill=fill_leaves)

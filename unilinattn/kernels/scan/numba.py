@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unilinattn.kernels.compiled import in_pieces
-from unilinattn.kernels.scan import numba_diagonal, tiled
+from unilinattn.kernels import loops
+from unilinattn.kernels.scan import tiled
 from unilinattn.kernels.scan.tiled import scalar_scan, scalar_scan_adjoint
 
 __all__ = ["diagonal_scan", "diagonal_scan_adjoint", "scalar_scan", "scalar_scan_adjoint"]
@@ -54,11 +54,11 @@ class _Scan(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Run the compiled loop; keep the state before each group of tokens if a factor's gradient may follow."""
         value = inputs[-1]
-        groups = -(-value.shape[1] // numba_diagonal.GROUP) if any(ctx.needs_input_grad[:-1]) else 0
+        groups = -(-value.shape[1] // loops.GROUP) if any(ctx.needs_input_grad[:-1]) else 0
         starts = value.new_empty(len(value), groups, inputs[0].shape[3], value.shape[2])
         out = value.new_empty(value.shape)
         for arrays, *results in zip(_arrays(*inputs), _lists(out.squeeze(3)), _lists(starts), strict=True):
-            _over_channels(numba_diagonal.scan, *arrays, *results)
+            _over_channels(loops.scan, *arrays, *results)
         ctx.save_for_backward(*inputs, starts)
         return out
 
@@ -71,13 +71,13 @@ class _Scan(torch.autograd.Function):
             return *(None,) * 6, _adjoint(*inputs[:-1], upstream)
         batch, length, channels, _ = upstream.shape
         size = starts.shape[2]
-        shared = (batch, -(-channels // numba_diagonal.PIECE), length, size)
+        shared = (batch, -(-channels // loops.PIECE), length, size)
         by_query, by_key = upstream.new_zeros(shared), upstream.new_zeros(shared)
         by_decay, by_scale, by_value = (upstream.new_empty(batch, length, channels) for _ in range(3))
         by_rate = upstream.new_empty(batch, size, channels)
         tensors = (starts, upstream.squeeze(3), by_query, by_key, by_decay, by_scale, by_rate, by_value)
         for arrays, *others in zip(_arrays(*inputs), *map(_lists, tensors), strict=True):
-            _over_channels(numba_diagonal.scan_gradients, *arrays, *others)
+            _over_channels(loops.scan_gradients, *arrays, *others)
         by_query, by_key = (t.sum(1).unsqueeze(2) for t in (by_query, by_key))
         return by_query, by_key, by_decay.unsqueeze(3), by_scale, by_rate.sum(0).T, None, by_value.unsqueeze(3)
 
@@ -86,7 +86,7 @@ def _adjoint(*inputs: Any) -> Tensor:
     grad = inputs[-1]
     out = grad.new_empty(grad.shape)
     for arrays, result in zip(_arrays(*inputs), _lists(out.squeeze(3)), strict=True):
-        _over_channels(numba_diagonal.scan_adjoint, *arrays, result)
+        _over_channels(loops.scan_adjoint, *arrays, result)
     return out
 
 
@@ -121,4 +121,4 @@ def _lists(tensor: Tensor) -> list[NDArray[Any]]:
 
 def _over_channels(loop: Callable[..., None], *arrays: NDArray[Any]) -> None:
     """Run a compiled loop for each piece of the channels."""
-    in_pieces(loop, -(-arrays[2].shape[1] // numba_diagonal.PIECE), *arrays)
+    loops.in_pieces(loop, -(-arrays[2].shape[1] // loops.PIECE), *arrays)

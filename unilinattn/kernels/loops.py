@@ -1,16 +1,24 @@
-"""The passes of a selective state space on a CPU, compiled by Numba: a block of channels at a time, states in cache.
+"""Loops that Numba compiles, and their threads.
 
-Arrays have one sequence: query and key (length, state), rate (state, channel), reset (length), and everything else
-(length, channel), all contiguous float32. A call computes one piece of `PIECE` channels, in blocks of `LANES`. The
-innermost loops run over the lanes of a block; those after the last channel are zero.
+All of them are in this file, with everything that they inline: Numba compiles a stored loop again when its file changes
+and only then. Arrays are contiguous float32.
+
+Arrays of scans have one sequence: query and key (length, state), rate (state, channel), reset (length), everything else
+(length, channel). A call computes one piece of `PIECE` channels, in blocks of `LANES`. The innermost loops run over the
+lanes of a block; those after the last channel are zero.
 """
 
 import math
-from typing import no_type_check
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any, no_type_check
 
 import numpy as np
-
-from unilinattn.kernels.compiled import compiled, flushed, inlined
+import torch
+from numba import njit
+from numpy.typing import NDArray
 
 PIECE = 128
 """Channels per call, which one thread computes: the result does not depend on the number of threads."""
@@ -25,13 +33,59 @@ LOG2E = np.float32(1 / math.log(2))
 POWERS = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(8))
 """Coefficients of the power series of 2^x."""
 
+LEAF_LANES = 256
+"""(head, state) pairs whose memory of all columns of a leaf of the reduced map stays in the first cache."""
 
-@inlined
+TINY = np.finfo(np.float32).tiny
+
+# Sums may be reordered, which vector registers need. NaN and infinite numbers stay what they are.
+_FAST = {"contract", "reassoc", "nsz"}
+
+_inlined: Callable[[Any], Any] = njit(inline="always", fastmath=_FAST)
+
+
+def _compiled(loop: Callable[..., None]) -> Any:
+    """Compile a loop at its first call, and store it if a folder for it can be written."""
+    try:
+        return njit(nogil=True, cache=True, fastmath=_FAST)(loop)
+    except RuntimeError:
+        return njit(nogil=True, fastmath=_FAST)(loop)
+
+
+def in_pieces(loop: Callable[..., None], count: int, *arrays: NDArray[Any]) -> None:
+    """Call a compiled loop with `arrays` and each of `count` numbers, on as many threads as torch uses."""
+    threads = min(torch.get_num_threads(), count)
+    if threads == 1:
+        for piece in range(count):
+            loop(*arrays, piece)
+    else:
+        list(_pool(threads).map(partial(loop, *arrays), range(count)))
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="unilinattn")
+
+
+# A forked process has no threads, but the memory of a pool that had them.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+@_inlined
+@no_type_check
+def _flushed(x):
+    """Return x, zero if it is subnormal; NaN stays NaN."""
+    return np.float32(0) if abs(x) < TINY else x
+
+
+@_inlined
 @no_type_check
 def _power(x):
-    """Return 2^x for x <= 0, zero where it would be subnormal."""
-    whole = np.floor(max(x, np.float32(-126)) + np.float32(0.5))
-    part = max(x, np.float32(-126)) - whole
+    """Return 2^x, zero where it would be subnormal and infinite from 2^127.5 on."""
+    bounded = min(max(x, np.float32(-126)), np.float32(128))
+    whole = np.floor(bounded + np.float32(0.5))
+    part = bounded - whole
     power = POWERS[7]
     power = power * part + POWERS[6]
     power = power * part + POWERS[5]
@@ -45,7 +99,7 @@ def _power(x):
     return np.float32(0) if x < np.float32(-126) else scaled
 
 
-@inlined
+@_inlined
 @no_type_check
 def _load(to, array, row, first):
     lanes = array[row, first : first + LANES]
@@ -55,7 +109,7 @@ def _load(to, array, row, first):
         to[lane] = 0
 
 
-@inlined
+@_inlined
 @no_type_check
 def _store(array, row, first, given):
     lanes = array[row, first : first + LANES]
@@ -63,7 +117,7 @@ def _store(array, row, first, given):
         lanes[lane] = given[lane]
 
 
-@inlined
+@_inlined
 @no_type_check
 def _rates(rate, first):
     """Return the rates of a block (state, lane) for powers of 2."""
@@ -75,7 +129,7 @@ def _rates(rate, first):
     return lanes
 
 
-@compiled
+@_compiled
 @no_type_check
 def scan(query, key, log_decay, scale, rate, reset, value, out, starts, piece):
     """Run S_t = exp(g_t) S_{t-1} + k_t s_t v_t and read y_t = q_t . S_t.
@@ -102,12 +156,12 @@ def scan(query, key, log_decay, scale, rate, reset, value, out, starts, piece):
                 q, k = query[t, n], key[t, n]
                 for lane in range(LANES):
                     faded = state[n, lane] * (kept * _power(step[lane] * rates[n, lane]))
-                    state[n, lane] = flushed(faded + k * written[lane])
+                    state[n, lane] = _flushed(faded + k * written[lane])
                     read[lane] += q * state[n, lane]
             _store(out, t, first, read)
 
 
-@compiled
+@_compiled
 @no_type_check
 def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
     """Apply the transpose of `scan`: backward in time, queries write and keys read."""
@@ -128,13 +182,13 @@ def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
                 for lane in range(LANES):
                     entered = state[n, lane] + q * written[lane]
                     read[lane] += k * entered
-                    state[n, lane] = flushed(entered * (kept * _power(step[lane] * rates[n, lane])))
+                    state[n, lane] = _flushed(entered * (kept * _power(step[lane] * rates[n, lane])))
             for lane in range(LANES):
                 read[lane] *= factor[lane]
             _store(out, t, first, read)
 
 
-@compiled
+@_compiled
 @no_type_check
 def scan_gradients(
     query, key, log_decay, scale, rate, reset, value, starts, grad,
@@ -172,7 +226,7 @@ def scan_gradients(
                     for lane in range(LANES):
                         decay = kept * _power(step[lane] * rates[n, lane])
                         faded[n, lane] = decay
-                        after[n, lane] = flushed(before[n, lane] * decay + k * written[lane])
+                        after[n, lane] = _flushed(before[n, lane] * decay + k * written[lane])
             for at in range(end - begin - 1, -1, -1):
                 t = begin + at
                 _load(step, log_decay, t, first)
@@ -195,7 +249,7 @@ def scan_gradients(
                         to_key += flow[n, lane] * written[lane]
                         landed[lane] += k * flow[n, lane]
                     for lane in range(LANES):
-                        flow[n, lane] = flushed(flow[n, lane] * faded[n, lane])
+                        flow[n, lane] = _flushed(flow[n, lane] * faded[n, lane])
                         by_log[lane] = flow[n, lane] * before[n, lane]
                     for lane in range(LANES):
                         slopes[lane] += by_log[lane] * rates[n, lane]
@@ -211,3 +265,40 @@ def scan_gradients(
                 _store(by_value, t, first, landed)
         for n in range(size):
             _store(by_rate, n, first, rate_slopes[n])
+
+
+@_compiled
+@no_type_check
+def fill_leaf(steps, query, entering, write, read, passed, leaves, block):
+    """Fill one leaf of `fill_leaves` of the reduced map; (head, state) is one axis of every array."""
+    tokens, inner = steps.shape[1:]
+    reach = entering.shape[2] - 1
+    leaf = leaves[block]
+    leaf[:] = 0
+    write[block] = 0
+    for first in range(0, inner, LEAF_LANES):
+        last = min(first + LEAF_LANES, inner)
+        crossed = passed[block, first:last]
+        crossed[:] = 1
+        for i in range(tokens):
+            step, reader = steps[block, i, first:last], query[block, i, first:last]
+            for col in range(i + reach + 1):
+                memory = write[block, col, first:last]
+                total = np.float32(0)
+                if col < i:
+                    for lane in range(len(memory)):
+                        decayed = _flushed(memory[lane] * step[lane])
+                        memory[lane] = decayed
+                        total += decayed * reader[lane]
+                else:
+                    landing = entering[block, i, col - i, first:last]
+                    for lane in range(len(memory)):
+                        written = _flushed(memory[lane] * step[lane] + landing[lane])
+                        memory[lane] = written
+                        total += written * reader[lane]
+                leaf[i, col] += total
+            reading = read[block, i, first:last]
+            for lane in range(len(crossed)):
+                across = _flushed(crossed[lane] * step[lane])
+                crossed[lane] = across
+                reading[lane] = _flushed(reader[lane] * across)

@@ -1,14 +1,22 @@
-"""Threads of compiled loops."""
+"""Files and threads of compiled loops."""
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("numba", reason="the extra `cpu` (numba) is not installed")
 
-from unilinattn.kernels.compiled import in_pieces
+from unilinattn.kernels.loops import in_pieces
+
+ROOT = Path(__file__).parents[2] / "unilinattn"
+
+
+def test_compiled_code_is_in_one_file() -> None:
+    # Numba compiles a stored loop again when its own file changes, but not when a function that it inlines does.
+    assert [path.name for path in ROOT.rglob("*.py") if "njit" in path.read_text()] == ["loops.py"]
 
 
 def called(count: int, threads: int) -> list[int]:
