@@ -194,7 +194,7 @@ class DiagonalDecayCost(MixerCost):
         super().__init__(mixer, mixer.state_size)
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
-        """The block, and for `heads_at_once` heads: their block, a quarter of its square, and the factors."""
+        """The block, and for `heads_at_once` heads: their block, the last corner of its square, and the factors."""
         pairs = rows * cols
         part = min(heads, self.mixer.heads_at_once(VECTORS * rows + cols))
         working = pairs + min(rows, cols) ** 2 // 4 + 3 * self.state * (rows + cols)

@@ -93,9 +93,11 @@ def _adjoint(*inputs: Any) -> Tensor:
 def _is_selective(
     query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor | None, rate: Tensor | None, value: Tensor
 ) -> bool:
-    """Whether the factors are those of a selective state space: one decay, scale and channel per head (S6)."""
+    """Whether the factors are float32 and those of S6: one decay, scale and channel per head, one query and key."""
+    if key_scale is None or rate is None:
+        return False
     single = query.shape[2] == key.shape[2] == log_decay.shape[3] == value.shape[3] == 1
-    return single and key_scale is not None and rate is not None
+    return single and all(t.dtype == torch.float32 for t in (query, key, log_decay, key_scale, rate, value))
 
 
 def _arrays(
