@@ -181,7 +181,7 @@ def test_other_structures_use_the_form_of_torch() -> None:
 
 
 def test_large_float32_work_is_compiled() -> None:
-    large, small = torch.zeros(LEAST), torch.zeros(LEAST - 1)
+    large, small = torch.zeros(LEAST["scan"]), torch.zeros(LEAST["scan"] - 1)
     assert implementation("scan", large).__name__.endswith(".numba")
     assert implementation("scan", small).__name__.endswith(".tiled")
     assert implementation("scan", large.double()).__name__.endswith(".tiled")
@@ -197,7 +197,7 @@ def test_numba_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -
     with using("numba"), pytest.raises(BackendError, match=r"torch.float64 on cpu; they take torch.float32 on the CPU"):
         implementation("scan", torch.zeros(1, dtype=torch.float64))
     monkeypatch.setattr(backend, "_installed", lambda package: False)
-    assert implementation("scan", torch.zeros(LEAST)).__name__.endswith(".tiled")
+    assert implementation("scan", torch.zeros(LEAST["scan"])).__name__.endswith(".tiled")
     with using("numba"), pytest.raises(BackendError, match=r"numba is not installed.*unilinattn\[cpu\]"):
         implementation("scan", torch.zeros(1))
 

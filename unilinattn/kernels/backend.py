@@ -27,11 +27,11 @@ VARIABLE = "UNILINATTN_KERNELS"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the Triton kernels, which compute in float32; float64 and complex tensors use torch."""
 
-LEAST = 1 << 18
-"""Fewest log-decays for which Numba is chosen: smaller work is fast in torch, and is not worth loading a compiler."""
+LEAST = {"contribution_norms": 1 << 22, "reduced_map": 1 << 18, "row_product": 1 << 18, "scan": 1 << 18}
+"""Operations with an implementation in Numba, and the fewest elements for which it is chosen.
 
-COMPILED = ("reduced_map", "row_product", "scan")
-"""Operations with an implementation in Numba."""
+They are those of the vectors of a tile, or log-decays. Smaller work is fast in torch and not worth loading a compiler.
+"""
 
 _forced: ContextVar[Backend | None] = ContextVar("forced", default=None)
 
@@ -53,14 +53,15 @@ def using(backend: Backend | None) -> Iterator[None]:
         _forced.reset(token)
 
 
-def implementation(operation: str, like: Tensor) -> ModuleType:
+def implementation(operation: str, like: Tensor, elements: int | None = None) -> ModuleType:
     """Return the module of an operation for tensors like `like`: its `triton`, its `numba` or its `tiled`.
 
-    They define the same functions; an operation without a `numba` uses its `tiled`.
+    They define the same functions; an operation without a `numba` uses its `tiled`. `elements`: those of the work, as
+    `LEAST` counts them; those of `like` by default.
 
     Raises `BackendError` if Triton or Numba is forced and cannot run.
     """
-    form = "triton" if uses_triton(like) else "numba" if uses_numba(operation, like) else "tiled"
+    form = "triton" if uses_triton(like) else "numba" if uses_numba(operation, like, elements) else "tiled"
     return importlib.import_module(f"unilinattn.kernels.{operation}.{form}")
 
 
@@ -79,17 +80,17 @@ def uses_triton(like: Tensor) -> bool:
     return True
 
 
-def uses_numba(operation: str, like: Tensor) -> bool:
-    """Return whether an operation on log-decays like `like` uses Numba."""
-    if operation not in COMPILED:
+def uses_numba(operation: str, like: Tensor, elements: int | None = None) -> bool:
+    """Return whether an operation on tensors like `like` uses Numba, for work of `elements` elements."""
+    if operation not in LEAST:
         return False
     forced = _chosen()
     if forced == "numba":
         _refuse_what_cannot_be_compiled(like)
     if forced is not None:
         return forced == "numba"
-    large = like.device.type == "cpu" and like.dtype == torch.float32 and like.numel() >= LEAST
-    return large and _installed("numba")
+    large = (like.numel() if elements is None else elements) >= LEAST[operation]
+    return large and like.device.type == "cpu" and like.dtype == torch.float32 and _installed("numba")
 
 
 def _chosen() -> Backend | None:

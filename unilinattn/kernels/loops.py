@@ -36,6 +36,12 @@ POWERS = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(8
 LEAF_LANES = 256
 """(head, state) pairs whose memory of all columns of a leaf of the reduced map stays in the first cache."""
 
+GROUPS = 8
+"""Groups of contribution norms per call."""
+
+OUTS = 256
+"""Coordinates of a contribution that are formed and reduced at a time, which stay in the first cache."""
+
 TINY = np.finfo(np.float32).tiny
 
 # Sums may be reordered, which vector registers need. NaN and infinite numbers stay what they are.
@@ -302,3 +308,43 @@ def fill_leaf(steps, query, entering, write, read, passed, leaves, block):
                 across = _flushed(crossed[lane] * step[lane])
                 crossed[lane] = across
                 reading[lane] = _flushed(reader[lane] * across)
+
+
+@_compiled
+@no_type_check
+def alti_norms(vectors, weight, sign, size, scores, norms, piece):
+    """Add ||y||_1 - ||y - T||_1 and ||T||_1 of the contributions T = W v of some groups to `scores` and `norms`.
+
+    vectors (group, channel, row, col), weight (group or 1, channel, out), with a multiple of four channels; y is
+    sign * size (batch, row, out).
+    """
+    groups, channels, rows, cols = vectors.shape
+    outs, formed = weight.shape[2], np.zeros(OUTS, np.float32)
+    for group in range(piece * GROUPS, min((piece + 1) * GROUPS, groups)):
+        matrix, sequence = weight[group % len(weight)], group // (groups // len(sign))
+        for first in range(0, outs, OUTS):
+            last = min(first + OUTS, outs)
+            vector = formed[: last - first]
+            for row in range(rows):
+                along, reference = sign[sequence, row, first:last], size[sequence, row, first:last]
+                for col in range(cols):
+                    for c in range(0, channels, 4):
+                        v0, v1 = vectors[group, c, row, col], vectors[group, c + 1, row, col]
+                        v2, v3 = vectors[group, c + 2, row, col], vectors[group, c + 3, row, col]
+                        w0, w1 = matrix[c, first:last], matrix[c + 1, first:last]
+                        w2, w3 = matrix[c + 2, first:last], matrix[c + 3, first:last]
+                        if c == 0:
+                            for out in range(len(vector)):
+                                vector[out] = v0 * w0[out] + v1 * w1[out] + v2 * w2[out] + v3 * w3[out]
+                        else:
+                            for out in range(len(vector)):
+                                vector[out] += v0 * w0[out] + v1 * w1[out] + v2 * w2[out] + v3 * w3[out]
+                    score, norm = np.float32(0), np.float32(0)
+                    for out in range(len(vector)):
+                        # |y| - |y - T| is T along y, reflected where it goes beyond; the choice keeps a NaN of y.
+                        part = vector[out] * along[out]
+                        reflected = reference[out] + reference[out] - part
+                        score += part if part < reflected else reflected
+                        norm += abs(part)
+                    scores[group, row, col] += score
+                    norms[group, row, col] += norm

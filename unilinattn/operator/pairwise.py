@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 
 import torch
 from jaxtyping import Float, Int
@@ -56,10 +57,15 @@ class Tile:
         elif order == 2 and self.weight is not None and self._has_gram:
             norms = gram.norms(self.inner, gram.gram(self.weight))
         else:
-            reduce = implementation("contribution_norms", self.inner).norms
-            norms = reduce(self.inner, self.weight, order=order, reference=reference)
+            norms = self._reductions.norms(self.inner, self.weight, order=order, reference=reference)
         norms = self._by_pair(norms)
         return norms if extra is None else self.with_extra(norms, order, extra, reference)
+
+    @property
+    def _reductions(self) -> ModuleType:
+        """The implementation of `kernels.contribution_norms` for this tile."""
+        outs = 1 if self.weight is None else self.weight.shape[1]
+        return implementation("contribution_norms", self.inner, self.inner.numel() * outs)
 
     @property
     def _has_gram(self) -> bool:
@@ -72,8 +78,7 @@ class Tile:
         self, reference: Float[Tensor, "batch row out"]
     ) -> tuple[Float[Tensor, "batch *part row col"], Float[Tensor, "batch *part row col"]]:
         """Return the orders "alti" and 1 of `norms`, for less than both."""
-        reduce = implementation("contribution_norms", self.inner).alti_norms
-        scores, sizes = reduce(self.inner, self.weight, reference)
+        scores, sizes = self._reductions.alti_norms(self.inner, self.weight, reference)
         return self._by_pair(scores), self._by_pair(sizes)
 
     def with_extra(

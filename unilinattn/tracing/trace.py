@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -95,7 +95,7 @@ class Trace:
     def versions(self) -> dict[str, str]:
         """Versions of this library, of torch and of the host's package."""
         package = type(self.host).__module__.split(".")[0]
-        versions = {"unilinattn": version("unilinattn"), "torch": torch.__version__}
+        versions = {"unilinattn": _version(), "torch": torch.__version__}
         host = getattr(sys.modules.get(package), "__version__", None)
         return versions if host is None else {**versions, package: str(host)}
 
@@ -378,6 +378,12 @@ def recorded_run(
             return call()
 
     return in_gradient_mode(False, lambda: isolated(model, run))
+
+
+@cache
+def _version() -> str:
+    """Return the version of this library, whose metadata takes milliseconds to read."""
+    return version("unilinattn")
 
 
 def _last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:

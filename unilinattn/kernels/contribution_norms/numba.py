@@ -1,0 +1,62 @@
+"""The contribution norms on a CPU with Numba: vectors of few channels are formed and reduced in vector registers."""
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from unilinattn.kernels import loops
+from unilinattn.kernels.contribution_norms import tiled
+from unilinattn.kernels.contribution_norms.naive import Order, kind_of
+from unilinattn.kernels.contribution_norms.tiled import held_elements
+
+__all__ = ["alti_norms", "held_elements", "norms"]
+
+CHANNELS = 32
+"""Most channels of a vector in a compiled loop: the product of more runs faster in a library's kernel."""
+
+
+def norms(
+    vectors: Float[Tensor, "group channel row col"],
+    weight: Float[Tensor, "#group out channel"] | None,
+    *,
+    order: Order,
+    reference: Float[Tensor, "batch row out"] | None = None,
+) -> Float[Tensor, "group row col"]:
+    """Reduce T = W v of each pair; "alti" and 1 by compiled loops if v has few channels, else by `tiled`."""
+    kind, _ = kind_of(order, reference)
+    if weight is None or vectors.shape[1] > CHANNELS or kind not in ("alti", "l1"):
+        return tiled.norms(vectors, weight, order=order, reference=reference)
+    if reference is None:
+        reference = vectors.new_zeros(1, vectors.shape[2], weight.shape[1])
+    return _reduced(vectors, weight, reference)[kind == "l1"]
+
+
+def alti_norms(
+    vectors: Float[Tensor, "group channel row col"],
+    weight: Float[Tensor, "#group out channel"] | None,
+    reference: Float[Tensor, "batch row out"],
+) -> tuple[Float[Tensor, "group row col"], Float[Tensor, "group row col"]]:
+    """Return the orders "alti" and 1 of `norms`, with one product W v for both."""
+    if weight is None or vectors.shape[1] > CHANNELS:
+        return tiled.alti_norms(vectors, weight, reference)
+    return _reduced(vectors, weight, reference)
+
+
+def _reduced(
+    vectors: Float[Tensor, "group channel row col"],
+    weight: Float[Tensor, "#group out channel"],
+    reference: Float[Tensor, "batch row out"],
+) -> tuple[Float[Tensor, "group row col"], Float[Tensor, "group row col"]]:
+    scores = vectors.new_zeros(vectors.shape[0], *vectors.shape[2:])
+    sizes = torch.zeros_like(scores)
+    sign = torch.ones_like(reference).copysign_(reference)
+    # The loop takes four channels at a time.
+    matrix = weight.mT
+    if missing := -vectors.shape[1] % 4:
+        vectors, matrix = pad(vectors, (0, 0, 0, 0, 0, missing)), pad(matrix, (0, 0, 0, missing))
+    tensors = (vectors, matrix, sign, reference.abs(), scores, sizes)
+    pieces = -(-len(scores) // loops.GROUPS)
+    loops.in_pieces(loops.alti_norms, pieces, *(np.ascontiguousarray(t.numpy()) for t in tensors))
+    return scores, sizes
