@@ -40,6 +40,10 @@ class ExactnessError(UnilinattnError, ArithmeticError):
     """A layer's operator does not reproduce the host's output up to the rounding of its dtype."""
 
 
+class NonFiniteError(UnilinattnError, ArithmeticError):
+    """Scores are NaN or infinite although every layer is finite: they exceed the range of their dtype."""
+
+
 class ResultFileError(UnilinattnError, ValueError):
     """A saved result is truncated, of another version, or was not written by this library."""
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from jaxtyping import TypeCheckError
-from transformers import Gemma2Config, Gemma2Model
+from transformers import Gemma2Config, Gemma2Model, MambaConfig, MambaModel
 
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
-from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.errors import InputError, NonFiniteError, OptionError, UncoveredError
 from unilinattn.methods import alti, compare, estimate, explain, latim, logit, rollout
 from unilinattn.tracing.trace import Trace, trace
 
@@ -20,6 +20,17 @@ def test_a_model_and_its_trace_give_the_same_scores() -> None:
     through = explain(trace(model, inputs("left")), method="latim", p=1, target=-1)
     assert torch.equal(direct.scores, through.scores)
     assert direct.options == through.options
+
+
+def test_scores_beyond_the_range_of_their_dtype_are_refused() -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(hidden_size=16, num_hidden_layers=30, state_size=8, vocab_size=32, initializer_range=1.0)
+    model, ids = MambaModel(config).eval().double(), torch.randint(32, (1, 12))
+    assert explain(model, ids, method="rollout", target=-1).scores.abs().max() > torch.finfo(torch.float32).max
+    model.float()
+    assert explain(model, ids, method="rollout", target=-1, normalize="rows").scores.isfinite().all()
+    with pytest.raises(NonFiniteError, match=r"rollout: \d+ of 12 scores .* all 30 layers are finite.*float32"):
+        explain(model, ids, method="rollout", target=-1)
 
 
 def test_the_result_is_labelled() -> None:

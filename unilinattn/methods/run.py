@@ -7,9 +7,18 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
-from unilinattn.errors import ExactnessWarning, InputError, OptionError, UncoveredError, UnilinattnError, nearest
+from unilinattn.errors import (
+    ExactnessWarning,
+    InputError,
+    NonFiniteError,
+    OptionError,
+    UncoveredError,
+    UnilinattnError,
+    nearest,
+)
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
@@ -96,9 +105,9 @@ def explain(
         options: options of the method.
 
     Raises `OptionError` for an unknown method or option, `InputError` for inputs, a target or labels that do not
-    fit, `ExactnessError` for a layer that misses the host's output, `MemoryLimitError` before anything too large is
-    allocated, `UncoveredError` for a model that the method does not cover (the default method's error names those that
-    do), and the errors of `trace`.
+    fit, `ExactnessError` for a layer that misses the host's output, `NonFiniteError` for scores beyond the range of
+    their dtype, `MemoryLimitError` before anything too large is allocated, `UncoveredError` for a model that the method
+    does not cover (the default method's error names those that do), and the errors of `trace`.
     """
     _require_known(method)
     with limited_to(max_memory), bars(progress), trusting(trust):
@@ -203,14 +212,31 @@ def compare(
 
 
 def run_method(method: Method, trace: Trace, target: Target | None, options: Mapping[str, Any]) -> Attribution:
-    """Run a method, check the layers of its result against the host's outputs, and keep the warnings in the result."""
+    """Run a method, check the layers of its result against the host's outputs, and keep the warnings in the result.
+
+    Raises `NonFiniteError` if a score is NaN or infinite.
+    """
     with full_precision():
         result = method.function(trace, target=target, **options)
         doubts = require_exact(layer for layer in trace.layers if layer.name in result.layers)
+    _require_finite(result)
     doubts = (*doubts, *result.warnings)
     for doubt in doubts:
         warnings.warn(doubt, ExactnessWarning, stacklevel=3)
     return replace(result, warnings=doubts) if doubts else result
+
+
+def _require_finite(result: Attribution) -> None:
+    scores = result.scores
+    wrong = int((~scores.isfinite()).sum())
+    if wrong:
+        dtype = str(scores.dtype).removeprefix("torch.")
+        raise NonFiniteError(
+            f"{result.method}: {wrong} of {scores.numel()} scores are NaN or infinite, though all {len(result.layers)} "
+            f"layers are finite. Products of many unnormalised maps exceed {torch.finfo(scores.dtype).max:.0e}, the "
+            f"range of {dtype}: trace the model in float64 (model.double()), normalise the maps (normalize='rows', if "
+            "the method has it), or take fewer layers."
+        )
 
 
 def _require_known(method: str | None) -> None:
