@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import unilinattn as ula
 from tests.memory.hosts import HOSTS
 from unilinattn.errors import ModelStateError
+from unilinattn.kernels.backend import using
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import transformers_model
 from unilinattn.testing.peak import Peak, peak_of
@@ -76,6 +77,15 @@ def test_the_estimate_counts_the_backward_pass(name: str, length: int) -> None:
     assert 0.5 <= first.bytes / peak.peak <= 2, (first.bytes, peak.peak)
     assert 0.5 <= first.operations / peak.multiplications <= 2, (first.operations, peak.multiplications)
     assert "gradients" in repr(estimate)
+
+
+@pytest.mark.parametrize("length", [96, 400])
+def test_the_estimate_counts_the_states_that_compiled_loops_save(length: int) -> None:
+    pytest.importorskip("numba", reason="the extra `cpu` (numba) is not installed")
+    host_trace = traced("mamba", length)
+    with using("numba"):
+        (first, *_), peak = ula.estimate(host_trace, method="attribution", target=-1).layers, counted(host_trace)
+    assert 0.5 <= first.bytes / peak.peak <= 2, (first.bytes, peak.peak)
 
 
 @pytest.mark.parametrize(

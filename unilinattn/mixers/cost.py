@@ -7,16 +7,14 @@ Elements include the result of an operation and not its inputs. A structure regi
 from functools import singledispatch
 from typing import ClassVar, NamedTuple
 
-from unilinattn.kernels.backend import implementation
+from unilinattn.kernels.backend import implementation, uses_numba
 from unilinattn.kernels.reduced_map import tiled
-from unilinattn.kernels.scan.tiled import CHUNK, GROUP, KEPT, STEPS
+from unilinattn.kernels.scan import tiled as scan
+from unilinattn.kernels.scan.tiled import CHUNK, STATES, STEPS
 from unilinattn.mixers import CoreMixer, Dense, DiagonalDecay, Reversed, ScalarDecay, Toeplitz, ToeplitzLowRank
 from unilinattn.mixers.chunked import KEPT as KEPT_MATRICES
 from unilinattn.mixers.chunked import Chunked
 from unilinattn.mixers.diagonal_decay import SQUARES, VECTORS
-
-STATES = 5
-"""Number of (token, head, state) arrays in a recurrence: decay, its running product, key, state and product."""
 
 OVERSHOOT = 64
 """Columns after the diagonal that are computed for each row of a causal map, on average."""
@@ -143,6 +141,11 @@ class ToeplitzCost(MixerCost):
             return Cost(4 * values, values * self.mixer.taps.shape[1])
         return Cost(8 * values, values * (2 + 4 * self.keys.bit_length()))
 
+    def gradient_elements(self, channels: int) -> int:
+        """For a short kernel: values, outputs, a shifted product, and their gradients."""
+        values = self.batch * self.heads * self.keys * channels
+        return 6 * values if self.mixer.is_short else super().gradient_elements(channels)
+
     def rows_cost(self, rows: int) -> Cost:
         """The values looked up, masked and transposed; the lags, clamped lags, and a mask."""
         pairs = self.batch * rows * self.keys
@@ -216,9 +219,9 @@ class DiagonalDecayCost(MixerCost):
         return implementation("reduced_map", self.mixer.log_decay).held_elements(rows, shape)
 
     def pass_cost(self, channels: int) -> Cost:
-        """Values, outputs, and the states of `STEPS` tokens."""
+        """Values, outputs, and the states of `STEPS` tokens, which compiled loops do not store."""
         columns = self.batch * self.heads * channels
-        states = STATES * min(self.keys, STEPS) * self.state
+        states = 0 if self._is_compiled(channels) else STATES * min(self.keys, STEPS) * self.state
         return Cost(columns * (2 * self.keys + states), 3 * columns * self.keys * self.state)
 
     def rows_cost(self, rows: int) -> Cost:
@@ -229,10 +232,18 @@ class DiagonalDecayCost(MixerCost):
         return Cost(2 * self.batch * rows * self.heads * self.keys + at_once, 3 * states * rows * self.keys)
 
     def gradient_elements(self, channels: int) -> int:
-        """Values, outputs and factors with their gradients; states and decays (of one group of tokens if long)."""
-        saved = self.keys if self.keys <= KEPT else GROUP
-        states = (2 * saved + STATES * min(self.keys, STEPS)) * self.state
-        return self.batch * self.heads * channels * (8 * self.keys + states)
+        """Values, outputs and factors with their gradients, and the states of the kernel."""
+        columns = self.batch * self.heads * channels
+        form = implementation("scan", self.mixer.log_decay) if self._is_compiled(channels) else scan
+        states: int = form.state_elements(self.batch, self.keys, self.heads * channels, self.state)
+        return 8 * columns * self.keys + states
+
+    def _is_compiled(self, channels: int) -> bool:
+        """Whether the passes of a selective state space run as compiled loops."""
+        mixer = self.mixer
+        per_head = mixer.rate is not None and mixer.key_scale is not None and channels == mixer.log_decay.shape[3] == 1
+        shared = mixer.query.shape[2] == mixer.key.shape[2] == 1
+        return per_head and shared and uses_numba("scan", mixer.log_decay)
 
     def map_operations(self, channels: int) -> int:
         """Half of one product with inner dimension heads x state, and whole squares on the diagonal."""

@@ -180,7 +180,7 @@ class DiagonalDecay(CoreMixer):
             yield from super().reduced_parts(blocks, left, taps)
             return
         kernel = implementation("reduced_map", self.log_decay).reduced_rows
-        for _, block in kernel(self.factors, self._scan_shape, left, taps, blocks=blocks):
+        for _, block in kernel(self.factors, self.scan_shape, left, taps, blocks=blocks):
             yield block
 
     def row_product(
@@ -196,7 +196,7 @@ class DiagonalDecay(CoreMixer):
         if not self._is_per_head(left, taps):
             return super().row_product(row, weight, sign, rows, left, taps)
         kernel = implementation("row_product", self.log_decay).row_product
-        product: Tensor = kernel(self.factors, self._scan_shape, row, weight, left, taps, sign=sign, rows=rows)
+        product: Tensor = kernel(self.factors, self.scan_shape, row, weight, left, taps, sign=sign, rows=rows)
         return product
 
     @property
@@ -219,8 +219,8 @@ class DiagonalDecay(CoreMixer):
         return all(weight.shape[2] == self.heads for weight in weights)
 
     @property
-    def _scan_shape(self) -> tuple[int, int, int, int]:
-        """(batch, length, heads, state)."""
+    def scan_shape(self) -> tuple[int, int, int, int]:
+        """(batch, length, heads, state), as the kernels take it."""
         batch, heads, length, _ = self.shape
         return batch, length, heads, self.state_size
 

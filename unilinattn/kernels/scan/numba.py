@@ -47,6 +47,12 @@ def diagonal_scan_adjoint(
     return _adjoint(*factors, reset, grad)
 
 
+def state_elements(batch: int, length: int, channels: int, state: int) -> int:
+    """Elements of the saved states of a differentiated scan, and of the pieces' gradients of query and key."""
+    pieces = -(-channels // loops.PIECE)
+    return batch * state * (-(-length // loops.GROUP) * channels + 2 * length * pieces)
+
+
 class _Scan(torch.autograd.Function):
     """A selective state space, whose gradient recomputes the states of some tokens at a time."""
 

@@ -25,6 +25,9 @@ CHUNK = 64
 STEPS = 16
 """Tokens whose states are in memory at a time for a diagonal decay, so that they stay in cache."""
 
+STATES = 5
+"""Number of (token, head, state) arrays in a recurrence: decay, its running product, key, state and product."""
+
 KEPT = 512
 """Longest pass, in tokens, that stores all its states for its gradient."""
 
@@ -56,6 +59,12 @@ def recur_back(
         crossed = torch.cat([decay[:, 1:], later.expand(decay[:, 0].shape).unsqueeze(1)], 1)
         return _Recurrence.apply(state, crossed, increment, True)
     return _states(state, (*decay.unbind(1)[1:], later), increment, range(decay.shape[1] - 1, -1, -1), room)
+
+
+def state_elements(batch: int, length: int, channels: int, state: int) -> int:
+    """Elements of the saved states and decays of a differentiated scan, and of a recurrence of `STEPS` tokens."""
+    saved = length if length <= KEPT else GROUP
+    return batch * channels * state * (2 * saved + STATES * min(length, STEPS))
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
