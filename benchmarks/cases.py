@@ -10,7 +10,17 @@ from torch.nn import functional
 
 import unilinattn as ula
 from benchmarks import models, plain
-from benchmarks.rivals import Place, Rival, calls_of, exponentials, map_floor, product, row_steps, vectors_floor
+from benchmarks.rivals import (
+    Place,
+    Rival,
+    calls_of,
+    exponentials,
+    map_floor,
+    product,
+    rollout_steps,
+    row_steps,
+    vectors_floor,
+)
 from unilinattn.methods.attribution import AttributionOptions, gradient_weights
 from unilinattn.methods.maps import Weight, unit_rows, vecmat
 from unilinattn.methods.selection import query_rows
@@ -80,6 +90,7 @@ def rollout(structure: str, length: int, place: Place) -> Prepared:
         heads = core.heads
         value = place.numbers(1, length, heads, place.sizes.inner // heads)
         rivals["forward"] = Rival(lambda: core.apply(value))
+        rivals["steps"] = rollout_steps(length, place, lambda: core.apply(value))
     return Prepared(call, rivals)
 
 
@@ -256,8 +267,8 @@ def _cases() -> Iterator[Case]:
         yield Case("logit", structure, 512, {d: {"host": goal} for d in ("cpu", "cuda")}, ("host",))
         yield Case("next logit", structure, 512, {}, ("host",))
     yield Case("attribution", "mamba", 2048, {d: {"map": 1.3} for d in ("cpu", "cuda")}, ("map",))
-    goals = {d: {"host": 0.3, "forward": 2.5} for d in ("cpu", "cuda")}
-    yield Case("rollout", "mamba", 2048, goals, ("host", "forward"))
+    goals = {d: {"host": 0.3, "forward": 2.5, "steps": 2.5} for d in ("cpu", "cuda")}
+    yield Case("rollout", "mamba", 2048, goals, ("host", "forward", "steps"))
     yield Case("rollout", "mamba2", 2048, {}, ("host", "forward"))
     for length in (2048, 8192):
         yield Case("adjoint", "mamba", length, gpu["adjoint"], ("copy", "exponentials"))

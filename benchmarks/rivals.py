@@ -93,6 +93,19 @@ def row_steps(structure: str, length: int, place: Place) -> Rival:
     return Rival(call)
 
 
+def rollout_steps(length: int, place: Place, forward: Callable[[], Any]) -> Rival:
+    """The steps of a rollout through a Mamba-1 layer: the three projections that give its factors, and `forward`."""
+    sizes, rank = place.sizes, -(-place.sizes.width // 16)
+    shapes = ((sizes.width, sizes.inner), (sizes.inner, rank + 2 * sizes.state), (rank, sizes.inner))
+    products = [product(place, length, *shape) for shape in shapes]
+
+    def call() -> None:
+        for step in (*products, forward):
+            step()
+
+    return Rival(call)
+
+
 def map_floor(structure: str, length: int, place: Place, operator: MixerOperator) -> Rival:
     """Half of the product, or the pass over memory, that determines the mean of the maps."""
     sizes = place.sizes

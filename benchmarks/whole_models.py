@@ -65,7 +65,7 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of the host's forward, of the trace, of building its operators, and of each method.
 
-    The row of a method for one target also has the times "again", with the operators of an earlier call.
+    The row of a method also has the times "again", with the operators of an earlier call.
 
     `rates`: multiply-adds per second of each method at a shorter length, to which those of this length are added, and
     of a matrix product under "".
@@ -96,7 +96,7 @@ def measured(
             with suppress(MemoryLimitError):
                 rows[call] = first_run(call, run, fresh(trace))
     in_turns = {call: (lambda run=run: run(fresh(trace))) for call, run in calls.items() if "peak" in rows[call]}
-    repeated = {f"{call} again": call for call in methods if METHODS[call][1] is not None and call in in_turns}
+    repeated = {f"{call} again": call for call in methods if call in in_turns}
     if repeated and kept <= limits.bytes:
         built = fresh(trace)
         calls["operators"](built)

@@ -114,8 +114,10 @@ def _relative(row: Row | None, host: Row, goal: float | None, call: str) -> str:
 def _against_floor(row: Row | None) -> str:
     if row is None or "floor" not in row:
         return ""
-    ratio = median(row["seconds"]) / median(row["floor"])
-    return _emphasised(f"{ratio:.2f}", ratio > FLOOR_GOAL)
+    floor = median(row["floor"])
+    ratio = median(row["seconds"]) / floor
+    again = f" / {median(row['again']) / floor:.2f}" if "again" in row else ""
+    return _emphasised(f"{ratio:.2f}", ratio > FLOOR_GOAL) + again
 
 
 def _emphasised(text: str, missed: bool) -> str:
