@@ -21,9 +21,13 @@ from unilinattn.operator.stages import (
     channel_groups,
     run,
     run_adjoint,
+    run_on_zeros,
     walk,
 )
 from unilinattn.testing import relative_error
+from unilinattn.testing.hosts import host
+from unilinattn.testing.peak import peak_of
+from unilinattn.tracing.trace import trace
 
 BATCH, LENGTH, CHANNELS = 2, 5, 6
 
@@ -117,6 +121,31 @@ def test_a_chain_runs_in_order_and_back() -> None:
     assert relative_error(run_adjoint(chain, run(chain, x)), run(chain, x) @ whole) < 1e-14
     nested = (Branch("output", (chain, ())),)
     assert [stage.role for stage in walk(nested)] == ["output", "input", "gate", "output"]
+
+
+@pytest.mark.parametrize("biased", range(5))
+def test_the_pass_of_zeros_leaves_out_products_with_zeros(biased: int) -> None:
+    bias = {biased: normal(4)}
+    chain = (
+        Scale("input", normal(1, LENGTH, 1), bias.get(0)),
+        Matrix("input", normal(4, 4), bias.get(1)),
+        Mix("core", Dense(normal(BATCH, 2, LENGTH, LENGTH)), bias.get(2)),
+        Matrix("output", normal(4, 4), bias.get(3)),
+    )
+    zeros = torch.zeros(BATCH, LENGTH, 4, dtype=torch.float64)
+    expected, result = run(chain, zeros), run_on_zeros(chain, zeros + 1)
+    assert torch.equal(result, expected) and bool(result.any()) == (biased < 4)
+    whole, fewer = peak_of(lambda: run(chain, zeros)), peak_of(lambda: run_on_zeros(chain, zeros))
+    assert whole.multiplications - fewer.multiplications >= (BATCH * LENGTH * 4 * 4 if biased else 0)
+
+
+@pytest.mark.parametrize("name", ["mamba, biases", "mamba, no conv bias", "mamba2", "gpt2", "llama, grouped queries"])
+def test_the_bias_is_the_output_for_a_zero_input(name: str) -> None:
+    model = host(name)
+    for layer in trace(model.model(), model.inputs()).layers:
+        op = layer.operator
+        zeros = {port: torch.zeros_like(x) for port, x in op.inputs.items()}
+        assert torch.equal(op.bias, op.apply(zeros))
 
 
 def test_an_uncovered_stage_raises_its_reason_when_it_is_used() -> None:

@@ -16,7 +16,18 @@ from unilinattn.operator.pairwise import PairwiseContributions, pairwise_of
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.scopes import ScopedMap, check_scope, scoped
 from unilinattn.operator.selection import Heads, Rows, check_input, checked_inputs, checked_rows
-from unilinattn.operator.stages import Branch, Chain, Matrix, Scale, Stage, channel_groups, run, run_adjoint, walk
+from unilinattn.operator.stages import (
+    Branch,
+    Chain,
+    Matrix,
+    Scale,
+    Stage,
+    channel_groups,
+    run,
+    run_adjoint,
+    run_on_zeros,
+    walk,
+)
 
 
 class MixerOperator:
@@ -79,8 +90,12 @@ class MixerOperator:
     @full_precision()
     def bias(self) -> Float[Tensor, "batch query out"]:
         """b_i: the output for a zero input, a function of parameters and frozen scales only."""
-        zeros = {port: torch.zeros_like(x) for port, x in self.inputs.items()}
-        return self._run(zeros, bias=True)
+        if not any(stage.has_bias for stage in self._stages()):
+            return torch.zeros_like(self.output)
+        return sum(
+            (run_on_zeros(chain, self.inputs[port].to(self.output)) for port, chain in self.chains.items()),
+            start=torch.zeros((), dtype=self.output.dtype, device=self.output.device),
+        )
 
     @full_precision()
     def apply(

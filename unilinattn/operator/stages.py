@@ -11,6 +11,7 @@ from functools import partial, reduce
 from math import lcm
 from operator import add
 
+import torch
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
@@ -40,6 +41,12 @@ class Stage(ABC):
         """Number of channel groups with separate coefficients, None if the stage mixes channels."""
         return None
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether the output for a zero input may differ from zero, apart from the chains of a branch."""
+        # A stage that has a bias is a dataclass with that field.
+        return getattr(self, "bias", None) is not None
+
     @abstractmethod
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """Map (batch, length, channel, *columns) forward, with or without the stage's bias."""
@@ -50,8 +57,7 @@ class Stage(ABC):
 
     def unbiased(self) -> "Stage":
         """Return the stage without its bias."""
-        # A stage that has a bias is a dataclass with that field.
-        return replace(self, bias=None) if getattr(self, "bias", None) is not None else self  # type: ignore[call-arg]
+        return replace(self, bias=None) if self.has_bias else self  # type: ignore[call-arg]
 
     def at(self, index: Int[Tensor, "batch row"]) -> "Stage":
         """Return a token-wise stage restricted to the tokens at the positions `index`."""
@@ -229,6 +235,15 @@ class Unmapped(Stage):
     reason: str
     width: int
 
+    @property
+    def has_bias(self) -> bool:
+        """Always true: its output is unknown."""
+        return True
+
+    def unbiased(self) -> Stage:
+        """Return the stage unchanged."""
+        return self
+
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """Raise `UncoveredError` with the reason."""
         raise UncoveredError(self.reason)
@@ -246,6 +261,19 @@ def run(chain: Sequence[Stage], x: Tensor, *, bias: bool = True) -> Tensor:
     for stage in chain:
         x = stage.apply(x, bias=bias)
     return x
+
+
+def run_on_zeros(chain: Sequence[Stage], x: Tensor) -> Tensor:
+    """Apply the stages to zeros of the shape of `x`, without the products of the first matrices and zeros."""
+    x = x.new_zeros(()).expand(x.shape)
+    for position, stage in enumerate(chain):
+        if isinstance(stage, Matrix):
+            x = x.to(torch.promote_types(x.dtype, stage.weight.dtype))[..., :1].expand(-1, -1, len(stage.weight))
+            if stage.bias is not None:
+                return run(chain[position + 1 :], x + stage.bias)
+        elif not isinstance(stage, Scale) or stage.has_bias:
+            return run(chain[position:], x.contiguous())
+    return x.contiguous()
 
 
 def run_adjoint(chain: Sequence[Stage], g: Tensor) -> Tensor:
