@@ -1,6 +1,7 @@
 """Rollout of the last token of a very long input: time and peak memory of every stage, and the error of the result.
 
     python benchmarks/million_tokens.py --model mamba --length 1000000 --json million.json
+    python benchmarks/million_tokens.py --model mamba2 --length 10000000 --stream-to FOLDER --json million.json
 
 The model is a small transformers model with random weights. The row of the rollout is checked with a linear identity:
 its sum is the last entry of the same product of maps applied to a vector of ones, computed in the forward direction.
@@ -11,7 +12,7 @@ import json
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch import Tensor, nn
 
 import unilinattn as ula
 from benchmarks.machine import machine
+from unilinattn.operator.carry import Carry, carried_by
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.scopes import scoped
 from unilinattn.operator.stages import run
 from unilinattn.tracing.layer import Layer
@@ -80,7 +84,17 @@ def timed_mixers(model: nn.Module, log: Log) -> Iterator[None]:
 
 def forward_map(layer: Layer, ones: Tensor) -> Tensor:
     """Apply the channel-mean map of a layer's core to one number per token, (batch, length)."""
-    operator = layer.operator
+    operator, carry = layer.operator, Carry()
+    if not isinstance(operator, PiecewiseOperator):
+        return _through_core(operator, layer, ones)
+    product = torch.empty_like(ones)
+    for tokens, piece in operator.pieces():
+        with carried_by(carry):
+            product[:, tokens] = _through_core(piece, layer, ones[:, tokens])
+    return product
+
+
+def _through_core(operator: MixerOperator, layer: Layer, ones: Tensor) -> Tensor:
     chain, channels = scoped(operator.chains["x"], "core", layer.input.shape[-1])
     return run(chain, ones[..., None].expand(-1, -1, channels), bias=False).mean(-1)
 
@@ -93,6 +107,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1_000_000, help="tokens")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=64, help="channels of the residual stream")
+    parser.add_argument("--stream-to", type=Path, help="folder for the files of the streams; by default in memory")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
 
@@ -101,8 +116,11 @@ def main() -> None:
     model = build(options.model, options.layers, options.width)
     ids = torch.randint(256, (1, options.length))
     log.add("start", 0.0)
-    with log.stage("trace"), timed_mixers(model, log):
-        trace = ula.trace(model, ids)
+    with ExitStack() as stack:
+        stack.enter_context(log.stage("trace"))
+        if options.stream_to is None:
+            stack.enter_context(timed_mixers(model, log))
+        trace = ula.trace(model, ids, stream_to=options.stream_to)
     for layer in trace.layers:
         log.add(f"  {layer.name} checked", 0.0, prefix_error=layer.prefix_error)
     with log.stage("rollout of the last token") as rollout:
@@ -118,8 +136,11 @@ def main() -> None:
     difference = abs(total - expected) / abs(expected)
     log.add("identity", 0.0, row_sum=total, expected=expected, relative_difference=difference)
 
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if options.json:
         shape = {key: getattr(options, key) for key in ("model", "length", "layers", "width")}
+        shape["in_pieces"] = options.stream_to is not None
+        shape["data_limit_gib"] = None if limit == resource.RLIM_INFINITY else round(limit / 2**30, 3)
         written = {**shape, "machine": machine("cpu"), "versions": trace.versions, "stages": log.stages}
         options.json.write_text(json.dumps(written, indent=2) + "\n")
 

@@ -82,6 +82,32 @@ class CoreMixer(metaclass=_Structure):
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Apply the transposed matrix of each head: z_j = sum_i alpha_ij g_i."""
 
+    def apply_from(
+        self, state: Tensor | None, value: Inexact[Tensor, "batch key head channel"]
+    ) -> tuple[Inexact[Tensor, "batch query head channel"], Tensor]:
+        """Apply the matrix of consecutive tokens after a state (None at the sequence's first token).
+
+        Returns the outputs and the state after the last token. Raises `UncoveredError` for a structure that has no
+        state of constant size, or none that can be carried.
+        """
+        raise UncoveredError(self._not_continued)
+
+    def adjoint_from(
+        self, state: Tensor | None, grad: Inexact[Tensor, "batch query head channel"]
+    ) -> tuple[Inexact[Tensor, "batch key head channel"], Tensor]:
+        """Apply the transposed matrix of consecutive tokens before a state (None at the sequence's last token).
+
+        Returns the outputs and the state before the first token. Raises `UncoveredError` as `apply_from` does.
+        """
+        raise UncoveredError(self._not_continued)
+
+    @property
+    def _not_continued(self) -> str:
+        return (
+            f"a mixer of the structure {self.structure!r} ({type(self).__name__}) carries no state from one piece of "
+            "the tokens to the next, so its layer cannot be computed in pieces; trace without stream_to=."
+        )
+
     @abstractmethod
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Return a block of the matrix."""

@@ -17,6 +17,7 @@ from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import allowed, parts
 from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors, split_heads
+from unilinattn.mixers.continued import backward_from, forward_from, with_ends
 
 SQUARES = 128
 """Number of heads whose squares on the diagonal are filled at once."""
@@ -87,6 +88,31 @@ class DiagonalDecay(CoreMixer):
     def adjoint(self, grad: Float[Tensor, "batch query head channel"]) -> Float[Tensor, "batch key head channel"]:
         """Run the transposed recurrence backward in time, which writes with the queries and reads with the keys."""
         return implementation("scan", self.log_decay).diagonal_scan_adjoint(*self._factors, grad)
+
+    def apply_from(
+        self, state: Tensor | None, value: Float[Tensor, "batch key head channel"]
+    ) -> tuple[Float[Tensor, "batch query head channel"], Tensor]:
+        """Run the recurrence forward in time from a state (batch, state, head, channel)."""
+        return forward_from(self._with_ends().apply, self.query.shape[-1], state, value)
+
+    def adjoint_from(
+        self, state: Tensor | None, grad: Float[Tensor, "batch query head channel"]
+    ) -> tuple[Float[Tensor, "batch key head channel"], Tensor]:
+        """Run the transposed recurrence backward in time from the gradient of a state."""
+        return backward_from(self._with_ends().adjoint, self.query.shape[-1], state, grad)
+
+    def _with_ends(self) -> "DiagonalDecay":
+        """Return the mixer with tokens at the start that write the state, and at the end that read it."""
+        size = self.state_size
+        units = torch.eye(size, device=self.query.device)
+        return DiagonalDecay(
+            with_ends(self.query, first=0.0, last=units, size=size),
+            with_ends(self.key, first=units, last=0.0, size=size),
+            with_ends(self.log_decay, first=0.0, last=0.0, size=size),
+            key_scale=None if self.key_scale is None else with_ends(self.key_scale, first=1.0, last=1.0, size=size),
+            rate=self.rate,
+            reset=None if self.reset is None else torch.nn.functional.pad(self.reset, (size, size)),
+        )
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Return the rows at the positions `index` by adjoint passes over some one-hot vectors at a time."""

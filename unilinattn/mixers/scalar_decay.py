@@ -15,6 +15,7 @@ from unilinattn.kernels.scan.tiled import diagonal_factors
 from unilinattn.kernels.subnormal import decays
 from unilinattn.memory import parts
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.mixers.continued import backward_from, forward_from, with_ends
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
 
@@ -69,6 +70,29 @@ class ScalarDecay(CoreMixer):
         """Run the transposed recurrence backward in time."""
         scan = implementation("scan", self.log_decay).scalar_scan_adjoint
         return scan(self.query, self.key, self.log_decay, grad) * self.key_scale.unsqueeze(-1)
+
+    def apply_from(
+        self, state: Tensor | None, value: Float[Tensor, "batch key head channel"]
+    ) -> tuple[Float[Tensor, "batch query head channel"], Tensor]:
+        """Run the recurrence forward in time from a state (batch, state, head, channel)."""
+        return forward_from(self._with_ends().apply, self.query.shape[-1], state, value)
+
+    def adjoint_from(
+        self, state: Tensor | None, grad: Float[Tensor, "batch query head channel"]
+    ) -> tuple[Float[Tensor, "batch key head channel"], Tensor]:
+        """Run the transposed recurrence backward in time from the gradient of a state."""
+        return backward_from(self._with_ends().adjoint, self.query.shape[-1], state, grad)
+
+    def _with_ends(self) -> "ScalarDecay":
+        """Return the mixer with tokens at the start that write the state, and at the end that read it."""
+        size = self.query.shape[-1]
+        units = torch.eye(size, device=self.query.device)
+        return ScalarDecay(
+            with_ends(self.query, first=0.0, last=units, size=size),
+            with_ends(self.key, first=units, last=0.0, size=size),
+            with_ends(self.log_decay, first=0.0, last=0.0, size=size),
+            key_scale=with_ends(self.key_scale, first=1.0, last=1.0, size=size),
+        )
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
         """Return the rows at the positions `index`, from the closed form."""

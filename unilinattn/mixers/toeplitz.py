@@ -7,6 +7,7 @@ from jaxtyping import Inexact, Int
 from torch import Tensor
 from torch.nn import functional
 
+from unilinattn.errors import UncoveredError
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.subnormal import flushed
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
@@ -40,6 +41,7 @@ class Toeplitz(CoreMixer):
         """Raise `FactorError` if `kernel` has NaN or infinite entries."""
         check_factors(kernel=kernel)
         self.taps = flushed(kernel[:, :length])
+        self._kernel = kernel
         self._batch, self._length = batch, length
 
     @property
@@ -71,6 +73,36 @@ class Toeplitz(CoreMixer):
         for lag, tap in enumerate(later, 1):
             output[:, : self._length - lag].addcmul_(tap[:, None], grad[:, lag:])
         return output
+
+    def apply_from(
+        self, state: Tensor | None, value: Inexact[Tensor, "batch key head channel"]
+    ) -> tuple[Inexact[Tensor, "batch query head channel"], Tensor]:
+        """Convolve tokens after the previous values, as many as taps but one; long kernels carry no state."""
+        longer, before = self._continued(state, value)
+        values = torch.cat([before, value], dim=1)
+        size = before.shape[1]
+        return longer.apply(values)[:, size:], values[:, values.shape[1] - size :].clone()
+
+    def adjoint_from(
+        self, state: Tensor | None, grad: Inexact[Tensor, "batch query head channel"]
+    ) -> tuple[Inexact[Tensor, "batch key head channel"], Tensor]:
+        """Correlate tokens before the next gradients, as many as taps but one; long kernels carry no state."""
+        longer, after = self._continued(state, grad)
+        grads = torch.cat([grad, after], dim=1)
+        size = after.shape[1]
+        return longer.adjoint(grads)[:, : grad.shape[1]], grads[:, :size].clone()
+
+    def _continued(self, state: Tensor | None, vectors: Tensor) -> tuple["Toeplitz", Tensor]:
+        """Return the convolution of the tokens and a state, and the state, by default zeros."""
+        size = self._kernel.shape[1] - 1
+        if size >= DIRECT_TAPS:
+            raise UncoveredError(
+                f"a convolution with {size + 1} taps carries no state of constant size from one piece of the tokens "
+                "to the next, so its layer cannot be computed in pieces; trace without stream_to=."
+            )
+        if state is None:
+            state = vectors.new_zeros(vectors.shape[0], size, *vectors.shape[2:])
+        return Toeplitz(self._kernel, batch=self._batch, length=self._length + size), state
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Inexact[Tensor, "batch head row key"]:
         """Look up K[i - j] for the rows at the positions `index`."""

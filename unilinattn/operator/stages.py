@@ -19,6 +19,7 @@ from unilinattn.errors import FactorError, UncoveredError
 from unilinattn.kernels.subnormal import flushed
 from unilinattn.mixers import CoreMixer
 from unilinattn.mixers.base import check_factors
+from unilinattn.operator.carry import current_carry
 from unilinattn.operator.deferred import Deferred
 
 ROLES = ("input", "shift", "conv", "act", "core", "skip", "gate", "norm", "output")
@@ -188,11 +189,15 @@ class Mix(Stage):
 
     def apply(self, x: Tensor, *, bias: bool = True) -> Tensor:
         """Apply each head's matrix."""
-        return _add_bias(_by_heads(self.mixer.apply, x, self.mixer.heads), self.bias if bias else None)
+        carry = current_carry()
+        mix = self.mixer.apply if carry is None else partial(carry.apply, self.mixer)
+        return _add_bias(_by_heads(mix, x, self.mixer.heads), self.bias if bias else None)
 
     def adjoint(self, g: Tensor) -> Tensor:
         """Apply each head's transposed matrix."""
-        return _by_heads(self.mixer.adjoint, g, self.mixer.heads)
+        carry = current_carry()
+        mix = self.mixer.adjoint if carry is None else partial(carry.adjoint, self.mixer)
+        return _by_heads(mix, g, self.mixer.heads)
 
 
 @dataclass(frozen=True, eq=False)

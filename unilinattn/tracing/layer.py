@@ -14,6 +14,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Matrix, Stage, walk
 from unilinattn.registry import Architecture
@@ -43,7 +44,7 @@ class Layer:
         stream: the host's residual stream before the layer, times the host's factor on it; None if none was found
             outside the module.
         next_stream: the stream after the layer, without the output of another module in the same sum; None with
-            `stream`.
+            `stream`, and if the trace wrote its streams to files.
         stream_dtype: dtype of the host's stream.
         precision: the coarsest dtype that the host computed in.
         expected: the host's output on a prefix, if an operator computed the layer's output (see `trace`); None if the
@@ -77,13 +78,15 @@ class Layer:
         self._error: float | None = None
         self.seen = tuple(frame.seen)
         self.name, self.kind, self.architecture = name, frame.architecture.kind, frame.architecture.name
-        device = next(frame.module.parameters(), frame.output).device
+        self._pieces = None if frame.prefix is None else frame.prefix.pieces
+        # The files of streams stay where they are.
+        device = (frame.output if self._pieces else next(frame.module.parameters(), frame.output)).device
         self.input: Float[Tensor, "batch key in"] = source.detach().to(device, dtype)
         self.output: Float[Tensor, "batch query out"] = frame.output.detach().to(device, dtype)
         site = frame.site
         self.stream = None if site is None else _scaled(site.skip, site.stream.detach().to(device, dtype))
         self.multiplier = 1.0 if site is None else site.multiplier
-        self.next_stream = None if site is None else _without_other(site, device, dtype)
+        self.next_stream = None if site is None or self._pieces else _without_other(site, device, dtype)
         self.stream_dtype = self.output.dtype if site is None else site.total.dtype
         self._reader = frame.reader
         self.mask = None if mask is None else mask.to(device)
@@ -113,6 +116,9 @@ class Layer:
         if built is None:
             if self._latest is not None:
                 self._latest.clear()
+            if self._pieces is not None:
+                cache[key] = PiecewiseOperator(self._pieces, self._flow_of_piece, output=self.output, name=self.name)
+                return cache[key]
             flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self.flow(self.input)))
             built = cache[key] = MixerOperator(
                 flow.chains,
@@ -147,6 +153,11 @@ class Layer:
     def needs_capture(self) -> bool:
         """Whether the adapter builds the operator from a capture of the host's run, not from the input only."""
         return self._architecture.needs_capture
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the trace ran on pieces of the tokens, so that the operator exists for one of them at a time."""
+        return self._pieces is not None
 
     @property
     def opaque(self) -> bool:
@@ -220,6 +231,13 @@ class Layer:
         """
         self._weights.require_same(self.module, self.name, "its operator would not be the layer that ran")
         return self.flow_in_run(x)
+
+    def _flow_of_piece(self, x: Float[Tensor, "batch token in"]) -> Flow:
+        self._weights.require_same(self.module, self.name, "its operator would not be the layer that ran")
+        device = next(self.module.parameters(), x).device
+        call = Call(self.module, self.name, self.arguments, x.to(device))
+        with full_precision():
+            return in_gradient_mode(False, lambda: isolated(self.module, lambda: build_flow(self._architecture, call)))
 
     def flow_in_run(self, x: Float[Tensor, "batch key in"]) -> Flow:
         """Build `flow` inside a run of the model, which may replace its weights by those of the traced run."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from unilinattn.call import Call, Captured
 from unilinattn.errors import UncoveredError
+from unilinattn.operator.piecewise import Piece
 from unilinattn.registry import Architecture
 from unilinattn.tracing.nested import tensors
 
@@ -50,11 +51,13 @@ class Prefix:
         error: relative error of the operator on them: norm of the difference over norm of the host's output, over real
             tokens, of the worst sequence.
         ports: (batch, number of tokens) of each tensor that the operator reads, by port.
+        pieces: the tokens in the pieces that the operator ran on, None if it ran on all tokens at once.
     """
 
     output: Float[Tensor, "batch prefix out"]
     error: float
     ports: dict[str, tuple[int, int]]
+    pieces: tuple[Piece, ...] | None = None
 
 
 @dataclass(eq=False)

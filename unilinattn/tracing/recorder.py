@@ -120,6 +120,28 @@ class Recorder:
                 child.arguments, child.output = {}, None
 
 
+class GradientRecorder(Recorder):
+    """Makes every layer's output require a gradient, though the parameters require none."""
+
+    def __init__(self, model: nn.Module, *, opaque: Collection[str]) -> None:
+        super().__init__(model, opaque=opaque)
+        self.outputs: list[Tensor] = []
+
+    def _place(self, block: CallRecord) -> None:
+        """Release the tensors of a block, since gradients need no residual stream."""
+        block.children.clear()
+
+    def on_layer(self, output: Any, result: Tensor) -> Any:
+        """Record the output as a tensor that requires a gradient, and return a copy of it to the host."""
+        self.layers.clear()
+        self._unplaced.clear()
+        leaf = result if result.requires_grad else result.detach().requires_grad_()
+        self.outputs.append(leaf)
+        # The host may write into the output, and a leaf must not be written into.
+        given = leaf.clone()
+        return mapped(output, lambda t: given if t is result else t)
+
+
 @contextmanager
 def captured(model: nn.Module, marker: Callable[[Architecture], Mark] | None = None) -> Iterator[None]:
     """Enter the `capture` of every architecture that has one, for a run of the model.

@@ -44,12 +44,12 @@ def through_operators(model: nn.Module) -> Iterator[None]:
             arguments = bound_arguments(module, args, kwargs)
             x = first_tensor(arguments.values())
             assert x is not None
-            value = build_flow(architecture, _call(module, name, arguments)).value
-            return _returned(value.to(x.dtype), architecture, module)
+            value = build_flow(architecture, called_on(module, name, arguments)).value
+            return returned(value.to(x.dtype), architecture, module)
 
         return forward
 
-    with _standing_in(model, stand_in):
+    with standing_in(model, stand_in):
         yield
 
 
@@ -75,7 +75,7 @@ def operators_at_length(
             cached = any(arguments.get(cache) is not None for cache in CACHES)
             if x is None or x.shape[1] <= above or cached:
                 return own(*args, **kwargs)
-            first = _on_prefix(architecture, _call(module, name, _cut(arguments, x.shape[1], copy=False)))
+            first = _on_prefix(architecture, called_on(module, name, _cut(arguments, x.shape[1], copy=False)))
             if first is None:
                 return own(*args, **kwargs)
             real = _real(mask, x, first.shape[1], name)
@@ -84,7 +84,7 @@ def operators_at_length(
             expected = first_tensor(expected if isinstance(expected, (tuple, list)) else (expected,))
             assert expected is not None
             _require_same(first.to(x.dtype), expected, real, name, above)
-            flow = build_flow(architecture, _call(module, name, arguments))
+            flow = build_flow(architecture, called_on(module, name, arguments))
             ports = {port: (given.shape[0], given.shape[1]) for port, given in flow.inputs.items()}
             output = flow.value.to(x.dtype)
             del flow
@@ -94,12 +94,12 @@ def operators_at_length(
                 return own(*args, **kwargs)
             note(module, Prefix(expected.detach().clone(), worst_error(prefix, expected, real), ports))
             step()
-            return _returned(output, architecture, module)
+            return returned(output, architecture, module)
 
         return forward
 
     count = sum(_architecture(module) is not None for module in model.modules())
-    with counter("trace", count) as step, _standing_in(model, stand_in):
+    with counter("trace", count) as step, standing_in(model, stand_in):
         yield
 
 
@@ -134,7 +134,7 @@ def build_flow(architecture: Architecture, call: Call) -> Flow:
 
 
 @contextmanager
-def _standing_in(
+def standing_in(
     model: nn.Module, stand_in: Callable[[str, nn.Module, Architecture, Forward], Forward]
 ) -> Iterator[None]:
     """Replace the forwards of registered mixers, and restore them at the end, also after an exception.
@@ -184,13 +184,14 @@ def _architecture(module: nn.Module) -> Architecture | None:
     return None if architecture is None or architecture.needs_capture else architecture
 
 
-def _call(module: nn.Module, name: str, arguments: Mapping[str, Any]) -> Call:
+def called_on(module: nn.Module, name: str, arguments: Mapping[str, Any]) -> Call:
+    """Return a call of a module for its adapter, whose input is at least in float32."""
     x = first_tensor(arguments.values())
     assert x is not None
     return Call(module, name, arguments, x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
-def _returned(output: Tensor, architecture: Architecture, module: nn.Module) -> Any:
+def returned(output: Tensor, architecture: Architecture, module: nn.Module) -> Any:
     """Return the output in the host's format, with None for each of its extra outputs."""
     extras = architecture.extra_outputs(module) if callable(architecture.extra_outputs) else architecture.extra_outputs
     return (output, *[None] * extras) if extras else output

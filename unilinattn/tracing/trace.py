@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from unilinattn.errors import OptionError
+from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.progress import bars
 from unilinattn.registry import ImageTokens
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
@@ -23,13 +24,19 @@ from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, to
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of, scalar
-from unilinattn.tracing.module_calls import CallRecord, first_tensor
-from unilinattn.tracing.nested import mapped
+from unilinattn.tracing.module_calls import first_tensor
 from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
-from unilinattn.tracing.recorder import Recorder, refuse_dropout
+from unilinattn.tracing.recorder import GradientRecorder, Recorder, refuse_dropout
 from unilinattn.tracing.residual import group_parallel
-from unilinattn.tracing.substitution import SUBSTITUTE_ABOVE, may_be_long, operators_at_length, through_operators
+from unilinattn.tracing.streaming import first_tokens, run_in_pieces
+from unilinattn.tracing.substitution import (
+    PREFIX,
+    SUBSTITUTE_ABOVE,
+    may_be_long,
+    operators_at_length,
+    through_operators,
+)
 from unilinattn.tracing.text import Text, encoded, is_text
 from unilinattn.tracing.wrappers import plain_run, require_gradients, unwrapped
 
@@ -132,13 +139,14 @@ class Trace:
 
         Nothing is kept between targets. Raises `ModelStateError` if a weight changes before the last one.
         """
+        self._require_whole("gradients")
         for target in list(targets):
             yield self._gradient(target, logit)
 
     def _gradient(self, target: Target, logit: Logit) -> tuple[Float[Tensor, "batch query out"], ...]:
         self._weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
         require_gradients(self.host)
-        recorder, given = _GradientRecorder(self.host, opaque=self._opaque), self.arguments
+        recorder, given = GradientRecorder(self.host, opaque=self._opaque), self.arguments
         if not callable(logit):
             # The logits of all tokens and their gradients may take more memory than all layers.
             wanted = partial(logits_at, self.host, given, lambda: [self.positions(target)], above=0)
@@ -198,7 +206,13 @@ class Trace:
         finally:
             self._shared = None
 
+    def _require_whole(self, what: str) -> None:
+        """Raise `UncoveredError` if the trace was made in pieces."""
+        if any(layer.in_pieces for layer in self.layers):
+            raise UncoveredError(f"{what} run the model on all tokens at once; trace without stream_to=.")
+
     def _frozen(self, targets: Sequence[Target] | None, rule: str) -> FrozenRun:
+        self._require_whole("frozen runs")
         given = self.arguments
         if targets is not None:
             wanted = partial(logits_at, self.host, given, lambda: [self.positions(t) for t in targets], above=0)
@@ -240,28 +254,6 @@ class Trace:
         return scalar(output, logit, lambda: self.positions(target), kept, self.model)
 
 
-class _GradientRecorder(Recorder):
-    """Makes every layer's output require a gradient, though the parameters require none."""
-
-    def __init__(self, model: nn.Module, *, opaque: Collection[str]) -> None:
-        super().__init__(model, opaque=opaque)
-        self.outputs: list[Tensor] = []
-
-    def _place(self, block: CallRecord) -> None:
-        """Release the tensors of a block, since gradients need no residual stream."""
-        block.children.clear()
-
-    def on_layer(self, output: Any, result: Tensor) -> Any:
-        """Record the output as a tensor that requires a gradient, and return a copy of it to the host."""
-        self.layers.clear()
-        self._unplaced.clear()
-        leaf = result if result.requires_grad else result.detach().requires_grad_()
-        self.outputs.append(leaf)
-        # The host may write into the output, and a leaf must not be written into.
-        given = leaf.clone()
-        return mapped(output, lambda t: given if t is result else t)
-
-
 def trace(
     model: nn.Module,
     inputs: Any,
@@ -272,6 +264,7 @@ def trace(
     strict: bool = True,
     progress: bool = True,
     substitute_above: int = SUBSTITUTE_ABOVE,
+    stream_to: str | Path | None = None,
 ) -> Trace:
     """Run a model once and return its token-mixing layers, whose exact operators are built on first access.
 
@@ -308,11 +301,13 @@ def trace(
             `left_out`. Those that contain registered layers are refused in either case.
         progress: whether to show a progress bar on a terminal or in a notebook.
         substitute_above: largest number of tokens at which mixers run through the host's own forward.
+        stream_to: a folder for memory-mapped files of the three tensors of each layer: the model runs on pieces of the
+            tokens, and the memory is that of one piece (see `docs/memory.md`). None keeps the tensors in memory.
 
     Raises `UnknownArchitectureError` for a model without a token mixer or with one that has no adapter,
     `ModelStateError` for active dropout and for weights that are offloaded or sharded, `InputError` for inputs that do
-    not fit, `OptionError` for an invalid `dtype` or `substitute_above`, and `UncoveredError` if an operator that
-    replaces a host's forward differs from it.
+    not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, and `UncoveredError` if an
+    operator that replaces a host's forward differs from it, or a layer cannot be computed in pieces.
     """
     model = unwrapped(model)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -330,17 +325,24 @@ def trace(
         inputs = {name: ids.to(next(model.parameters()).device) for name, ids in text.arguments.items()}
     # The caller may write into the tensors before a gradient runs the model on them again.
     given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
-    mixers = remembered_mixers(model, given, substitute_above)
+    first, above = given, substitute_above
+    if stream_to is not None:
+        # The host's own forward runs on the first tokens, with which the pieces are compared.
+        folder, first = first_tokens(given, stream_to)
+        above = max(above, PREFIX)
+    mixers = remembered_mixers(model, first, above)
     if mixers:
         refuse(model, (), mixers, strict=strict)
-    recorded = partial(_recorded, model, given, progress=progress, above=substitute_above)
+    recorded = partial(_recorded, model, first, progress=progress, above=above)
     recorder, output = recorded([mixer.path for mixer in mixers or ()])
     if mixers is None:
-        mixers = unregistered_mixers(model, given, recorder.layers, substitute_above)
+        mixers = unregistered_mixers(model, first, recorder.layers, above)
         refuse(model, recorder.layers, mixers, strict=strict)
         if mixers:
             recorder, output = recorded([mixer.path for mixer in mixers])
     refuse(model, recorder.layers, (), strict=strict)
+    if stream_to is not None:
+        recorder, output = run_in_pieces(recorder, given, folder, dtype, progress=progress)
     warn_of_leaks(given, recorder.layers)
     return Trace(model, given, recorder, output, dtype, text)
 
