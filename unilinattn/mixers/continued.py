@@ -19,7 +19,8 @@ def forward_from(
     """
     before, after = _ends(size, value)
     outputs = apply(torch.cat([before if state is None else state, value, after], dim=1))
-    return outputs[:, size:-size], outputs[:, -size:]
+    # A slice would keep the outputs of all tokens.
+    return outputs[:, size:-size], outputs[:, -size:].clone()
 
 
 def backward_from(
@@ -28,7 +29,7 @@ def backward_from(
     """Return the outputs of a transposed pass from the gradient of the last state, and that of the first state."""
     before, after = _ends(size, grad)
     outputs = adjoint(torch.cat([before, grad, after if state is None else state], dim=1))
-    return outputs[:, size:-size], outputs[:, :size]
+    return outputs[:, size:-size], outputs[:, :size].clone()
 
 
 def with_ends(

@@ -95,7 +95,8 @@ class Toeplitz(CoreMixer):
     def _continued(self, state: Tensor | None, vectors: Tensor) -> tuple["Toeplitz", Tensor]:
         """Return the convolution of the tokens and a state, and the state, by default zeros."""
         size = self._kernel.shape[1] - 1
-        if size >= DIRECT_TAPS:
+        # A kernel that grows with the number of tokens has other taps in every piece.
+        if size >= DIRECT_TAPS or (state is not None and state.shape[1] != size):
             raise UncoveredError(
                 f"a convolution with {size + 1} taps carries no state of constant size from one piece of the tokens "
                 "to the next, so its layer cannot be computed in pieces; trace without stream_to=."
