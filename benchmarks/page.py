@@ -104,7 +104,8 @@ def long_runs(folder: Path) -> str:
         rollout = stages["rollout of the last token"]
         rows.append(
             (
-                f"{STRUCTURES[record['model']]}, {record['layers']} layers, d = {record['width']}",
+                f"{STRUCTURES[record['model']]}, {record['layers']} layers, d = {record['width']}"
+                + (", in pieces" if record.get("in_pieces") else ""),
                 f"{record['length']:,}",
                 f"{stages['trace']['seconds']:.0f} s",
                 f"{prefix:.0e}",
