@@ -1,38 +1,54 @@
-"""Passes of a state space that begin at a state: the state enters and leaves through tokens added at the ends."""
+"""`Continued`, the base class of recurrences that continue from a state of constant size."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Inexact
 from torch import Tensor
 
-Pass = Callable[[Tensor], Tensor]
+from unilinattn.mixers.base import CoreMixer
 
 
-def forward_from(
-    apply: Pass, size: int, state: Tensor | None, value: Inexact[Tensor, "batch token head channel"]
-) -> tuple[Inexact[Tensor, "batch token head channel"], Inexact[Tensor, "batch state head channel"]]:
-    """Return the outputs of a pass from a state (None for zero), and the state after it.
+class Continued(CoreMixer):
+    """A recurrence whose state (batch, state, head, channel) enters and leaves through tokens added at the ends.
 
-    `apply` runs the recurrence with `size` tokens added at each end (`with_ends`). The first ones write the state's
-    coordinates, one each, and the last ones read them.
+    The first added tokens write the state's coordinates, one each, and the last ones read them. A subclass defines
+    `with_ends` and `state_size`.
     """
-    before, after = _ends(size, value)
-    outputs = apply(torch.cat([before if state is None else state, value, after], dim=1))
-    # A slice would keep the outputs of all tokens.
-    return outputs[:, size:-size], outputs[:, -size:].clone()
+
+    @property
+    @abstractmethod
+    def state_size(self) -> int:
+        """Number of coordinates of a head's state."""
+
+    @abstractmethod
+    def with_ends(self) -> CoreMixer:
+        """Return the mixer with `state_size` tokens more at each end, without decay."""
+
+    def apply_from(
+        self, state: Tensor | None, value: Inexact[Tensor, "batch key head channel"]
+    ) -> tuple[Inexact[Tensor, "batch query head channel"], Tensor]:
+        """Run the recurrence forward in time from a state (None for zero)."""
+        outputs = self._extended_pass(self.with_ends().apply, value, state, None)
+        # A slice would keep the outputs of all tokens.
+        return outputs[:, self.state_size : -self.state_size], outputs[:, -self.state_size :].clone()
+
+    def adjoint_from(
+        self, state: Tensor | None, grad: Inexact[Tensor, "batch query head channel"]
+    ) -> tuple[Inexact[Tensor, "batch key head channel"], Tensor]:
+        """Run the transposed recurrence backward in time from the gradient of the last state (None for zero)."""
+        outputs = self._extended_pass(self.with_ends().adjoint, grad, None, state)
+        return outputs[:, self.state_size : -self.state_size], outputs[:, : self.state_size].clone()
+
+    def _extended_pass(
+        self, run: Callable[[Tensor], Tensor], vectors: Tensor, first: Tensor | None, last: Tensor | None
+    ) -> Tensor:
+        zeros = vectors.new_zeros(vectors.shape[0], self.state_size, *vectors.shape[2:])
+        return run(torch.cat([zeros if first is None else first, vectors, zeros if last is None else last], dim=1))
 
 
-def backward_from(
-    adjoint: Pass, size: int, state: Tensor | None, grad: Inexact[Tensor, "batch token head channel"]
-) -> tuple[Inexact[Tensor, "batch token head channel"], Inexact[Tensor, "batch state head channel"]]:
-    """Return the outputs of a transposed pass from the gradient of the last state, and that of the first state."""
-    before, after = _ends(size, grad)
-    outputs = adjoint(torch.cat([before, grad, after if state is None else state], dim=1))
-    return outputs[:, size:-size], outputs[:, :size].clone()
-
-
-def with_ends(
+def extended(
     factor: Inexact[Tensor, "batch token *group"],
     *,
     first: Inexact[Tensor, "size state"] | float,
@@ -46,8 +62,3 @@ def with_ends(
         for end in (first, last)
     ]
     return torch.cat([ends[0], factor, ends[1]], dim=1)
-
-
-def _ends(size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    zeros = like.new_zeros(like.shape[0], size, *like.shape[2:])
-    return zeros, zeros

@@ -16,8 +16,8 @@ from unilinattn.kernels.scan.pairs import from_token, pairs
 from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import allowed, parts
-from unilinattn.mixers.base import ALL, Block, CoreMixer, check_factors, split_heads
-from unilinattn.mixers.continued import backward_from, forward_from, with_ends
+from unilinattn.mixers.base import ALL, Block, check_factors, split_heads
+from unilinattn.mixers.continued import Continued, extended
 
 SQUARES = 128
 """Number of heads whose squares on the diagonal are filled at once."""
@@ -29,7 +29,7 @@ PAIR_BUDGET = 1 << 22
 """Most elements of a product over (head, state) in `tile` and `rows`, however much memory is allowed."""
 
 
-class DiagonalDecay(CoreMixer):
+class DiagonalDecay(Continued):
     """The hidden attention of a selective state space: a state vector per head with a decay per coordinate.
 
     Serves S6 / Mamba-1 (heads = channels, query = C and key = B shared by all heads, key_scale = delta,
@@ -89,27 +89,15 @@ class DiagonalDecay(CoreMixer):
         """Run the transposed recurrence backward in time, which writes with the queries and reads with the keys."""
         return implementation("scan", self.log_decay).diagonal_scan_adjoint(*self._factors, grad)
 
-    def apply_from(
-        self, state: Tensor | None, value: Float[Tensor, "batch key head channel"]
-    ) -> tuple[Float[Tensor, "batch query head channel"], Tensor]:
-        """Run the recurrence forward in time from a state (batch, state, head, channel)."""
-        return forward_from(self._with_ends().apply, self.query.shape[-1], state, value)
-
-    def adjoint_from(
-        self, state: Tensor | None, grad: Float[Tensor, "batch query head channel"]
-    ) -> tuple[Float[Tensor, "batch key head channel"], Tensor]:
-        """Run the transposed recurrence backward in time from the gradient of a state."""
-        return backward_from(self._with_ends().adjoint, self.query.shape[-1], state, grad)
-
-    def _with_ends(self) -> "DiagonalDecay":
+    def with_ends(self) -> "DiagonalDecay":
         """Return the mixer with tokens at the start that write the state, and at the end that read it."""
         size = self.state_size
         units = torch.eye(size, device=self.query.device)
         return DiagonalDecay(
-            with_ends(self.query, first=0.0, last=units, size=size),
-            with_ends(self.key, first=units, last=0.0, size=size),
-            with_ends(self.log_decay, first=0.0, last=0.0, size=size),
-            key_scale=None if self.key_scale is None else with_ends(self.key_scale, first=1.0, last=1.0, size=size),
+            extended(self.query, first=0.0, last=units, size=size),
+            extended(self.key, first=units, last=0.0, size=size),
+            extended(self.log_decay, first=0.0, last=0.0, size=size),
+            key_scale=None if self.key_scale is None else extended(self.key_scale, first=1.0, last=1.0, size=size),
             rate=self.rate,
             reset=None if self.reset is None else torch.nn.functional.pad(self.reset, (size, size)),
         )

@@ -14,12 +14,12 @@ from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.scan.tiled import diagonal_factors
 from unilinattn.kernels.subnormal import decays
 from unilinattn.memory import parts
-from unilinattn.mixers.base import ALL, CoreMixer, check_factors
-from unilinattn.mixers.continued import backward_from, forward_from, with_ends
+from unilinattn.mixers.base import ALL, check_factors
+from unilinattn.mixers.continued import Continued, extended
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
 
-class ScalarDecay(CoreMixer):
+class ScalarDecay(Continued):
     """The hidden attention of the state-space dual: linear attention with one decay per head and token.
 
     Serves Mamba-2 / SSD (query = C and key = B in groups that consecutive heads share, key_scale = delta),
@@ -71,27 +71,20 @@ class ScalarDecay(CoreMixer):
         scan = implementation("scan", self.log_decay).scalar_scan_adjoint
         return scan(self.query, self.key, self.log_decay, grad) * self.key_scale.unsqueeze(-1)
 
-    def apply_from(
-        self, state: Tensor | None, value: Float[Tensor, "batch key head channel"]
-    ) -> tuple[Float[Tensor, "batch query head channel"], Tensor]:
-        """Run the recurrence forward in time from a state (batch, state, head, channel)."""
-        return forward_from(self._with_ends().apply, self.query.shape[-1], state, value)
+    @property
+    def state_size(self) -> int:
+        """Number of coordinates of a head's state."""
+        return self.query.shape[-1]
 
-    def adjoint_from(
-        self, state: Tensor | None, grad: Float[Tensor, "batch query head channel"]
-    ) -> tuple[Float[Tensor, "batch key head channel"], Tensor]:
-        """Run the transposed recurrence backward in time from the gradient of a state."""
-        return backward_from(self._with_ends().adjoint, self.query.shape[-1], state, grad)
-
-    def _with_ends(self) -> "ScalarDecay":
+    def with_ends(self) -> "ScalarDecay":
         """Return the mixer with tokens at the start that write the state, and at the end that read it."""
-        size = self.query.shape[-1]
+        size = self.state_size
         units = torch.eye(size, device=self.query.device)
         return ScalarDecay(
-            with_ends(self.query, first=0.0, last=units, size=size),
-            with_ends(self.key, first=units, last=0.0, size=size),
-            with_ends(self.log_decay, first=0.0, last=0.0, size=size),
-            key_scale=with_ends(self.key_scale, first=1.0, last=1.0, size=size),
+            extended(self.query, first=0.0, last=units, size=size),
+            extended(self.key, first=units, last=0.0, size=size),
+            extended(self.log_decay, first=0.0, last=0.0, size=size),
+            key_scale=extended(self.key_scale, first=1.0, last=1.0, size=size),
         )
 
     def rows(self, index: Int[Tensor, "batch row"]) -> Float[Tensor, "batch head row key"]:
