@@ -146,6 +146,7 @@ for call in (
     lambda: op.rows(0.5),
     lambda: op.rows([True, False]),
     lambda: found.positions(torch.tensor([0.5, 1.0])),
+    lambda: ula.trace(S4D(6, 4), torch.randn(2, 5, 6), stream_to=3),
 ):
     try:
         call()
@@ -158,11 +159,12 @@ def test_arguments_of_the_wrong_type_are_refused() -> None:
     # In a separate process, because a thorough run checks signatures before the call.
     done = subprocess.run([sys.executable, "-c", UNTYPED], capture_output=True, text=True, check=True, cwd=ROOT)
     lines = done.stdout.splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert "OptionError unknown reduction over heads 'maximum'; did you mean 'max'" in lines[0]
     assert "InputError positions are integers or (batch, row) integers, got torch.float32 of ()" in lines[1]
     assert "InputError positions are integers or (batch, row) integers, got torch.bool of (2,)" in lines[2]
     assert "InputError target tensor([0.5000, 1.0000]) is no position" in lines[3]
+    assert "OptionError stream_to=3; give an existing folder" in lines[4]
 
 
 def test_an_activation_without_a_known_slope_is_refused() -> None:
