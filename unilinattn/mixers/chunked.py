@@ -100,7 +100,7 @@ class Chunked(CoreMixer):
                 block = block[:, missing:]
                 ended = part.stop == self.shape[2] and not block.shape[1]
                 if ended or sum(t.shape[1] for t in pending) == rows:
-                    yield torch.cat(pending, dim=1)
+                    yield pending[0] if len(pending) == 1 else torch.cat(pending, dim=1)
                     pending = []
 
     def factors_by_chunk(self, chunks: slice = ALL) -> list[tuple[Tensor, ...]]:

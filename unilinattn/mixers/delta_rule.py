@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.groups import repeat_groups
-from unilinattn.kernels.scan.chunks import Chunk
+from unilinattn.kernels.scan.chunks import Chunk, with_diagonal
 from unilinattn.kernels.scan.pairs import from_token, pairs_of, to_token
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.mixers.base import ALL, check_factors
@@ -53,27 +53,26 @@ class DeltaRule(Chunked):
         return batch, heads, length, length
 
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
-        """Solve for the corrected values of one chunk: u = X v - X_s S, X = [I + diag(b) stril Khat(k, k)]^-1 diag(b).
+        """Solve for the corrected values of one chunk: u = X v - X_s S, X = diag(b) [I + stril Khat(k, k) diag(b)]^-1.
 
         Given u, the memory is a plain decayed one: y = tril Khat(q, k) u, and X_s = X diag(exp(G)) k. The transposed
-        system is solved for the factors that read and write u, which takes one solve for both.
+        system is solved for the factors that read and write u, which takes one solve for both. The strengths multiply
+        the keys that are written.
         """
         query, key, strength, decay = (repeat_groups(t, self.heads, 2)[:, :, heads] for t in factors)
-        strength = strength.transpose(1, 2)
+        length, written = key.shape[1], key * strength.unsqueeze(-1)
         arriving, leaving = decays(to_token(decay)), decays(from_token(decay))
-        (overlaps,), (scores,) = pairs_of((key, query), (key,), decay)
-        plain = torch.cat([scores, flushed_(key * leaving).permute(0, 2, 3, 1)], dim=-2)
+        (system,), (scores,) = pairs_of((key, query), (written,), decay)
+        plain = torch.cat([scores, flushed_(written * leaving).permute(0, 2, 3, 1)], dim=-2)
         # `unitriangular` ignores the diagonal, and `upper=False` the entries above it.
-        system = flushed_(strength.unsqueeze(-1) * overlaps)
         solved = torch.linalg.solve_triangular(system, plain, upper=False, left=False, unitriangular=True)
-        within, write = flushed_(solved * strength.unsqueeze(-2)).split([key.shape[1], key.shape[-1]], dim=-2)
-        erase = flushed_(key * arriving).transpose(1, 2)
+        within, write = flushed_(solved).split([length, key.shape[-1]], dim=-2)
+        erased = flushed_(key * -arriving).transpose(1, 2)
         return Chunk(
             within=within,
-            read=(query * arriving).transpose(1, 2) - within @ erase,
+            read=(within @ erased).add_((query * arriving).transpose(1, 2)),
             write=write,
-            decay=arriving[:, -1],
-            transfer=-write @ erase,
+            transition=with_diagonal(write @ erased, arriving[:, -1]),
         )
 
     @property

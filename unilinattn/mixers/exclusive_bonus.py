@@ -54,7 +54,7 @@ class ExclusiveBonus(Chunked):
             within=exclusive_pairs(query, key, decay) + torch.diag_embed(diagonal),
             read=(query * decays(before_token(decay))).transpose(1, 2),
             write=(key * decays(from_token(decay))).permute(0, 2, 3, 1),
-            decay=decays(to_token(decay)[:, -1]),
+            transition=decays(to_token(decay)[:, -1]).unsqueeze(-1),
         )
 
     @property

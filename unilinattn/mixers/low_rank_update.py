@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.groups import repeat_groups
-from unilinattn.kernels.scan.chunks import Chunk
+from unilinattn.kernels.scan.chunks import Chunk, with_diagonal
 from unilinattn.kernels.scan.pairs import before_token, from_token, next_token, pairs_of, read_before, to_token
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.mixers.base import ALL, check_factors
@@ -77,8 +77,7 @@ class LowRankUpdate(Chunked):
             within=within,
             read=(query * arriving).transpose(1, 2) + moved[..., :length, length:],
             write=write + moved[..., length:, :length],
-            decay=arriving[:, -1],
-            transfer=moved[..., length:, length:],
+            transition=with_diagonal(moved[..., length:, length:].clone(), arriving[:, -1]),
         )
 
     @property

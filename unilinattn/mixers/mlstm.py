@@ -82,7 +82,7 @@ class MLSTM(Chunked):
             within=scores,
             read=read.transpose(1, 2),
             write=write.permute(0, 2, 3, 1),
-            decay=(arriving[:, -1:] + entering - ending).exp().transpose(1, 2).to(key.dtype),
+            transition=(arriving[:, -1:] + entering - ending).exp().transpose(1, 2).unsqueeze(-1).to(key.dtype),
             scale=scale.transpose(1, 2),
         )
 

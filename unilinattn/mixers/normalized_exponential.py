@@ -70,7 +70,7 @@ class NormalizedExponential(Chunked):
             within=within.exp().to(self._dtype),
             read=read.exp().to(self._dtype).unsqueeze(-1),
             write=write.exp().to(self._dtype).unsqueeze(-2),
-            decay=decay.exp().to(self._dtype).unsqueeze(-1),
+            transition=decay.exp().to(self._dtype)[..., None, None],
         )
 
     @property

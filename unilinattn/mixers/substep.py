@@ -86,8 +86,7 @@ class Substep(Chunked):
             within=chunk.within[:, :, last, written],
             read=chunk.read[:, :, last],
             write=chunk.write[..., written],
-            decay=chunk.decay,
-            transfer=chunk.transfer,
+            transition=chunk.transition,
             scale=None if chunk.scale is None else chunk.scale[:, :, last],
         )
 

@@ -5,7 +5,7 @@ values to the final state, and from the initial to the final state.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -19,42 +19,48 @@ ALL = slice(None)
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One chunk of a memory: y = scale * (within v + read S), S' = decay * S + transfer S + write v.
+    """One chunk of a memory: y = scale * (within v + read S), S' = transition S + write v.
 
-    Subnormal numbers of the matrices and of the states are set to zero, because products read both.
+    Subnormal numbers of the matrices and of the states are set to zero, because products read both. `flush=False`: the
+    given matrices have none.
 
     Attributes:
         within: (batch, head, token, token), lower triangular; the sum over heads with one head in `over_heads`.
         read: (batch, head, token, state).
         write: (batch, head, state, token).
-        decay: (batch, head, state or 1), the diagonal part of the transition.
-        transfer: (batch, head, state, state), the rest of the transition, or None.
+        transition: (batch, head, state, state), from the initial to the final state; (batch, head, state or 1, 1) for
+            one decay per coordinate or per head.
         scale: (batch, head, token), factors of the outputs, which may underflow; None for 1.
     """
 
     within: Float[Tensor, "batch #head token token"]
     read: Float[Tensor, "batch head token state"]
     write: Float[Tensor, "batch head state token"]
-    decay: Float[Tensor, "batch head staten"]
-    transfer: Float[Tensor, "batch head state state"] | None = None
+    transition: Float[Tensor, "batch head state_or_1 from_or_1"]
     scale: Float[Tensor, "batch head token"] | None = None
+    flush: InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, flush: bool) -> None:
         """Set subnormal numbers to zero, in place if no gradient needs the matrices' storage."""
-        flush = flushed if torch.is_grad_enabled() else flushed_
+        if not flush:
+            return
+        flushing = flushed if torch.is_grad_enabled() else flushed_
         for name, matrix in vars(self).items():
             if matrix is not None:
-                object.__setattr__(self, name, flush(matrix))
+                object.__setattr__(self, name, flushing(matrix))
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether the transition multiplies each coordinate of the state by a decay."""
+        return self.transition.shape[-1] == 1
 
     def advance(self, state: Float[Tensor, "batch head state channel"]) -> Float[Tensor, "batch head state channel"]:
         """Return the state at the chunk's end, given the one at its beginning, without writes."""
-        carried = self.decay.unsqueeze(-1) * state
-        return flushed_(carried if self.transfer is None else carried + self.transfer @ state)
+        return flushed_(self.transition * state if self.is_diagonal else self.transition @ state)
 
     def retreat(self, state: Float[Tensor, "batch head state channel"]) -> Float[Tensor, "batch head state channel"]:
         """Apply the transpose of `advance`."""
-        carried = self.decay.unsqueeze(-1) * state
-        return flushed_(carried if self.transfer is None else carried + self.transfer.mT @ state)
+        return flushed_(self.transition * state if self.is_diagonal else self.transition.mT @ state)
 
     def scaled(
         self, outputs: Float[Tensor, "batch head row any"], row: slice | Int[Tensor, " row"] = ALL
@@ -84,26 +90,25 @@ class Chunk:
 
     def over_heads(self) -> "Chunk":
         """Return the chunk with scaled rows and `within` summed over heads, for maps that are sums over heads."""
-        within = self.scaled(self.within).sum(1, keepdim=True)
-        return Chunk(within, self.scaled(self.read), self.write, self.decay, self.transfer)
+        within = flushed_(self.scaled(self.within).sum(1, keepdim=True))
+        read = self.read if self.scale is None else flushed_(self.scaled(self.read))
+        return Chunk(within, read, self.write, self.transition, flush=False)
 
     def then(self, later: "Chunk") -> "Chunk":
         """Return this chunk and the one after it as one chunk."""
         summed = self.within.shape[1] < self.read.shape[1]
-        corner = _summed(later.read, self.write).unsqueeze(1) if summed else later.read @ self.write
+        corner = flushed_(_summed(later.read, self.write).unsqueeze(1) if summed else later.read @ self.write)
         upper = torch.cat([self.within, torch.zeros_like(corner).mT], dim=-1)
-        transfer = scale = None
-        if self.transfer is not None and later.transfer is not None:
-            transfer = later.advance(self.transfer) + later.transfer * self.decay.unsqueeze(-2)
+        scale = None
         if self.scale is not None and later.scale is not None:
             scale = torch.cat([self.scale, later.scale], dim=-1)
         return Chunk(
             within=torch.cat([upper, torch.cat([corner, later.within], dim=-1)], dim=-2),
             read=torch.cat([self.read, self.retreat(later.read.mT).mT], dim=-2),
             write=torch.cat([later.advance(self.write), later.write], dim=-1),
-            decay=later.decay * self.decay,
-            transfer=transfer,
+            transition=later.advance(self.transition),
             scale=scale,
+            flush=False,
         )
 
 
@@ -113,6 +118,14 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         pairs = [one.then(later) for one, later in zip(chunks[::2], chunks[1::2], strict=False)]
         chunks = [*pairs, *chunks[len(chunks) // 2 * 2 :]]
     return chunks[0]
+
+
+def with_diagonal(
+    matrix: Float[Tensor, "batch head state state"], diagonal: Float[Tensor, "batch head state_or_1"]
+) -> Float[Tensor, "batch head state state"]:
+    """Return a matrix that no other operation has read with `diagonal` added to its diagonal."""
+    matrix.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    return matrix
 
 
 @dataclass(frozen=True, eq=False)
