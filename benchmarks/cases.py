@@ -16,6 +16,7 @@ from benchmarks.rivals import (
     calls_of,
     exponentials,
     map_floor,
+    memory_steps,
     product,
     rollout_steps,
     row_steps,
@@ -63,7 +64,10 @@ def channel_mean_map(structure: str, length: int, place: Place) -> Prepared:
     """Fill the mean of all heads' maps, (L, L), from an existing operator."""
     operator = place.operator(structure, length)
     floor = map_floor(structure, length, place, operator)
-    return Prepared(operator.matrix, {"floor": floor, "calls": calls_of(operator.matrix)})
+    rivals = {"floor": floor, "calls": calls_of(operator.matrix)}
+    if structure == "delta rule":
+        rivals["steps"] = memory_steps(length, place)
+    return Prepared(operator.matrix, rivals)
 
 
 def rollout(structure: str, length: int, place: Place) -> Prepared:
@@ -255,12 +259,13 @@ def _cases() -> Iterator[Case]:
     gpu = {name: {"cuda": goals} for name, goals in ON_GPU.items()}
     for structure in MAPS:
         mamba = structure == "mamba"
+        steps = ("steps",) if structure == "delta rule" else ()
         # Small work is bound by the number of calls.
-        small = {"floor": 5.0} if mamba else {"floor": 3.0, "calls": 3.0}
-        rivals = ("floor",) if mamba else ("floor", "calls")
+        rivals = ("floor",) if mamba else ("floor", "calls", *steps)
+        small = dict.fromkeys(rivals, 5.0 if mamba else 3.0)
         yield Case("map", structure, 512, {"cpu": small, **(gpu["map"] if mamba else {})}, rivals)
-        large = {"floor": 3.0 if mamba else 2.0}
-        yield Case("map", structure, 2048, {"cpu": large, **(gpu["map"] if mamba else {})}, ("floor",))
+        large = dict.fromkeys(("floor", *steps), 3.0 if mamba else 2.0)
+        yield Case("map", structure, 2048, {"cpu": large, **(gpu["map"] if mamba else {})}, ("floor", *steps))
     for length in (512, 2048, 8192):
         yield Case("gradient", "mamba", length, {d: {"forward": 3.0} for d in ("cpu", "cuda")}, ("forward",))
     for structure, goal in (("mamba", 1.5), ("mamba2", 1.5), ("softmax", 3.0)):

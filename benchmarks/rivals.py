@@ -106,6 +106,28 @@ def rollout_steps(length: int, place: Place, forward: Callable[[], Any]) -> Riva
     return Rival(call)
 
 
+def memory_steps(length: int, place: Place) -> Rival:
+    """The products of the delta rule's map with chunks of N tokens, four of which are joined before columns pass them.
+
+    For each chunk: pairs of keys with queries and keys, a triangular solve, its application to the erased keys, and
+    two levels of joins; for four chunks, the transition of all earlier columns, and the reading of all columns.
+    """
+    heads, state = place.sizes.delta_heads, place.sizes.delta_state
+    square, wide = 0.1 * place.numbers(heads, state, state), place.numbers(heads, 2 * state, state)
+    columns, read = place.numbers(heads, state, length), place.numbers(4 * state, heads * state)
+
+    def call() -> None:
+        for start in range(0, length, 4 * state):
+            for _ in range(4):
+                torch.linalg.solve_triangular(square, wide @ square, upper=False, left=False, unitriangular=True)
+                for _ in range(3):
+                    wide @ square
+            square @ columns[..., :start]
+            read @ columns.flatten(0, 1)[:, : start + 4 * state]
+
+    return Rival(call)
+
+
 def map_floor(structure: str, length: int, place: Place, operator: MixerOperator) -> Rival:
     """Half of the product, or the pass over memory, that determines the mean of the maps."""
     sizes = place.sizes

@@ -221,9 +221,11 @@ print(1024 * (used() - before))
 def test_memory_is_that_of_a_piece(tmp_path: Path) -> None:
     length = 60 * 4096
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(length)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # glibc then returns every tensor's memory at once; by default it keeps up to 200 MB of a run's fragments.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     # The streams of 57 more pieces have 2 x 3 x 64 numbers per token; ids and rows have a few.
-    assert int(done.stdout) < length * 2 * 3 * 64 * 4 / 3
+    assert int(done.stdout) < length * 2 * 3 * 64 * 4 / 10
 
 
 @pytest.mark.parametrize("length", [1, LENGTH])
