@@ -19,10 +19,10 @@ def attention(call: Call) -> Flow:
     them raises `UncoveredError`.
     """
     seen = only_attention(call)
-    weights, repeats = attention_weights(call, seen)
+    weights, repeats, mixed = attention_weights(call, seen)
     port, source = value_source(call, seen)
     value, output = probe(call, seen, source)
     flow = Flow(source, port=port)
     add_values(flow, call, seen, value, repeats)
     flow.core(Dense(weights))
-    return add_output(flow, call, seen, weights, repeats, output)
+    return add_output(flow, call, seen, mixed, output)

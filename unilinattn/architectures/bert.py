@@ -30,7 +30,7 @@ def bert(call: Call) -> Flow:
             "trace only the encoder."
         )
     host, seen = call.host, only_attention(call)
-    weights, repeats = attention_weights(call, seen)
+    weights, repeats, _ = attention_weights(call, seen)
     _, source = value_source(call, seen)
     value, _ = probe(call, seen, source)
     flow = Flow(call.input)

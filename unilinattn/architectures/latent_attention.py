@@ -44,10 +44,10 @@ def latent_attention(call: Call) -> Flow:
     """
     call.refuse("past_key_values")
     seen = only_attention(call)
-    weights, repeats = attention_weights(call, seen)
+    weights, _, mixed = attention_weights(call, seen)
     _, output = probe(call, seen, call.input)
     flow = _values(call, seen).core(Dense(weights))
-    return add_output(flow, call, seen, weights, repeats, output)
+    return add_output(flow, call, seen, mixed, output)
 
 
 def _values(call: Call, seen: Captured) -> Flow:

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from unilinattn.architectures.linear_maps import Affine, linear_maps, without_hooks
 from unilinattn.call import Call, Captured, package_version
-from unilinattn.call.attention_interface import Attended, cast, interface, mixed_values
+from unilinattn.call.attention_interface import Attended, cast, interface
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.flow import Flow
@@ -123,21 +123,21 @@ def values_missed(found: Tensor, call: Call, seen: Captured) -> float:
     return relative_error(found, call.tensor(seen.record.value).transpose(1, 2).flatten(2))
 
 
-def add_output(flow: Flow, call: Call, seen: Captured, weights: Tensor, repeats: int, output: Affine) -> Flow:
+def add_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor, output: Affine) -> Flow:
     """Append the map from the attention's result to the output: a matrix, or a gate and a matrix.
 
-    If neither gives the observed output, append an unmapped stage that gives the reason.
+    `mixed`: the result, weights times values, (batch, query, head * channel). If neither gives the observed output,
+    append an unmapped stage that gives the reason.
     """
     if call.output is None:
         return flow.matrix(*output, role="output")
     limit, gate = tolerance("attention", seen.record.value.dtype), None
     with torch.no_grad():
-        context = mixed_values(weights, call.tensor(seen.record.value), repeats)
-        missed = relative_error(functional.linear(context, *output), call.output)
+        missed = relative_error(functional.linear(mixed, *output), call.output)
         gated = gated_output(call, seen) if missed > limit else None
         if gated is not None:
             gate, output = gated
-            missed = relative_error(functional.linear(context * gate, *output), call.output)
+            missed = relative_error(functional.linear(mixed * gate, *output), call.output)
     if missed > limit:
         reason = _not_affine(call, "from its attention's result to its output", missed, "a norm on the result")
         return flow.unmapped("output", reason, call.output.shape[-1])

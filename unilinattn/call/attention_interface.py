@@ -138,10 +138,11 @@ def only_attention(call: Call) -> Captured:
     return call.seen[0]
 
 
-def attention_weights(call: Call, seen: Captured) -> tuple[Tensor, int]:
+def attention_weights(call: Call, seen: Captured) -> tuple[Tensor, int, Tensor]:
     """Recompute the attention weights of a layer in the operator's dtype.
 
-    Returns the weights (batch, head, query, key) and the number of query heads for each value head.
+    Returns the weights (batch, head, query, key), the number of query heads for each value head, and the weights times
+    the values, (batch, query, head * channel).
 
     Raises `UncoveredError` if the eager function returns no weights, or if the weights times the values differ from
     its result.
@@ -158,13 +159,15 @@ def attention_weights(call: Call, seen: Captured) -> tuple[Tensor, int]:
             )
         weights = weights.to(query.dtype).expand(query.shape[0], -1, -1, -1)
         repeats = weights.shape[1] // value.shape[1]
-        missed = relative_error(mixed_values(weights, value, repeats), context.flatten(2))
+        # `repeats` query heads share a value head.
+        mixed = torch.einsum("bhij,bhjp->bihp", weights, value.repeat_interleave(repeats, dim=1)).flatten(2)
+        missed = relative_error(mixed, context.flatten(2))
     if missed > tolerance("attention", query.dtype):
         raise UncoveredError(
             f"{call.name} ({type(call.module).__name__}): its attention weights times its values miss its attention's "
             f"result by {missed:.1e}; something other than the weights acts on it. Register an adapter for this class."
         )
-    return weights, repeats
+    return weights, repeats, mixed
 
 
 def value_source(call: Call, seen: Captured) -> tuple[str, Tensor]:
@@ -174,11 +177,6 @@ def value_source(call: Call, seen: Captured) -> tuple[str, Tensor]:
         if isinstance(states, Tensor):
             return "encoder", call.tensor(states.detach())
     return "x", call.input
-
-
-def mixed_values(weights: Tensor, value: Tensor, repeats: int) -> Tensor:
-    """Return weights times values, (batch, query, head * channel); `repeats` query heads share a value head."""
-    return torch.einsum("bhij,bhjp->bihp", weights, value.repeat_interleave(repeats, dim=1)).flatten(2)
 
 
 def cast(call: Call, value: Any) -> Any:
