@@ -28,6 +28,12 @@ RECORD = Path("docs/coverage.json")
 FACTOR = 10.0
 """Largest ratio of a configuration's errors in two runs; errors are rounding, which depends on the machine."""
 
+TOGETHER = (("float32", "float64"), ("bfloat16",))
+"""Dtypes whose worst error is compared, in units of rounding.
+
+A sum that nearly cancels costs float32 and float64 as many digits, but one run of one dtype may be lucky.
+"""
+
 
 def differences(stored: Runs, fresh: Runs, *, run_tables: Iterable[str], configurations: Iterable[str]) -> list[str]:
     """Return messages on the differences between a record and fresh runs; errors may differ by `FACTOR`.
@@ -146,15 +152,26 @@ def _by_environment(runs: Runs) -> dict[str, Runs]:
 
 def _changed(stored: Any, fresh: Any, path: str = "") -> list[str]:
     """Return messages on the differences of two entries, each with its path of keys."""
-    if isinstance(stored, dict) and isinstance(fresh, dict):
-        keys = [*stored, *(key for key in fresh if key not in stored)]
-        return [line for key in keys for line in _changed(stored.get(key), fresh.get(key), f"{path} {key}".strip())]
-    if isinstance(stored, float) and isinstance(fresh, float):
-        # Errors below one unit of rounding count as equal.
-        floor = torch.finfo(getattr(torch, path.rsplit(" ", 1)[-1])).eps
-        low, high = sorted((max(stored, floor), max(fresh, floor)))
-        return [] if high <= FACTOR * low else [f"{path} was {stored:.1e}, is {fresh:.1e}"]
-    return [] if stored == fresh else [f"{path} was {stored}, is {fresh}"]
+    if not (isinstance(stored, dict) and isinstance(fresh, dict)):
+        return [] if stored == fresh else [f"{path} was {stored}, is {fresh}"]
+    messages: list[str] = []
+    compared: set[str] = set()
+    for dtypes in TOGETHER:
+        names = [name for name in dtypes if isinstance(stored.get(name), float) and isinstance(fresh.get(name), float)]
+        compared |= set(names)
+        before, after = (max((_units(entry[name], name) for name in names), default=1.0) for entry in (stored, fresh))
+        if not 1 / FACTOR <= after / before <= FACTOR:
+            where = f"{path} {' and '.join(names)}".strip()
+            messages.append(f"{where} was {before:.1f} units of rounding, is {after:.1f}")
+    for key in dict.fromkeys([*stored, *fresh]):
+        if key not in compared:
+            messages += _changed(stored.get(key), fresh.get(key), f"{path} {key}".strip())
+    return messages
+
+
+def _units(error: float, dtype: str) -> float:
+    """Return an error in units of rounding of its dtype; smaller errors count as one unit."""
+    return max(1.0, error / torch.finfo(getattr(torch, dtype)).eps)
 
 
 def _machine() -> dict[str, str]:

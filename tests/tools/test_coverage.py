@@ -195,7 +195,24 @@ def test_errors_may_differ_only_by_rounding(runs: coverage_runs.Runs, how: str) 
         fresh["hosts/mamba"]["layers"]["mamba"][how] = now * unit
         lines = coverage.differences(stored, fresh, run_tables=["hosts"], configurations=runs)
         assert len(lines) == count
-        assert all(f"layers mamba {how} was" in line for line in lines)
+        assert all(re.search(rf"layers mamba (float32 and )?{how}( and float64)? was", line) for line in lines)
+
+
+def test_one_dtype_may_be_lucky_if_the_other_lost_as_many_digits(runs: coverage_runs.Runs) -> None:
+    units = {how: torch.finfo(getattr(torch, how)).eps for how in ("float32", "float64")}
+    for was, now, count in (
+        ((70, 8), (70, 95), 0),
+        ((70, 8), (6, 60), 0),
+        ((70, 8), (70, 800), 1),
+        ((8, 8), (8, 95), 1),
+    ):
+        stored, fresh = copy.deepcopy(runs), copy.deepcopy(runs)
+        for entry, errors in ((stored, was), (fresh, now)):
+            for (how, unit), error in zip(units.items(), errors, strict=True):
+                entry["hosts/mamba"]["shares"][how] = error * unit
+        lines = coverage.differences(stored, fresh, run_tables=["hosts"], configurations=runs)
+        assert len(lines) == count
+        assert all("shares float32 and float64 was" in line for line in lines)
 
 
 def test_added_and_removed_configurations_are_reported(runs: coverage_runs.Runs) -> None:
