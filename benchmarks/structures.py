@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unilinattn.kernels import backend
+from unilinattn.kernels.toeplitz_map import tiled
 from unilinattn.mixers import (
     MLSTM,
     CoreMixer,
@@ -197,6 +198,8 @@ def _watched() -> Iterator[tuple[list[None], set[str]]]:
             kernels.add(name.split(".")[-2].replace("_", " "))
         return imported(name, package)
 
+    # The torch form of a convolution's weighted map sums tiles too.
+    tiles = patch.object(tiled, "toeplitz_rows", noted(tiled.toeplitz_rows))
     defaults = {name: noted(getattr(CoreMixer, name)) for name in ("reduced_rows", "reduced_parts")}
-    with patch.multiple(CoreMixer, **defaults), patch.object(backend.importlib, "import_module", ask):
+    with tiles, patch.multiple(CoreMixer, **defaults), patch.object(backend.importlib, "import_module", ask):
         yield plain, kernels

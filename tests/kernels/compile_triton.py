@@ -19,6 +19,8 @@ POINTERS = {
     "scan": {"read", "write", "query", "key", "decay", "rate", "scale", "value", "grad", "entering", "total", "out"}
     | {"states", "before", "after"}
     | {f"{name}_grad" for name in ("query", "key", "decay", "rate", "scale", "value")},
+    "chunk_states": {"transition", "states"},
+    "toeplitz_map": {"kernel", "left", "tap", "query", "key", "out"},
     "contribution_norms": {"vectors", "weight", "reference", "out"},
 }
 
@@ -43,9 +45,11 @@ def compiled(kernel: Any, pointers: set[str], constants: dict[str, Any], **optio
 
 
 def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
+    from unilinattn.kernels.chunk_states import triton_kernels as states
     from unilinattn.kernels.contribution_norms import triton_kernels as norms
     from unilinattn.kernels.reduced_map import triton_kernels as reduced
     from unilinattn.kernels.scan import triton_diagonal, triton_scalar
+    from unilinattn.kernels.toeplitz_map import triton_kernels as toeplitz
 
     pointers = POINTERS["reduced_map"]
     kernels = []
@@ -89,6 +93,18 @@ def cases() -> list[tuple[str, Any, set[str], dict[str, Any], dict[str, int]]]:
     kernels.append(
         ("scalar_decay_gradient", triton_scalar.scalar_decay_gradient, pointers - {"states"}, constants, wide)
     )
+    for size in (64, 128, 256):
+        constants = {"DIAGONAL": False, "STATES": size, "COLUMNS": 32 if size <= 128 else 16, "INNER": 32}
+        name = f"carry_chunks {size}"
+        kernels.append((name, states.carry_chunks, POINTERS["chunk_states"], constants, wide))
+    constants = {"DIAGONAL": True, "STATES": 64, "COLUMNS": 32, "INNER": 32}
+    kernels.append(("carry_chunks diagonal", states.carry_chunks, POINTERS["chunk_states"], constants, wide))
+    for low_rank in (False, True):
+        for config in toeplitz.CONFIGS:
+            sizes = {name: size for name, size in config.items() if name != "num_warps"}
+            constants = {"LOW_RANK": low_rank, **sizes}
+            options = {"num_warps": config["num_warps"]}
+            kernels.append(("weighted_tiles", toeplitz.weighted_tiles, POINTERS["toeplitz_map"], constants, options))
     for kind, precision in (("l2", "ieee"), ("alti", "tf32"), ("lp", "bf16")):
         constants = {"KIND": kind, "PRECISION": precision, "OUT": norms.OUT, "PAIRS": 128, "CHANNELS": 32}
         pointers = POINTERS["contribution_norms"]

@@ -13,19 +13,15 @@ from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
 from unilinattn.errors import FactorError, InputError, UncoveredError
-from unilinattn.kernels.reduced_map.dense import Taps, reduced, weighted
+from unilinattn.kernels.reduced_map.dense import Taps, causal_rows, reduced, weighted
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.kernels.row_product.tiled import folded
 from unilinattn.memory import parts
 
 ALL = slice(None)
 
-PIECE = 64
-"""Rows of a lower triangular matrix that are computed up to the same column."""
-
 Block = Callable[[slice], Tensor]
 """A block of rows of the matrix, as a function from a slice of columns to (batch, head, row, col)."""
-
 
 _constant: ContextVar[bool] = ContextVar("constant", default=False)
 
@@ -210,18 +206,12 @@ class CoreMixer(metaclass=_Structure):
     ) -> Iterator[Float[Tensor, "batch row key"]]:
         """Yield the map of `reduced_rows` in the given blocks of rows, in any order.
 
-        Of a lower triangular matrix, `PIECE` rows at a time are computed up to the last one's diagonal.
+        Of a lower triangular matrix, few rows at a time are computed up to the last one's diagonal.
         """
-        for part in blocks:
-            if not self.is_lower_triangular:
-                yield reduced(self.tile(part), part, left, taps)
-                continue
-            block = self.zeros((self.shape[0], part.stop - part.start, self.shape[3]))
-            for row in parts(part.stop - part.start, PIECE):
-                piece = slice(part.start + row.start, part.start + row.stop)
-                reached = slice(0, min(piece.stop, self.shape[3]))
-                block[:, row, reached] = reduced(self.tile(piece, reached), piece, left, taps)
-            yield block
+        if self.is_lower_triangular:
+            yield from causal_rows(self.tile, self.zeros, (self.shape[0], self.shape[3]), blocks, left, taps)
+        else:
+            yield from (reduced(self.tile(part), part, left, taps) for part in blocks)
 
     def row_product(
         self,

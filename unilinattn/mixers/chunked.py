@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import islice
 from typing import ClassVar
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from unilinattn.kernels.reduced_map.dense import Taps, reduced
-from unilinattn.kernels.scan.chunks import Chunk, Reading, fill, held_elements, joined
+from unilinattn.kernels.backend import uses_triton
+from unilinattn.kernels.reduced_map.dense import PIECE, Taps, reduced
+from unilinattn.kernels.scan.chunks import Chunk, Reading, fill, joined
 from unilinattn.kernels.scan.tiled import CHUNK, cut
 from unilinattn.memory import allowed, parts
-from unilinattn.mixers.base import ALL, PIECE, Block, CoreMixer, split_heads
+from unilinattn.mixers.base import ALL, Block, CoreMixer, split_heads
 
 KEPT = 8192
 """Longest pass, in tokens, whose chunk matrices are all saved for the backward pass."""
@@ -29,13 +31,15 @@ class Chunked(CoreMixer):
 
     A subclass defines `chunk_factors`, `chunk`, `diagonal` and `shape`. `apply`, `adjoint` and `rows` take time linear
     in length; `tile` takes time linear in the distance from its first column to its last row. Each holds the matrices
-    of one chunk at a time, also in the backward pass of a long sequence.
+    of `side_by_side` chunks at a time, also in the backward pass of a long sequence.
     """
 
     causal = True
     data_controlled = True
     tokens: ClassVar[int] = CHUNK
     """Tokens of a chunk."""
+    pairs: ClassVar[int] = 8
+    """Pairs of a matrix (token, token) and one (token, state) that are held while those of a chunk are computed."""
     steps: int = 1
     """Number of steps per token whose factors `chunk` takes."""
     boundaries: Sequence[Float[Tensor, "batch 1 head"]] = ()
@@ -48,7 +52,10 @@ class Chunked(CoreMixer):
 
     @abstractmethod
     def chunk(self, factors: Sequence[Tensor], heads: slice = ALL) -> Chunk:
-        """Return the matrices of a chunk of `tokens` tokens (the last one may be shorter) for some heads."""
+        """Return the matrices of a chunk of `tokens` tokens (the last one may be shorter) for some heads.
+
+        The batch of the factors may hold several chunks of each sequence.
+        """
 
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Return zeros with the dtype and device of the matrix."""
@@ -73,7 +80,7 @@ class Chunked(CoreMixer):
         positions = [torch.tensor(tokens, device=device) for tokens in (row, col)]
         blocks = []
         for part in split_heads(heads, total, self.heads_at_once):
-            chunks = (self.chunk(factors, part) for factors in self.factors_by_chunk(slice(first, last + 1)))
+            chunks = self._chunks(slice(first, last + 1), part)
             blocks.append(fill(chunks, first * self.tokens, *positions))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
@@ -122,8 +129,8 @@ class Chunked(CoreMixer):
         """Elements held while the matrices of some chunks are computed for `heads` heads, and joined."""
         batch, _, length, _ = self.shape
         state = self.state_size
-        making = chunks * self.steps * held_elements(min(self.tokens, length), state)
-        tokens = chunks * self.tokens
+        chunk, tokens = min(self.tokens, length), chunks * self.tokens
+        making = chunks * self.steps * self.pairs * chunk * (chunk + state)
         joining = 0 if chunks == 1 else 3 * tokens * (tokens + 2 * state)
         return batch * heads * max(making, joining)
 
@@ -141,6 +148,19 @@ class Chunked(CoreMixer):
         ):
             chunks *= 2
         return chunks
+
+    @property
+    def side_by_side(self) -> int:
+        """Number of chunks whose matrices are computed at once.
+
+        One on a CPU, whose cache holds them. On a GPU, where each operation costs a launch, as many as take at most a
+        quarter of what `max_memory` allows.
+        """
+        like = self.zeros(())
+        if like.device.type == "cpu" and not uses_triton(like):
+            return 1
+        chunks = max(1, self.shape[2] // self.tokens)
+        return max(1, min(chunks, allowed() // (4 * like.element_size() * self.making_elements(self.heads))))
 
     @property
     def heads_at_once(self) -> int:
@@ -167,14 +187,32 @@ class Chunked(CoreMixer):
         # For the gradient of a long pass only the states are saved; its matrices are computed again.
         recompute = torch.is_grad_enabled() and vectors.shape[1] > KEPT
         outputs, state = [], None
-        by_chunk = zip(vectors[:, :, heads].split(self.tokens, dim=1), self.factors_by_chunk(), strict=True)
-        for vector, factors in list(by_chunk)[::order]:
+        groups = self._groups()
+        tokens = [self.tokens * len(group) for group in groups]
+        tokens[-1] += self.shape[2] - sum(tokens)
+        by_group = vectors[:, :, heads].split(tokens, dim=1)
+        for vector, group in list(zip(by_group, groups, strict=True))[::order]:
+            factors = _side_by_side(group)
             if recompute:
                 output, state = checkpoint(run, state, vector, factors, use_reentrant=False, preserve_rng_state=False)
             else:
                 output, state = run(state, vector, factors)
             outputs.append(output)
         return outputs
+
+    def _groups(self, chunks: slice = ALL) -> list[list[tuple[Tensor, ...]]]:
+        """Return the factors of consecutive chunks in groups of `side_by_side` chunks of equal length."""
+        first, last, _ = chunks.indices(-(-self.shape[2] // self.tokens))
+        by_chunk = self.factors_by_chunk(chunks)
+        whole = min(last, self.shape[2] // self.tokens) - first
+        groups = [by_chunk[part] for part in parts(whole, self.side_by_side)]
+        return [*groups, *([each] for each in by_chunk[whole:])]
+
+    def _chunks(self, chunks: slice = ALL, heads: slice = ALL, *, over_heads: bool = False) -> Iterator[Chunk]:
+        """Yield the matrices of consecutive chunks, with `over_heads` those of `Chunk.over_heads`."""
+        for group in self._groups(chunks):
+            made = self.chunk(_side_by_side(group), heads)
+            yield from (made.over_heads() if over_heads else made).cut(len(group))
 
     def _readings(self, rows: int, *, over_heads: bool = False) -> Iterator[tuple[slice, Reading, slice]]:
         """Yield blocks of at most `rows` rows of a chunk: their tokens, their factors, and their rows in the chunk."""
@@ -190,6 +228,13 @@ class Chunked(CoreMixer):
 
     def _joined_chunks(self, over_heads: bool) -> Iterator[Chunk]:
         """Yield the chunks in order, `chunks_at_once` joined."""
-        for part in parts(-(-self.shape[2] // self.tokens), self.chunks_at_once):
-            chunks = (self.chunk(factors) for factors in self.factors_by_chunk(part))
-            yield joined([chunk.over_heads() if over_heads else chunk for chunk in chunks])
+        chunks, count = self._chunks(over_heads=over_heads), self.chunks_at_once
+        while some := list(islice(chunks, count)):
+            yield joined(some)
+
+
+def _side_by_side(group: Sequence[tuple[Tensor, ...]]) -> Sequence[Tensor]:
+    """Return the factors of a group of chunks, whose batch holds the chunks of each sequence in order."""
+    if len(group) == 1:
+        return group[0]
+    return [torch.stack(each, dim=1).flatten(0, 1) for each in zip(*group, strict=True)]

@@ -313,7 +313,9 @@ class ChunkedCost(MixerCost):
     def __init__(self, mixer: Chunked) -> None:
         super().__init__(mixer, mixer.state_size)
         self.chunks = mixer.chunks_at_once
-        self.making_elements = mixer.making_elements(self.heads, self.chunks)
+        self.others = mixer.side_by_side - 1
+        self.beside = self.others * mixer.making_elements(self.heads)
+        self.making_elements = mixer.making_elements(self.heads, self.chunks) + self.beside
 
     @property
     def carried_elements(self) -> int:
@@ -321,10 +323,10 @@ class ChunkedCost(MixerCost):
         return 2 * self.batch * self.heads * self.keys * self.state + self.making_elements
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
-        """One chunk; the states of its columns before and after it; the block, its parts and their concatenation."""
+        """Some chunks; the states of columns before and after one; the block, its parts and their concatenation."""
         part = min(heads, self.mixer.heads_at_once)
         columns = part * 3 * cols * self.state + 3 * heads * rows * cols
-        return self.mixer.making_elements(part) + self.batch * columns
+        return self.mixer.making_elements(part) + self.beside + self.batch * columns
 
     def reduced_elements(self, rows: int, channels: int) -> int:
         """States, and some chunks or a block with a copy; the block is per head if there are weights."""
@@ -334,13 +336,15 @@ class ChunkedCost(MixerCost):
         return self.carried_elements + max(0, block - self.making_elements // 2)
 
     def pass_cost(self, channels: int) -> Cost:
-        """Values, outputs and one chunk; a triangular solve, the chunk's matrices, and products with the values."""
+        """Values, outputs and some chunks; a triangular solve, a chunk's matrices, and products with the values."""
         chunk, steps, state = min(self.mixer.tokens, self.keys), self.mixer.steps, self.state
         making = steps * (chunk * (chunk + state) // 2 + 4 * chunk * state + state * state)
         per_token = making + channels * (chunk + 3 * state)
         part = min(self.heads, self.mixer.heads_at_once)
         tokens = self.batch * self.keys * self.heads
-        return Cost(2 * tokens * channels + self.mixer.making_elements(part), tokens * per_token)
+        states = 2 * self.others * self.batch * self.heads * state * channels
+        made = self.mixer.making_elements(part) + self.beside
+        return Cost(2 * tokens * channels + made + states, tokens * per_token)
 
     def gradient_elements(self, channels: int) -> int:
         """Vectors and states with their gradients, and the matrices of all chunks (of one if long)."""

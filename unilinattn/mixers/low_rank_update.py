@@ -32,6 +32,7 @@ class LowRankUpdate(Chunked):
     """
 
     structure = "diagonal plus low rank"
+    pairs = 13
 
     def __init__(
         self,

@@ -1,15 +1,16 @@
 """Toeplitz: alpha_ij = K[i - j], short and long convolutions, the same for every input."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from jaxtyping import Inexact, Int
 from torch import Tensor
-from torch.nn import functional
 
 from unilinattn.errors import UncoveredError
+from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.subnormal import flushed
+from unilinattn.kernels.toeplitz_map.tiled import windows
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 
 DIRECT_TAPS = 32
@@ -118,34 +119,25 @@ class Toeplitz(CoreMixer):
         if not row or not col:
             return self.zeros((self._batch, len(range(self.heads)[heads]), len(row), len(col)))
         hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
-        block = self._mirrored(self.taps[heads], *hull).flip(1)
+        block = windows(self.taps[heads], *hull).flip(1)
         return block[None, :, :: row.step, :: col.step].expand(self._batch, -1, -1, -1)
 
     def mean_map(self) -> Inexact[Tensor, "batch query key"]:
         """Write the matrix of the mean kernel once."""
         every = slice(0, self._length)
         mean = flushed(self.taps.mean(0, keepdim=True))
-        return self._mirrored(mean, every, every).expand(self._batch, -1, -1).flip(1)
+        return windows(mean, every, every).expand(self._batch, -1, -1).flip(1)
 
-    def _mirrored(self, taps: Inexact[Tensor, "head tap"], rows: slice, cols: slice) -> Inexact[Tensor, "head row col"]:
-        """Return a block with its last row first: overlapping windows of the reversed kernel, without a copy."""
-        least, most = rows.start - cols.stop + 1, rows.stop - 1 - cols.start
-        lags = taps[:, max(least, 0) : max(most + 1, 0)]
-        count = most - least + 1
-        before = min(max(-least, 0), count)
-        lags = functional.pad(lags, (before, count - before - lags.shape[1]))
-        return lags.flip(1).unfold(1, cols.stop - cols.start, 1)
-
-    def reduced_rows(
-        self, rows: int, left: Tensor | None = None, taps: Taps | None = None
+    def reduced_parts(
+        self, blocks: Iterable[slice], left: Tensor | None = None, taps: Taps | None = None
     ) -> Iterator[Inexact[Tensor, "batch row key"]]:
-        """Yield the map of `CoreMixer.reduced_rows`; without weights it is that of the sum of the kernels."""
-        if left is not None or taps is not None:
-            yield from super().reduced_rows(rows, left, taps)
+        """Yield `CoreMixer.reduced_parts`; without weights it is the matrix of the sum of the kernels."""
+        if left is None and taps is None:
+            total = Toeplitz(self.taps.sum(0, keepdim=True), batch=self._batch, length=self._length)
+            yield from (total.tile(part).squeeze(1) for part in blocks)
             return
-        total = Toeplitz(self.taps.sum(0, keepdim=True), batch=self._batch, length=self._length)
-        for _, block in total.blocks(rows):
-            yield block(ALL).squeeze(1)
+        kernel = implementation("toeplitz_map", self.taps).toeplitz_rows
+        yield from kernel(self.taps, left, taps, batch=self._batch, length=self._length, blocks=blocks)
 
     def diagonal(self) -> Inexact[Tensor, "batch head length"]:
         """Return K[0] for every token."""

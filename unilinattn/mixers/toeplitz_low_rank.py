@@ -1,10 +1,14 @@
 """Toeplitz times low rank: alpha_ij = K[i - j] (q_i . k_j), a fixed convolution of outer products."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.groups import of_heads, repeat_groups
+from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.mixers.base import ALL, CoreMixer, check_factors
 from unilinattn.mixers.toeplitz import Toeplitz
 
@@ -65,6 +69,15 @@ class ToeplitzLowRank(CoreMixer):
         """Multiply a block of the convolution by the products of queries and keys."""
         query, key = (of_heads(t, heads, self.heads) for t in (self.query[:, rows], self.key[:, cols]))
         return self.convolution.tile(rows, cols, heads) * torch.einsum("bihn,bjhn->bhij", query, key)
+
+    def reduced_parts(
+        self, blocks: Iterable[slice], left: Tensor | None = None, taps: Taps | None = None
+    ) -> Iterator[Float[Tensor, "batch row key"]]:
+        """Yield `CoreMixer.reduced_parts`."""
+        batch, _, _, length = self.shape
+        kernel = implementation("toeplitz_map", self.query).toeplitz_rows
+        weights = self.convolution.taps
+        yield from kernel(weights, left, taps, self.query, self.key, batch=batch, length=length, blocks=blocks)
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return K[0] (q_i . k_i)."""

@@ -1,11 +1,16 @@
 """The reduced and the weighted map of a materialised block of every head, for structures without a product form."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
+
+from unilinattn.memory import parts
+
+PIECE = 64
+"""Rows of a lower triangular matrix that are computed up to the same column."""
 
 Taps = Mapping[int, Float[Tensor, "#batch #length channel"]]
 """Factors on the key's side by lag: y_p = sum_lag tap_lag[p] x_{p - lag}."""
@@ -33,6 +38,28 @@ def reduced(
         landed = (alpha * torch.einsum("bihp,bjhp->bhij", each, other)).sum(1)
         total = total + functional.pad(landed[..., lag:], (0, min(lag, landed.shape[-1])))
     return total
+
+
+def causal_rows(
+    tile: Callable[[slice, slice], Tensor],
+    zeros: Callable[[tuple[int, ...]], Tensor],
+    shape: tuple[int, int],
+    blocks: Iterable[slice],
+    left: Float[Tensor, "#batch #length channel"] | None,
+    taps: Taps | None,
+) -> Iterator[Float[Tensor, "batch row key"]]:
+    """Yield `reduced` for blocks of rows of a lower triangular matrix, `PIECE` rows at a time up to the diagonal.
+
+    `tile` maps rows and columns to a block of every head, `shape` is (batch, keys).
+    """
+    batch, keys = shape
+    for part in blocks:
+        block = zeros((batch, part.stop - part.start, keys))
+        for row in parts(part.stop - part.start, PIECE):
+            piece = slice(part.start + row.start, part.start + row.stop)
+            reached = slice(0, min(piece.stop, keys))
+            block[:, row, reached] = reduced(tile(piece, reached), piece, left, taps)
+        yield block
 
 
 def weighted(

@@ -1,4 +1,4 @@
-"""One chunk of any memory that is linear in its values, and blocks of such a memory's matrix, filled by chunks.
+"""Chunks of any memory that is linear in its values, and blocks of such a memory's matrix, filled by chunks.
 
 Within a chunk the memory has four matrices per head: from values to outputs, from the initial state to outputs, from
 values to the final state, and from the initial to the final state.
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.subnormal import flushed, flushed_
 
 ALL = slice(None)
@@ -20,6 +21,8 @@ ALL = slice(None)
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """One chunk of a memory: y = scale * (within v + read S), S' = transition S + write v.
+
+    Consecutive chunks of equal length are one object whose batch holds the chunks of each sequence in order.
 
     Subnormal numbers of the matrices and of the states are set to zero, because products read both. `flush=False`: the
     given matrices have none.
@@ -71,22 +74,60 @@ class Chunk:
     def forward(
         self, state: Float[Tensor, "batch head state channel"] | None, value: Float[Tensor, "batch token head channel"]
     ) -> tuple[Tensor, Tensor]:
-        """Return the chunk's outputs and the state after it, given its values and the state before it (None: zero)."""
-        v = flushed(value).transpose(1, 2)
-        output, ending = self.within @ v, flushed_(self.write @ v)
-        if state is not None:
-            output, ending = output + self.read @ state, flushed_(self.advance(state) + ending)
-        return self.scaled(output).transpose(1, 2), ending
+        """Return the outputs and the state after the last chunk, given the values and the state before the first.
+
+        A state of None is zero.
+        """
+        v = self._by_chunk(flushed(value))
+        output, written = self.within @ v, flushed_(self.write @ v)
+        entering, ending = self._carried(state, written, len(value), reverse=False)
+        if entering is not None:
+            output = output + self.read @ entering
+        return self.scaled(output).transpose(1, 2).reshape(value.shape), ending
 
     def backward(
         self, state: Float[Tensor, "batch head state channel"] | None, grad: Float[Tensor, "batch token head channel"]
     ) -> tuple[Tensor, Tensor]:
-        """Apply the transpose of `forward`: from the adjoint state after the chunk to the one before it."""
-        g = flushed_(self.scaled(grad.transpose(1, 2))) if self.scale is not None else flushed(grad).transpose(1, 2)
-        value_grad, beginning = self.within.mT @ g, flushed_(self.read.mT @ g)
-        if state is not None:
-            value_grad, beginning = value_grad + self.write.mT @ state, flushed_(self.retreat(state) + beginning)
-        return value_grad.transpose(1, 2), beginning
+        """Apply the transpose of `forward`: from the adjoint state after the last chunk to the one before the first."""
+        g = self._by_chunk(grad)
+        g = flushed(g) if self.scale is None else flushed_(self.scaled(g))
+        value_grad, read = self.within.mT @ g, flushed_(self.read.mT @ g)
+        leaving, beginning = self._carried(state, read, len(grad), reverse=True)
+        if leaving is not None:
+            value_grad = value_grad + self.write.mT @ leaving
+        return value_grad.transpose(1, 2).reshape(grad.shape), beginning
+
+    def _by_chunk(self, vectors: Float[Tensor, "batch token head channel"]) -> Float[Tensor, "each head token channel"]:
+        """Move the chunks of each sequence into the batch."""
+        chunks = len(self.read) // len(vectors)
+        return vectors.unflatten(1, (chunks, -1)).flatten(0, 1).transpose(1, 2)
+
+    def _carried(
+        self, state: Tensor | None, added: Float[Tensor, "each head state channel"], batch: int, *, reverse: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the states that enter the chunks, None if a single one is zero, and the state after the last chunk.
+
+        `added` is what each chunk adds to the state; `reverse` carries states through the transposed transitions.
+        """
+        if len(added) == batch:
+            move = self.retreat if reverse else self.advance
+            return state, added if state is None else flushed_(move(state) + added)
+        carry = implementation("chunk_states", added).chunk_states
+        transition, added = (t.unflatten(0, (batch, -1)) for t in (self.transition, added))
+        states = carry(transition, added, state, reverse=reverse)
+        entering, ending = (states[:, 1:], states[:, 0]) if reverse else (states[:, :-1], states[:, -1])
+        return entering.flatten(0, 1), ending
+
+    def cut(self, count: int) -> Sequence["Chunk"]:
+        """Return the chunks of `count` consecutive ones as separate objects."""
+        if count == 1:
+            return [self]
+        within, read, write, transition = (
+            t.unflatten(0, (-1, count)).unbind(1) for t in (self.within, self.read, self.write, self.transition)
+        )
+        scale = [None] * count if self.scale is None else self.scale.unflatten(0, (-1, count)).unbind(1)
+        every = zip(within, read, write, transition, scale, strict=True)
+        return [Chunk(*matrices, flush=False) for matrices in every]
 
     def over_heads(self) -> "Chunk":
         """Return the chunk with scaled rows and `within` summed over heads, for maps that are sums over heads."""
@@ -190,12 +231,3 @@ def fill(
         start = stop
     filled = torch.cat(blocks, dim=2)
     return functional.pad(filled, (0, 0, len(row) - filled.shape[2], 0))
-
-
-def held_elements(tokens: int, state: int) -> int:
-    """Elements held while one head's chunk of `tokens` tokens is made.
-
-    Eight pairs of a matrix (token, token) and one (token, state): `Chunk`'s own, those of a triangular solve, and the
-    factors of both.
-    """
-    return 8 * tokens * (tokens + state)

@@ -1,0 +1,1 @@
+"""The states between the chunks of a memory: README.md derives them."""

@@ -1,0 +1,1 @@
+"""The reduced map of convolutions: README.md derives it."""

@@ -1,0 +1,93 @@
+"""The Triton kernel of the reduced map of convolutions."""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from unilinattn.kernels.launch import tuned
+
+CONFIGS = [
+    {"ROWS": 64, "COLS": 64, "num_warps": 8},
+    {"ROWS": 32, "COLS": 64, "num_warps": 4},
+    {"ROWS": 32, "COLS": 32, "num_warps": 4},
+]
+
+
+@tuned(CONFIGS, key=["heads", "rank", "each", "length"], restore=["out"])
+@triton.jit
+@no_type_check
+def weighted_tiles(
+    kernel,
+    left,
+    tap,
+    query,
+    key,
+    out,
+    heads,
+    per_group,
+    rank,
+    each,
+    taps,
+    rows,
+    start,
+    length,
+    lag,
+    w_head,
+    w_tap,
+    l_batch,
+    l_token,
+    l_channel,
+    t_batch,
+    t_token,
+    t_channel,
+    q_batch,
+    q_token,
+    q_group,
+    q_rank,
+    k_batch,
+    k_token,
+    k_group,
+    k_rank,
+    o_batch,
+    o_row,
+    LOW_RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Add one tap to a tile of the map; a token's column is `lag` before it, and `each` channels share a head."""
+    batch = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
+    i, landed = start + row, col + lag
+    i_live, j_live = row < rows, landed < length
+    last = start + tl.program_id(1).to(tl.int64) * ROWS + ROWS
+    if tl.program_id(0).to(tl.int64) * COLS + lag < last:
+        back = i[:, None] - landed[None, :]
+        seen = (back >= 0) & (back < taps) & i_live[:, None] & j_live[None, :]
+        reading = left + batch * l_batch + i * l_token
+        landing = tap + batch * t_batch + landed * t_token
+        asking = query + batch * q_batch + i * q_token
+        asked = key + batch * k_batch + landed * k_token
+        window = kernel + back * w_tap
+        total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        for head in range(0, heads):
+            pairs = tl.zeros((ROWS, COLS), dtype=tl.float32)
+            for _ in range(0, each):
+                x = tl.load(reading, mask=i_live, other=0.0).to(tl.float32)
+                y = tl.load(landing, mask=j_live, other=0.0).to(tl.float32)
+                pairs += x[:, None] * y[None, :]
+                reading += l_channel
+                landing += t_channel
+            if LOW_RANK:
+                scores = tl.zeros((ROWS, COLS), dtype=tl.float32)
+                group = head // per_group
+                for nth in range(0, rank):
+                    x = tl.load(asking + group * q_group + nth * q_rank, mask=i_live, other=0.0).to(tl.float32)
+                    y = tl.load(asked + group * k_group + nth * k_rank, mask=j_live, other=0.0).to(tl.float32)
+                    scores += x[:, None] * y[None, :]
+                pairs *= scores
+            total += tl.load(window, mask=seen, other=0.0).to(tl.float32) * pairs
+            window += w_head
+        at = out + batch * o_batch + row[:, None] * o_row + col[None, :]
+        tl.store(at, tl.load(at, mask=seen, other=0.0) + total, mask=seen)
