@@ -310,41 +310,55 @@ def fill_leaf(steps, query, entering, write, read, passed, leaves, block):
                 reading[lane] = _flushed(reader[lane] * across)
 
 
+@_inlined
+@no_type_check
+def _four(vectors, group, channel, pair):
+    """Return four channels of the vector of a pair."""
+    rest = vectors[group, channel + 1, pair], vectors[group, channel + 2, pair], vectors[group, channel + 3, pair]
+    return vectors[group, channel, pair], *rest
+
+
 @_compiled
 @no_type_check
-def alti_norms(vectors, weight, sign, size, scores, norms, piece):
+def alti_norms(vectors, weight, reference, scores, norms, piece):
     """Add ||y||_1 - ||y - T||_1 and ||T||_1 of the contributions T = W v of some groups to `scores` and `norms`.
 
-    vectors (group, channel, row, col), weight (group or 1, channel, out), with a multiple of four channels; y is
-    sign * size (batch, row, out).
+    vectors (group, channel, pair), with the pairs of a row together; weight (group or 1, channel, out), with a multiple
+    of four channels; reference y (batch, row, out); scores and norms (group, pair).
     """
-    groups, channels, rows, cols = vectors.shape
-    outs, formed = weight.shape[2], np.zeros(OUTS, np.float32)
+    groups, channels, pairs = vectors.shape
+    outs, cols, end = weight.shape[2], pairs // reference.shape[1], pairs - 1
+    formed = np.empty((4, OUTS), np.float32)
     for group in range(piece * GROUPS, min((piece + 1) * GROUPS, groups)):
-        matrix, sequence = weight[group % len(weight)], group // (groups // len(sign))
+        matrix, sequence = weight[group % len(weight)], group // (groups // len(reference))
         for first in range(0, outs, OUTS):
             last = min(first + OUTS, outs)
-            vector = formed[: last - first]
-            for row in range(rows):
-                along, reference = sign[sequence, row, first:last], size[sequence, row, first:last]
-                for col in range(cols):
-                    for c in range(0, channels, 4):
-                        v0, v1 = vectors[group, c, row, col], vectors[group, c + 1, row, col]
-                        v2, v3 = vectors[group, c + 2, row, col], vectors[group, c + 3, row, col]
-                        w0, w1 = matrix[c, first:last], matrix[c + 1, first:last]
-                        w2, w3 = matrix[c + 2, first:last], matrix[c + 3, first:last]
-                        if c == 0:
-                            for out in range(len(vector)):
-                                vector[out] = v0 * w0[out] + v1 * w1[out] + v2 * w2[out] + v3 * w3[out]
-                        else:
-                            for out in range(len(vector)):
-                                vector[out] += v0 * w0[out] + v1 * w1[out] + v2 * w2[out] + v3 * w3[out]
+            t0, t1, t2, t3 = formed[0, : last - first], formed[1], formed[2], formed[3]
+            for pair in range(0, pairs, 4):
+                formed[:] = 0
+                # Four pairs read each weight once; after the last pair it is repeated, and not added below.
+                for c in range(0, channels, 4):
+                    w0, w1 = matrix[c, first:last], matrix[c + 1, first:last]
+                    w2, w3 = matrix[c + 2, first:last], matrix[c + 3, first:last]
+                    v0 = _four(vectors, group, c, pair)
+                    v1 = _four(vectors, group, c, min(pair + 1, end))
+                    v2 = _four(vectors, group, c, min(pair + 2, end))
+                    v3 = _four(vectors, group, c, min(pair + 3, end))
+                    for out in range(len(t0)):
+                        x0, x1, x2, x3 = w0[out], w1[out], w2[out], w3[out]
+                        t0[out] += v0[0] * x0 + v0[1] * x1 + v0[2] * x2 + v0[3] * x3
+                        t1[out] += v1[0] * x0 + v1[1] * x1 + v1[2] * x2 + v1[3] * x3
+                        t2[out] += v2[0] * x0 + v2[1] * x1 + v2[2] * x2 + v2[3] * x3
+                        t3[out] += v3[0] * x0 + v3[1] * x1 + v3[2] * x2 + v3[3] * x3
+                for k in range(min(4, pairs - pair)):
+                    vector, facing = formed[k], reference[sequence, (pair + k) // cols, first:last]
                     score, norm = np.float32(0), np.float32(0)
-                    for out in range(len(vector)):
-                        # |y| - |y - T| is T along y, reflected where it goes beyond; the choice keeps a NaN of y.
-                        part = vector[out] * along[out]
-                        reflected = reference[out] + reference[out] - part
-                        score += part if part < reflected else reflected
+                    for out in range(len(facing)):
+                        part, y = vector[out], facing[out]
                         norm += abs(part)
-                    scores[group, row, col] += score
-                    norms[group, row, col] += norm
+                        # |y| - |y - T| is T along y, reflected where it goes beyond; the choice keeps a NaN of y.
+                        part = -part if y < 0 else part
+                        reflected = abs(y) + abs(y) - part
+                        score += part if part < reflected else reflected
+                    scores[group, pair + k] += score
+                    norms[group, pair + k] += norm

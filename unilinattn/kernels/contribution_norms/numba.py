@@ -51,12 +51,11 @@ def _reduced(
 ) -> tuple[Float[Tensor, "group row col"], Float[Tensor, "group row col"]]:
     scores = vectors.new_zeros(vectors.shape[0], *vectors.shape[2:])
     sizes = torch.zeros_like(scores)
-    sign = torch.ones_like(reference).copysign_(reference)
     # The loop takes four channels at a time.
     matrix = weight.mT
     if missing := -vectors.shape[1] % 4:
         vectors, matrix = pad(vectors, (0, 0, 0, 0, 0, missing)), pad(matrix, (0, 0, 0, missing))
-    tensors = (vectors, matrix, sign, reference.abs(), scores, sizes)
+    tensors = (vectors.flatten(2), matrix, reference, scores.flatten(1), sizes.flatten(1))
     pieces = -(-len(scores) // loops.GROUPS)
     loops.in_pieces(loops.alti_norms, pieces, *(np.ascontiguousarray(t.numpy()) for t in tensors))
     return scores, sizes
