@@ -22,7 +22,7 @@ from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage,
 TILE = 64
 """Rows of a tile of pairwise contributions."""
 
-FOLDED_TILE = 256
+FOLDED_TILE = 512
 """Rows of a tile where W is applied to the values of each head: a pair costs so little that calls count.
 
 Memories that are computed chunk by chunk have blocks of `TILE` rows."""
