@@ -131,7 +131,7 @@ def _through_taps(
     like: Float[Tensor, "batch length _"],
     name: str,
     function: Callable[[Tensor], Tensor],
-) -> tuple[Inexact[Tensor, "batch row channel key"], Chain]:
+) -> tuple[Inexact[Tensor, "batch row mixed key"], Chain]:
     """Sum the contributions of `function` of each tap's term through the mixers of the rest of a chain."""
     total: Tensor | None = None
     after: Chain = ()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
 from unilinattn.kernels.backend import implementation
@@ -26,8 +26,9 @@ class Tile:
 
     Attributes:
         rows, cols: slices of the queries and keys.
-        inner: v. Groups are sequences, or pairs of a sequence and a key if W differs by key; then there is one column.
-            With `parts`, each sequence has such groups for each part of the layer, one part after the other.
+        inner: v, complex if a later stage takes its real part. Groups are sequences, or pairs of a sequence and a key
+            if W differs by key; then there is one column. With `parts`, each sequence has such groups for each part of
+            the layer, one part after the other.
         weight: W, None for the identity.
         diagonal: the column of each row's token, counted from the first of the tile; it may lie outside.
         own: the rows whose column of `diagonal` can lie inside.
@@ -36,7 +37,7 @@ class Tile:
 
     rows: slice
     cols: slice
-    inner: Float[Tensor, "group channel row col"]
+    inner: Inexact[Tensor, "group channel row col"]
     weight: Float[Tensor, "#group out channel"] | None
     diagonal: Int[Tensor, "batch row"]
     own: slice = field(default_factory=lambda: slice(None))
@@ -120,7 +121,7 @@ class Tile:
         dots = torch.einsum("bgcrk,bgrc->bgrk", inner, pulled.expand(-1, inner.shape[1], -1, -1))
         return dots.transpose(1, 2).flatten(2)
 
-    def vectors(self) -> Float[Tensor, "batch out row col"]:
+    def vectors(self) -> Inexact[Tensor, "batch out row col"]:
         """Return T_ij x_j."""
         if self.weight is None:
             return self._columns(self.inner)
@@ -133,9 +134,11 @@ class Tile:
         if self.weight is None:
             return v
         weight = self._weights(self.weight)
-        if weight.shape[1] > 1:
-            weight = weight[torch.arange(len(col), device=col.device).unsqueeze(1), col]
-        return torch.einsum("broc,bcr->bor", weight, v)
+        if weight.shape[1] == 1:
+            return weight[:, 0] @ v
+        # In the layout of the folded weights, which differ by key: (key, channel, out).
+        facing = weight.mT[torch.arange(len(col), device=col.device).unsqueeze(1), col]
+        return (v.transpose(1, 2).unsqueeze(2) @ facing).squeeze(2).transpose(1, 2)
 
     def _weights(self, weight: Float[Tensor, "#group out channel"]) -> Float[Tensor, "#batch #col out channel"]:
         """Return W by sequence and key, with axes of size 1 if it is shared."""
@@ -146,7 +149,7 @@ class Tile:
             return norms.unflatten(0, (len(self.diagonal), self.parts, -1)).transpose(2, 3).flatten(3)
         return self._split(norms).transpose(1, 2).flatten(2)
 
-    def _columns(self, tile: Float[Tensor, "group any row col"]) -> Float[Tensor, "batch any row allcol"]:
+    def _columns(self, tile: Inexact[Tensor, "group any row col"]) -> Inexact[Tensor, "batch any row allcol"]:
         return self._split(tile).permute(0, 2, 3, 1, 4).flatten(3)
 
     def _split(self, tile: Tensor) -> Tensor:

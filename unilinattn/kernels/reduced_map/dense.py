@@ -12,14 +12,14 @@ from unilinattn.memory import parts
 PIECE = 64
 """Rows of a lower triangular matrix that are computed up to the same column."""
 
-Taps = Mapping[int, Float[Tensor, "#batch #length channel"]]
+Taps = Mapping[int, Float[Tensor, "#batch #length #channel"]]
 """Factors on the key's side by lag: y_p = sum_lag tap_lag[p] x_{p - lag}."""
 
 
 def reduced(
     alpha: Float[Tensor, "batch head row col"],
     rows: slice,
-    left: Float[Tensor, "#batch #length channel"] | None,
+    left: Float[Tensor, "#batch #length #channel"] | None,
     taps: Taps | None,
 ) -> Float[Tensor, "batch row col"]:
     """Return sum_c left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] for the first columns of some rows.
@@ -45,7 +45,7 @@ def causal_rows(
     zeros: Callable[[tuple[int, ...]], Tensor],
     shape: tuple[int, int],
     blocks: Iterable[slice],
-    left: Float[Tensor, "#batch #length channel"] | None,
+    left: Float[Tensor, "#batch #length #channel"] | None,
     taps: Taps | None,
 ) -> Iterator[Float[Tensor, "batch row key"]]:
     """Yield `reduced` for blocks of rows of a lower triangular matrix, `PIECE` rows at a time up to the diagonal.
@@ -67,7 +67,7 @@ def weighted(
     rows: slice,
     landed: slice,
     width: int,
-    left: Float[Tensor, "#batch #length channel"] | None,
+    left: Float[Tensor, "#batch #length #channel"] | None,
     taps: Taps,
 ) -> Float[Tensor, "batch channel row key"]:
     """Return left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] for the first `width` of the landed columns j."""

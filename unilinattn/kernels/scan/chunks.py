@@ -97,7 +97,7 @@ class Chunk:
             value_grad = value_grad + self.write.mT @ leaving
         return value_grad.transpose(1, 2).reshape(grad.shape), beginning
 
-    def _by_chunk(self, vectors: Float[Tensor, "batch token head channel"]) -> Float[Tensor, "each head token channel"]:
+    def _by_chunk(self, vectors: Float[Tensor, "batch token head channel"]) -> Float[Tensor, "each head some channel"]:
         """Move the chunks of each sequence into the batch."""
         chunks = len(self.read) // len(vectors)
         return vectors.unflatten(1, (chunks, -1)).flatten(0, 1).transpose(1, 2)

@@ -23,7 +23,7 @@ def windows(kernel: Inexact[Tensor, "head tap"], rows: slice, cols: slice) -> In
 
 def toeplitz_rows(
     kernel: Inexact[Tensor, "head tap"],
-    left: Inexact[Tensor, "#batch #length channel"] | None,
+    left: Inexact[Tensor, "#batch #length #channel"] | None,
     taps: Taps | None,
     query: Float[Tensor, "batch length group rank"] | None = None,
     key: Float[Tensor, "batch length group rank"] | None = None,

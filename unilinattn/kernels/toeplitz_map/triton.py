@@ -13,7 +13,7 @@ from unilinattn.kernels.toeplitz_map.triton_kernels import weighted_tiles
 
 def toeplitz_rows(
     kernel: Float[Tensor, "head tap"],
-    left: Float[Tensor, "#batch #length channel"] | None,
+    left: Float[Tensor, "#batch #length #channel"] | None,
     taps: Taps | None,
     query: Float[Tensor, "batch length group rank"] | None = None,
     key: Float[Tensor, "batch length group rank"] | None = None,
