@@ -26,6 +26,7 @@ from unilinattn.mixers import (
     Toeplitz,
     ToeplitzLowRank,
 )
+from unilinattn.mixers.chunked import Chunked
 from unilinattn.testing.peak import peak_of
 
 HEADS, STATE, CHANNELS, ROWS = 4, 16, 8, 64
@@ -201,5 +202,7 @@ def _watched() -> Iterator[tuple[list[None], set[str]]]:
     # The torch form of a convolution's weighted map sums tiles too.
     tiles = patch.object(tiled, "toeplitz_rows", noted(tiled.toeplitz_rows))
     defaults = {name: noted(getattr(CoreMixer, name)) for name in ("reduced_rows", "reduced_parts")}
-    with tiles, patch.multiple(CoreMixer, **defaults), patch.object(backend.importlib, "import_module", ask):
+    # Two chunks at once: a single one, as on a CPU, needs no kernel for the states between chunks.
+    chunks = patch.object(Chunked, "side_by_side", 2)
+    with tiles, chunks, patch.multiple(CoreMixer, **defaults), patch.object(backend.importlib, "import_module", ask):
         yield plain, kernels
