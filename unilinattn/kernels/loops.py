@@ -1,4 +1,4 @@
-"""Loops that Numba compiles, and their threads.
+"""Loops that Numba compiles.
 
 All of them are in this file, with everything that they inline: Numba compiles a stored loop again when its file changes
 and only then. Arrays are contiguous float32.
@@ -9,16 +9,11 @@ lanes of a block; those after the last channel are zero.
 """
 
 import math
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
 from typing import Any, no_type_check
 
 import numpy as np
-import torch
 from numba import njit
-from numpy.typing import NDArray
 
 PIECE = 128
 """Channels per call, which one thread computes: the result does not depend on the number of threads."""
@@ -56,26 +51,6 @@ def _compiled(loop: Callable[..., None]) -> Any:
         return njit(nogil=True, cache=True, fastmath=_FAST)(loop)
     except RuntimeError:
         return njit(nogil=True, fastmath=_FAST)(loop)
-
-
-def in_pieces(loop: Callable[..., None], count: int, *arrays: NDArray[Any]) -> None:
-    """Call a compiled loop with `arrays` and each of `count` numbers, on as many threads as torch uses."""
-    threads = min(torch.get_num_threads(), count)
-    if threads == 1:
-        for piece in range(count):
-            loop(*arrays, piece)
-    else:
-        list(_pool(threads).map(partial(loop, *arrays), range(count)))
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="unilinattn")
-
-
-# A forked process has no threads, but the memory of a pool that had them.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @_inlined

@@ -10,6 +10,7 @@ from unilinattn.kernels import loops
 from unilinattn.kernels.contribution_norms import tiled
 from unilinattn.kernels.contribution_norms.naive import Order, kind_of
 from unilinattn.kernels.contribution_norms.tiled import held_elements
+from unilinattn.kernels.threads import in_pieces
 
 __all__ = ["alti_norms", "held_elements", "norms"]
 
@@ -57,5 +58,5 @@ def _reduced(
         vectors, matrix = pad(vectors, (0, 0, 0, 0, 0, missing)), pad(matrix, (0, 0, 0, missing))
     tensors = (vectors.flatten(2), matrix, reference, scores.flatten(1), sizes.flatten(1))
     pieces = -(-len(scores) // loops.GROUPS)
-    loops.in_pieces(loops.alti_norms, pieces, *(np.ascontiguousarray(t.numpy()) for t in tensors))
+    in_pieces(loops.alti_norms, pieces, *(np.ascontiguousarray(t.numpy()) for t in tensors))
     return scores, sizes

@@ -8,6 +8,7 @@ from torch import Tensor
 from unilinattn.kernels import loops
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.tiled import held_elements
+from unilinattn.kernels.threads import in_pieces
 
 __all__ = ["held_elements", "reduced_rows"]
 
@@ -26,7 +27,7 @@ def fill_leaves(
 ) -> None:
     """Fill blocks on the diagonal, as `tiled.fill_leaves` does."""
     tensors = [t.flatten(-2).numpy() for t in (steps, query, entering, write, read, passed)]
-    loops.in_pieces(loops.fill_leaf, len(leaves), *tensors, leaves.numpy())
+    in_pieces(loops.fill_leaf, len(leaves), *tensors, leaves.numpy())
 
 
 reduced_rows = partial(tiled.reduced_rows, leaf=LEAF, fill=fill_leaves)

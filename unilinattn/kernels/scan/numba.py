@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from unilinattn.kernels import loops
 from unilinattn.kernels.scan import tiled
 from unilinattn.kernels.scan.tiled import scalar_scan, scalar_scan_adjoint
+from unilinattn.kernels.threads import in_pieces
 
 __all__ = ["diagonal_scan", "diagonal_scan_adjoint", "scalar_scan", "scalar_scan_adjoint"]
 
@@ -129,4 +130,4 @@ def _lists(tensor: Tensor) -> list[NDArray[Any]]:
 
 def _over_channels(loop: Callable[..., None], *arrays: NDArray[Any]) -> None:
     """Run a compiled loop for each piece of the channels."""
-    loops.in_pieces(loop, -(-arrays[2].shape[1] // loops.PIECE), *arrays)
+    in_pieces(loop, -(-arrays[2].shape[1] // loops.PIECE), *arrays)
