@@ -175,6 +175,21 @@ def test_a_broken_adapter_is_refused_by_name(mistake: str, break_adapter: Callab
         assert "bias" not in failures
 
 
+def test_a_flow_whose_value_is_not_that_of_its_stages_is_refused(override: Override) -> None:
+    sound = registry.list_architectures()["mamba"]
+
+    def build(call: Call) -> Flow:
+        flow = sound.build(call)
+        value = flow.deferred()
+        return flow._continue(lambda: value() * (1 + 1e-9))
+
+    override(replace(sound, build=build))
+    entry = host("mamba")
+    failures = examine(entry.model(), entry.inputs()).failures
+    assert failures.keys() == {"reconstruction"}
+    assert "the value of the adapter's flow against its stages" in failures["reconstruction"]
+
+
 @pytest.mark.parametrize(
     ("edit", "outputs"), [(gate_carried, "[1, 2, 3, 4, 5]"), (half_carried, "[4, 5, 6, 7, 8]")], ids=["gate", "half"]
 )

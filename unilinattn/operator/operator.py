@@ -246,10 +246,14 @@ class MixerOperator:
 
         If `expected` is given, y is that prefix.
         """
+        return self.error_of(self._run(self.inputs, bias=True))
+
+    def error_of(self, output: Float[Tensor, "batch query out"]) -> float:
+        """Return the `reconstruction_error` of an output."""
         reference = self.output if self.expected is None else self.expected
         prefix = slice(reference.shape[1])
         mask = None if self.mask is None else self.mask[:, prefix]
-        return worst_error(self._run(self.inputs, bias=True)[:, prefix], reference, mask)
+        return worst_error(output[:, prefix], reference, mask)
 
     def scoped_map(self, scope: str = "core", *, port: str | None = None) -> ScopedMap:
         """Return the stages of a scope with the shape of their matrix.

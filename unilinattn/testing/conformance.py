@@ -17,7 +17,7 @@ from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UnilinattnError
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.testing.checks import LawViolation, left_as_found, require
-from unilinattn.testing.host_laws import bias_without_output, mixing, own_output, unpadded
+from unilinattn.testing.host_laws import bias_without_output, mixing, own_output, unpadded, values_of_stages
 from unilinattn.testing.laws import HOST_LAWS, OPERATOR_LAWS, precision, reconstruction, recurrence
 from unilinattn.testing.laws import padding as padding_law
 from unilinattn.testing.margins import note_margin
@@ -201,6 +201,8 @@ class _Examination:
                 if frozen is not None:
                     with self._noting(k, "recurrence"):
                         recurrence(op, partial(frozen, layer), tolerance("reconstruction", torch.float64))
+                with self._noting(k, "reconstruction"):
+                    values_of_stages(layer, tolerance("law", torch.float64))
                 with self._noting(k, "bias"):
                     bias_without_output(layer)
                 with self._noting(k, "mixing"):

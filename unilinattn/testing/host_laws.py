@@ -98,6 +98,14 @@ def bias_without_output(layer: Layer) -> None:
     require("bias", same, "an operator built with another recorded output has another bias.")
 
 
+def values_of_stages(layer: Layer, limit: float) -> None:
+    """Check that the flow's value, from which a layer computes its reconstruction error, is that of its stages."""
+    with promoted(), torch.no_grad():
+        value = layer.flow(layer.input).value
+    what = "the value of the adapter's flow against its stages on the same input"
+    require_close("reconstruction", value, layer.operator.apply(layer.operator.inputs), limit, what)
+
+
 def unpadded(layer: Layer, real: Bool[Tensor, "batch length"], singles: Sequence[Trace], k: int) -> None:
     """Check the padded operator of layer `k`, at its real tokens, against the operators of the single sequences."""
     limit = tolerance("padding", torch.float64)

@@ -110,25 +110,36 @@ class Layer:
         adapter does not cover, and `FactorError` for NaN or infinity in a factor; gates and norms, which are computed
         on first use, raise it then.
         """
+        return self._cached_operator() or self._built()[0]
+
+    def _cached_operator(self) -> MixerOperator | None:
+        cache, key = self._cache
+        return cache.get(key)
+
+    @property
+    def _cache(self) -> tuple[dict[str, Any], str]:
+        """The dictionary and the key of the cached operator."""
         # An ordinary layer caches its operator in its attributes, like a cached property, so a copy has another cache.
-        cache, key = (vars(self), "operator") if self._latest is None else (self._latest, self.name)
-        built: MixerOperator | None = cache.get(key)
-        if built is None:
-            if self._latest is not None:
-                self._latest.clear()
-            if self._pieces is not None:
-                cache[key] = PiecewiseOperator(self._pieces, self._flow_of_piece, output=self.output, name=self.name)
-                return cache[key]
-            flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self.flow(self.input)))
-            built = cache[key] = MixerOperator(
-                flow.chains,
-                inputs=flow.inputs,
-                output=self.output,
-                mask=self.mask,
-                name=self.name,
-                expected=self.expected,
-            )
-        return built
+        return (vars(self), "operator") if self._latest is None else (self._latest, self.name)
+
+    def _built(self) -> tuple[MixerOperator, Flow | None]:
+        """Build and cache the operator; return it with the flow that it was built from, None for one in pieces."""
+        cache, key = self._cache
+        if self._latest is not None:
+            self._latest.clear()
+        if self._pieces is not None:
+            cache[key] = PiecewiseOperator(self._pieces, self._flow_of_piece, output=self.output, name=self.name)
+            return cache[key], None
+        flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self.flow(self.input)))
+        cache[key] = MixerOperator(
+            flow.chains,
+            inputs=flow.inputs,
+            output=self.output,
+            mask=self.mask,
+            name=self.name,
+            expected=self.expected,
+        )
+        return cache[key], flow
 
     @property
     def ports(self) -> dict[str, tuple[int, int]]:
@@ -146,8 +157,19 @@ class Layer:
         if self.prefix_error is not None:
             return self.prefix_error
         if self._error is None:
-            self._error = self.operator.reconstruction_error()
+            self._error = self._measured_error()
         return self._error
+
+    def _measured_error(self) -> float:
+        if (operator := self._cached_operator()) is not None:
+            return operator.reconstruction_error()
+        operator, flow = self._built()
+        # The flow's values are those of the operator's stages on the layer's input, and some were needed to build it. A
+        # flow of several ports has one value for all of their chains.
+        if flow is None or len(operator.ports) > 1:
+            return operator.reconstruction_error()
+        with full_precision():
+            return operator.error_of(in_gradient_mode(False, lambda: flow.value))
 
     @property
     def needs_capture(self) -> bool:
