@@ -55,6 +55,31 @@ def test_the_map_equals_its_definition(
         assert relative_error(torch.cat(blocks, dim=1), expected) < limit
 
 
+@pytest.mark.parametrize("length", [1, 3, 8, 63, 100, 130])
+@pytest.mark.parametrize("groups", [1, GROUPS])
+def test_the_map_written_at_once_equals_its_definition(
+    groups: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Corners of several tiles, and a second square that is padded.
+    monkeypatch.setattr(tiled, "TILE", 16)
+    torch.manual_seed(length)
+    query, key = (torch.randn(BATCH, length, groups, STATE, dtype=torch.float64) for _ in range(2))
+    decay = -torch.rand(BATCH, length, HEADS, dtype=torch.float64).pow(6) * 800
+    scale = torch.rand_like(decay)
+    one = torch.ones_like(decay)
+    expected = scalar_map(query, key, decay, scale, one, {0: one})
+    assert relative_error(tiled.scalar_map(query, key, decay, scale), expected) < 1e-13
+
+
+def test_the_map_written_at_once_holds_little_beside_it() -> None:
+    def beside(length: int) -> int:
+        query, key = (torch.randn(1, length, 1, 16) for _ in range(2))
+        decay, scale = -torch.rand(1, length, 4), torch.rand(1, length, 4)
+        return peak_of(lambda: tiled.scalar_map(query, key, decay, scale)).peak - 4 * length**2
+
+    assert beside(4096) < 2.3 * beside(2048)
+
+
 @pytest.mark.parametrize("channels", [1, 64])
 def test_the_documented_memory_is_that_of_a_call(channels: int) -> None:
     length, heads, state, rows = 256, 4, 16, 64

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unilinattn.mixers import CoreMixer, Dense, DiagonalDecay, Toeplitz
+from unilinattn.mixers import CoreMixer, Dense, DiagonalDecay, ScalarDecay, Toeplitz
 
 LENGTH, HEADS, BATCH = 9, 3, 2
 
@@ -49,6 +49,17 @@ def test_the_mean_map_is_the_mean_over_heads_in_new_memory(name: str) -> None:
     found[0].fill_(7.0)
     torch.testing.assert_close(found[1], expected[1].mean(0), atol=1e-14, rtol=0)
     torch.testing.assert_close(mixer.materialize(), expected, atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("length", [1, LENGTH, 70])
+def test_the_mean_map_of_scalar_decays_is_that_of_its_matrix(length: int) -> None:
+    torch.manual_seed(length)
+    query, key = (torch.randn(BATCH, length, 2, 4, dtype=torch.float64) for _ in range(2))
+    decay, scale = (torch.rand(BATCH, length, 6, dtype=torch.float64) for _ in range(2))
+    mixer = ScalarDecay(query, key, -decay, key_scale=scale)
+    mean = mixer.mean_map()
+    assert mean is not None
+    torch.testing.assert_close(mean, mixer.materialize().mean(1), atol=1e-13, rtol=0)
 
 
 def test_a_mixer_that_needs_blocks_has_no_mean_map() -> None:

@@ -8,11 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.kernels.backend import implementation
+from unilinattn.kernels.backend import implementation, uses_triton
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps
+from unilinattn.kernels.scalar_map.tiled import scalar_map
 from unilinattn.kernels.scan.tiled import diagonal_factors
-from unilinattn.kernels.subnormal import decays
+from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import parts
 from unilinattn.mixers.base import ALL, check_factors
 from unilinattn.mixers.continued import Continued, extended
@@ -110,6 +111,12 @@ class ScalarDecay(Continued):
         scores = self._scores(*hull, slice(first, last + 1))
         block = block * (scores if first == last else scores[:, group - first])
         return block[:, :, :: row.step, :: col.step]
+
+    def mean_map(self) -> Float[Tensor, "batch query key"] | None:
+        """Write products of scores and decays; None on a GPU."""
+        if uses_triton(self.log_decay):
+            return None
+        return flushed_(scalar_map(self.query, self.key, self.log_decay, self.key_scale / self.heads))
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None

@@ -11,6 +11,35 @@ from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
 from unilinattn.kernels.reduced_map.tiled import COLUMNS, Places, square_rows, squares
 from unilinattn.kernels.subnormal import decays, flushed_
+from unilinattn.memory import parts
+
+TILE = 512
+"""Most rows and columns of a corner whose products are formed at a time, so that they stay in cache."""
+
+
+def scalar_map(
+    query: Float[Tensor, "batch length group state"],
+    key: Float[Tensor, "batch length group state"],
+    log_decay: Float[Tensor, "batch length head"],
+    key_scale: Float[Tensor, "batch length head"],
+) -> Float[Tensor, "batch length length"]:
+    """Return the map of `scalar_rows` without weights, written at once.
+
+    Memory beside the result: the products of one size of corners, at most L x TILE / 2 elements each.
+    """
+    length, groups = query.shape[1:3]
+    places, whole = Places(), query.new_zeros(query.shape[0], length, length)
+    for group in range(groups):
+        factors = _of_group(query, key, log_decay, key_scale, group)
+        for some in squares(slice(0, length)):
+            size = square_rows(some.stop - some.start)
+            if some.stop - some.start == size:
+                _fill_group(whole[:, some], some, factors, None, None, places, add=group > 0)
+            else:
+                padded = query.new_zeros(query.shape[0], size, some.start + size)
+                _fill_group(padded, some, factors, None, None, places, add=False)
+                whole[:, some, : some.stop] += padded[:, : some.stop - some.start, : some.stop]
+    return whole
 
 
 def scalar_rows(
@@ -38,13 +67,12 @@ def scalar_rows(
         last = pieces[-1].start + square_rows(pieces[-1].stop - pieces[-1].start)
         block = query.new_zeros(batch, last - tokens.start, reach + max(length, last))
         for group in range(groups):
-            decay, scale = (t.unflatten(2, (groups, -1))[:, :, group] for t in (log_decay, key_scale))
-            factors = query[:, :, group], key[:, :, group], decay, scale
+            factors = _of_group(query, key, log_decay, key_scale, group)
             for lag, tap in weights.items():
                 reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
                 for some in pieces:
                     rows = slice(some.start - tokens.start, None if some is pieces[-1] else some.stop - tokens.start)
-                    _add_group(block[:, rows, reach - lag :], some, factors, reading, writing, places)
+                    _fill_group(block[:, rows, reach - lag :], some, factors, reading, writing, places, add=True)
         yield block[:, : tokens.stop - tokens.start, reach : reach + length]
 
 
@@ -56,20 +84,28 @@ def held_elements(rows: int, shape: tuple[int, int, int, int], channels: int) ->
     batch, length, heads, state = shape
     size = square_rows(min(rows, length))
     columns = min(COLUMNS, length)
-    # Scores and decays of the largest corner or of one tile, and the factors of both sides.
-    pairs = 2 * size * max(size // 2, columns)
+    # Scores and decays of the corners of one size or of one tile, and the factors of both sides.
+    pairs = 2 * max(size * min(size, TILE) // 2, min(size, TILE) * min(columns, TILE))
     return batch * (size * (length + size) + pairs + 3 * (size + columns) * (max(channels, heads) + state + heads))
 
 
-def _add_group(
+def _of_group(query: Tensor, key: Tensor, log_decay: Tensor, key_scale: Tensor, group: int) -> tuple[Tensor, ...]:
+    """Return query and key (batch, length, state), log-decay and scale (batch, length, head) of a group."""
+    decay, scale = (t.unflatten(2, (query.shape[2], -1))[:, :, group] for t in (log_decay, key_scale))
+    return query[:, :, group], key[:, :, group], decay, scale
+
+
+def _fill_group(
     block: Float[Tensor, "batch row col"],
     tokens: slice,
     factors: Sequence[Tensor],
     left: Float[Tensor, "#batch #length channel"] | None,
     tap: Float[Tensor, "#batch #length channel"] | None,
     places: Places,
+    *,
+    add: bool,
 ) -> None:
-    """Add the map of one group's heads at one lag to the rows of `tokens`; column 0 of `block` is token 0.
+    """Write, or add, the map of one group's heads at one lag to the rows of `tokens`; column 0 of `block` is token 0.
 
     Squares on the diagonal grow from single tokens in pairs: the corner between the halves of a pair is a product of
     scores times a product of decays around the cut between them.
@@ -92,7 +128,7 @@ def _add_group(
         (_, ahead_later), (behind_earlier, _) = _halves(ahead, half), _halves(behind, half)
         read = _weighted(ahead_later, None if read_weight is None else _halves(read_weight, half)[1], channels)
         write = _weighted(behind_earlier, _halves(write_weight, half)[0], channels)
-        _add_products(_blocks(square, half, 1), later, earlier, read, write, places)
+        _fill_products(_blocks(square, half, 1), later, earlier, read, write, places, add=add)
         # Counted from the pair's beginning, and to its end.
         ahead_later += before.unsqueeze(2)
         behind_earlier += after.unsqueeze(2)
@@ -105,23 +141,35 @@ def _add_group(
         if tap is not None:
             write_weight = write_weight * of_tokens(tap, columns)
         write = _weighted(_after(decay) + crossed, write_weight, channels)
-        _add_products(block[:, :, columns], query, key, read, write, places)
+        _fill_products(block[:, :, columns], query, key, read, write, places, add=add)
         crossed = crossed + decay.sum(1, keepdim=True)
 
 
-def _add_products(
+def _fill_products(
     block: Float[Tensor, "*batch row col"],
     query: Float[Tensor, "*batch row state"],
     key: Float[Tensor, "*batch col state"],
     read: Float[Tensor, "*batch row channel"],
     write: Float[Tensor, "*batch col channel"],
     places: Places,
+    *,
+    add: bool,
 ) -> None:
-    """Add the product of scores, query key^T, times the product of decays, read write^T, in place."""
+    """Write, or add, the product of scores, query key^T, times the product of decays, read write^T."""
+    rows, cols = block.shape[-2:]
+    if max(rows, cols) > TILE:
+        for row in parts(rows, TILE):
+            for col in parts(cols, TILE):
+                factors = (query[..., row, :], key[..., col, :], read[..., row, :], write[..., col, :])
+                _fill_products(block[..., row, col], *factors, places, add=add)
+        return
     scores, faded = (places.take(name, block.shape, block) for name in ("scores", "decays"))
     torch.matmul(query, key.mT, out=scores)
     torch.matmul(read, write.mT, out=faded)
-    block.addcmul_(scores, faded)
+    if add:
+        block.addcmul_(scores, faded)
+    else:
+        torch.mul(scores, faded, out=block)
 
 
 def _weighted(exponent: Tensor, weight: Tensor | None, channels: int) -> Tensor:
