@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import COLUMNS, Places, square_rows, squares
+from unilinattn.kernels.reduced_map.tiled import COLUMNS, ROWS, Places, square_rows, squares
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import parts
 
@@ -25,13 +25,14 @@ def scalar_map(
 ) -> Float[Tensor, "batch length length"]:
     """Return the map of `scalar_rows` without weights, written at once.
 
-    Memory beside the result: the products of one size of corners, at most L x TILE / 2 elements each.
+    Memory beside the result: the products of one size of corners, at most L x TILE / 2 elements each, and fewer than
+    ROWS rows.
     """
     length, groups = query.shape[1:3]
     places, whole = Places(), query.new_zeros(query.shape[0], length, length)
     for group in range(groups):
         factors = _of_group(query, key, log_decay, key_scale, group)
-        for some in squares(slice(0, length)):
+        for some in _largest_squares(length):
             size = square_rows(some.stop - some.start)
             if some.stop - some.start == size:
                 _fill_group(whole[:, some], some, factors, None, None, places, add=group > 0)
@@ -40,6 +41,17 @@ def scalar_map(
                 _fill_group(padded, some, factors, None, None, places, add=False)
                 whole[:, some, : some.stop] += padded[:, : some.stop - some.start, : some.stop]
     return whole
+
+
+def _largest_squares(length: int) -> Iterator[slice]:
+    """Yield the tokens of squares that need no padding, the largest first, and then those of fewer than ROWS tokens."""
+    start = 0
+    while length - start >= ROWS:
+        stop = start + (1 << (length - start).bit_length() - 1)
+        yield slice(start, stop)
+        start = stop
+    if start < length:
+        yield from squares(slice(start, length))
 
 
 def scalar_rows(
