@@ -136,9 +136,10 @@ class Tile:
         weight = self._weights(self.weight)
         if weight.shape[1] == 1:
             return weight[:, 0] @ v
-        # In the layout of the folded weights, which differ by key: (key, channel, out).
+        # In the layout of the folded weights, which differ by key: (key, channel, out). A product with a matrix for each
+        # row would be one call of BLAS for each.
         facing = weight.mT[torch.arange(len(col), device=col.device).unsqueeze(1), col]
-        return (v.transpose(1, 2).unsqueeze(2) @ facing).squeeze(2).transpose(1, 2)
+        return facing.mul_(v.transpose(1, 2).unsqueeze(3)).sum(2).transpose(1, 2)
 
     def _weights(self, weight: Float[Tensor, "#group out channel"]) -> Float[Tensor, "#batch #col out channel"]:
         """Return W by sequence and key, with axes of size 1 if it is shared."""
@@ -259,7 +260,7 @@ def pairwise_of(chain: Chain, x: Float[Tensor, "batch key in"], queries: int, ou
     mixer = terms[0].mixer if len(terms) == 1 and not terms[0].is_weighted else None
     if mixer is not None and weight is not None and mixer.heads < value.shape[2]:
         by_head = value.unflatten(2, (mixer.heads, -1)), weight.unflatten(1, (mixer.heads, -1))
-        folded = torch.einsum("bjhp,ohp->bjho", *by_head).contiguous()
+        folded = torch.einsum("bjhp,ohp->bjho", *by_head)
         return PairwiseContributions(terms, weight, folded, tail, shape)
     return PairwiseContributions([_with_values(term, value) for term in terms], weight, None, tail, shape)
 
