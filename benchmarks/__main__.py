@@ -3,12 +3,15 @@
 python -m benchmarks                  measure on two threads of the CPU
 python -m benchmarks --device cuda    measure on a GPU
 python -m benchmarks --only logit     measure one operation, and keep the recorded figures of the others
+python -m benchmarks --avx2           measure the operations with goals, limited to the vector instructions of AVX2
 python -m benchmarks --table          write the page and the plot from the recorded figures
 """
 
 import argparse
 import gc
 import logging
+import os
+import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -21,7 +24,7 @@ from benchmarks import cases, page, structures
 from benchmarks.cases import Case
 from benchmarks.checks import checked
 from benchmarks.growth import grown
-from benchmarks.machine import machine
+from benchmarks.machine import AVX2, machine, uses_avx2
 from benchmarks.memory import usage
 from benchmarks.models import NARROW, PUBLISHED
 from benchmarks.rivals import Place
@@ -31,10 +34,11 @@ from tools.markers import replace_section
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
+def measured(case: Case, place: Place, seconds: float, *, growth: bool) -> dict[str, Any]:
     """Run a case and its rivals: once each as a warm-up that counts memory and calls, then in turns.
 
-    A case without rounds runs once: its time is that of the run that counts memory.
+    A case without rounds runs once: its time is that of the run that counts memory. `growth`: also measure the growth
+    of a process.
     """
     prepared = cases.prepared(case, place)
     start = time.perf_counter()
@@ -52,16 +56,22 @@ def measured(case: Case, place: Place, seconds: float) -> dict[str, Any]:
     row: dict[str, Any] = {"operation": case.operation, "structure": case.structure, "length": case.length}
     row |= {"seconds": _rounded(times[""] or [once]), "rivals": rivals, "goals": case.goals.get(place.device, {})}
     row["calls"] = operations
-    if case.rounds and place.device == "cpu" and place.sizes is PUBLISHED:
+    if growth and case.rounds and place.device == "cpu" and place.sizes is PUBLISHED:
         memory["resident"] = grown(case, torch.get_num_threads())
     return {**row, "memory": memory}
 
 
-def everything(device: str, *, quick: bool, seconds: float, only: Collection[str] = ()) -> dict[str, Any]:
-    """Check every operation, then measure every case; print one line for each. `only`: operations, by default all."""
+def everything(
+    device: str, *, quick: bool, seconds: float, only: Collection[str] = (), with_goals: bool = False
+) -> dict[str, Any]:
+    """Check every operation, then measure every case; print one line for each.
+
+    `only`: operations, by default all. `with_goals`: only cases with a goal, and without the growth of processes.
+    """
     torch.manual_seed(0)
     listed = list(cases.all_cases(_shrunk if quick else lambda length: length))
     listed = [case for case in listed if not only or case.operation in only]
+    listed = [case for case in listed if not with_goals or case.goals.get(device)]
     threads = torch.get_num_threads()
     # Threads only cost time on a narrow layer.
     torch.set_num_threads(1)
@@ -76,7 +86,7 @@ def everything(device: str, *, quick: bool, seconds: float, only: Collection[str
     gc.freeze()
     place, rows = Place(NARROW if quick else PUBLISHED, device), []
     for case in listed:
-        row = measured(case, place, seconds)
+        row = measured(case, place, seconds, growth=not with_goals)
         # Goals hold for the published sizes.
         row["goals"] = {} if quick else row["goals"]
         rows.append(row)
@@ -107,11 +117,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="narrow layers and short inputs, to test the program")
     operations = sorted({case.operation for case in cases.all_cases()})
     parser.add_argument("--only", nargs="+", choices=operations, default=(), metavar="OPERATION", help="measure these")
+    parser.add_argument("--avx2", action="store_true", help="limit torch, its libraries and Numba to AVX2")
     parser.add_argument("--table", action="store_true", help="write the page and the plot from recorded figures")
     parser.add_argument("--out", type=Path, help="folder for the figures and the page, instead of the docs")
     options = parser.parse_args(arguments)
     if options.quick and options.out is None:
         parser.error("--quick gives no figures for the docs; name a folder with --out")
+    if options.avx2 and (options.only or options.device != "cpu"):
+        parser.error("--avx2 measures every operation with a goal on the CPU; leave --only and --device out")
+    if options.avx2 and not options.table and not uses_avx2():
+        if os.environ.get("ATEN_CPU_CAPABILITY") == AVX2["ATEN_CPU_CAPABILITY"]:
+            parser.error("--avx2: this processor has no AVX2")
+        # The libraries read the variables when they are loaded.
+        given = sys.argv[1:] if arguments is None else arguments
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *given], os.environ | AVX2)
     results, docs = (options.out, options.out) if options.out else (ROOT / "benchmarks" / "results", ROOT / "docs")
     if not options.table:
         if options.device == "cuda" and not torch.cuda.is_available():
@@ -125,10 +144,19 @@ def main(arguments: list[str] | None = None) -> None:
         # transformers logs one message per layer about its sequential path, which is the one measured.
         logging.getLogger("transformers").setLevel(logging.ERROR)
         with torch.no_grad():
-            figures = everything(options.device, quick=options.quick, seconds=options.seconds, only=options.only)
+            figures = everything(
+                options.device,
+                quick=options.quick,
+                seconds=options.seconds,
+                only=options.only,
+                with_goals=options.avx2,
+            )
         results.mkdir(parents=True, exist_ok=True)
         figures = merged(earlier[0], figures) if earlier else figures
-        (results / f"{options.device}.json").write_text(page.stored(figures))
+        (results / f"{'avx2' if options.avx2 else options.device}.json").write_text(page.stored(figures))
+    if options.avx2 and options.out:
+        # The page compares this run with a whole one.
+        return
     recorded = page.recorded(results)
     if not recorded:
         parser.error(f"no figures in {results}: run without --table first")
@@ -137,6 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.out is None:
         whole = docs / "performance.md"
         text = replace_section(whole.read_text(), "structures", structures.table())
+        text = replace_section(text, "avx2", page.limited(results))
         whole.write_text(replace_section(text, "million", page.long_runs(results)))
 
 

@@ -12,6 +12,15 @@ import torch
 from unilinattn.evaluation import report
 from unilinattn.kernels.backend import using
 
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "",
+}
+"""Environment variables that limit torch, its libraries and Numba to the vector instructions of AVX2."""
+
 PACKAGES = ("torch", "numba", "transformers", "unilinattn")
 
 
@@ -50,4 +59,10 @@ def _processor() -> str:
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     name = next(named, "") or platform.processor() or platform.machine()
     wide = next((f for f in ("avx512f", "avx2", "asimd") if any(f in line.split() for line in lines)), "")
-    return f"{name}, {platform.machine()}{f', {wide}' if wide else ''}"
+    limited = " limited to avx2" if wide == "avx512f" and uses_avx2() else ""
+    return f"{name}, {platform.machine()}{f', {wide}' if wide else ''}{limited}"
+
+
+def uses_avx2() -> bool:
+    """Return whether torch uses the vector instructions of AVX2, not those of AVX-512."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"

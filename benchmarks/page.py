@@ -81,6 +81,33 @@ def recorded(folder: Path) -> list[Figures]:
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
+def limited(folder: Path) -> str:
+    """Return the comparisons of the run that is limited to AVX2, beside those of the same machine without a limit."""
+    narrow, wide = (json.loads((folder / f"{name}.json").read_text()) for name in ("avx2", "cpu"))
+    ratios = {(*_case(row), rival): ratio(row, rival) for row in wide["rows"] for rival in row["rivals"]}
+    rows = [row for row in narrow["rows"] if row["goals"]]
+    lines = [
+        (
+            NAMES[row["operation"]],
+            STRUCTURES[row["structure"]],
+            str(row["length"]),
+            RIVALS[rival],
+            f"{ratios[*_case(row), rival]:.2f}",
+            f"**{ratio(row, rival):.2f}**",
+            *_judged(ratio(row, rival), goal),
+        )
+        for row in _in_order(rows)
+        for rival, goal in row["goals"].items()
+    ]
+    machine, worst = narrow["machine"], max(check["error"] for check in narrow["checks"])
+    text = (
+        f"{machine['cpu']}; {machine['cores']} cores, {_threads(machine)}; {versions_of(machine)}. The largest "
+        f"relative error of an operation against its definition was {worst:.0e}.\n\n"
+    )
+    header = ("operation", "layer", "L", "reference", "ratio with all instructions", "ratio with AVX2", "goal", "met")
+    return text + table(header, lines)
+
+
 def section(runs: Sequence[Figures]) -> str:
     """Return the tables of all runs in Markdown."""
     return "\n\n".join(_run(figures) for figures in runs)
@@ -139,12 +166,20 @@ def _run(figures: Figures) -> str:
     return "\n\n".join([title, text, *picture, _comparisons(figures), _growth(figures), _memory(figures)])
 
 
-def _comparisons(figures: Figures) -> str:
+def _case(row: Figures) -> tuple[str, str, int]:
+    return row["operation"], row["structure"], row["length"]
+
+
+def _in_order(rows: Sequence[Figures]) -> list[Figures]:
+    """Sort rows by operation, structure and length, in the order of the page."""
     order = {name: at for at, name in enumerate(OPERATIONS)}
     kinds = {name: at for at, name in enumerate(MAPS)}
+    return sorted(rows, key=lambda row: (order[row["operation"]], kinds[row["structure"]], row["length"]))
+
+
+def _comparisons(figures: Figures) -> str:
     # Comparisons with half the length are in the table of `_growth`.
-    rows = [row for row in figures["rows"] if row["rivals"] and "half" not in row["rivals"]]
-    rows.sort(key=lambda row: (order[row["operation"]], kinds[row["structure"]], row["length"]))
+    rows = _in_order([row for row in figures["rows"] if row["rivals"] and "half" not in row["rivals"]])
     lines = [
         (
             NAMES[row["operation"]],

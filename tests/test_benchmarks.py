@@ -57,6 +57,21 @@ def test_a_quick_run_on_narrow_layers(tmp_path: Path) -> None:
     assert (tmp_path / "cpu.json").read_text() == text
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the processor has no AVX2"
+)
+def test_a_quick_run_limited_to_avx2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--avx2", "--threads", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "avx2.json").read_text())
+    assert figures["machine"]["cpu"].endswith("avx2")
+    assert all(row["rivals"] and row["memory"]["resident"] is None for row in figures["rows"])
+    refused = subprocess.run([*command, "--only", "map"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "leave --only and --device out" in refused.stderr
+
+
 def test_the_page_shows_the_recorded_figures() -> None:
     recorded = page.recorded(ROOT / "benchmarks" / "results")
     text = (ROOT / "docs" / "performance.md").read_text()
@@ -67,6 +82,7 @@ def test_the_page_shows_the_recorded_figures() -> None:
     for module, name in ((sketch, "sketch"), (throughput, "throughput"), (fused, "fused")):
         assert read_section(text, name) == module.section(json.loads(module.RECORD.read_text()))
     assert read_section(text, "million") == page.long_runs(ROOT / "benchmarks" / "results")
+    assert read_section(text, "avx2") == page.limited(ROOT / "benchmarks" / "results")
     for figures in recorded:
         assert page.stored(figures) == (ROOT / "benchmarks" / "results" / f"{figures['device']}.json").read_text()
 

@@ -136,8 +136,8 @@ class Tile:
         weight = self._weights(self.weight)
         if weight.shape[1] == 1:
             return weight[:, 0] @ v
-        # In the layout of the folded weights, which differ by key: (key, channel, out). A product with a matrix for each
-        # row would be one call of BLAS for each.
+        # In the layout of the folded weights, which differ by key: (key, channel, out). A product of each row with its
+        # matrix would be a call of BLAS for each row.
         facing = weight.mT[torch.arange(len(col), device=col.device).unsqueeze(1), col]
         return facing.mul_(v.transpose(1, 2).unsqueeze(3)).sum(2).transpose(1, 2)
 
