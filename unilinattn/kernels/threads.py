@@ -6,6 +6,7 @@ would have to share these cores with them.
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -51,7 +52,12 @@ def in_pieces(loop: Callable[..., None], count: int, *arrays: NDArray[Any]) -> N
 
 @cache
 def _openmp() -> Callable[[Any, None, int, int], None] | None:
-    """Return the function of torch's OpenMP runtime that calls a task on some threads; None if it has another API."""
+    """Return the function of torch's OpenMP runtime that calls a task on some threads.
+
+    None if the runtime has another interface, and outside Linux, where it is not tested.
+    """
+    if sys.platform != "linux":
+        return None
     try:
         # A symbol is looked up in the libraries that torch is linked to.
         parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel

@@ -150,9 +150,10 @@ class Layer:
         return {port: (shape[0], shape[1]) for port, shape in batch_and_keys.items()}
 
     def reconstruction_error(self) -> float:
-        """Return the operator's relative error against the host's output: one forward pass of the operator, cached.
+        """Return the operator's relative error against the host's output, cached.
 
-        If the operator replaced the host's forward, this is its error on the prefix (see `prefix_error`).
+        It takes one forward pass of the operator, less the stages whose values are computed if it is built here. If
+        the operator replaced the host's forward, it is its error on the prefix (see `prefix_error`).
         """
         if self.prefix_error is not None:
             return self.prefix_error
