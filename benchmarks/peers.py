@@ -27,7 +27,7 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from benchmarks.machine import machine
+from benchmarks.machine import machine, versions_of
 from benchmarks.page import in_bytes, table
 from tools.markers import replace_section
 from unilinattn.testing import relative_error
@@ -119,8 +119,7 @@ def section(record: Mapping[str, Any]) -> str:
     lines = [(str(row["length"]), *cells) for row in record["rows"] for cells in _stages(row)]
     about = record["machine"]
     threads = f"{about['threads']} thread{'' if about['threads'] == 1 else 's'}"
-    versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "transformers", "unilinattn"))
-    return table(header, lines) + f"\n\n{about['cpu']}; {threads}, {about['memory']} of memory; {versions}."
+    return table(header, lines) + f"\n\n{about['cpu']}; {threads}, {about['memory']} of memory; {versions_of(about)}."
 
 
 def stored(record: Mapping[str, Any]) -> str:
