@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import unilinattn as ula
-from benchmarks.machine import machine
+from benchmarks.machine import machine, versions_of
 from benchmarks.models import VOCABULARY, build
 from benchmarks.page import STRUCTURES, stored
 from benchmarks.timing import interleaved
@@ -83,7 +83,7 @@ def section(record: Mapping[str, Any]) -> str:
         cells = (row["structure"], row["sketch"], f"{row['time']:.2f}", f"{row['error']:.3f}", f"{row['bound']:.3f}")
         lines.append(f"| {' | '.join(cells)} | {100 * row['best_key']:.0f}% |")
     about = record["machine"]
-    lines += ["", f"L = {record['rows'][0]['length']}, {about['cpu']}, one thread, torch {about['torch']}."]
+    lines += ["", f"L = {record['rows'][0]['length']}, {about['cpu']}, one thread, {versions_of(about)}."]
     return "\n".join(lines)
 
 

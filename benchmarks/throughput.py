@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import unilinattn as ula
-from benchmarks.machine import machine
+from benchmarks.machine import machine, versions_of
 from benchmarks.memory import usage
 from benchmarks.models import VOCABULARY, build
 from benchmarks.page import STRUCTURES, stored
@@ -83,7 +83,7 @@ def section(record: Mapping[str, Any]) -> str:
         calls = ", ".join(map(str, row["calls"]))
         lines.append(f"| {row['structure']} | `{row['method']}` | {' | '.join(rates)} | {calls} |")
     about = record["machine"]
-    lines += ["", f"L = {record['rows'][0]['length']}, {about['cpu']}, {about['cores']} cores, torch {about['torch']}."]
+    lines += ["", f"L = {record['rows'][0]['length']}, {about['cpu']}, {about['cores']} cores, {versions_of(about)}."]
     return "\n".join(lines)
 
 
