@@ -18,7 +18,7 @@ from unilinattn.errors import UnknownArchitectureError
 from unilinattn.testing import left_as_found
 from unilinattn.testing.hosts import Host, randomize
 from unilinattn.tracing import discovery, substitution
-from unilinattn.tracing.perturbation import Reference
+from unilinattn.tracing.perturbation import Run
 
 TRACE = sys.modules["unilinattn.tracing.trace"]
 """The module; `unilinattn.tracing.trace` is the function of the same name."""
@@ -234,18 +234,18 @@ def test_a_search_does_not_change_the_random_state() -> None:
 def test_a_long_input_is_searched_on_its_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(substitution, "PREFIX", 16)
     lengths = []
-    original = Reference.run
+    original = Run.run
 
-    def run(self: Reference, inputs: dict[str, Tensor]) -> None:
+    def run(self: Run, inputs: dict[str, Tensor]) -> None:
         lengths.append(inputs["input_ids"].shape[1])
         original(self, inputs)
 
-    monkeypatch.setattr(Reference, "run", run)
+    monkeypatch.setattr(Run, "run", run)
     model, long = hybrid(), torch.cat([IDS, IDS], dim=1)
     inputs = {"input_ids": long, "logits_to_keep": torch.tensor([30])}
     assert len(ula.trace(model, inputs, substitute_above=24).layers) == 3
     ula.trace(model, inputs, substitute_above=24)
-    assert lengths == [16]
+    assert lengths == [16] * 3
     with pytest.raises(UnknownArchitectureError, match=r"^backbone\.layers\.1\.mixer is a "):
         ula.trace(hybrid(CumMean()), long, substitute_above=24)
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from unilinattn.call.call import Call, Captured, host_function, package_version
@@ -55,9 +56,11 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
     def handle(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
-        eager = host_function(module, "eager_attention_forward")
-        if mask is not None and mask.dtype == torch.bool and chosen.get(id(module.config)) == "sdpa":
+        eager, fused = host_function(module, "eager_attention_forward"), chosen.get(id(module.config)) == "sdpa"
+        if mask is not None and mask.dtype == torch.bool and fused:
             eager = _keeping(eager)
+        elif mask is None and fused and _is_causal(module, query, options):
+            mask = _causal(query, key)
         mark(module, Attended(query.detach(), key.detach(), value.detach(), mask, options, eager))
         return eager(module, query, key, value, mask, **options)
 
@@ -207,6 +210,19 @@ def _keeping(eager: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
     return attend
 
 
+def _is_causal(module: nn.Module, query: Tensor, options: Mapping[str, Any]) -> bool:
+    """Tell whether transformers' fused attention is causal without a mask."""
+    named = options.get("is_causal")
+    return query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if named is None else named)
+
+
+def _causal(query: Float[Tensor, "batch head query channel"], key: Tensor) -> Float[Tensor, "1 1 query key"]:
+    """Return the mask that adds the most negative number to the score of a later token."""
+    later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
+    mask = torch.zeros(later.shape, dtype=query.dtype, device=query.device)
+    return mask.masked_fill(later, torch.finfo(query.dtype).min)[None, None]
+
+
 def _dispatch(
     own: Callable[..., Any] | None,
     module: nn.Module,
@@ -228,12 +244,18 @@ def _dispatch(
 
 
 def _mask(*, config: Any = None, **given: Any) -> Tensor | None:
-    """Return the mask of eager attention; for calls from other runs, that of the configuration's own implementation."""
+    """Return the mask of eager attention; for calls from other runs, that of the configuration's own implementation.
+
+    None where the fused attention of the configuration has none: the module then decides whether it is causal.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    implementation = "eager" if _handler.get() is not None else _implementation(config)
-    make = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation or "eager")
-    return None if make is None else make(config=config, **given)
+    implementation = _implementation(config) or "eager"
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    if _handler.get() is None or (implementation == "sdpa" and make(config=config, **given) is None):
+        return None if make is None else make(config=config, **given)
+    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["eager"](config=config, **given)
+    return mask
 
 
 def _implementation(config: Any) -> str | None:

@@ -186,7 +186,7 @@ def make_result(
         model=trace.model,
         versions=trace.versions,
         reconstruction_error=errors,
-        warnings=warnings,
+        warnings=(*trace.warnings, *warnings),
         stream_error=stream_error or {},
         completeness_gap=completeness_gap,
         extras=extras or {},

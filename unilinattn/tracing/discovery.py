@@ -27,6 +27,7 @@ from unilinattn.call import package_version
 from unilinattn.errors import UnknownArchitectureError
 from unilinattn.registry import list_architectures
 from unilinattn.tracing import substitution
+from unilinattn.tracing.completeness import Leak, find_leak
 from unilinattn.tracing.inputs import call_host
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.logits import KEEP
@@ -49,13 +50,25 @@ class UnregisteredMixer:
     path: str
     module: nn.Module
     holds_layers: bool
+    leak: Leak | None = None
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a call's tensors, by argument."""
 
 
 @dataclass(frozen=True)
 class _Answer:
     key: tuple[object, ...]
-    size: int
-    mixers: tuple[tuple[str, bool], ...]
+    shapes: Shapes
+    mixers: tuple[tuple[str, bool, Leak | None], ...]
+
+    def covers(self, key: tuple[object, ...], shapes: Shapes) -> bool:
+        """Tell whether the answer holds for inputs of these shapes: no axis may be longer."""
+        if key != self.key or shapes.keys() != self.shapes.keys():
+            return False
+        pairs = [(shape, self.shapes[name]) for name, shape in shapes.items()]
+        return all(len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True)) for a, b in pairs)
 
 
 _answers: "WeakKeyDictionary[nn.Module, _Answer]" = WeakKeyDictionary()
@@ -64,9 +77,9 @@ _answers: "WeakKeyDictionary[nn.Module, _Answer]" = WeakKeyDictionary()
 def remembered_mixers(model: nn.Module, given: Mapping[str, Any], above: int) -> tuple[UnregisteredMixer, ...] | None:
     """Return the result of `unregistered_mixers` for this model in its present state, None if there is none yet."""
     answer = _answers.get(model)
-    if answer is None or answer.key != _state(model, given) or answer.size < _size(_shortened(given, above)):
+    if answer is None or not answer.covers(state_of(model, given), _shapes(_shortened(given, above))):
         return None
-    return tuple(UnregisteredMixer(path, model.get_submodule(path), holds) for path, holds in answer.mixers)
+    return tuple(UnregisteredMixer(path, model.get_submodule(path), *rest) for path, *rest in answer.mixers)
 
 
 def unregistered_mixers(
@@ -82,8 +95,8 @@ def unregistered_mixers(
     if examined is not given:
         layers = _layers_of(model, examined)
     mixers = _Search(model, examined, layers).run()
-    answer = tuple((mixer.path, mixer.holds_layers) for mixer in mixers)
-    _answers[model] = _Answer(_state(model, given), _size(examined), answer)
+    answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
+    _answers[model] = _Answer(state_of(model, given), _shapes(examined), answer)
     return mixers
 
 
@@ -120,7 +133,9 @@ def refuse(
     others = ", ".join(f"{mixer.path or 'the model'} ({type(mixer.module).__name__})" for mixer in refused[1:NAMED])
     more = f" and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
     too = f" So do {others}{more}." if others else ""
-    if any(mixer.holds_layers for mixer in refused):
+    if any(mixer.leak for mixer in refused):
+        otherwise = "strict=False cannot leave it out, because its tokens are not those of one registered layer."
+    elif any(mixer.holds_layers for mixer in refused):
         otherwise = "strict=False cannot leave it out, because registered layers run inside it."
     else:
         otherwise = "Or trace with strict=False, which leaves it out."
@@ -141,7 +156,7 @@ class _Search:
     """One search of one model on one input."""
 
     def __init__(self, model: nn.Module, given: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:
-        self._model, self._given = model, given
+        self._model, self._given, self._layers = model, given, layers
         self._classes = {path: type(module) for path, module in model.named_modules()}
         self._held: dict[str, list[Constant]] = {}
         self._holders: set[str] = set()
@@ -156,17 +171,26 @@ class _Search:
         self._found: dict[str, bool] = {}
 
     def run(self) -> tuple[UnregisteredMixer, ...]:
-        """Search each sequence length in turn, and return the outermost modules."""
+        """Return the outermost mixers, and the first leak that is left when they return constants."""
         # A model that is itself a layer has no modules outside of it.
-        if "" not in self._held:
-            for length in self._lengths:
-                self._search(length)
+        if "" in self._held or (leak := self._leak()) is None:
+            return ()
+        for length in self._lengths:
+            self._search(length)
+        if self._found:
+            leak = None if any(self._found.values()) else self._leak()
         inside = tuple(f"{path}." for path, holds in self._found.items() if path and not holds)
-        return tuple(
+        mixers = [
             UnregisteredMixer(path, self._model.get_submodule(path), holds)
             for path, holds in sorted(self._found.items(), key=lambda item: list(self._classes).index(item[0]))
             if not path.startswith(inside)
-        )
+        ]
+        if leak is not None:
+            mixers.append(UnregisteredMixer(leak.module, self._model.get_submodule(leak.module), True, leak))
+        return tuple(mixers)
+
+    def _leak(self) -> Leak | None:
+        return find_leak(self._model, self._given, self._layers, self._held)
 
     def _search(self, length: int) -> None:
         """Find sources and let those that can be layers return constants, until no watched token changes."""
@@ -207,6 +231,12 @@ class _Search:
 def _what(mixer: UnregisteredMixer) -> str:
     cls = type(mixer.module)
     place = f"{mixer.path} is" if mixer.path else "the model is"
+    if (leak := mixer.leak) is not None:
+        mixes = f"attends to tokens ({leak.function})" if leak.function else "moves information between tokens"
+        between = f"between {leak.after or 'the inputs'} and {leak.before or 'the output'}"
+        return (
+            f"{place} a {cls.__module__}.{cls.__qualname__}, which {mixes} outside of the registered layers, {between}"
+        )
     if mixer.holds_layers:
         return (
             f"{place} a {cls.__module__}.{cls.__qualname__}, which moves information between tokens outside of the "
@@ -227,16 +257,17 @@ def _lengths(given: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[int
     return [length for length in lengths if length > 1]
 
 
-def _state(model: nn.Module, given: Mapping[str, Any]) -> tuple[object, ...]:
+def state_of(model: nn.Module, given: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the key of an answer: modules, their modes and weights, names of the arguments, registered adapters."""
     modules = tuple((path, type(module), module.training) for path, module in model.named_modules())
     weights = tuple((id(p), p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in model.parameters())
     return modules, weights, tuple(sorted(given)), tuple(list_architectures())
 
 
-def _size(given: Mapping[str, Any]) -> int:
-    """Return the elements per sequence of the largest argument, a measure of the number of tokens."""
-    return max((x.numel() // len(x) for x in given.values() if isinstance(x, Tensor) and x.ndim > 1), default=0)
+def _shapes(given: Mapping[str, Any]) -> Shapes:
+    """Return the shapes of the arguments that are tensors; a batch does not matter but for being one."""
+    shapes = {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor) and x.ndim > 1}
+    return {name: (min(shape[0], 2), *shape[1:]) for name, shape in shapes.items()}
 
 
 def _shortened(given: Mapping[str, Any], above: int) -> Mapping[str, Any]:

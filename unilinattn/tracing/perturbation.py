@@ -42,22 +42,24 @@ Held = Mapping[str, Sequence[Constant]]
 
 
 @dataclass(eq=False)
-class _Call:
+class Call:
+    """One call of a module in a run."""
+
     path: str
     number: int
-    parent: "_Call | None"
+    parent: "Call | None"
     calls_others: bool = False
     entered_changed: bool = False
     explained: bool = False
 
 
-class _Run:
+class Run:
     """One run of the model in which some modules return constants; subclasses inspect the calls of the others."""
 
     def __init__(self, model: nn.Module, length: int, held: Held) -> None:
         self._model, self._length, self._held = model, length, held
         self._token: object = None
-        self._stack: list[_Call] = []
+        self._stack: list[Call] = []
         self._counts: dict[str, int] = {}
 
     def run(self, given: Mapping[str, Any]) -> None:
@@ -72,16 +74,23 @@ class _Run:
                     module.register_forward_hook(self._leave, with_kwargs=True)
                     if path in self._held:
                         module.forward = partial(self._constant, path, module.forward)
-                call_host(self._model, given)
+                self.call_host(given)
 
         run = partial(isolated, self._model, perturbed)
         in_gradient_mode(False, partial(with_own_random_numbers, devices, run))
 
-    def entering(self, call: _Call, module: nn.Module, inputs: Any) -> Any:
+    def call_host(self, given: Mapping[str, Any]) -> None:
+        """Call the model."""
+        call_host(self._model, given)
+
+    def reading(self, path: str, number: int, inputs: Any) -> None:
+        """Inspect the (args, kwargs) of a call that returns a constant."""
+
+    def entering(self, call: Call, module: nn.Module, inputs: Any) -> Any:
         """Inspect the (args, kwargs) of a call; return their replacement, or None to keep them."""
         return None
 
-    def leaving(self, call: _Call, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Inspect the output of a call; return its replacement, or None to keep it."""
         return None
 
@@ -100,22 +109,29 @@ class _Run:
         if parent is not None:
             parent.calls_others = True
         number = self._counts[path] = self._counts.get(path, 0) + 1
-        call = _Call(path, number, parent)
+        call = Call(path, number, parent)
         self._stack.append(call)
-        return self.entering(call, module, (args, kwargs))
+        with torch._C.DisableTorchFunction():
+            return self.entering(call, module, (args, kwargs))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._elsewhere():
             return None
         call = self._stack.pop()
-        return None if call.path in self._held else self.leaving(call, module, (args, kwargs), output)
+        if call.path in self._held:
+            return None
+        with torch._C.DisableTorchFunction():
+            return self.leaving(call, module, (args, kwargs), output)
 
     def _constant(self, path: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._elsewhere():
             return own(*args, **kwargs)
-        constants = self._held[path]
-        constant = constants[min(self._counts[path], len(constants)) - 1]
-        output = self.held_output(constant.output)
+        constants, number = self._held[path], self._counts[path]
+        constant = constants[min(number, len(constants)) - 1]
+        # A run may inspect the functions that the host calls, and these are not the host's.
+        with torch._C.DisableTorchFunction():
+            self.reading(path, number, (args, kwargs))
+            output = self.held_output(constant.output)
         return mapped(constant.returned, lambda t: output if t is MAIN else t)
 
     def _token_tensors(self, value: Any) -> list[Tensor]:
@@ -125,7 +141,7 @@ class _Run:
         return [rows(t, self._length) for t in self._token_tensors(value)]
 
 
-class Reference(_Run):
+class Reference(Run):
     """The unperturbed run: records two numbers per token for each tensor that enters or leaves a module."""
 
     def __init__(self, model: nn.Module, length: int, held: Held) -> None:
@@ -133,16 +149,16 @@ class Reference(_Run):
         super().__init__(model, length, held)
         self.seen: dict[tuple[str, int, str], list[Rows]] = {}
 
-    def entering(self, call: _Call, module: nn.Module, inputs: Any) -> None:
+    def entering(self, call: Call, module: nn.Module, inputs: Any) -> None:
         """Record the inputs."""
         self.seen[call.path, call.number, "in"] = self._rows(inputs)
 
-    def leaving(self, call: _Call, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> None:
         """Record the output."""
         self.seen[call.path, call.number, "out"] = self._rows(output)
 
 
-class Perturbed(_Run):
+class Perturbed(Run):
     """The run in which some tokens are perturbed at their origins: embeddings and recorded outputs.
 
     Attributes:
@@ -157,7 +173,7 @@ class Perturbed(_Run):
         self._begun = False
         self.sources: dict[str, None] = {}
 
-    def entering(self, call: _Call, module: nn.Module, inputs: Any) -> Any:
+    def entering(self, call: Call, module: nn.Module, inputs: Any) -> Any:
         """Compare the inputs; perturb the first ones with tokens."""
         parent = call.parent
         if self._changed((call.path, call.number, "in"), inputs):
@@ -169,7 +185,7 @@ class Perturbed(_Run):
         self._begun = True
         return mapped(inputs, self._noisy)
 
-    def leaving(self, call: _Call, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Compare the output; perturb it if it was computed from no floating-point tensor, as by an embedding."""
         if self._changed((call.path, call.number, "out"), output):
             self._explain(call)
@@ -185,7 +201,7 @@ class Perturbed(_Run):
         """Return the recorded output, perturbed."""
         return self._noisy(output.clone())
 
-    def _explain(self, call: _Call) -> None:
+    def _explain(self, call: Call) -> None:
         """Record a call as a source, unless its inputs changed or a call inside it explains the change."""
         if not call.entered_changed and not call.explained:
             self.sources.setdefault(call.path)
@@ -199,7 +215,7 @@ class Perturbed(_Run):
         return noisy(t, self._perturbed) if _has_tokens(t, self._length) else t
 
 
-class Trial(_Run):
+class Trial(Run):
     """The run that calls each suspect again, with some tokens of its input perturbed, and compares the other tokens.
 
     Attributes:
@@ -218,12 +234,12 @@ class Trial(_Run):
         self.mixes: dict[str, bool | None] = {}
         self.calls: dict[str, list[Constant]] = {}
 
-    def entering(self, call: _Call, module: nn.Module, inputs: Any) -> None:
+    def entering(self, call: Call, module: nn.Module, inputs: Any) -> None:
         """Copy the inputs of a suspect, which may write into them."""
         if self._perturbed is None and call.path in self._suspects:
             self._entered.append(mapped(inputs, torch.clone))
 
-    def leaving(self, call: _Call, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> None:
         """Call a suspect again on perturbed inputs."""
         if self._perturbed is not None or call.path not in self._suspects:
             return
@@ -253,21 +269,21 @@ class Trial(_Run):
         return after is not None and changed(before, after, ~perturbed)
 
 
-def noisy(t: Tensor, perturbed: Bool[Tensor, " token"]) -> Tensor:
+def noisy(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch token"]) -> Tensor:
     """Add noise of the tensor's root mean square to the perturbed tokens, which are along its second axis."""
     wide = t.detach().to(torch.promote_types(t.dtype, torch.float32))
     size = wide.square().mean().sqrt()
     size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(t.shape[1:], generator=generator).to(wide)
-    chosen = perturbed.to(t.device).view(-1, *[1] * (t.ndim - 2))
+    chosen = perturbed.to(t.device).view(*perturbed.shape, *[1] * (t.ndim - 2))
     return (wide + size * noise * chosen).to(t.dtype)
 
 
 def changed(before: Rows, after: Tensor, watched: Bool[Tensor, " token"]) -> bool:
     """Tell whether watched tokens changed, for every axis of the tensor that may be the token axis."""
     allowed, watched = TOLERANCE.get(after.dtype, 0.05), watched.to(after.device)
-    now = [_projection(x) for x in _by_token(after, len(watched))]
+    now = [projection(x) for x in _by_token(after, len(watched))]
     if [one.shape for one, _ in before] != [two.shape for two in now]:
         return False
     return bool(now) and all(
@@ -278,7 +294,7 @@ def changed(before: Rows, after: Tensor, watched: Bool[Tensor, " token"]) -> boo
 
 def rows(t: Tensor, length: int) -> Rows:
     """Return two numbers per token for each axis of a tensor with `length` entries."""
-    return [(_projection(x), torch.linalg.vector_norm(x, dim=-1)) for x in _by_token(t, length)]
+    return [(projection(x), torch.linalg.vector_norm(x, dim=-1)) for x in _by_token(t, length)]
 
 
 def _differ(one: Tensor, two: Tensor, allowed: Tensor) -> bool:
@@ -293,7 +309,8 @@ def _by_token(t: Tensor, length: int) -> list[Float[Tensor, "first token channel
     return [x.to(torch.promote_types(t.dtype, torch.float32)) for x in tokens]
 
 
-def _projection(x: Float[Tensor, "first token channel"]) -> Float[Tensor, "first token"]:
+def projection(x: Float[Tensor, "first token channel"]) -> Float[Tensor, "first token"]:
+    """Return one number for each token, which a change of its channels changes."""
     return x @ _weights(x.shape[-1], x.dtype, x.device)
 
 

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.progress import bars
 from unilinattn.registry import ImageTokens
+from unilinattn.tracing.agreement import compared_with_call
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
 from unilinattn.tracing.image import image_tokens, is_image, processed
-from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
+from unilinattn.tracing.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of, scalar
@@ -56,6 +57,8 @@ class Trace:
         host: the model.
         arguments: the arguments of the call, by parameter name.
         text: the text that was given as input, None for other inputs.
+        warnings: a sentence for each change of the trace to the user's call that changes the output; results have them
+            too (see `tracing.agreement`).
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Trace:
     ) -> None:
         """Freeze the layers of a recorded run."""
         self.host, self.arguments, self._opaque, self.text = model, given, recorder.opaque, text
+        self.warnings: tuple[str, ...] = ()
         self._shared: tuple[Sequence[Target], dict[str, FrozenRun]] | None = None
         builder = LayerBuilder(model, given, dtype)
         self._weights = builder.weights
@@ -269,13 +273,13 @@ def trace(
     """Run a model once and return its token-mixing layers, whose exact operators are built on first access.
 
     The model is restored exactly, also after an exception or an interrupt: hooks, buffers, parameters, training flags
-    and attention implementation. It runs without a cache, and as the model inside `torch.compile`, `DataParallel`,
-    nnsight's `NNsight` and TransformerLens's `TransformerBridge`; `docs/hosts.md` has more set-ups. Runs in several
+    and attention implementation. It runs without a cache, and without the wrappers of `docs/hosts.md`. Runs in several
     threads wait for each other; calls of the model from other threads are not recorded.
 
-    Modules outside of the registered layers that move information between tokens are found by perturbing tokens, which
-    costs three runs of the model without the computation of its layers, once for each model (see
-    `tracing.discovery`).
+    Code outside of the registered layers that moves information between tokens is found by perturbing tokens: three to
+    eight runs of the model without its layers, once for each model (see `tracing.completeness`). Softmax attention runs
+    by the eager function of the host's file, and the first trace of a model and kind of input compares its output with
+    that of the model as it is called, for one more run (see `tracing.agreement`).
 
     At length, that is above `substitute_above` tokens, hosts' scans need tens of GiB. There every causal mixer runs
     through its operator, which is checked on the first 2048 tokens of its input against the host's own forward; the
@@ -306,8 +310,9 @@ def trace(
 
     Raises `UnknownArchitectureError` for a model without a token mixer or with one that has no adapter,
     `ModelStateError` for active dropout and for weights that are offloaded or sharded, `InputError` for inputs that do
-    not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, and `UncoveredError` if an
-    operator that replaces a host's forward differs from it, or a layer cannot be computed in pieces.
+    not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, `ExactnessError` if eager
+    attention changes the output, and `UncoveredError` if an operator that replaces a host's forward differs from it, or
+    a layer cannot be computed in pieces.
     """
     model = unwrapped(model)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -334,17 +339,23 @@ def trace(
     if mixers:
         refuse(model, (), mixers, strict=strict)
     recorded = partial(_recorded, model, first, progress=progress, above=above)
+    seed = torch.get_rng_state()
     recorder, output = recorded([mixer.path for mixer in mixers or ()])
     if mixers is None:
         mixers = unregistered_mixers(model, first, recorder.layers, above)
         refuse(model, recorder.layers, mixers, strict=strict)
         if mixers:
+            seed = torch.get_rng_state()
             recorder, output = recorded([mixer.path for mixer in mixers])
     refuse(model, recorder.layers, (), strict=strict)
     if stream_to is not None:
         recorder, output = run_in_pieces(recorder, given, folder, dtype, progress=progress)
     warn_of_leaks(given, recorder.layers)
-    return Trace(model, given, recorder, output, dtype, text)
+    traced = Trace(model, given, recorder, output, dtype, text)
+    if stream_to is None and not may_be_long(given, above):
+        call = {name: value for name, value in given.items() if not isinstance(inputs, Mapping) or name in inputs}
+        traced.warnings = compared_with_call(model, call, given, output, seed)
+    return traced
 
 
 def _recorded(
@@ -352,7 +363,7 @@ def _recorded(
 ) -> tuple[Recorder, Any]:
     """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
     recorder = Recorder(model, opaque=opaque)
-    last = [_last_real(real_tokens(given))]
+    last = [last_real(real_tokens(given))]
 
     def call() -> Any:
         return call_host(model, logits_at(model, given, lambda: last, above=above))
@@ -386,10 +397,3 @@ def recorded_run(
 def _version() -> str:
     """Return the version of this library, whose metadata takes milliseconds to read."""
     return version("unilinattn")
-
-
-def _last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:
-    """Return the position of each sequence's last real token; a single -1 without a mask."""
-    if mask is None:
-        return torch.tensor([-1])
-    return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)

@@ -1,0 +1,207 @@
+"""A trace lists every layer that mixes tokens, or is refused: at other lengths, in other layouts, in functions."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+import unilinattn as ula
+from unilinattn.errors import UnknownArchitectureError
+from unilinattn.models import S4D
+from unilinattn.testing import left_as_found
+from unilinattn.testing.hosts import randomize
+
+WIDTH, VOCABULARY = 6, 30
+IDS = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
+SIGNAL = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+class Layers(nn.Module):
+    """Two registered layers with a step before, between and behind them."""
+
+    def __init__(self, before: object = None, between: object = None, behind: object = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = S4D(WIDTH, 4), S4D(WIDTH, 4)
+        for name, step in {"before": before, "between": between, "behind": behind}.items():
+            setattr(self, name, step or nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        x = self.between(x + self.first(x))
+        return self.behind(x + self.second(x))
+
+
+class Text(Layers):
+    """The same on the embeddings of ids, which `bigrams` joins in pairs."""
+
+    def __init__(self, bigrams: bool = False, **steps: object) -> None:
+        super().__init__(**steps)
+        self.embedding, self.bigrams = nn.Embedding(VOCABULARY, WIDTH), bigrams
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        ids = (input_ids * 7 + input_ids.roll(1, dims=1)) % VOCABULARY if self.bigrams else input_ids
+        return super().forward(self.embedding(ids))
+
+
+class Of(nn.Module):
+    """A function of the stream as a module, with the modules that it calls."""
+
+    def __init__(self, function: Callable[..., Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.parts)
+
+
+def by_channel(x: Tensor, module: nn.Module) -> Tensor:
+    return module(x.transpose(1, 2)).transpose(1, 2)
+
+
+def pooled(x: Tensor, attention: nn.Module) -> Tensor:
+    return attention(x.mean(1, keepdim=True), x, x, need_weights=False)[0][:, 0]
+
+
+def grid(x: Tensor) -> Tensor:
+    image = x.reshape(x.shape[0], 3, 4, -1)
+    return (image + image.roll(1, dims=1)).reshape(x.shape)
+
+
+def packed(x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return (rows + rows.roll(2, dims=0)).reshape(x.shape)
+
+
+def excited(x: Tensor) -> Tensor:
+    return x * x.mean(1, keepdim=True).sigmoid()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """The first trace imports modules of transformers, which change the filters of warnings."""
+    ula.trace(Layers().eval(), SIGNAL)
+
+
+strided = nn.Conv1d(WIDTH, WIDTH, 2, stride=2)
+
+LEAKS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
+    "strided convolution before the layers": (
+        lambda: Text(before=Of(by_channel, strided)),
+        IDS,
+        r"before.parts.0 \(Conv1d\)",
+    ),
+    "strided convolution between the layers": (
+        lambda: Layers(between=Of(by_channel, strided)),
+        SIGNAL,
+        "between.parts.0",
+    ),
+    "strided convolution behind the layers": (lambda: Layers(behind=Of(by_channel, strided)), SIGNAL, "behind.parts.0"),
+    "average pooling": (lambda: Layers(between=Of(by_channel, nn.AvgPool1d(3, 3))), SIGNAL, "between.parts.0"),
+    "pairs of ids": (lambda: Text(bigrams=True), IDS, "embedding is a torch.nn.modules.sparse.Embedding"),
+    "mixing across the batch": (lambda: Layers(between=Of(lambda x: x + x.flip(0))), SIGNAL, "between is a"),
+    "rows of a grid": (lambda: Layers(between=Of(grid)), SIGNAL, "between is a"),
+    "packed rows": (lambda: Layers(between=Of(packed)), SIGNAL, "between is a"),
+    "a gate of all tokens": (lambda: Layers(between=Of(excited)), SIGNAL, "between is a"),
+    "attention pooling": (
+        lambda: Layers(behind=Of(pooled, nn.MultiheadAttention(WIDTH, 2, batch_first=True))),
+        SIGNAL,
+        r"behind.parts.0 is a .*MultiheadAttention, which attends to tokens \(multi_head_attention_forward\)",
+    ),
+    "fused attention pooling": (
+        lambda: Layers(behind=Of(lambda x: functional.scaled_dot_product_attention(x[:, :1], x, x)[:, 0])),
+        SIGNAL,
+        r"behind is a .*, which attends to tokens \(scaled_dot_product_attention\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_mixing_outside_of_the_layers_is_refused_by_its_place(name: str) -> None:
+    build, inputs, place = LEAKS[name]
+    model = build().eval()
+    with left_as_found(model), pytest.raises(UnknownArchitectureError, match=place):
+        ula.trace(model, inputs)
+
+
+TOKENWISE: dict[str, Callable[[], nn.Module]] = {
+    "mean pooling": lambda: Layers(behind=Of(lambda x: x.mean(1))),
+    "the last token": lambda: Layers(behind=Of(lambda x: x[:, -1])),
+    "softmax over channels": lambda: Layers(between=Of(lambda x: x * x.softmax(-1))),
+    "attention whose result nothing reads": lambda: Layers(
+        between=Of(lambda x, attention: (pooled(x, attention), x)[1], nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+    ),
+    "channels first": lambda: Layers(between=Of(by_channel, nn.Conv1d(WIDTH, WIDTH, 1))),
+    "tokens in the batch": lambda: Layers(between=Of(lambda x: x.reshape(-1, WIDTH).tanh().reshape(x.shape))),
+    "a statistic that nothing reads": lambda: Layers(between=Of(lambda x: (x.mean((0, 1)), x)[1])),
+}
+
+
+@pytest.mark.parametrize("name", TOKENWISE)
+def test_code_that_keeps_tokens_apart_is_not_refused(name: str) -> None:
+    assert len(ula.trace(TOKENWISE[name]().eval(), SIGNAL).layers) == 2
+
+
+def test_arbitrary_memory_as_an_unused_argument_is_not_mixing() -> None:
+    """RWKV-7 passes `torch.empty_like` to its layers."""
+
+    class Reader(nn.Module):
+        def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+            return x.tanh()
+
+    def between(x: Tensor, reader: nn.Module) -> Tensor:
+        del_soon = [torch.randn_like(x) for _ in range(8)]
+        del_soon.clear()
+        return reader(x, torch.empty_like(x))
+
+    for _ in range(4):
+        assert len(ula.trace(Layers(between=Of(between, Reader())).eval(), SIGNAL).layers) == 2
+
+
+def test_attention_of_a_stream_without_registered_layers_is_refused() -> None:
+    """The encoder of LongT5 attends in blocks; its decoder is registered."""
+    config = transformers.LongT5Config(
+        vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_decoder_layers=1, num_heads=2, local_radius=3,
+        pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = randomize(transformers.LongT5ForConditionalGeneration(config)).eval()
+    ids = torch.arange(1, 25).reshape(2, 12)
+    short = {"input_ids": ids[:, :1], "decoder_input_ids": ids}
+    assert len(ula.trace(model, short).layers) == 2
+    # The answer for an encoder of one token says nothing of longer ones.
+    with pytest.raises(UnknownArchitectureError, match=r"encoder\.block\.0\..* which attends to tokens \(softmax\)"):
+        ula.trace(model, {"input_ids": ids, "decoder_input_ids": ids[:, :5]})
+
+
+def test_a_language_model_behind_a_registered_vision_tower_is_refused() -> None:
+    tiny = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.GitConfig(vision_config=dict(**tiny, image_size=8, patch_size=4), vocab_size=40, **tiny)
+    model = randomize(transformers.GitForCausalLM(config)).eval()
+    inputs = {"input_ids": IDS, "pixel_values": torch.randn(2, 3, 8, 8)}
+    with pytest.raises(UnknownArchitectureError, match=r"git\.encoder\.layer\.0\.attention\.self is a "):
+        ula.trace(model, inputs)
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_the_trace_runs_the_attention_that_the_model_runs(text_only: bool) -> None:
+    """PaliGemma's fused attention has no mask for a text, and its eager attention a causal one."""
+    tiny = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.PaliGemmaConfig(
+        vision_config=dict(model_type="siglip_vision_model", image_size=8, patch_size=4, vision_use_head=False, **tiny),
+        text_config=dict(model_type="gemma", vocab_size=VOCABULARY + 1, num_key_value_heads=1, head_dim=8, **tiny),
+        image_token_index=VOCABULARY,
+        projection_dim=16,
+    )
+    model = randomize(transformers.PaliGemmaForConditionalGeneration(config)).eval()
+    inputs = {"input_ids": IDS}
+    if not text_only:
+        ids = torch.cat([torch.full((2, 4), VOCABULARY), IDS], dim=1)
+        inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "token_type_ids": torch.zeros_like(ids)}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    trace = ula.trace(model, inputs)
+    torch.testing.assert_close(trace.output.logits, expected)
+    assert max(layer.reconstruction_error() for layer in trace.layers) < 1e-5

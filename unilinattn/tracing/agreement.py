@@ -1,0 +1,109 @@
+"""Compare a trace's output with that of the model as the user calls it, where the trace changes the call.
+
+A trace runs softmax attention by the eager function of the host's file, without a cache, and adds arguments that the
+user left out. Cost: one run of the model, for the first trace of a model in its present state and of a kind of input.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from unilinattn.call.attention_interface import configurations
+from unilinattn.tracing.discovery import state_of
+from unilinattn.tracing.inputs import call_host, real_tokens
+from unilinattn.tracing.isolation import in_gradient_mode, isolated, with_own_random_numbers
+from unilinattn.tracing.logits import has_logits, logits_of
+from unilinattn.tracing.recorder import main_tensor, refuse_dropout
+from unilinattn.tracing.trust import require_trust, tolerance
+
+_notes: "WeakKeyDictionary[nn.Module, tuple[object, tuple[str, ...]]]" = WeakKeyDictionary()
+"""The key of the last comparison of each model, and its sentences."""
+
+
+def compared_with_call(
+    model: nn.Module, call: Mapping[str, Any], given: Mapping[str, Any], output: Any, seed: Tensor
+) -> tuple[str, ...]:
+    """Return a sentence for each change of the trace that changes the output: arguments that it added or replaced.
+
+    Args:
+        model: the model.
+        call: the arguments that the user gave.
+        given: the arguments of the traced run.
+        output: the output of the traced run.
+        seed: the state of the random number generator before that run.
+
+    Raises `ExactnessError` if the output differs because the trace computes attention in another way; inside
+    `trusting("warn")` this is one of the sentences.
+    """
+    added = [name for name in given if name not in call and name != "use_cache"]
+    implementations = {config._attn_implementation_internal for config in configurations(model)} - {None, "eager"}
+    if not added and not implementations:
+        return ()
+    key = (state_of(model, given), _kind(given))
+    earlier = _notes.get(model)
+    if earlier is not None and earlier[0] == key:
+        return earlier[1]
+    notes: tuple[str, ...] = ()
+    plain = _run(model, call, seed)
+    if (difference := _difference(plain, output, given)) > _accepted(plain):
+        if _difference(plain, _run(model, call, torch.get_rng_state()), given) > _accepted(plain):
+            notes = (f"{type(model).__name__} draws random numbers: two runs of it differ.",)
+        elif added and _difference(_run(model, given, seed), output, given) <= _accepted(plain):
+            names = " and ".join(added)
+            notes = (
+                f"the trace passes {names} to {type(model).__name__}, computed from the attention mask; without them "
+                f"the model returns another output (relative difference {difference:.1e}).",
+            )
+        else:
+            doubt = (
+                f"{type(model).__name__} with its attention implementation ({', '.join(sorted(implementations))}) "
+                f"returns another output than with the eager attention of its file (relative difference "
+                f"{difference:.1e}), from which the operators are read, so they would explain another model. Call "
+                "model.set_attn_implementation('eager') to explain that one"
+            )
+            require_trust(doubt)
+            notes = (f"{doubt}.",)
+    _notes[model] = key, notes
+    return notes
+
+
+def _run(model: nn.Module, arguments: Mapping[str, Any], seed: Tensor) -> Any:
+    """Return the output of the model as it is called without a trace."""
+
+    def run() -> Any:
+        refuse_dropout(model)
+        torch.set_rng_state(seed)
+        return call_host(model, arguments)
+
+    return with_own_random_numbers((), lambda: in_gradient_mode(False, lambda: isolated(model, run)))
+
+
+def _difference(output: Any, other: Any, given: Mapping[str, Any]) -> float:
+    """Return the largest relative difference of two outputs over sequences, over real tokens; 0 without tensors."""
+    one, two = _compared(output), _compared(other)
+    if one is None or two is None or one.shape != two.shape:
+        return 0.0
+    mask = real_tokens(given)
+    if mask is not None and mask.shape == one.shape[:2]:
+        one, two = one[mask.to(one.device)], two[mask.to(two.device)]
+    finite = one.isfinite() & two.isfinite()
+    one, two = one.double().masked_fill(~finite, 0), two.double().masked_fill(~finite, 0)
+    return float((one - two).norm() / one.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def _compared(output: Any) -> Tensor | None:
+    return logits_of(output, "") if has_logits(output) else main_tensor(output)
+
+
+def _accepted(output: Any) -> float:
+    compared = _compared(output)
+    return tolerance(torch.float32 if compared is None else compared.dtype)
+
+
+def _kind(given: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return the axes of each argument and whether one of its masks pads."""
+    axes = tuple(sorted((name, x.ndim) for name, x in given.items() if isinstance(x, Tensor)))
+    return axes, real_tokens(given) is not None

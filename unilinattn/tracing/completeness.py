@@ -1,0 +1,329 @@
+"""Check that nothing outside of a trace's layers moves information between tokens, in any layout of the tokens.
+
+Every layer returns its recorded output. A random half of the tokens is perturbed where tokens originate (ids, the first
+vectors of each stream, the layers' outputs), then the other half. Each vector that a layer reads or the model returns
+may move with its own token only. Attention outside of the layers is recognised by its scores: along the axis of the
+keys, some move with one half and others with the other half. An output without tokens, such as class logits, may pool.
+
+Cost: three runs of the model without the computation of its layers, two more for each further stream, and five more for
+inputs that are no tokens, such as images: pieces of them are perturbed, to recognise attention before the first layer.
+Memory: two numbers per token for every tensor that a layer reads, and 1,024 elements of every tensor between modules.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from unilinattn.call.attention_interface import configurations
+from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
+from unilinattn.tracing.inputs import call_host, real_tokens
+from unilinattn.tracing.module_calls import CallRecord
+from unilinattn.tracing.nested import mapped, tensors
+from unilinattn.tracing.perturbation import TOLERANCE, Call, Held, Run, noisy
+
+PIECES = (2, 16)
+"""Numbers of pieces of an input without tokens: halves, and pieces in which attention to some neighbours ends."""
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A place outside of the layers where tokens mix.
+
+    Attributes:
+        module: path of the innermost module that mixes them; "" is the model itself.
+        function: name of the attention function that mixes them, None for another kind.
+        after, before: paths of the layers between which they mix, None for the model's input and output.
+    """
+
+    module: str
+    function: str | None
+    after: str | None
+    before: str | None
+
+
+def find_leak(model: nn.Module, given: Mapping[str, Any], layers: Sequence[CallRecord], held: Held) -> Leak | None:
+    """Return the first place outside of the layers where tokens mix, None if there is none.
+
+    `layers` are the recorded calls of the model's layers on the arguments `given`; the modules of `held` return
+    constants. The model and the random number generators are restored.
+    """
+    tensors_of_layers = (x for record in layers for x in (record.entered, record.output) if x is not None)
+    streams = {_shape(x) for x in tensors_of_layers if x.ndim == 3}
+    ids = {_shape(x) for name, x in given.items() if _is_ids(name, x)}
+    halves = {shape: _half(shape) for shape in sorted(streams | ids) if shape[0] * shape[1] > 1}
+    perturbed = [_Tokens(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
+    probe = _Probing(model, given, held, streams)
+    entries = probe.run(perturbed)
+    leak = probe.first_attention(entries) or _first_leak(entries, halves)
+    if leak is not None or not any(_is_signal(name, x, streams) for name, x in given.items()):
+        return leak
+    signals = [_Signal(pieces, streams, first) for pieces in PIECES for first in (True, False)]
+    return probe.first_attention(probe.run(signals))
+
+
+Key = tuple[str, str, int, Any]
+"""Kind of a tensor ("layer", "in", "out", "attention", "output"), path and number of the call, and its place there."""
+
+Entries = dict[Key, Entry]
+"""The compared tensors of some runs, in order of execution."""
+
+
+class _Tokens:
+    """A perturbation of the tokens of one stream in one of two halves.
+
+    Args:
+        model: the model.
+        shape: (batch, tokens) of the stream, or of ids that are no stream of the layers.
+        half: the perturbed tokens.
+    """
+
+    def __init__(self, model: nn.Module, shape: Shape, half: Bool[Tensor, "batch token"]) -> None:
+        self._model, self._shape, self._half = model, shape, half
+
+    def inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Exchange the ids or vectors of tokens, so that values stay valid: coordinates may be among them."""
+        return {name: self._exchanged(name, value, given) for name, value in given.items()}
+
+    def noisy(self, t: Tensor) -> Tensor:
+        """Add noise to the tokens of the stream."""
+        return noisy(t, self._half) if t.ndim == 3 and _shape(t) == self._shape else t
+
+    def _exchanged(self, name: str, value: Any, given: Mapping[str, Any]) -> Any:
+        if not isinstance(value, Tensor) or value.ndim < 2 or _shape(value) != self._shape:
+            return value
+        half = self._half.to(value.device)
+        if value.is_floating_point():
+            return _rotated(value, half) if value.ndim == 3 and "mask" not in name else value
+        if not _is_ids(name, value):
+            return value
+        ordinary = half & ~torch.isin(value, _special_ids(self._model).to(value))
+        real = real_tokens(given, name.replace("input_ids", "attention_mask"))
+        return _rotated(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
+
+
+class _Signal:
+    """A perturbation of every other piece of the inputs that are no sequences of tokens, such as images."""
+
+    def __init__(self, pieces: int, streams: Collection[Shape], first: bool) -> None:
+        self._pieces, self._streams, self._first = pieces, streams, first
+
+    def inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Reverse every other piece of the longest axis."""
+        return {name: self._reversed(x) if _is_signal(name, x, self._streams) else x for name, x in given.items()}
+
+    def noisy(self, t: Tensor) -> Tensor:
+        """Return the tensor: only the inputs are perturbed."""
+        return t
+
+    def _reversed(self, x: Tensor) -> Tensor:
+        axis = max(range(1 if x.ndim > 2 else 0, x.ndim), key=lambda axis: x.shape[axis])
+        pieces = x.tensor_split(self._pieces, dim=axis)
+        parts = [x.flip(axis) if at % 2 == int(self._first) else x for at, x in enumerate(pieces)]
+        return torch.cat(parts, dim=axis)
+
+
+def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor]) -> Leak | None:
+    """Return the first vectors that a layer reads or the model returns which move with other tokens.
+
+    Its module is the last one before them that made mixed tensors from others, innermost: an earlier one may end in a
+    result that nothing reads.
+    """
+    after: str | None = None
+    sources: list[str] = []
+    mixed_inputs: set[tuple[str, int]] = set()
+    for (kind, path, number, _), entry in entries.items():
+        if kind in ("layer", "output") and len(entry.shape) > 2 and entry.of_other_tokens(halves):
+            return Leak(sources[-1] if sources else "", None, after, path if kind == "layer" else None)
+        if kind == "layer" and path != after:
+            after, sources = path, []
+        elif kind == "in" and entry.mixed:
+            mixed_inputs.add((path, number))
+        elif kind == "out" and entry.mixed and (path, number) not in mixed_inputs:
+            inside = f"{path}." if path else ""
+            sources += [] if any(source.startswith(inside) for source in sources) else [path]
+    return None
+
+
+class _Probing:
+    """Runs of one model on one input, with its layers constant."""
+
+    def __init__(self, model: nn.Module, given: Mapping[str, Any], held: Held, shapes: Collection[Shape]) -> None:
+        self._model, self._given, self._held, self._shapes = model, given, held, shapes
+
+    def run(self, halves: Sequence[_Tokens | _Signal]) -> Entries:
+        """Run the model unperturbed and with each perturbation; return the compared tensors in order of execution."""
+        reference = _Probe(self._model, self._held, self._shapes)
+        reference.run(self._given)
+        for number, half in enumerate(halves):
+            _Probe(self._model, self._held, self._shapes, half, reference, number).run(half.inputs(self._given))
+        return reference.entries
+
+    def first_attention(self, entries: Entries) -> Leak | None:
+        """Return the first attention outside of the layers whose result reaches a layer or the output."""
+        keys = list(entries)
+        for at, key in enumerate(keys):
+            if key[0] != "attention" or not entries[key].over_tokens or not self._reaches(key):
+                continue
+            after = next((k[1] for k in reversed(keys[:at]) if k[0] == "layer"), None)
+            return Leak(key[1], key[3][1], after, next((k[1] for k in keys[at:] if k[0] == "layer"), None))
+        return None
+
+    def _reaches(self, key: Key) -> bool:
+        """Tell whether the result of an attention moves vectors that a layer reads, or the model's output."""
+        reference = _Probe(self._model, self._held, self._shapes)
+        reference.run(self._given)
+        _Probe(self._model, self._held, self._shapes, key, reference).run(self._given)
+        sinks = (entry for (kind, *_), entry in reference.entries.items() if kind in ("layer", "output"))
+        return any(bool((entry.changes[0] > entry.accepted).any()) for entry in sinks if entry.changes)
+
+
+class _Probe(Run):
+    """A run that records numbers of tensors, or compares them with those of the unperturbed run.
+
+    Attributes:
+        entries: the recorded numbers by key, in order of execution.
+        first: the first vectors of each stream.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Held,
+        shapes: Collection[Shape],
+        change: "_Tokens | _Signal | Key | None" = None,
+        reference: "_Probe | None" = None,
+        number: int = 0,
+    ) -> None:
+        """Prepare the unperturbed run, or run `number` with a perturbed half or a perturbed result of one attention."""
+        super().__init__(model, 0, held)
+        self._shapes, self._change = shapes, change
+        self.entries: Entries = {} if reference is None else reference.entries
+        self.first: dict[Shape, Tensor] = {} if reference is None else reference.first
+        self._is_reference, self._number = reference is None, number
+        self._begun: set[Shape] = set()
+        self._attentions: dict[tuple[str, int], int] = {}
+
+    def call_host(self, given: Mapping[str, Any]) -> None:
+        """Call the model under a function mode, and compare its output."""
+        with _Functions(self):
+            output = call_host(self._model, given)
+        for at, t in enumerate(t for t in tensors(output) if t.is_floating_point() and t.ndim and t.numel()):
+            self._compare(("output", "", 1, at), rows if t.ndim == 3 else sample, t)
+
+    def entering(self, call: Call, module: nn.Module, inputs: Any) -> None:
+        """Compare the tensors that enter a module."""
+        self._compare_all("in", call, inputs)
+
+    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Compare the tensors that leave a module."""
+        self._compare_all("out", call, output)
+
+    def reading(self, path: str, number: int, inputs: Any) -> None:
+        """Compare the vectors that a layer reads."""
+        vectors = [t for t in tensors(inputs) if t.ndim == 3 and _shape(t) in self._shapes]
+        for at, t in enumerate(t for t in vectors if t.is_floating_point() and t[0, 0].numel() > 1):
+            self._compare(("layer", path, number, at), rows, t)
+
+    def held_output(self, output: Tensor) -> Tensor:
+        """Return the recorded output, perturbed."""
+        return self._perturbed(output.clone())
+
+    def called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Inspect the result of a function of the host; return it or its replacement."""
+        name = getattr(func, "__name__", "")
+        if name in ("empty", "empty_like", "new_empty") and isinstance(result, Tensor):
+            return result.zero_()  # Arbitrary memory would differ between the runs.
+        if name in ATTENTION:
+            path, number = (self._stack[-1].path, self._stack[-1].number) if self._stack else ("", 1)
+            count = self._attentions[path, number] = self._attentions.get((path, number), -1) + 1
+            key = ("attention", path, number, (count, name))
+            self._compare(key, lines, ATTENTION[name](args, kwargs))
+            if key == self._change:
+                return mapped(result, lambda t: t.flip(0) + 1 if t.is_floating_point() else t)
+        return self._originated(name, args, result)
+
+    def _perturbed(self, t: Tensor) -> Tensor:
+        return self._change.noisy(t) if isinstance(self._change, _Tokens | _Signal) else t
+
+    def _originated(self, name: str, args: Any, result: Any) -> Any:
+        """Perturb the first vectors of a stream, unless they moved with the inputs."""
+        if not isinstance(result, Tensor) or result.ndim != 3 or not result.is_floating_point():
+            return result
+        # A function without operands makes constants, and one in place changes an operand too.
+        makes = not any(True for _ in tensors(args)) or name.endswith("_like") or name.startswith("new_")
+        shape = _shape(result)
+        if shape not in self._shapes or shape in self._begun or makes or name.endswith("_") or result.shape[2] < 2:
+            return result
+        self._begun.add(shape)
+        if self._is_reference:
+            self.first[shape] = result.detach().clone()
+            return result
+        first = self.first.get(shape)
+        return self._perturbed(result) if first is not None and torch.equal(first, result) else result
+
+    def _compare_all(self, kind: str, call: Call, value: Any) -> None:
+        for at, t in enumerate(t for t in tensors(value) if t.is_floating_point() and t.ndim > 1 and t.numel()):
+            self._compare((kind, call.path, call.number, at), sample, t)
+
+    def _compare(self, key: Key, numbers: Callable[[Tensor], tuple[Tensor, Tensor]], t: Tensor) -> None:
+        values, size = numbers(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
+        if self._is_reference:
+            self.entries[key] = Entry(values, size, TOLERANCE.get(t.dtype, 0.05), tuple(t.shape))
+        elif key in self.entries:
+            self.entries[key].compare(self._number, values)
+
+
+class _Functions(TorchFunctionMode):
+    """Passes the result of every function to a probe."""
+
+    def __init__(self, probe: _Probe) -> None:
+        super().__init__()
+        self._probe = probe
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return self._probe.called(func, args, kwargs, func(*args, **kwargs))
+
+
+def _half(shape: Shape) -> Bool[Tensor, "batch token"]:
+    """Return a random half of the tokens of all sequences, so that mixing over the batch is seen too."""
+    count = shape[0] * shape[1]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return (order < count // 2).reshape(shape)
+
+
+def _rotated(x: Tensor, chosen: Bool[Tensor, "batch token"]) -> Tensor:
+    """Give each chosen token the value of the next one."""
+    result = x.clone()
+    result[chosen] = x[chosen].roll(1, dims=0)
+    return result
+
+
+def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
+    """Tell whether an input is a tensor of numbers that are no sequence of a stream's tokens."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or "mask" in name:
+        return False
+    return x.ndim != 3 or _shape(x) not in streams
+
+
+def _is_ids(name: str, x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and name.endswith("input_ids")
+
+
+def _shape(x: Tensor) -> Shape:
+    return x.shape[0], x.shape[1]
+
+
+def _special_ids(model: nn.Module) -> Int[Tensor, " id"]:
+    """Return the ids whose meaning configurations state, such as those of padding and of an image's place."""
+    special: set[int] = set()
+    for config in configurations(model):
+        for name, value in vars(config).items():
+            if name.endswith(("token_id", "token_index", "token_ids")):
+                special |= {v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, int)}
+    return torch.tensor(sorted(special), dtype=torch.long)
