@@ -20,7 +20,7 @@ from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.cutting import Cut
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import chosen_ids, one_each, picked
+from unilinattn.tracing.logits import one_each, picked
 from unilinattn.tracing.rerun import Rerun, rerun
 from unilinattn.tracing.trace import Target, Trace
 
@@ -142,7 +142,7 @@ class _Measured:
     """
 
     def __init__(self, trace: Trace, target: Target | None, options: KnockoutOptions) -> None:
-        self._trace, self._options = trace, options
+        self._trace, self._options, self._target = trace, options, target
         self._positions = None if target is None else trace.positions(target)
         self._ids: Int[Tensor, "batch query id"] | None = None
         self.has_queries = False
@@ -168,7 +168,7 @@ class _Measured:
         if self._options.measure == "log-probability":
             logits = logits.log_softmax(-1)
         if self._ids is None:
-            self._ids = chosen_ids(logits, self._options.logit)
+            self._ids = self._trace.explained_logit.ids(self._target, self._options.logit, logits)
         return picked(logits, self._ids[sequences.to(logits.device)])
 
 
