@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import (
     BartConfig,
@@ -56,7 +56,11 @@ def t5() -> tuple[nn.Module, Any]:
 
 
 def bart() -> tuple[nn.Module, Any]:
-    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in dict(layers=2, attention_heads=2, ffn_dim=24).items()}
+    sizes = {
+        f"{side}_{name}": n
+        for side in ("encoder", "decoder")
+        for name, n in dict(layers=2, attention_heads=2, ffn_dim=24).items()
+    }
     config = BartConfig(vocab_size=23, d_model=16, max_position_embeddings=16, pad_token_id=0, **sizes)
     return BartForConditionalGeneration(config), {"input_ids": ids(), "decoder_input_ids": ids()}
 
@@ -85,8 +89,11 @@ def blip2() -> tuple[nn.Module, Any]:
 
 
 def prompted() -> tuple[nn.Module, Any]:
-    settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=16, num_layers=2, num_attention_heads=2)
-    return get_peft_model(LlamaForCausalLM(LlamaConfig(**TEXT)), settings), ids()
+    peft = pytest.importorskip("peft")
+    settings = peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=16, num_layers=2, num_attention_heads=2
+    )
+    return peft.get_peft_model(LlamaForCausalLM(LlamaConfig(**TEXT)), settings), ids()
 
 
 def gemma2() -> tuple[nn.Module, Any]:

@@ -72,8 +72,8 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
     prediction = None if logit is not None or target is None else trace.explained_logit.prediction(target)
     if logit is None and prediction is None:
         return None
-    ids = chosen_ids(logits[:, -1], logit) if prediction is None else prediction[:, None]
-    return [[token_text(tokenizer, one) for one in row] for row in ids.tolist()]
+    tokens = chosen_ids(logits[:, -1], logit) if prediction is None else prediction[:, None]
+    return [[token_text(tokenizer, token) for token in row] for row in tokens.tolist()]
 
 
 def _read_position(trace: Trace) -> Int[Tensor, " batch"]:

@@ -49,7 +49,7 @@ def logits_of(output: Any, model: str) -> Float[Tensor, "batch *position token"]
     if not has_logits(output):
         raise InputError(
             f"{model} returns no logits; give `logit` as a function of its output, such as "
-            "lambda out: out.last_hidden_state[:, -1].sum()."
+            "lambda out: out.last_hidden_state[:, -1, 0]."
         )
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits

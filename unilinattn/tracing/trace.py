@@ -329,15 +329,15 @@ def trace(
         above = max(above, PREFIX)
     mixers = remembered_mixers(model, first, above)
     if mixers:
-        refuse(model, (), mixers, strict=strict)
+        refuse(model, (), mixers, first, strict=strict)
     recorded = partial(_recorded, model, first, progress=progress, above=above)
     recorder, output = recorded([mixer.path for mixer in mixers or ()])
     if mixers is None:
         mixers = unregistered_mixers(model, first, recorder.layers, above)
-        refuse(model, recorder.layers, mixers, strict=strict)
+        refuse(model, recorder.layers, mixers, first, strict=strict)
         if mixers:
             recorder, output = recorded([mixer.path for mixer in mixers])
-    refuse(model, recorder.layers, (), strict=strict)
+    refuse(model, recorder.layers, (), first, strict=strict)
     if stream_to is not None:
         recorder, output = run_in_pieces(recorder, given, folder, dtype, progress=progress)
     warn_of_leaks(given, recorder.layers)
