@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 from torch import Tensor, nn
@@ -39,6 +39,25 @@ SharedValues = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 PlainForm = Callable[..., Any]
 """Plain torch code of a module without token mixing: `form(module, *args, **kwargs)` returns the result of its call."""
+
+
+Need = Literal[
+    "logit",
+    "one target",
+    "layers",
+    "one stream",
+    "residual",
+    "contributions",
+    "matrices",
+    "gradients",
+    "frozen run",
+    "half rule",
+    "last stream",
+    "cuts",
+    "embeddings",
+    "embedding gradients",
+]
+"""A facility of a trace that a method uses; `methods.needs` states each and tries it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +124,8 @@ class Method:
     """A way to turn operators into scores: `function(trace, *, target, **options)` returns an `Attribution`.
 
     `options` is the model of its options, None if its plugin gives none. `cost` takes the same arguments and returns an
-    `Estimate`; it is None for a method without a cost model.
+    `Estimate`; it is None for a method without a cost model. `needs` are the facilities of a trace that the method uses
+    with its default options; a method that does not state them is never recommended.
     """
 
     name: str
@@ -113,6 +133,7 @@ class Method:
     function: Callable[..., Attribution]
     options: type[BaseModel] | None = None
     cost: Callable[..., Estimate] | None = None
+    needs: tuple[Need, ...] | None = None
 
 
 _architectures: dict[str, Architecture] = {}
@@ -204,12 +225,17 @@ def register_image_tokens(*hosts: str) -> Callable[[PlacesOf], PlacesOf]:
 
 
 def register_method(
-    name: str, *, options: type[BaseModel] | None = None, cost: Callable[..., Estimate] | None = None
+    name: str,
+    *,
+    options: type[BaseModel] | None = None,
+    cost: Callable[..., Estimate] | None = None,
+    needs: tuple[Need, ...] | None = None,
 ) -> Callable[[Function], Function]:
     """Register a method under a name; the first line of its docstring is its summary.
 
     `options` is the pydantic model of its options. `cost(trace, *, target, **options)` returns the `Estimate` of a
-    call, for `estimate`.
+    call, for `estimate`. `needs` are the facilities of a trace that it uses with its default options: errors of other
+    methods recommend it where a trace has them.
 
     Raises `OptionError` if the name is registered already.
     """
@@ -217,7 +243,7 @@ def register_method(
     def decorate(function: Function) -> Function:
         if name in _methods:
             raise OptionError(f"method {name!r} is registered already; choose another name.")
-        _methods[name] = Method(name, _first_line(function), function, options, cost)
+        _methods[name] = Method(name, _first_line(function), function, options, cost, needs)
         return function
 
     return decorate

@@ -197,7 +197,7 @@ def _gemma2() -> Gemma2ForCausalLM:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (_gemma2, r"post_attention_layernorm takes this output itself.*\. Use the method 'logit'\."),
+        (_gemma2, r"post_attention_layernorm takes this output itself.*Methods that work here.*'logit'"),
         (_bert, r"attention contains its residual, so the streams before and after it are related by more than a sum"),
         (_minimax, "MiniMaxForCausalLM norms or multiplies its residual stream between its layers"),
     ],

@@ -277,10 +277,12 @@ def test_named_logits_have_their_texts_and_other_results_no_names() -> None:
     assert explained(target=-1, method="raw").logit_names is None and explained(method="logit").logit_names is None
 
 
-def test_logits_that_were_not_computed_have_no_name() -> None:
+def test_the_first_run_decides_where_the_traced_run_computed_no_logits() -> None:
     ids = tokenizer()(PARIS, return_tensors="pt")["input_ids"]
     kept = {"input_ids": ids, "logits_to_keep": 2}
     last = ula.explain(mamba(), kept, tokens=tokenizer(), tokenizer=tokenizer(), target=-2)
     assert last.logit_names == explained(target=-2).logit_names
-    long = ula.trace(mamba(), PARIS, tokenizer=tokenizer(), substitute_above=4)
-    assert ula.explain(long, target=-1).logit_names is None
+    long, short = (ula.trace(mamba(), PARIS, tokenizer=tokenizer(), substitute_above=above) for above in (4, 2048))
+    assert long.explained_logit.prediction(-2) is None
+    assert ula.explain(long, target=-2).logit_names == explained(target=-2).logit_names
+    assert torch.equal(long.explained_logit.prediction(-2), short.explained_logit.prediction(-2))

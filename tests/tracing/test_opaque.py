@@ -37,7 +37,7 @@ def test_an_unknown_mixer_is_refused_with_its_path_class_and_the_remedy() -> Non
         ula.trace(hybrid(), IDS)
     message = str(caught.value)
     assert "backbone.layers.1.mixer" in message
-    assert "LSTM" in message and "register_architecture" in message
+    assert "LSTM" in message and "its state passes a nonlinearity" in message
 
 
 def test_without_strict_it_is_an_opaque_layer_that_results_list() -> None:

@@ -216,7 +216,13 @@ class _Running:
         try:
             units, candidates = self.samples.units(found, scores)
             test = PerturbationTest(
-                self.host, found.arguments, units, masking=self.masking, valid=candidates, seed=seed
+                self.host,
+                found.arguments,
+                units,
+                masking=self.masking,
+                labels=found.explained_logit.prediction(-1),
+                valid=candidates,
+                seed=seed,
             )
         except (InputError, UncoveredError) as reason:
             self.uncovered[row] = str(reason)

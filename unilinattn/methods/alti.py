@@ -58,7 +58,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     layers = stackable_layers(trace, "alti", chosen.layers)
     if chosen.residual:
         for layer in layers:
-            residual_of(layer, "alti")
+            residual_of(layer, "alti", chosen.without_stream)
     exact, width = chosen.activation == "exact", layers[0].output.element_size()
     batch, queries, _ = map_shape(layers[0])
     numbers = (2 if chosen.is_through_heads else 1) * batch * (queries if target is None else 1) * width
@@ -85,7 +85,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("alti", layers, target, chosen, of_rows, heads=axis, extras=extras)
 
 
-@register_method("alti", options=AltiOptions, cost=cost)
+@register_method("alti", options=AltiOptions, cost=cost, needs=("layers", "residual", "contributions"))
 def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """ALTI: C_ij proportional to [||y_i||_1 - ||y_i - T_i(x_j)||_1]^+, rows that sum to 1 (LaTIM Eq. 6).
 
@@ -117,7 +117,7 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
     """
     chosen = AltiOptions.of("alti", options)
     layers = stackable_layers(trace, "alti", chosen.layers)
-    errors = stream_errors(trace, layers, "alti") if chosen.residual else None
+    errors = stream_errors(trace, layers, "alti", chosen.without_stream) if chosen.residual else None
     ratios: dict[str, Tensor] = {}
     residuals: dict[str, Tensor] = {}
 
@@ -167,7 +167,7 @@ def mixing(
     Returns the rows' cancellation.
     """
     first = together[0]
-    stream = residual_of(first, "alti") if options.residual else _no_stream(first)
+    stream = residual_of(first, "alti", options.without_stream) if options.residual else _no_stream(first)
     output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in together)])
     factors = [layer.multiplier for layer in together]
     extra, reference = gather_rows(stream, rows), gather_rows(output, rows)
@@ -206,7 +206,7 @@ def _head_mixing(
     Returns the rows' cancellation and the shares of the residual.
     """
     split, factor = through_heads("alti", layer, options.heads, by_head=options.by_head), layer.multiplier
-    stream = residual_of(layer, "alti") if options.residual else torch.zeros_like(layer.output)
+    stream = residual_of(layer, "alti", options.without_stream) if options.residual else torch.zeros_like(layer.output)
     output = gather_rows(stream + factor * layer.output, rows)
     by_part = out if options.by_head else out.unsqueeze(1)
     sizes, total = output.new_zeros(rows.shape), torch.zeros_like(output)
@@ -235,7 +235,7 @@ def _head_mixing(
 def _no_stream(layer: Layer) -> Float[Tensor, "batch query out"]:
     if (ports := only_port(layer).ports) != ("x",):
         raise UncoveredError(
-            f"alti: {layer.name} takes its keys from {ports[0]!r}, so a row's own token is not among them; use "
-            "'latim', or layers=[...] without this layer."
+            f"alti: {layer.name} takes its keys from {ports[0]!r}, so a row's own token is not among them; "
+            "layers=[...] leaves it out."
         )
     return torch.zeros_like(layer.output)

@@ -36,7 +36,6 @@ from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import tolerance
 
 NAME = "alti_logit"
-REMEDY = "Use the method 'logit'."
 EXTRAS = ("bias", "remainder", "logit", "gap")
 """Extras of a result, one number for each row."""
 
@@ -70,7 +69,12 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated(NAME, layers, target, None, of, held=held, extras=8 * batch * rows * len(EXTRAS), before=[before])
 
 
-@register_method(NAME, options=AltiLogitOptions, cost=cost)
+@register_method(
+    NAME,
+    options=AltiLogitOptions,
+    cost=cost,
+    needs=("logit", "one stream", "residual", "contributions", "frozen run", "last stream"),
+)
 def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """ALTI-Logit: C_it = sum_l sum_j (T^l_ij x_j . U) R^{l-1}_jt, token t's part of what layers add to a logit.
 
@@ -93,7 +97,7 @@ def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) ->
     """
     chosen = AltiLogitOptions.of(NAME, options)
     layers = _layers(trace)
-    errors = stream_errors(trace, layers, NAME, REMEDY)
+    errors = stream_errors(trace, layers, NAME)
     target = only_target(trace, target, chosen.logit)
     stream, gradient, extras = _unembedded(trace, layers[0], target, chosen)
     scores, biases = _accumulated(trace, layers, target, gradient, stream)
@@ -196,12 +200,12 @@ def _layers(trace: Trace) -> tuple[Layer, ...]:
     """Return all layers; raise `UncoveredError` for one whose residual stream is unknown or inside its module."""
     layers = layers_from(trace, NAME, 0)
     for layer in layers:
-        residual_of(layer, NAME, REMEDY)
+        residual_of(layer, NAME)
         if layer.stream is None:
             raise UncoveredError(
                 f"{NAME}: the module of {layer.name} contains its residual, so the streams before and after it are "
                 "related by more than a sum (a norm after it), and the contributions of the layers to a logit cannot "
-                f"be told apart at the last of them. {REMEDY}"
+                "be told apart at the last of them."
             )
     return layers
 
@@ -217,5 +221,5 @@ def _require_complete(
     if trace.mask is None and not error <= accepted:
         raise ExactnessError(
             f"{NAME}: scores and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. "
-            "The host may add to its stream in a way that its last sum does not show; use the method 'logit'."
+            "The host may add to its stream in a way that its last sum does not show."
         )

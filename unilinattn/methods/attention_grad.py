@@ -28,7 +28,9 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return gradient_rollout_cost(trace, "attention_grad", target, chosen, factors=1)
 
 
-@register_method("attention_grad", options=AttentionGradOptions, cost=cost)
+@register_method(
+    "attention_grad", options=AttentionGradOptions, cost=cost, needs=("logit", "one stream", "matrices", "gradients")
+)
 def attention_grad(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Gradient-weighted attention: rho = B_n ... B_1 with B = I + mean_h (grad alpha_h o alpha_h)^+.
 

@@ -119,7 +119,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("attribution", layers, target, chosen, of, held=maps + weights, before=[passed])
 
 
-@register_method("attribution", options=AttributionOptions, cost=cost)
+@register_method("attribution", options=AttributionOptions, cost=cost, needs=("logit", "one stream", "gradients"))
 def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Mamba-Attribution: rho = B_n ... B_1 with B_ij = delta_ij + (g_i abar_ij)^+ (HMA ACL Eq. 24).
 

@@ -20,7 +20,7 @@ from unilinattn.progress import progress
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.embedded import EmbeddedModel
 from unilinattn.tracing.isolation import in_gradient_mode, with_own_random_numbers
-from unilinattn.tracing.logits import Logit, chosen_ids, one_each, picked
+from unilinattn.tracing.logits import Logit, one_each, picked
 from unilinattn.tracing.trace import Target, Trace
 
 TOKENS = 4096
@@ -67,7 +67,7 @@ class TokenFunction:
 
     def __init__(self, trace: Trace, model: EmbeddedModel, target: Target, logit: Logit) -> None:
         """Run the model once on the traced inputs; inside `EmbeddedModel.isolated`."""
-        self._model, self._logit = model, logit
+        self._trace, self._model, self._target, self._logit = trace, model, target, logit
         self._positions = None if callable(logit) else trace.positions(target)
         self._ids: Int[Tensor, "batch id"] | None = None
         self.vectors = model.vectors.clone().requires_grad_()
@@ -91,7 +91,7 @@ class TokenFunction:
             logits = logits.flatten(0, 1) if logits.ndim == 3 else logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             if self._ids is None:
-                self._ids = chosen_ids(logits, self._logit)
+                self._ids = self._trace.explained_logit.ids(self._target, self._logit, logits)
             value = picked(logits, self._ids[sequences.to(logits.device)])
         if not bool(value.isfinite().all()):
             raise InputError("the explained number is NaN or infinite in a run of the model, so it has no scores.")

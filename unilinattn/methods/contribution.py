@@ -67,7 +67,9 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("contribution", layers, target, chosen, of, held=held, before=before)
 
 
-@register_method("contribution", options=ContributionOptions, cost=cost)
+@register_method(
+    "contribution", options=ContributionOptions, cost=cost, needs=("logit", "one stream", "contributions", "gradients")
+)
 def contribution(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Contribution x gradient: rho = B_n ... B_1 with B_ij = delta_ij + (dy_i . T_ij x_j)^+.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.errors import OptionError
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.needs import advised
 from unilinattn.methods.run import Tokens, chosen_method, labels_of_tokens, run_method
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
@@ -85,7 +86,8 @@ def explain_generation(
         with traced.one_frozen_run(positions):
             for position, token in zip(steps(positions, "generated tokens"), targets, strict=True):
                 named = {"logit": token} if names_a_logit else {}
-                rows.append(run_method(entry, traced, position, {**options, **named}))
+                with advised(traced, position, entry, {**options, **named}):
+                    rows.append(run_method(entry, traced, position, {**options, **named}))
     stored = {
         **rows[0].options,
         "target": [positions],

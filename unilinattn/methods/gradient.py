@@ -19,7 +19,7 @@ class GradientOptions(ScalarOptions):
     )
 
 
-@register_method("gradient", options=GradientOptions)
+@register_method("gradient", options=GradientOptions, needs=("logit", "embedding gradients"))
 def gradient(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Saliency: the sum over channels of |d logit / d x_j|, x_j the embedding of token j (Simonyan et al., 2014).
 

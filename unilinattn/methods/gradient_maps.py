@@ -163,7 +163,7 @@ def core_mixers(layer: Layer) -> list[CoreMixer]:
     if any(mixer.is_complex for mixer in mixers):
         raise UncoveredError(
             f"{layer.name} ({layer.kind}): its attention matrices are complex, and a gradient with respect to them has "
-            "no sign; use 'attribution', 'logit' or 'rollout'."
+            "no sign."
         )
     return mixers
 
@@ -176,8 +176,7 @@ def _parallel(chain: Chain, name: str) -> list[CoreMixer]:
             inner = [mixer for part in stage.chains for mixer in _parallel(part, name)]
         if inner and found:
             raise UncoveredError(
-                f"{name} has several cores in series, so it has no single attention matrix with a gradient; use "
-                "'attribution', 'logit' or 'rollout'."
+                f"{name} has several cores in series, so it has no single attention matrix with a gradient."
             )
         found += inner
     return found

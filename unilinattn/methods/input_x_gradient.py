@@ -13,7 +13,7 @@ class InputXGradientOptions(ScalarOptions):
     """Options of `input_x_gradient`."""
 
 
-@register_method("input_x_gradient", options=InputXGradientOptions)
+@register_method("input_x_gradient", options=InputXGradientOptions, needs=("logit", "embedding gradients"))
 def input_x_gradient(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Input times gradient: x_j . d logit / d x_j, x_j the embedding of token j (Shrikumar et al., 2016).
 

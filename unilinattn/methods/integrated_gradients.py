@@ -19,7 +19,7 @@ class IntegratedGradientsOptions(ScalarOptions):
     n_steps: int = Field(50, ge=1, description="points of the Gauss-Legendre quadrature along the path")
 
 
-@register_method("integrated_gradients", options=IntegratedGradientsOptions)
+@register_method("integrated_gradients", options=IntegratedGradientsOptions, needs=("logit", "embedding gradients"))
 def integrated_gradients(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Integrated gradients: x_j - x'_j times the mean gradient d logit / d x_j on the path from a baseline x' to x.
 

@@ -27,7 +27,7 @@ class KernelShapOptions(ScalarOptions):
     seed: Seed = 0
 
 
-@register_method("kernel_shap", options=KernelShapOptions)
+@register_method("kernel_shap", options=KernelShapOptions, needs=("logit", "one target", "embeddings"))
 def kernel_shap(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Kernel SHAP: Shapley values of the tokens for the logit, by weighted least squares (Lundberg and Lee, 2017).
 

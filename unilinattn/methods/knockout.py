@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from pydantic import Field, InstanceOf, field_serializer, field_validator, model_validator
 from torch import Tensor
 
-from unilinattn.errors import InputError, OptionError
+from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.memory import require_result
 from unilinattn.methods.maps import ONE_ROW
 from unilinattn.methods.options import ScalarOptions
@@ -20,7 +20,7 @@ from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.cutting import Cut
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import chosen_ids, one_each, picked
+from unilinattn.tracing.logits import one_each, picked
 from unilinattn.tracing.rerun import Rerun, rerun
 from unilinattn.tracing.trace import Target, Trace
 
@@ -84,7 +84,7 @@ class KnockoutOptions(ScalarOptions):
         return self
 
 
-@register_method("knockout", options=KnockoutOptions)
+@register_method("knockout", options=KnockoutOptions, needs=("logit", "layers", "one stream", "cuts"))
 def knockout(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Knockout: the drop of the target's logit when a token's edges to other tokens are cut in the running model.
 
@@ -108,6 +108,12 @@ def knockout(trace: Trace, *, target: Target | None = None, **options: Any) -> A
     measured = _Measured(trace, target, chosen)
     if chosen.edges is not None and measured.has_queries:
         raise OptionError("knockout: edges are cut for one target; give a position as target, such as target=-1.")
+    queries = measured.base.shape[1]
+    if measured.has_queries and queries != layers[0].output.shape[1]:
+        raise UncoveredError(
+            f"knockout: the model has logits at {queries} positions, and {layers[0].name} has "
+            f"{layers[0].output.shape[1]} tokens, so its queries are not those of the logits; give a target."
+        )
     indices = [index for index, layer in enumerate(trace.layers) if layer in layers]
     windows = [indices] if chosen.window is None else list(_windows(indices, chosen.window))
     batch, length = layers[0].output.shape[:2]
@@ -142,7 +148,7 @@ class _Measured:
     """
 
     def __init__(self, trace: Trace, target: Target | None, options: KnockoutOptions) -> None:
-        self._trace, self._options = trace, options
+        self._trace, self._options, self._target = trace, options, target
         self._positions = None if target is None else trace.positions(target)
         self._ids: Int[Tensor, "batch query id"] | None = None
         self.has_queries = False
@@ -168,7 +174,7 @@ class _Measured:
         if self._options.measure == "log-probability":
             logits = logits.log_softmax(-1)
         if self._ids is None:
-            self._ids = chosen_ids(logits, self._options.logit)
+            self._ids = self._trace.explained_logit.ids(self._target, self._options.logit, logits)
         return picked(logits, self._ids[sequences.to(logits.device)])
 
 

@@ -32,9 +32,6 @@ from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
-WITHOUT_STREAM = "Use residual=False for the layer's output without a stream, or layers=[...] without this layer."
-"""Remedy of methods with these options for a layer whose residual stream is unknown."""
-
 
 class LatimOptions(ThroughHeads):
     """Options of `latim`."""
@@ -109,7 +106,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     layers = stackable_layers(trace, "latim", chosen.layers)
     if chosen.residual:
         for layer in layers:
-            residual_of(layer, "latim")
+            residual_of(layer, "latim", chosen.without_stream)
     extremes, width = chosen.normalize == "min-max", layers[0].output.element_size()
     exact = chosen.activation == "exact"
     batch, queries, _ = map_shape(layers[0])
@@ -152,7 +149,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("latim", layers, target, chosen, of, heads=axis, extras=extras)
 
 
-@register_method("latim", options=LatimOptions, cost=cost)
+@register_method("latim", options=LatimOptions, cost=cost, needs=("layers", "contributions"))
 def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """LaTIM: C_ij = ||T_i(x_j)||_p, the norm of token j's contribution to output i (LaTIM Eq. 5, Table 1).
 
@@ -190,7 +187,7 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     """
     chosen = _options(target, options)
     layers = stackable_layers(trace, "latim", chosen.layers)
-    stream_error = stream_errors(trace, layers, "latim") if chosen.residual else None
+    stream_error = stream_errors(trace, layers, "latim", chosen.without_stream) if chosen.residual else None
     biases: dict[str, Tensor] = {}
     ratios: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
@@ -234,7 +231,7 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     )
 
 
-def stream_errors(trace: Trace, layers: Sequence[Layer], method: str, remedy: str = WITHOUT_STREAM) -> dict[str, float]:
+def stream_errors(trace: Trace, layers: Sequence[Layer], method: str, remedy: str = "") -> dict[str, float]:
     """Return the `stream_error` of each layer's step by the layer's name, without modules that contain their residual.
 
     Raises `StreamError`, which ends with `remedy`, if an error exceeds the rounding of the host's dtype.
@@ -250,25 +247,25 @@ def stream_errors(trace: Trace, layers: Sequence[Layer], method: str, remedy: st
             raise StreamError(
                 f"{method}: the residual stream and the output of {names} do not add up to the next stream of "
                 f"{trace.model}: the relative error is {error:.1e}, and {allowed:.0e} is accepted. The "
-                f"host may have written into its stream after the layer. {remedy}"
+                f"host may have written into its stream after the layer.{remedy}"
             )
         errors[layer.name] = error
     return errors
 
 
-def residual_of(layer: Layer, method: str, remedy: str = WITHOUT_STREAM) -> Float[Tensor, "batch query out"]:
+def residual_of(layer: Layer, method: str, remedy: str = "") -> Float[Tensor, "batch query out"]:
     """Return the stream that the host adds to a layer's output.
 
     Raises `UncoveredError`, which ends with `remedy`, if the trace found none.
     """
     if layer.residual is None:
         raise UncoveredError(
-            f"{method} needs the stream that the host adds to the output of {layer.name}; {layer.no_residual}. {remedy}"
+            f"{method} needs the stream that the host adds to the output of {layer.name}; {layer.no_residual}.{remedy}"
         )
     if only_port(layer).ports != ("x",):
         raise UncoveredError(
             f"{method}: {layer.name} takes its keys from {layer.operator.ports[0]!r}, so the residual stream belongs "
-            "to none of the keys; use 'latim' with residual=False, or layers=[...] without this layer."
+            "to none of the keys."
         )
     return layer.residual
 
@@ -292,7 +289,7 @@ def _fill(
     bias = gather_rows(sum_on_first(parts), rows)
     extra = bias if options.bias == "query" else None
     if options.residual:
-        stream = gather_rows(residual_of(layer, "latim"), rows)
+        stream = gather_rows(residual_of(layer, "latim", options.without_stream), rows)
         extra = stream if extra is None else stream + extra
     sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
     for tile in contribution_tiles(together, factors, rows, options.activation):

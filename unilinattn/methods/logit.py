@@ -69,7 +69,7 @@ def shares_estimate(
     return Estimate(method, shape, result, 0, (row,), allowed())
 
 
-@register_method("logit", options=LogitOptions, cost=cost)
+@register_method("logit", options=LogitOptions, cost=cost, needs=("logit", "frozen run"))
 def logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Exact shares of the tokens in a logit, which add up to it with the bias: gradient x embedding, model frozen.
 

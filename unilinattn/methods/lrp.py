@@ -19,7 +19,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return shares_estimate(trace, "lrp", target, LrpOptions.of("lrp", options), rule="half")
 
 
-@register_method("lrp", options=LrpOptions, cost=cost)
+@register_method("lrp", options=LrpOptions, cost=cost, needs=("logit", "half rule"))
 def lrp(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Layer-wise relevance propagation: gradient x embedding, where a value and its gate share relevance equally.
 

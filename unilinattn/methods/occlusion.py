@@ -21,7 +21,7 @@ class OcclusionOptions(ScalarOptions):
     )
 
 
-@register_method("occlusion", options=OcclusionOptions)
+@register_method("occlusion", options=OcclusionOptions, needs=("logit", "one target", "embeddings"))
 def occlusion(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Occlusion: the drop of the logit when a token's embedding is replaced by a baseline (Zeiler and Fergus, 2014).
 

@@ -161,6 +161,11 @@ class ThroughHeads(Composable):
         """Whether contributions are split by heads."""
         return self.by_head or self.heads is not None
 
+    @property
+    def without_stream(self) -> str:
+        """The end of an error for a layer whose residual stream is unknown; compositions need the stream."""
+        return "" if self.compose == "rollout" else " Use residual=False for the layer's output without a stream."
+
 
 class Composed(Options):
     """Options of methods that compose layers."""

@@ -79,7 +79,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return estimated("raw", layers, target, chosen, of if axis is None else of_heads, heads=axis)
 
 
-@register_method("raw", options=RawOptions, cost=cost)
+@register_method("raw", options=RawOptions, cost=cost, needs=("layers",))
 def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """The attention map of each layer, mean_h alpha_h (HMA ACL 4.2).
 

@@ -22,7 +22,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return rollout_cost(trace, "rollout", layers_from(trace, "rollout", chosen.start_layer), target, chosen)
 
 
-@register_method("rollout", options=RolloutOptions, cost=cost)
+@register_method("rollout", options=RolloutOptions, cost=cost, needs=("one stream",))
 def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Attention rollout: rho = A_n ... A_1 with A_l = I + mean_h alpha_l (HMA ACL Eq. 21-22).
 

@@ -1,8 +1,7 @@
 """`explain` and `compare`: from a model and its inputs, or a trace, to labelled results."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -16,11 +15,11 @@ from unilinattn.errors import (
     NonFiniteError,
     OptionError,
     UncoveredError,
-    UnilinattnError,
     nearest,
 )
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.needs import advised
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
@@ -107,14 +106,15 @@ def explain(
     Raises `OptionError` for an unknown method or option, `InputError` for inputs, a target or labels that do not
     fit, `ExactnessError` for a layer that misses the host's output, `NonFiniteError` for scores beyond the range of
     their dtype, `MemoryLimitError` before anything too large is allocated, `UncoveredError` for a model that the method
-    does not cover (the default method's error names those that do), and the errors of `trace`.
+    does not cover, and the errors of `trace`. An error of coverage or exactness names the methods that work here: what
+    they need is tried on traces of up to 4096 tokens, which takes about ten runs of the model.
     """
     _require_known(method)
     with limited_to(max_memory), bars(progress), trusting(trust):
         traced = _traced(model_or_trace, inputs, tokenizer, processor)
         target, options = _by_position(traced, tokenizer, target, options)
         chosen, options = chosen_method(method, options, traced)
-        with _naming_methods_that_work(traced, target, None if method is not None else chosen):
+        with advised(traced, target, chosen, options, note=_default_note(chosen, method)):
             result = run_method(chosen, traced, target, options)
     return _with_labels(result, traced, tokens, tokenizer, grid)
 
@@ -154,7 +154,8 @@ def estimate(
         target, options = _by_position(traced, tokenizer, target, options)
         chosen, options = chosen_method(method, options, traced)
         assert chosen.cost is not None
-        with _naming_methods_that_work(traced, target, None if method is not None else chosen), full_precision():
+        note = _default_note(chosen, method)
+        with advised(traced, target, chosen, options, note=note, costed=True), full_precision():
             return chosen.cost(traced, target=target, **options)
 
 
@@ -206,7 +207,8 @@ def compare(
             results[model] = {}
             for name, entry in chosen.items():
                 place, given = _by_position(traced, tokenizer, target, {**shared, **by_method.get(name, {})})
-                result = run_method(entry, traced, place, given)
+                with advised(traced, place, entry, given):
+                    result = run_method(entry, traced, place, given)
                 results[model][name] = _with_labels(result, traced, tokens, tokenizer, grid)
     return Comparison(results)
 
@@ -255,30 +257,10 @@ def chosen_method(method: str | None, options: dict[str, Any], found: Trace) -> 
     return registered(COMPOSED), {**COMPOSED_OPTIONS, **options}
 
 
-@contextmanager
-def _naming_methods_that_work(found: Trace, target: Target | None, default: Method | None) -> Iterator[None]:
-    """Add the methods that cover the model to an `UncoveredError` of a default method; None for a named method."""
-    try:
-        yield
-    except UncoveredError as error:
-        if default is None:
-            raise
-        others = [name for name in list_methods() if name != default.name and _covers(name, found, target)]
-        covering = f"method={' or '.join(map(repr, others))}" if others else "none"
-        composed = " composed over all layers" if default.name == COMPOSED else ""
-        raise UncoveredError(
-            f"{error} No method was named, so this was the default, {default.name!r}{composed}. Methods that cover "
-            f"the layers of this model: {covering}."
-        ) from error
-
-
-def _covers(name: str, found: Trace, target: Target | None) -> bool:
-    """Whether a method estimates its cost on these layers; for layers that it does not cover it raises an error."""
-    cost = registered(name).cost
-    try:
-        return cost is not None and cost(found, target=target) is not None
-    except UnilinattnError:
-        return False
+def _default_note(method: Method, named: str | None) -> str:
+    """Return the sentence of a refusal that names the default method, empty if the user named one."""
+    composed = " composed over all layers" if method.name == COMPOSED else ""
+    return "" if named is not None else f"No method was named, so this was the default, {method.name!r}{composed}. "
 
 
 def _traced(model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any, processor: Any) -> Trace:

@@ -31,8 +31,8 @@ def stackable_layers(trace: Trace, method: str, layers: str | int | Sequence[int
         if (axes := _axes(trace, layer)) != first:
             raise UncoveredError(
                 f"{method}: the scores of {chosen[0].name} ({_described(first)}) and of {layer.name} "
-                f"({_described(axes)}) have different axes and cannot be stacked; pass layers=[...] with layers of "
-                "one kind."
+                f"({_described(axes)}) have different axes and cannot be stacked; layers=[...] selects layers of one "
+                "kind."
             )
     require_exact(chosen)
     return chosen
@@ -73,12 +73,20 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
         if port != "x" or queries != keys or axes != first:
             raise UncoveredError(
                 f"{method} multiplies the maps of layers on one stream; {layer.name} ({_described(axes)}) does not go "
-                f"with {layers[0].name} ({_described(first)}). Trace only the encoder or only the decoder, or use a "
-                "layer-wise method ('raw', 'latim') with layers=[...]."
+                f"with {layers[0].name} ({_described(first)})."
             )
     chosen = set(map(id, layers))
     steps = (tuple(layer for layer in step.layers if id(layer) in chosen) for step in trace.steps)
     return [step for step in steps if step]
+
+
+def stream_groups(trace: Trace) -> list[tuple[int, ...]]:
+    """Return the indices of the layers that read one tensor, in groups of layers with equal axes, the largest first."""
+    groups: dict[tuple[str, str, int, int], list[int]] = {}
+    for index, layer in enumerate(trace.layers):
+        if not layer.opaque and len(layer.ports) == 1:
+            groups.setdefault(_axes(trace, layer), []).append(index)
+    return sorted(map(tuple, groups.values()), key=len, reverse=True)
 
 
 def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[Tensor, "batch row"]:
@@ -150,8 +158,8 @@ def _only(layer: Layer) -> tuple[str, tuple[int, int]]:
     ports = layer.ports
     if len(ports) > 1:
         raise UncoveredError(
-            f"{layer.name} reads several tensors ({', '.join(ports)}), so one map does not describe it; leave it "
-            "out with layers=[...], or use its operator's `matrix(port=...)` and `contributions(port=...)`."
+            f"{layer.name} reads several tensors ({', '.join(ports)}), so one map does not describe it; its "
+            "operator has `matrix(port=...)` and `contributions(port=...)`, and layers=[...] leaves it out."
         )
     return next(iter(ports.items()))
 

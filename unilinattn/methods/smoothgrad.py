@@ -27,7 +27,7 @@ class SmoothgradOptions(GradientOptions):
     seed: Seed = 0
 
 
-@register_method("smoothgrad", options=SmoothgradOptions)
+@register_method("smoothgrad", options=SmoothgradOptions, needs=("logit", "embedding gradients"))
 def smoothgrad(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """SmoothGrad: the mean of `gradient` over copies of the embeddings with Gaussian noise (Smilkov et al., 2017).
 

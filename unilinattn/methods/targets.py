@@ -3,12 +3,11 @@
 import re
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.tracing.logits import chosen_ids, has_logits, kept_positions, logits_of, places_of
+from unilinattn.tracing.logits import chosen_ids, has_logits, logits_of
 from unilinattn.tracing.text import token_id, token_text
 from unilinattn.tracing.trace import Target, Trace
 
@@ -70,17 +69,11 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
         return [[str(labels.get(one, one)) for one in row] for row in ids] if labels else None
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         return None
-    if logit is None:
-        length = trace.layers[-1].output.shape[1]
-        kept = kept_positions(trace.arguments, length)
-        if target is None or (kept is None and logits.shape[1] != length):
-            return None
-        positions = trace.positions(target)
-        places = positions if kept is None else places_of(positions, kept)
-        logits = logits[torch.arange(len(logits)), places.to(logits.device)]
-    else:
-        logits = logits[:, -1]
-    return [[token_text(tokenizer, one) for one in row] for row in chosen_ids(logits, logit).tolist()]
+    prediction = None if logit is not None or target is None else trace.explained_logit.prediction(target)
+    if logit is None and prediction is None:
+        return None
+    tokens = chosen_ids(logits[:, -1], logit) if prediction is None else prediction[:, None]
+    return [[token_text(tokenizer, token) for token in row] for row in tokens.tolist()]
 
 
 def _read_position(trace: Trace) -> Int[Tensor, " batch"]:

@@ -38,7 +38,12 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     return gradient_rollout_cost(trace, "transformer_attribution", target, chosen, factors=2, relevance=relevance)
 
 
-@register_method("transformer_attribution", options=TransformerAttributionOptions, cost=cost)
+@register_method(
+    "transformer_attribution",
+    options=TransformerAttributionOptions,
+    cost=cost,
+    needs=("logit", "one stream", "matrices", "gradients", "half rule"),
+)
 def transformer_attribution(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Transformer attribution: rho = B_n ... B_1 with B = I + mean_h (grad alpha_h o R_h)^+ (HMA ACL Eq. 23).
 

@@ -191,7 +191,7 @@ class _CutForward:
         """Refuse a model with unknown mixers, and return the cuts with negative indices of layers counted from 0."""
         mixers = remembered_mixers(self.model, given, SUBSTITUTE_ABOVE)
         if mixers:
-            refuse(self.model, (), mixers, strict=True)
+            refuse(self.model, (), mixers, given, strict=True)
         negative = any(isinstance(layer, int) and layer < 0 for one in self.cuts for layer in one.layers or ())
         if mixers is not None and not negative:
             return self.cuts

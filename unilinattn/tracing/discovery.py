@@ -10,20 +10,18 @@ names of the arguments change, or an input is longer. If modules mix, about five
 classes. Memory: two numbers per token for every tensor that enters or leaves a module. The user's hooks on the model
 run in these runs too.
 
-Not detected: modules that mix ids or pixels before these are token vectors, and modules after the last layer that
-return no vector per token (a pooling head).
+Mixing at other lengths, in other layouts and in functions is found by `tracing.completeness`, with which the search
+begins and ends. Not detected: mixing of pixels without a softmax before these are token vectors.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from unilinattn.call import package_version
 from unilinattn.errors import UnknownArchitectureError
 from unilinattn.registry import list_architectures
 from unilinattn.tracing import substitution
@@ -34,10 +32,8 @@ from unilinattn.tracing.logits import KEEP
 from unilinattn.tracing.module_calls import CallRecord
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
 from unilinattn.tracing.recorder import Recorder
+from unilinattn.tracing.unknown import holders, without_adapters, without_layers
 from unilinattn.tracing.wrappers import plain_run
-
-NAMED = 6
-"""Largest number of mixers that an error names."""
 
 
 @dataclass(frozen=True)
@@ -113,42 +109,28 @@ def _layers_of(model: nn.Module, given: Mapping[str, Any]) -> list[CallRecord]:
 
 
 def refuse(
-    model: nn.Module, layers: Sequence[CallRecord], mixers: Sequence[UnregisteredMixer], *, strict: bool
+    model: nn.Module,
+    layers: Sequence[CallRecord],
+    mixers: Sequence[UnregisteredMixer],
+    given: Mapping[str, Any],
+    *,
+    strict: bool,
 ) -> None:
     """Raise `UnknownArchitectureError` for a model without layers, or with mixers that are not allowed.
 
-    With `strict` no mixer is allowed; otherwise those that hold registered layers are not.
+    With `strict` no mixer is allowed; otherwise those that hold registered layers are not. A model without layers runs
+    once more on the arguments `given`, to name the modules that probably mix.
     """
     refused = [mixer for mixer in mixers if strict or mixer.holds_layers]
     if not refused and (layers or mixers):
         return
-    close: list[str] = []
-    if refused:
-        what = _what(refused[0])
-        names = {host.rsplit(".", 1)[-1] for a in list_architectures().values() for host in a.hosts}
-        close = get_close_matches(type(refused[0].module).__qualname__, sorted(names), n=3, cutoff=0.5)
-    else:
-        what = f"{type(model).__name__} ran no module that is a registered token mixer"
-    like = f" (the nearest that are: {', '.join(close)})" if close else ""
-    others = ", ".join(f"{mixer.path or 'the model'} ({type(mixer.module).__name__})" for mixer in refused[1:NAMED])
-    more = f" and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
-    too = f" So do {others}{more}." if others else ""
-    if any(mixer.leak for mixer in refused):
-        otherwise = "strict=False cannot leave it out, because its tokens are not those of one registered layer."
-    elif any(mixer.holds_layers for mixer in refused):
-        otherwise = "strict=False cannot leave it out, because registered layers run inside it."
-    else:
-        otherwise = "Or trace with strict=False, which leaves it out."
-    if any(type(module).__module__.startswith("transformer_lens.") for module in model.modules()):
-        raise UnknownArchitectureError(
-            f"{what}.{too} TransformerLens computes the token mixing of such modules in its own code, for which no "
-            "adapter is registered. Trace the Hugging Face model before it is bridged: boot_transformers changes the "
-            "model that it is given, so give it a copy (hf_model=copy.deepcopy(model))."
-        )
+    if not refused:
+        raise UnknownArchitectureError(without_layers(model, given))
+    holds_layers = any(mixer.holds_layers for mixer in refused)
+    named = holders(model, [(mixer.path, mixer.module) for mixer in refused])
+    leak = refused[0].leak
     raise UnknownArchitectureError(
-        f"{what}; no adapter is registered for it{like}.{too} `unilinattn list` shows all. To add one, decorate a "
-        "function that builds a `Flow` with `unilinattn.register_architecture('package.module.Class', name=..., "
-        f"kind=...)`; docs/adding_an_architecture.md shows how. {otherwise}"
+        without_adapters(model, named, leak, outside=refused[0].holds_layers, may_be_left_out=not holds_layers)
     )
 
 
@@ -173,12 +155,11 @@ class _Search:
     def run(self) -> tuple[UnregisteredMixer, ...]:
         """Return the outermost mixers, and the first leak that is left when they return constants."""
         # A model that is itself a layer has no modules outside of it.
-        if "" in self._held or (leak := self._leak()) is None:
+        if "" in self._held or (self._layers and self._leak() is None):
             return ()
         for length in self._lengths:
             self._search(length)
-        if self._found:
-            leak = None if any(self._found.values()) else self._leak()
+        leak = None if any(self._found.values()) or not self._layers else self._leak()
         inside = tuple(f"{path}." for path, holds in self._found.items() if path and not holds)
         mixers = [
             UnregisteredMixer(path, self._model.get_submodule(path), holds)
@@ -226,27 +207,6 @@ class _Search:
         classes = {self._classes[path] for path in paths}
         excluded = self._holders | self._held.keys()
         return {path for path, cls in self._classes.items() if cls in classes and path not in excluded}
-
-
-def _what(mixer: UnregisteredMixer) -> str:
-    cls = type(mixer.module)
-    place = f"{mixer.path} is" if mixer.path else "the model is"
-    if (leak := mixer.leak) is not None:
-        mixes = f"attends to tokens ({leak.function})" if leak.function else "moves information between tokens"
-        between = f"between {leak.after or 'the inputs'} and {leak.before or 'the output'}"
-        return (
-            f"{place} a {cls.__module__}.{cls.__qualname__}, which {mixes} outside of the registered layers, {between}"
-        )
-    if mixer.holds_layers:
-        return (
-            f"{place} a {cls.__module__}.{cls.__qualname__}, which moves information between tokens outside of the "
-            "registered layers in it"
-        )
-    what = f"{place} a {cls.__module__}.{cls.__qualname__}, which moves information between tokens"
-    if cls.__module__.startswith("transformers.") and "Attention" in cls.__name__:
-        # Softmax attention is recognised by this interface, which some classes use only in later versions.
-        what += f" and does not go through the attention interface in {package_version(mixer.module)}"
-    return what
 
 
 def _lengths(given: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[int]:

@@ -46,10 +46,7 @@ class EmbeddedModel:
         self._ids = token_ids(found.arguments)
         self._place: int | str | None = None
         if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
-            raise UncoveredError(
-                f"{found.model} has two streams of tokens, and the scores are those of one; trace the decoder with its "
-                "encoder's output, or use a layer-wise method."
-            )
+            raise UncoveredError(f"{found.model} has two streams of tokens, and the scores are those of one.")
         if self._ids is None:
             blocks = block_names(self._model, found.layers)
             self._place = in_gradient_mode(False, lambda: find_tokens(self._model, found.arguments, blocks))
@@ -194,6 +191,5 @@ def _require_gradient(name: str, module: nn.Module, args: Any, kwargs: Any, outp
     if lost:
         raise UncoveredError(
             f"{name} ({type(module).__module__}.{type(module).__qualname__}) passes no gradient, as a module with "
-            "quantised weights may, so gradients of the model are incomplete. Load the model without quantisation, or "
-            "use a method that only runs it: 'occlusion', 'kernel_shap' or 'knockout'."
+            "quantised weights may, so gradients of the model are incomplete. Load the model without quantisation."
         )

@@ -126,7 +126,7 @@ class Freezing(TorchFunctionMode):
         if name in LEAVING and args[0].is_floating_point() and (origin or carried(args)):
             raise UncoveredError(
                 f"{self._where()} computes outside of torch ({name!r}) on values that depend on the tokens, so their "
-                "shares are unknown. Use a layer-wise method such as 'alti', or compute in torch."
+                "shares are unknown. Compute in torch."
             )
         if carried(args) or carried(kwargs):
             result, origin = self._carry(name, func, args, kwargs, in_place=in_place), origin or name
@@ -153,8 +153,8 @@ class Freezing(TorchFunctionMode):
         if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors:
             raise UncoveredError(
                 f"{self._where()} adds the output of {self._factors[value]!r} to values that depend on the tokens. The "
-                "frozen run has a rule for this function in products only, so its output would count as a bias. Use a "
-                "layer-wise method such as 'alti', or report the model's class."
+                "frozen run has a rule for this function in products only, so its output would count as a bias. "
+                "Report the model's class."
             )
         return as_source(value, like)
 
@@ -189,8 +189,7 @@ class Freezing(TorchFunctionMode):
         if name not in CONSTANT and any(tensor.is_floating_point() for tensor in tensors(result)):
             raise UncoveredError(
                 f"{self._where()} calls {name!r} on values that depend on the tokens, and the frozen run has no rule "
-                "for this function, so their shares are unknown. Use a layer-wise method such as 'alti', or report "
-                "the model's class."
+                "for this function, so their shares are unknown. Report the model's class."
             )
         return result
 

@@ -115,7 +115,7 @@ class FrozenRun:
         self._path: list[tuple[str, nn.Module, Stream | None]] = []
         self._ids = token_ids(given)
         self._place: int | str | None = None
-        require_own_tokens(model, self._ids, layers[0].output.shape[1])
+        require_own_tokens(model, given, self._ids, layers[0].output.shape[1])
         if self._ids is None:
             self._place = in_gradient_mode(False, lambda: find_tokens(model, given, self._blocks))
         for layer in layers:
@@ -156,7 +156,7 @@ class FrozenRun:
             raise UncoveredError(
                 f"{type(self._model).__name__} norms or multiplies its residual stream between its layers, or its last "
                 "residual sum is hidden in a kernel, so its layers are not added to one stream that the final norm "
-                "reads, and their contributions to a logit cannot be told apart there. Use the method 'logit'."
+                "reads, and their contributions to a logit cannot be told apart there."
             )
         scalar = self._linearized(target, logit)
         (slope,) = scalar.gradients([stream.value])
@@ -280,8 +280,8 @@ class FrozenRun:
                             raise
                         raise UncoveredError(
                             f"{self._where()} computes in a function without a forward-mode derivative, such as a "
-                            "fused kernel, so the part of its biases in the output is unknown. Use a layer-wise "
-                            "method such as 'alti', or the module's plain code."
+                            "fused kernel, so the part of its biases in the output is unknown. Use the module's "
+                            "plain code, or give it one (`register_plain_form`)."
                         ) from error
                 del self._mode  # Through its cycle with the run, the graph would outlive both.
                 self.shared = frozenset(mode.shared)

@@ -21,10 +21,7 @@ def require_covered(model: nn.Module, layers: Sequence[Layer]) -> None:
         if layer.opaque:
             raise UncoveredError(f"{layer.name} is opaque: no adapter knows it, so its part in the output is unknown.")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UncoveredError(
-            f"{type(model).__name__} has two streams of tokens, and shares are those of one; trace the decoder with "
-            "its encoder's output, or use a layer-wise method."
-        )
+        raise UncoveredError(f"{type(model).__name__} has two streams of tokens, and shares are those of one.")
 
 
 def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
@@ -121,5 +118,5 @@ def _require_recorded(layer: Layer, name: str, value: Tensor, recorded: Tensor) 
         raise UncoveredError(
             f"{layer.name} reads {name!r}, whose value is not that of the trace: an earlier layer returned it in "
             "addition to its output, and the adapter of that layer does not compute it (`shared_values` of "
-            "register_architecture). Use a layer-wise method such as 'alti'."
+            "register_architecture)."
         )

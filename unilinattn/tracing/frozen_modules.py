@@ -40,8 +40,7 @@ def plain_output(
             if not error <= allowed:
                 raise ExactnessError(
                     f"{where()} differs from its plain form by {error:.1e} (relative; {allowed:.0e} is accepted), so "
-                    "its part in the shares is unknown. Use the class's own forward, or a layer-wise method such as "
-                    "'alti'."
+                    "its part in the shares is unknown. Use the class's own forward."
                 )
     return result
 

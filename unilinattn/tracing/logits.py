@@ -49,7 +49,7 @@ def logits_of(output: Any, model: str) -> Float[Tensor, "batch *position token"]
     if not has_logits(output):
         raise InputError(
             f"{model} returns no logits; give `logit` as a function of its output, such as "
-            "lambda out: out.last_hidden_state[:, -1].sum()."
+            "lambda out: out.last_hidden_state[:, -1, 0]."
         )
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits
@@ -117,38 +117,6 @@ def places_of(positions: Int[Tensor, " batch"], kept: Int[Tensor, " position"]) 
             "it there, or leave the argument out."
         )
     return matches.long().argmax(1)
-
-
-def scalar(
-    output: Any,
-    logit: Logit,
-    positions: Callable[[], Int[Tensor, " batch"]],
-    kept: Int[Tensor, " position"] | None,
-    model: str,
-) -> Tensor:
-    """Return the logit of each sequence that `logit` names, or what the function `logit` returns.
-
-    Args:
-        output: the model's output.
-        logit: see `Logit`.
-        positions: returns the position of the logits in each sequence; not called for logits without positions.
-        kept: positions of the logits that the model computed, None for all.
-        model: name of the model, for errors.
-
-    Raises `InputError` for an output without logits and for an id that is out of range.
-    """
-    if callable(logit):
-        return logit(output)
-    logits = logits_of(output, model)
-    if logits.ndim == 3:
-        chosen = positions() if kept is None else places_of(positions(), kept)
-        logits = logits[torch.arange(logits.shape[0], device=logits.device), chosen.to(logits.device)]
-    wanted = logits_wanted(logit)
-    if any(not 0 <= w < logits.shape[-1] for w in wanted):
-        raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
-    if not wanted:
-        return logits.gather(-1, logits.detach().argmax(-1, keepdim=True)).squeeze(-1)
-    return logits[:, wanted[0]] - (logits[:, wanted[1]] if len(wanted) == 2 else 0)
 
 
 def chosen_ids(logits: Float[Tensor, "*batch token"], logit: Logit) -> Int[Tensor, "*batch id"]:

@@ -35,7 +35,7 @@ class Rerun:
         if logits is None:
             raise InputError(
                 f"the model returned {type(output).__name__} without logits; give `logit` as a function of its output "
-                "with a number for each sequence, such as lambda out: out.last_hidden_state[:, -1].sum(-1)."
+                "with a number for each sequence, such as lambda out: out.last_hidden_state[:, -1, 0]."
             )
         if logits.ndim == 2:
             return logits

@@ -54,14 +54,21 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], blocks: Collection[s
     return found[-1]
 
 
-def require_own_tokens(model: nn.Module, ids: Tensor | None, length: int) -> None:
-    """Raise `UncoveredError` if the layers have another number of tokens than the model's input has ids."""
-    if ids is not None and ids.shape[1] != length:
+def require_own_tokens(model: nn.Module, given: Mapping[str, Any], ids: Tensor | None, length: int) -> None:
+    """Raise `UncoveredError` if the first layer has another number of tokens than the model's input has ids."""
+    if ids is None or ids.shape[1] == length:
+        return
+    other = [name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    if other:
         raise UncoveredError(
-            f"the layers of {type(model).__name__} have {length} tokens, and its input has {ids.shape[1]} ids: the "
-            "model adds tokens, such as a tuned prompt, and their part in the output is unknown. Use a layer-wise "
-            "method such as 'alti', or give the model inputs_embeds with all tokens."
+            f"{type(model).__name__} reads {' and '.join(other)} and {ids.shape[1]} ids, and its first layer "
+            f"has {length} tokens: two inputs reach its output, and shares are those of the tokens of one."
         )
+    raise UncoveredError(
+        f"the layers of {type(model).__name__} have {length} tokens, and its input has {ids.shape[1]} ids: the model "
+        "adds tokens, such as a tuned prompt, and their part in the output is unknown. Give the model inside of it "
+        "inputs_embeds with all tokens."
+    )
 
 
 def block_names(model: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:

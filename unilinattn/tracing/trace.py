@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from unilinattn.progress import bars
 from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import compared_with_call
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
+from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
 from unilinattn.tracing.image import image_tokens, is_image, processed
 from unilinattn.tracing.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
-from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of, scalar
+from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of
 from unilinattn.tracing.module_calls import first_tensor
 from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
@@ -119,6 +120,11 @@ class Trace:
         mask = self.layers[-1].mask
         return positions_of(target, torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu())
 
+    @cached_property
+    def explained_logit(self) -> ExplainedLogit:
+        """The decision which logit is explained, for every run of the model."""
+        return ExplainedLogit(self.output, self.arguments, self.layers[-1].output.shape[1], self.positions, self.model)
+
     def gradient(self, target: Target = -1, logit: Logit = None) -> tuple[Float[Tensor, "batch query out"], ...]:
         """Return the gradient of a logit of the model itself with respect to each layer's output.
 
@@ -164,7 +170,7 @@ class Trace:
 
         def backward(output: Any) -> tuple[Tensor | None, ...]:
             with plain_run(self.host), captures(self.host):
-                chosen = self._scalar(output, target, logit, kept).sum()
+                chosen = self.explained_logit.scalar(output, target, logit, kept).sum()
                 return torch.autograd.grad(chosen, recorder.outputs, allow_unused=True)
 
         def both() -> tuple[Tensor | None, ...]:
@@ -222,14 +228,8 @@ class Trace:
             wanted = partial(logits_at, self.host, given, lambda: [self.positions(t) for t in targets], above=0)
             given = in_gradient_mode(False, wanted)
         kept = kept_positions(given, self.layers[-1].output.shape[1])
-        return FrozenRun(self.host, given, self.layers, partial(self._scalar, kept=kept), self._observed, rule=rule)
-
-    def _observed(self, target: Target, logit: Logit) -> Tensor | None:
-        """Return the scalar of the traced output, None if the model did not compute its logits (see `trace`)."""
-        logits, length = getattr(self.output, "logits", None), self.layers[-1].output.shape[1]
-        kept = kept_positions(self.arguments, length)
-        missing = isinstance(logits, Tensor) and logits.ndim == 3 and kept is None and logits.shape[1] != length
-        return None if missing else self._scalar(self.output, target, logit, kept)
+        choose = partial(self.explained_logit.scalar, kept=kept)
+        return FrozenRun(self.host, given, self.layers, choose, self.explained_logit.observed, rule=rule)
 
     def gradient_cost(self, logit: Logit = None) -> GradientCost:
         """Return the bytes and multiply-adds of `gradient` for one target, without running the model.
@@ -253,9 +253,6 @@ class Trace:
             elements = elements // logits.shape[1] * targets
         operators = {layer.name: layer.operator for layer in self.layers}
         return frozen_cost(self.host, operators, elements, live=rule == "half")
-
-    def _scalar(self, output: Any, target: Target, logit: Logit, kept: Int[Tensor, " position"] | None) -> Tensor:
-        return scalar(output, logit, lambda: self.positions(target), kept, self.model)
 
 
 def trace(
@@ -337,17 +334,17 @@ def trace(
         above = max(above, PREFIX)
     mixers = remembered_mixers(model, first, above)
     if mixers:
-        refuse(model, (), mixers, strict=strict)
+        refuse(model, (), mixers, first, strict=strict)
     recorded = partial(_recorded, model, first, progress=progress, above=above)
     seed = torch.get_rng_state()
     recorder, output = recorded([mixer.path for mixer in mixers or ()])
     if mixers is None:
         mixers = unregistered_mixers(model, first, recorder.layers, above)
-        refuse(model, recorder.layers, mixers, strict=strict)
+        refuse(model, recorder.layers, mixers, first, strict=strict)
         if mixers:
             seed = torch.get_rng_state()
             recorder, output = recorded([mixer.path for mixer in mixers])
-    refuse(model, recorder.layers, (), strict=strict)
+    refuse(model, recorder.layers, (), first, strict=strict)
     if stream_to is not None:
         recorder, output = run_in_pieces(recorder, given, folder, dtype, progress=progress)
     warn_of_leaks(given, recorder.layers)

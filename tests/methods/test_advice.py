@@ -1,0 +1,156 @@
+"""Refusals: what a method declares to need decides whether it works, and every call that an error recommends works."""
+
+import ast
+import re
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unilinattn as ula
+from tests.methods.refused import HOSTS, LENGTH, ids, prompted, recommended, t5
+from unilinattn.errors import InputError, UncoveredError, UnilinattnError
+from unilinattn.methods.needs import TRIED, Call, Needs
+from unilinattn.methods.run import run_method
+from unilinattn.registry import Method, list_methods, overridden
+
+SOURCES = Path(ula.__file__).parent
+REFUSALS = ("UncoveredError", "ExactnessError", "StreamError")
+QUICK = ("T5", "LLaVA", "prompt tuning", "Gemma 2")
+CASES = [
+    pytest.param(name, target, marks=() if name in QUICK and target == -1 else pytest.mark.slow)
+    for name in HOSTS
+    for target in (-1, None)
+]
+
+
+@cache
+def traced(name: str) -> ula.Trace:
+    torch.manual_seed(0)
+    model, inputs = HOSTS[name]()
+    return ula.trace(model.eval(), inputs)
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_a_method_works_where_its_declared_needs_are_met(name: str, target: int | None) -> None:
+    works = set()
+    for method, entry in list_methods().items():
+        try:
+            run_method(entry, traced(name), target, {})
+        except UnilinattnError:
+            continue
+        works.add(method)
+    assert set(Needs(Call(traced(name), target, None, "all")).methods()) == works
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_every_recommended_call_works(name: str, target: int | None) -> None:
+    calls: dict[str, tuple[str, dict[str, Any]]] = {}
+    for method in ("alti_logit", "rollout", "logit"):
+        try:
+            ula.explain(traced(name), method=method, target=target)
+        except UnilinattnError as refusal:
+            calls |= {repr(call): call for call in recommended(str(refusal)) if call[1] or call[0] != method}
+    for method, options in calls.values():
+        assert ula.explain(traced(name), method=method, target=target, **options).method == method
+
+
+def test_methods_that_only_run_the_model_are_recommended_too() -> None:
+    with pytest.raises(UncoveredError, match=r"calls 'special_bessel_j0'") as refused:
+        ula.explain(traced("a function without a rule"), target=-1)
+    names = {name for name, _ in recommended(str(refused.value))}
+    assert {"knockout", "occlusion", "input_x_gradient"} <= names and not {"logit", "lrp", "alti_logit"} & names
+
+
+def test_a_composition_over_two_streams_names_the_layers_of_one() -> None:
+    with pytest.raises(UncoveredError) as refused:
+        ula.explain(traced("T5"), method="rollout", target=-1)
+    assert str(refused.value).endswith("With layers=[2, 4], which are of one kind: 'alti', 'knockout', 'latim', 'raw'.")
+    # The other way: the encoder by itself.
+    model, inputs = t5()
+    assert ula.explain(model.eval().get_encoder(), {"input_ids": inputs["input_ids"]}).method == "alti"
+
+
+def test_an_image_is_no_tuned_prompt() -> None:
+    with pytest.raises(UncoveredError, match=r"LlavaForConditionalGeneration reads pixel_values and 7 ids") as refused:
+        ula.explain(traced("LLaVA"), target=-1)
+    assert "prompt" not in str(refused.value)
+
+
+def test_a_tuned_prompt_is_explained_as_vectors_of_the_model_inside() -> None:
+    model, inputs = prompted()
+    with pytest.raises(UncoveredError, match="Give the model inside of it inputs_embeds with all tokens"):
+        ula.explain(model.eval(), inputs, target=-1)
+    inside = model.get_base_model()
+    vectors = torch.cat([model.get_prompt(1), inside.get_input_embeddings()(inputs)], 1).detach()
+    result = ula.explain(inside, {"inputs_embeds": vectors}, target=-1)
+    assert result.method == "logit" and result.scores.shape[-1] == LENGTH + 3
+
+
+def test_without_a_residual_stream_alti_works_on_the_output() -> None:
+    with pytest.raises(UncoveredError, match="Use residual=False for the layer's output without a stream"):
+        ula.explain(traced("Gemma 2"), method="alti", target=-1)
+    assert ula.explain(traced("Gemma 2"), method="alti", residual=False, target=-1).method == "alti"
+    with pytest.raises(UncoveredError) as composed:
+        ula.explain(traced("Gemma 2"), method="alti", compose="rollout", target=-1)
+    assert "residual=False" not in str(composed.value)
+
+
+def test_a_model_without_logits_is_told_a_function_that_works() -> None:
+    with pytest.raises(InputError, match=re.escape("lambda out: out.last_hidden_state[:, -1, 0]")):
+        ula.explain(traced("ViT"), method="logit", target=-1)
+
+    def function(out: Any) -> torch.Tensor:
+        return out.last_hidden_state[:, -1, 0]
+
+    for name in ("logit", "knockout", "occlusion"):
+        assert ula.explain(traced("ViT"), method=name, logit=function, target=-1).method == name
+
+
+def test_an_estimate_names_methods_that_have_one() -> None:
+    with pytest.raises(UncoveredError) as refused:
+        ula.estimate(traced("Gemma 2"), method="alti", target=-1)
+    for name, options in recommended(str(refused.value)):
+        assert ula.estimate(traced("Gemma 2"), method=name, target=-1, **options).method == name
+
+
+def test_a_comparison_and_a_generation_are_advised_too() -> None:
+    with pytest.raises(UncoveredError, match="Methods that work here"):
+        ula.compare({"gemma": traced("Gemma 2")}, methods=["alti"], target=-1)
+    with pytest.raises(UncoveredError, match="Methods that work here"):
+        ula.explain_generation(HOSTS["Gemma 2"]()[0].eval(), ids(2), max_new_tokens=1, method="alti")
+
+
+def test_knockout_of_layers_with_other_tokens_than_the_logits_needs_a_target() -> None:
+    encoder = partial(ula.explain, traced("T5"), method="knockout", layers=[0, 1])
+    with pytest.raises(UncoveredError, match=r"logits at 4 positions, and .* has 6 tokens.*give a target"):
+        encoder()
+    assert encoder(target=-1).scores.shape == (1, LENGTH)
+
+
+def test_what_is_not_tried_is_not_named() -> None:
+    call = Call(traced("Gemma 2"), -1, None, "all")
+    silent = Method("silent", "", list_methods()["raw"].function)
+    with overridden(silent):
+        assert "silent" not in Needs(call).methods() and "raw" in Needs(call).methods()
+    long = ula.trace(traced("Gemma 2").host, ids().repeat(TRIED // LENGTH + 1, 1))
+    assert Needs(Call(long, -1, None, "all")).methods() == []
+
+
+def test_a_refusal_below_the_methods_names_none_of_them() -> None:
+    """Such code knows neither the trace nor the target. A trace in pieces names the only operation that it has."""
+    methods = re.compile(rf"'({'|'.join(list_methods())})'")
+    for room in ("call", "operator", "mixers", "architectures", "tracing"):
+        for path in sorted((SOURCES / room).glob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Raise) and path.stem != "piecewise" and _raises(node) in REFUSALS:
+                    parts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+                    text = "".join(part for part in parts if isinstance(part, str))
+                    assert not methods.search(text), f"{path}: {text}"
+
+
+def _raises(node: ast.Raise) -> str | None:
+    called = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+    return called.id if isinstance(called, ast.Name) else None

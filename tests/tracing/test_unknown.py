@@ -1,0 +1,167 @@
+"""Errors about mixers without an adapter: the module that mixes, the true reason, and remedies that work."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from einops.layers.torch import Rearrange
+from torch import Tensor, nn
+from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    PoolFormerConfig,
+    PoolFormerForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+import unilinattn as ula
+from tests.methods.refused import recommended
+from tests.tracing.invented import WIDTH, Projected, hybrid
+from tests.tracing.models import Output
+from unilinattn.errors import UncoveredError, UnknownArchitectureError
+
+IDS = torch.randint(30, (1, 8), generator=torch.Generator().manual_seed(1))
+PIXELS = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+class Language(nn.Module):
+    """A language model of one mixer."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.mixer, self.head = nn.Embedding(31, WIDTH), mixer, nn.Linear(WIDTH, 31)
+
+    def forward(self, input_ids: Tensor) -> Output:
+        mixed = self.mixer(self.embed(input_ids))
+        return Output(self.head(mixed[0] if isinstance(mixed, tuple) else mixed))
+
+
+class Cells(nn.Module):
+    """A recurrence in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, **options: object) -> Tensor:
+        state, states = torch.zeros_like(x[:, 0]), []
+        for token in x.unbind(1):
+            state = self.cell(token, state)
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class SplitHeads(Projected):
+    """Attention whose heads are split and merged by modules, as in x-transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split, self.merge = Rearrange("b n (h d) -> b h n d", h=2), Rearrange("b h n d -> b n (h d)")
+
+    def mix(self, x: Tensor) -> Tensor:
+        q = self.split(x)
+        return self.merge((q @ q.transpose(-1, -2)).softmax(-1) @ q)
+
+
+class Mamba(Projected):
+    def mix(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+class PatchMixer(nn.Module):
+    """A classifier of images that mixes patches by a linear map over their axis, as MLP-Mixer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.tokens, self.head = nn.Conv2d(3, WIDTH, 8, 8), Transposed(), nn.Linear(WIDTH, 3)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.head(self.tokens(self.stem(pixel_values).flatten(2).transpose(1, 2)).mean(1))
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.over_patches = nn.LayerNorm(WIDTH), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.over_patches(self.norm(x).transpose(1, 2)).transpose(1, 2)
+
+
+def refusal(model: nn.Module, inputs: Any = IDS) -> str:
+    with pytest.raises(UnknownArchitectureError) as refused:
+        ula.trace(model.eval(), inputs)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("build", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_nonlinear_recurrence_has_no_operator(build: Callable[..., nn.Module]) -> None:
+    message = refusal(Language(build(WIDTH, WIDTH, batch_first=True)))
+    assert message.startswith(f"mixer is a torch.nn.modules.rnn.{build.__name__}, ")
+    assert "its state passes a nonlinearity at every step" in message
+    assert "xLSTM" not in message and "register_architecture" not in message
+
+
+@pytest.mark.parametrize("model", [lambda: Language(Cells()), lambda: hybrid(Cells())], ids=["by itself", "in a Mamba"])
+def test_a_recurrence_in_python_has_no_operator(model: Callable[[], nn.Module]) -> None:
+    message = refusal(model())
+    assert "mixer is a tests.tracing.test_unknown.Cells" in message and "no operator exists" in message
+
+
+def test_what_a_refusal_leaves_out_is_explained_by_the_methods_that_it_names() -> None:
+    model = Language(nn.LSTM(WIDTH, WIDTH, batch_first=True)).eval()
+    assert "Or trace with strict=False" in refusal(model)
+    trace = ula.trace(model, IDS, strict=False)
+    with pytest.raises(UncoveredError, match="every layer of Language is opaque") as refused:
+        ula.explain(trace, target=-1)
+    calls = list(recommended(str(refused.value)))
+    assert {"occlusion", "input_x_gradient"} <= {method for method, _ in calls}
+    for method, options in calls:
+        assert ula.explain(trace, method=method, target=-1, **options).method == method
+
+
+@pytest.mark.parametrize("model", [lambda: Language(SplitHeads()), lambda: hybrid(SplitHeads())])
+def test_a_module_that_rearranges_axes_is_not_blamed(model: Callable[[], nn.Module]) -> None:
+    message = refusal(model())
+    assert re.match(r"(backbone\.layers\.1\.)?mixer is a tests\.tracing\.test_unknown\.SplitHeads, ", message)
+    assert "Rearrange" not in message
+
+
+def test_the_nearest_registered_classes_have_their_packages() -> None:
+    assert "(the nearest that have one: fla.layers.mamba.Mamba, " in refusal(hybrid(Mamba()))
+
+
+SMALL = dict(hidden_sizes=[8, 16], depths=[1, 1])
+IMAGES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "ResNet": (
+        lambda: ResNetForImageClassification(ResNetConfig(embedding_size=8, layer_type="basic", **SMALL)),
+        "ResNetConvLayer",
+    ),
+    "ConvNeXt": (
+        lambda: ConvNextForImageClassification(ConvNextConfig(num_stages=2, **SMALL)),
+        r"convnext\.encoder\.stages\.0\.layers\.0 \(ConvNextLayer\)",
+    ),
+    "PoolFormer": (
+        lambda: PoolFormerForImageClassification(
+            PoolFormerConfig(num_encoder_blocks=2, patch_sizes=[7, 3], strides=[4, 2], padding=[2, 1], **SMALL)
+        ),
+        "PoolFormerPooling",
+    ),
+    "patches over their axis": (PatchMixer, r"tokens \(Transposed\)"),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_model_without_layers_names_the_modules_that_probably_mix(name: str) -> None:
+    build, named = IMAGES[name]
+    message = refusal(build(), {"pixel_values": PIXELS})
+    assert re.search(rf"Its tokens probably mix in .*{named}.*; no adapter is registered for it", message), message
+    assert "strict=False" not in message
+
+
+def test_a_model_without_layers_and_mixing_names_no_module() -> None:
+    message = refusal(nn.Sequential(nn.Embedding(31, 6), nn.Linear(6, 9)))
+    assert "and no function by which tokens usually mix" in message and "strict=False" not in message

@@ -1,0 +1,230 @@
+"""The facilities of a trace that methods need, each with a trial, and the methods that work on a trace."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from unilinattn.errors import ExactnessError, StreamError, UncoveredError
+from unilinattn.kernels.precision import full_precision
+from unilinattn.methods.captum_run import TokenFunction, captum
+from unilinattn.methods.gradient_maps import core_mixers
+from unilinattn.methods.latim import residual_of, stream_errors
+from unilinattn.methods.selection import composable_steps, only_target, query_rows, stackable_layers, stream_groups
+from unilinattn.methods.vectors import contribution_tiles
+from unilinattn.operator.edges import Outgoing
+from unilinattn.registry import Method, Need, list_methods
+from unilinattn.tracing.cutting import Cut
+from unilinattn.tracing.embedded import EmbeddedModel
+from unilinattn.tracing.isolation import in_gradient_mode
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.logits import Logit
+from unilinattn.tracing.rerun import rerun
+from unilinattn.tracing.trace import Target, Trace
+
+TRIED = 4096
+"""Largest number of tokens of a trace on which needs are tried. Together they take about ten runs of the model."""
+
+NAME = "the trial"
+"""The name of the method in the errors of trials, which nobody reads."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a method on which its needs are tried.
+
+    Attributes:
+        trace: the trace.
+        target: the target of the method.
+        logit: its option `logit`.
+        layers: its option `layers`.
+    """
+
+    trace: Trace
+    target: Target | None
+    logit: Logit
+    layers: Literal["all"] | tuple[int, ...]
+
+    @property
+    def row(self) -> Target:
+        """The target, or the last position in place of every position."""
+        return -1 if self.target is None else self.target
+
+    @property
+    def targets(self) -> list[Target] | None:
+        """The positions of a frozen run."""
+        return None if callable(self.logit) else [self.row]
+
+    def stackable(self) -> tuple[Layer, ...]:
+        """Return the layers; raise the errors of `stackable_layers` and `query_rows`."""
+        layers = stackable_layers(self.trace, NAME, self.layers)
+        for layer in layers:
+            query_rows(self.trace, layer, self.target)
+        return layers
+
+
+def _one_stream(call: Call) -> None:
+    composable_steps(call.trace, NAME, call.stackable())
+
+
+def _residual(call: Call) -> None:
+    layers = call.stackable()
+    for layer in layers:
+        residual_of(layer, NAME)
+    stream_errors(call.trace, layers, NAME)
+
+
+def _contributions(call: Call) -> None:
+    for layer in call.stackable():
+        next(contribution_tiles((layer,), (1.0,), _last_row(call, layer), "exact"))
+
+
+def _last_row(call: Call, layer: Layer) -> Int[Tensor, "batch 1"]:
+    return query_rows(call.trace, layer, call.target)[:, -1:]
+
+
+def _matrices(call: Call) -> None:
+    for layer in call.stackable():
+        core_mixers(layer)
+
+
+def _gradients(call: Call) -> None:
+    next(call.trace.gradients([call.row], call.logit))
+
+
+def _frozen(rule: str, call: Call) -> None:
+    call.trace.frozen(call.targets, rule=rule).complete_shares(call.row, call.logit)
+
+
+def _last_stream(call: Call) -> bool:
+    call.trace.frozen(call.targets).unembedding(call.row, call.logit)
+    return all(layer.stream is not None for layer in call.stackable())
+
+
+def _cuts(call: Call) -> bool:
+    trace, first = call.trace, torch.zeros(1, dtype=torch.long)
+    layers = call.stackable()
+    indices = [trace.layers.index(layer) for layer in layers]
+    positions = None if callable(call.logit) or call.target is None else trace.positions(call.target)
+    run = rerun(trace, first, (Cut(Outgoing(first), indices, sequences=first),), positions=positions)
+    if callable(call.logit):
+        return True
+    logits = run.logits(None if positions is None else positions[first])
+    # Without a target the queries of the logits are those of the layers.
+    return positions is not None or logits.ndim < 3 or logits.shape[1] == layers[0].output.shape[1]
+
+
+def _embeddings(gradient: bool, call: Call) -> None:
+    captum()
+    model = EmbeddedModel(call.trace)
+
+    def run() -> None:
+        function = TokenFunction(call.trace, model, call.row, call.logit)
+        if gradient:
+            torch.autograd.grad(function(function.vectors, function.sequences).sum(), function.vectors)
+
+    in_gradient_mode(True, lambda: model.isolated(run))
+
+
+TRIALS: Mapping[Need, Callable[[Call], object]] = MappingProxyType(
+    {
+        "logit": lambda call: only_target(call.trace, call.target, call.logit),
+        "one target": lambda call: only_target(call.trace, call.target, call.logit) is not None,
+        "layers": Call.stackable,
+        "one stream": _one_stream,
+        "residual": _residual,
+        "contributions": _contributions,
+        "matrices": _matrices,
+        "gradients": _gradients,
+        "frozen run": partial(_frozen, "freeze"),
+        "half rule": partial(_frozen, "half"),
+        "last stream": _last_stream,
+        "cuts": _cuts,
+        "embeddings": partial(_embeddings, False),
+        "embedding gradients": partial(_embeddings, True),
+    }
+)
+"""Tries a need on a call: an error or False says that the trace does not meet it."""
+
+
+class Needs:
+    """The needs that a call meets; each is tried once, when it is asked for."""
+
+    def __init__(self, call: Call) -> None:
+        """Store the call."""
+        self._call = call
+        self._met: dict[Need, bool] = {}
+
+    def met(self, need: Need) -> bool:
+        """Try a need; False for every need of a trace with more than `TRIED` tokens."""
+        if need not in self._met:
+            self._met[need] = self._call.trace.layers[-1].output[..., 0].numel() <= TRIED and self._try(need)
+        return self._met[need]
+
+    def _try(self, need: Need) -> bool:
+        with warnings.catch_warnings(), full_precision():
+            warnings.simplefilter("ignore")
+            try:
+                return TRIALS[need](self._call) is not False
+            # Whatever fails here would replace the refusal that asks for advice.
+            except Exception:
+                return False
+
+    def methods(self) -> list[str]:
+        """Return the methods whose needs are met, with their default options but for those of the call."""
+        return [
+            name
+            for name, entry in list_methods().items()
+            if entry.needs is not None
+            and (self._call.layers == "all" or (entry.options is not None and "layers" in entry.options.model_fields))
+            and all(map(self.met, entry.needs))
+        ]
+
+
+def advice(trace: Trace, target: Target | None, logit: Logit, accepted: Callable[[str], bool]) -> str:
+    """Return the sentences that name the accepted methods that work on a trace, by trial of their needs.
+
+    If none stacks all layers, the largest group of layers with equal axes is named with which some methods work.
+    """
+    names = [name for name in Needs(Call(trace, target, logit, "all")).methods() if accepted(name)]
+    sentences = [f"Methods that work here with their default options: {_listed(names)}."] if names else []
+    if not any("layers" in (list_methods()[name].needs or ()) for name in names):
+        for group in stream_groups(trace):
+            names = Needs(Call(trace, target, logit, group)).methods()
+            if names:
+                sentences.append(f"With layers={list(group)}, which are of one kind: {_listed(names)}.")
+                break
+    return " ".join(sentences) or "No other method works here."
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+@contextmanager
+def advised(
+    trace: Trace,
+    target: Target | None,
+    method: Method,
+    options: Mapping[str, Any],
+    *,
+    note: str = "",
+    costed: bool = False,
+) -> Iterator[None]:
+    """Add a note and `advice` to the refusal of a method; with `costed` only methods with an estimate are named."""
+
+    def accepted(name: str) -> bool:
+        refused = name == method.name and not options.keys() - {"logit"}
+        return not refused and not (costed and list_methods()[name].cost is None)
+
+    try:
+        yield
+    except (UncoveredError, StreamError, ExactnessError) as error:
+        raise type(error)(f"{error} {note}{advice(trace, target, options.get('logit'), accepted)}") from error

@@ -1,0 +1,100 @@
+"""The logit that is explained: one decision for every run of a traced model and for the label of a result."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.tracing.logits import Logit, chosen_ids, has_logits, kept_positions, logits_of, picked, places_of
+
+
+class ExplainedLogit:
+    """The logit of a traced model that a target and a `Logit` name.
+
+    Runs of one model round differently, so each could predict another of two nearly equal logits. The traced output
+    decides for all runs; at positions whose logits the traced run did not compute (see `trace`), the first run that
+    computes them.
+    """
+
+    def __init__(
+        self,
+        output: Any,
+        given: Mapping[str, Any],
+        length: int,
+        positions: Callable[[Any], Int[Tensor, " batch"]],
+        model: str,
+    ) -> None:
+        """Store the traced output, the model's arguments, their number of tokens, and the positions of targets."""
+        self._output, self._given, self._length = output, given, length
+        self._positions, self._model = positions, model
+        self._predictions: dict[tuple[int, ...] | None, Tensor] = {}
+
+    def ids(
+        self, target: Any, logit: Logit, logits: Float[Tensor, "batch *query token"]
+    ) -> Int[Tensor, "batch *query id"]:
+        """Return the ids of the explained logits, one or a pair, among the `logits` of a run at a target.
+
+        Raises `InputError` for an id that is out of range.
+        """
+        if logit is not None:
+            return chosen_ids(logits, logit)
+        prediction = self.prediction(target)
+        if prediction is None:
+            prediction = self._predictions[self._place(target)] = logits.detach().argmax(-1)
+        return prediction.to(logits.device).reshape(*logits.shape[:-1], 1)
+
+    def prediction(self, target: Any) -> Int[Tensor, "batch *query"] | None:
+        """Return the model's prediction at a target, or at every position for None.
+
+        None if no run has computed the logits there, and for an output without logits.
+        """
+        place = self._place(target)
+        if place not in self._predictions and self._computed and has_logits(self._output):
+            self._predictions[place] = self._logits(self._output, target, self._kept).detach().argmax(-1)
+        return self._predictions.get(place)
+
+    def scalar(self, output: Any, target: Any, logit: Logit, kept: Int[Tensor, " position"] | None) -> Tensor:
+        """Return the explained logit of each sequence in the output of a run, or the value of the function `logit`.
+
+        `kept` are the positions of the run's logits, None for all. Raises `InputError` for an output without logits
+        and for an id that is out of range.
+        """
+        if callable(logit):
+            return logit(output)
+        logits = self._logits(output, target, kept)
+        return picked(logits, self.ids(target, logit, logits))
+
+    def observed(self, target: Any, logit: Logit) -> Tensor | None:
+        """Return the `scalar` of the traced output, None if the traced run did not compute its logits."""
+        return self.scalar(self._output, target, logit, self._kept) if self._computed else None
+
+    @property
+    def _kept(self) -> Int[Tensor, " position"] | None:
+        return kept_positions(self._given, self._length)
+
+    @property
+    def _by_token(self) -> bool:
+        logits = getattr(self._output, "logits", None)
+        return isinstance(logits, Tensor) and logits.ndim == 3
+
+    @property
+    def _computed(self) -> bool:
+        """Whether the traced run computed the logits of every position that its arguments ask for."""
+        return not self._by_token or self._kept is not None or self._output.logits.shape[1] == self._length
+
+    def _place(self, target: Any) -> tuple[int, ...] | None:
+        """Return the positions of a target, None for all and for class logits, which have no positions."""
+        return None if target is None or not self._by_token else tuple(self._positions(target).tolist())
+
+    def _logits(
+        self, output: Any, target: Any, kept: Int[Tensor, " position"] | None
+    ) -> Float[Tensor, "batch *query token"]:
+        """Return the logits of an output at a target, at every position for None."""
+        logits = logits_of(output, self._model)
+        if logits.ndim != 3 or target is None:
+            return logits
+        positions = self._positions(target)
+        places = positions if kept is None else places_of(positions, kept)
+        return logits[torch.arange(len(logits), device=logits.device), places.to(logits.device)]
