@@ -1,5 +1,6 @@
 """Record the inputs of a host's softmax attention through transformers' attention interface, and its weights."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from unilinattn.call.call import Call, Captured, host_function, package_version
 from unilinattn.call.entries import Entries
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
+
+EAGER = "eager_attention_forward"
+"""Name of the eager attention function in a file of transformers, or its end: two towers may have one each."""
 
 INTERFACE = "unilinattn"
 """Name under which the attention function and its mask function are registered in transformers."""
@@ -55,7 +59,7 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
     def handle(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
-        eager = host_function(module, "eager_attention_forward")
+        eager = eager_function(module)
         if mask is not None and mask.dtype == torch.bool and chosen.get(id(module.config)) == "sdpa":
             eager = _keeping(eager)
         mark(module, Attended(query.detach(), key.detach(), value.detach(), mask, options, eager))
@@ -179,6 +183,19 @@ def value_source(call: Call, seen: Captured) -> tuple[str, Tensor]:
     return "x", call.input
 
 
+def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return the eager attention function that the `forward` of a module's class names, such as that of its tower.
+
+    A forward that names none uses the one of the file. Raises `UncoveredError` if there is none.
+    """
+    for ancestor in type(module).__mro__:
+        forward = inspect.unwrap(vars(ancestor).get("forward", eager_function))
+        names = (name for name in forward.__code__.co_names if name.endswith(EAGER) and name in forward.__globals__)
+        if (name := next(names, None)) is not None:
+            return forward.__globals__[name]  # type: ignore[no-any-return]
+    return host_function(module, EAGER)  # type: ignore[no-any-return]
+
+
 def cast(call: Call, value: Any) -> Any:
     """Move an argument, or the tensors nested in it, to the operator's dtype and device, without gradients."""
     if isinstance(value, Tensor):
@@ -223,7 +240,7 @@ def _dispatch(
 
         implementation = _implementation(getattr(module, "config", None))
         named = None if implementation in (None, "eager") else ALL_ATTENTION_FUNCTIONS.get(implementation)
-        handle = named or host_function(module, "eager_attention_forward")
+        handle = named or eager_function(module)
     return handle(module, query, key, value, attention_mask, **options)
 
 

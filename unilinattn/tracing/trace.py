@@ -23,7 +23,7 @@ from unilinattn.tracing.image import image_tokens, is_image, processed
 from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
-from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of, scalar
+from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_in, logits_of, positions_of, scalar
 from unilinattn.tracing.module_calls import first_tensor
 from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
@@ -161,6 +161,8 @@ class Trace:
         def backward(output: Any) -> tuple[Tensor | None, ...]:
             with plain_run(self.host), captures(self.host):
                 chosen = self._scalar(output, target, logit, kept).sum()
+                if not chosen.requires_grad:
+                    raise UncoveredError("the explained number does not depend on the outputs of the model's layers.")
                 return torch.autograd.grad(chosen, recorder.outputs, allow_unused=True)
 
         def both() -> tuple[Tensor | None, ...]:
@@ -222,9 +224,9 @@ class Trace:
 
     def _observed(self, target: Target, logit: Logit) -> Tensor | None:
         """Return the scalar of the traced output, None if the model did not compute its logits (see `trace`)."""
-        logits, length = getattr(self.output, "logits", None), self.layers[-1].output.shape[1]
+        logits, length = logits_in(self.output), self.layers[-1].output.shape[1]
         kept = kept_positions(self.arguments, length)
-        missing = isinstance(logits, Tensor) and logits.ndim == 3 and kept is None and logits.shape[1] != length
+        missing = logits is not None and logits.ndim == 3 and kept is None and logits.shape[1] != length
         return None if missing else self._scalar(self.output, target, logit, kept)
 
     def gradient_cost(self, logit: Logit = None) -> GradientCost:
@@ -232,8 +234,7 @@ class Trace:
 
         Raises `InputError` for a model without logits, unless `logit` is a function.
         """
-        output = self.output if callable(logit) else logits_of(self.output, self.model)
-        logits = first_tensor([getattr(output, "logits", output)], axes=2)
+        logits = self._logits if callable(logit) else logits_of(self.output, self.model)
         numbers = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3 and not callable(logit):
             targets = logits_at(self.host, self.arguments, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
@@ -241,9 +242,15 @@ class Trace:
         operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
         return gradient_cost(self.host, operators, numbers)
 
+    @property
+    def _logits(self) -> Tensor | None:
+        """The logits of the output, or the output itself if it is a tensor."""
+        logits = logits_in(self.output)
+        return first_tensor([self.output], axes=2) if logits is None else logits
+
     def frozen_cost(self, targets: int, *, rule: str = "freeze") -> GradientCost:
         """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
-        logits = first_tensor([getattr(self.output, "logits", self.output)], axes=2)
+        logits = self._logits
         elements = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3:
             elements = elements // logits.shape[1] * targets
@@ -251,7 +258,8 @@ class Trace:
         return frozen_cost(self.host, operators, elements, live=rule == "half")
 
     def _scalar(self, output: Any, target: Target, logit: Logit, kept: Int[Tensor, " position"] | None) -> Tensor:
-        return scalar(output, logit, lambda: self.positions(target), kept, self.model)
+        tokens = tuple(self.layers[-1].output.shape[:2])
+        return scalar(output, logit, lambda: self.positions(target), tokens, kept, self.model)
 
 
 def trace(
