@@ -183,6 +183,29 @@ def value_source(call: Call, seen: Captured) -> tuple[str, Tensor]:
     return "x", call.input
 
 
+def require_same_tokens(call: Call) -> None:
+    """Raise `UncoveredError` unless a layer attends once, from the tokens of its output to those of its values' source.
+
+    Keys that are no tokens of the source are those of a cache or of a second stream, or compressed ones.
+    """
+    seen = only_attention(call)
+    port, source = value_source(call, seen)
+    queries, keys = (tuple(x.shape[:3:2]) for x in (seen.record.query, seen.record.value))
+    host = f"{call.name} ({type(call.module).__name__} of {package_version(call.module)})"
+    if keys != tuple(source.shape[:2]):
+        raise UncoveredError(
+            f"{host}: its attention has {keys[1]} keys in each of {keys[0]} sequences, and its input {port!r} has "
+            f"{source.shape[1]} tokens in each of {source.shape[0]}, so a key is not one of these tokens, as with keys "
+            "of two streams in one attention, compressed keys or windows. Register an adapter for this class."
+        )
+    if call.output is not None and queries != tuple(call.output.shape[:2]):
+        raise UncoveredError(
+            f"{host}: its attention has {queries[1]} queries in each of {queries[0]} sequences, and its output has the "
+            f"shape {tuple(call.output.shape)}, so a query is not one token of the output, as with windows. Register "
+            "an adapter for this class."
+        )
+
+
 def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return the eager attention function that the `forward` of a module's class names, such as that of its tower.
 

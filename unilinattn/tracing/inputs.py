@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError, UnilinattnError, nearest
@@ -143,6 +143,13 @@ def real_tokens(given: Mapping[str, Any], name: str = "attention_mask") -> Bool[
     """Return the real tokens of a padding mask among a host's arguments, None if all are real."""
     mask = given.get(name)
     return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
+
+
+def last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:
+    """Return the position of each sequence's last real token; a single -1 without a mask."""
+    if mask is None:
+        return torch.tensor([-1])
+    return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def logits_at(
 ) -> dict[str, Any]:
     """Return the arguments of a model with `logits_to_keep` set to `positions`, if the model accepts it.
 
-    The arguments are unchanged for inputs of at most `above` tokens, if they have `logits_to_keep` already, if they have
-    `labels`, whose loss needs all logits, and for a model in which it restricts more than logits.
+    The arguments are unchanged for inputs of at most `above` tokens, if they have `logits_to_keep` already or `labels`,
+    whose loss needs all logits, and for a model in which `logits_to_keep` restricts more than logits.
     """
     ids = given.get("input_ids", given.get("inputs_embeds"))
     length = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 0

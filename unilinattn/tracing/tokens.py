@@ -22,7 +22,6 @@ NAMED = 4
 """Largest number of shapes that an error names."""
 
 
-
 @dataclass(frozen=True)
 class TokenCall:
     """The call of a torch function that returns the vectors of the tokens.
@@ -117,7 +116,7 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
 
 
 def require_own_tokens(model: nn.Module, ids: Tensor | None, layers: Sequence[Layer]) -> None:
-    """Raise `UncoveredError` if the layers have another number of sequences or tokens than the model's input has ids."""
+    """Raise `UncoveredError` if the layers have other numbers of sequences or tokens than the ids of the input."""
     batch, length = layers[0].output.shape[:2]
     if ids is None:
         return

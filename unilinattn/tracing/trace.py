@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -20,11 +20,11 @@ from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered
 from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
 from unilinattn.tracing.image import image_tokens, is_image, processed
-from unilinattn.tracing.inputs import call_host, host_arguments, real_tokens, token_ids
+from unilinattn.tracing.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_in, logits_of, positions_of, scalar
-from unilinattn.tracing.module_calls import first_tensor
+from unilinattn.tracing.module_calls import require_covered_calls
 from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
 from unilinattn.tracing.recorder import GradientRecorder, Recorder, refuse_dropout
@@ -234,7 +234,7 @@ class Trace:
 
         Raises `InputError` for a model without logits, unless `logit` is a function.
         """
-        logits = self._logits if callable(logit) else logits_of(self.output, self.model)
+        logits = logits_in(self.output) if callable(logit) else logits_of(self.output, self.model)
         numbers = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3 and not callable(logit):
             targets = logits_at(self.host, self.arguments, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
@@ -242,15 +242,9 @@ class Trace:
         operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
         return gradient_cost(self.host, operators, numbers)
 
-    @property
-    def _logits(self) -> Tensor | None:
-        """The logits of the output, or the output itself if it is a tensor."""
-        logits = logits_in(self.output)
-        return first_tensor([self.output], axes=2) if logits is None else logits
-
     def frozen_cost(self, targets: int, *, rule: str = "freeze") -> GradientCost:
         """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
-        logits = self._logits
+        logits = logits_in(self.output)
         elements = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3:
             elements = elements // logits.shape[1] * targets
@@ -304,9 +298,10 @@ def trace(
         processor: the processor of images: an image processor of transformers, or a callable from a PIL image to a
             tensor (channel, height, width), such as timm's `create_transform` returns.
         dtype: dtype of the operators, at least float32; by default float32, or float64 for a float64 model.
-        strict: whether to refuse modules without an adapter that move information between tokens. With `strict=False`
-            they become opaque layers without an operator: methods leave them out, and every result names them in
-            `left_out`. Those that contain registered layers are refused in either case.
+        strict: whether to refuse modules that move information between tokens and have no adapter, or an adapter that
+            does not cover the call. With `strict=False` they become opaque layers without an operator: methods leave
+            them out, and every result names them in `left_out`. Those that contain registered layers are refused in
+            either case.
         progress: whether to show a progress bar on a terminal or in a notebook.
         substitute_above: largest number of tokens at which mixers run through the host's own forward.
         stream_to: a folder for memory-mapped files of the three tensors of each layer: the model runs on pieces of the
@@ -314,8 +309,9 @@ def trace(
 
     Raises `UnknownArchitectureError` for a model without a token mixer or with one that has no adapter,
     `ModelStateError` for active dropout and for weights that are offloaded or sharded, `InputError` for inputs that do
-    not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, and `UncoveredError` if an
-    operator that replaces a host's forward differs from it, or a layer cannot be computed in pieces.
+    not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, and `UncoveredError` if an adapter
+    does not cover a call, an operator that replaces a host's forward differs from it, or a layer cannot be computed in
+    pieces.
     """
     model = unwrapped(model)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -349,6 +345,7 @@ def trace(
         if mixers:
             recorder, output = recorded([mixer.path for mixer in mixers])
     refuse(model, recorder.layers, (), strict=strict)
+    require_covered_calls(recorder.layers, strict=strict)
     if stream_to is not None:
         recorder, output = run_in_pieces(recorder, given, folder, dtype, progress=progress)
     warn_of_leaks(given, recorder.layers)
@@ -360,7 +357,7 @@ def _recorded(
 ) -> tuple[Recorder, Any]:
     """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
     recorder = Recorder(model, opaque=opaque)
-    last = [_last_real(real_tokens(given))]
+    last = [last_real(real_tokens(given))]
 
     def call() -> Any:
         return call_host(model, logits_at(model, given, lambda: last, above=above))
@@ -394,10 +391,3 @@ def recorded_run(
 def _version() -> str:
     """Return the version of this library, whose metadata takes milliseconds to read."""
     return version("unilinattn")
-
-
-def _last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:
-    """Return the position of each sequence's last real token; a single -1 without a mask."""
-    if mask is None:
-        return torch.tensor([-1])
-    return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)
