@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.errors import InputError
+from unilinattn.errors import InputError, UncoveredError
 from unilinattn.tracing.cutting import Cut, run_without
 from unilinattn.tracing.inputs import call_host
 from unilinattn.tracing.logits import KEEP, kept_positions, logits_at, logits_of, places_of
@@ -68,8 +68,20 @@ def rerun(
 
 
 def of_sequences(found: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]:
-    """Return the arguments of a traced call for some of its sequences, each any number of times."""
+    """Return the arguments of a traced call for some of its sequences, each any number of times.
+
+    Raises `UncoveredError` if an argument has other rows than one for each sequence, unless all sequences are asked for
+    in order.
+    """
     batch = found.layers[-1].output.shape[0]
+    if not torch.equal(sequences.cpu(), torch.arange(batch)):
+        for name, value in found.arguments.items():
+            if isinstance(value, Tensor) and value.ndim > 1 and len(value) not in (1, batch):
+                raise UncoveredError(
+                    f"{name} has shape {tuple(value.shape)}, and the layers of {found.model} have {batch} sequences, "
+                    "so the rows of one sequence are unknown and it cannot run again on its own. Use a method that "
+                    "does not run the model on single sequences, such as 'attribution'."
+                )
     return {
         name: value[sequences.to(value.device)]
         if isinstance(value, Tensor) and value.ndim and len(value) == batch and name != KEEP

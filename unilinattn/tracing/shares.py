@@ -258,4 +258,4 @@ def _inner(constant: Tensor, grad: Tensor | None) -> Tensor | float:
 
 
 def _by_sequence(product: Tensor) -> Float[Tensor, " batch"]:
-    return product.double().flatten(1).sum(1)
+    return product.double().reshape(len(product), -1).sum(1)
