@@ -94,7 +94,9 @@ def merged() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def test_keys_beside_the_tokens_of_the_input_are_refused_at_trace() -> None:
     model, inputs = merged()
-    reason = r"decoder\.layers\.0\.self_attn .*has 10 keys in each of 2 sequences, and its input .* 5 tokens.*strict=False"
+    reason = (
+        r"decoder\.layers\.0\.self_attn .*has 10 keys in each of 2 sequences, and its input .* 5 tokens.*strict=False"
+    )
     with left_as_found(model), pytest.raises(UncoveredError, match=reason):
         ula.trace(model, inputs, progress=False)
 

@@ -63,7 +63,8 @@ def test_one_number_for_each_sequence_is_one_logit(wrap: Callable[[Tensor], Any]
     result = ula.explain(model, inputs, progress=False)
     assert result.method == "logit"
     with torch.no_grad():
-        close(result.scores.double().sum(1) + result.extras["bias"], Model.forward(model, inputs).logits[:, -1, 4])
+        expected = Model.forward(model, inputs).logits[:, -1, 4].double()
+    close(result.scores.double().sum(1) + result.extras["bias"], expected)
     with pytest.raises(InputError, match="logit 1 is out of range: the model has logits 0 to 0"):
         ula.explain(model, inputs, logit=1, progress=False)
 
@@ -102,7 +103,7 @@ def test_a_model_that_changes_the_batch_is_refused(method: str, logit: Any) -> N
 @pytest.mark.parametrize("logit", [lambda out: 3.0, lambda out: None, lambda out: out.logits[:, -1]])
 def test_a_function_without_one_number_for_each_sequence_is_refused(logit: Any) -> None:
     trace = ula.trace(model_of("LlamaForCausalLM", "LlamaConfig", **SMALL, vocab_size=20), ids(), progress=False)
-    with pytest.raises(InputError, match="the function `logit` returned .* for 2 sequences"):
+    with pytest.raises(InputError, match=r"the function `logit` returned .* for 2 sequences"):
         ula.explain(trace, logit=logit, progress=False)
 
 
@@ -174,7 +175,9 @@ def test_layers_of_several_batches_have_no_stream_of_tokens() -> None:
 @contextmanager
 def busy(model: nn.Module, mark: Any) -> Iterator[None]:
     """A capture whose hooks call functions of torch."""
-    hooks = [m.register_forward_pre_hook(lambda m, args: print(end=str(torch.ones(3).sum())[:0])) for m in model.modules()]
+    hooks = [
+        m.register_forward_pre_hook(lambda m, args: print(end=str(torch.ones(3).sum())[:0])) for m in model.modules()
+    ]
     yield
     for hook in hooks:
         hook.remove()
