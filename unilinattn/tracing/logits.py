@@ -103,16 +103,16 @@ def _keeps_logits_only(model: nn.Module) -> bool:
 
     A classifier picks its token among the kept ones, and Gemma 4 computes its last layers at kept positions only.
     """
-    if not _accepts_keep(type(model)):
+    if not _accepts_keep(type(model).forward):
         return False
-    modules = [module for module in model.modules() if _accepts_keep(type(module))]
+    modules = [module for module in model.modules() if _accepts_keep(type(module).forward)]
     heads = (getattr(module, "get_output_embeddings", lambda: True) for module in modules)
     return all(head() is not None for head in heads)
 
 
 @cache
-def _accepts_keep(cls: type[nn.Module]) -> bool:
-    return KEEP in inspect.signature(cls.forward).parameters
+def _accepts_keep(forward: Callable[..., Any]) -> bool:
+    return KEEP in inspect.signature(forward).parameters
 
 
 def positions_of(
