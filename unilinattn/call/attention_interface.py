@@ -215,8 +215,8 @@ def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
         forward = inspect.unwrap(vars(ancestor).get("forward", eager_function))
         names = (name for name in forward.__code__.co_names if name.endswith(EAGER) and name in forward.__globals__)
         if (name := next(names, None)) is not None:
-            return forward.__globals__[name]  # type: ignore[no-any-return]
-    return host_function(module, EAGER)  # type: ignore[no-any-return]
+            return forward.__globals__[name]
+    return host_function(module, EAGER)
 
 
 def cast(call: Call, value: Any) -> Any:

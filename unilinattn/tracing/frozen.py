@@ -227,8 +227,9 @@ class FrozenRun:
 
     def _linearized(self, target: Any, logit: Logit) -> Linearized:
         batch = len(self._layers[-1].output)
-        choose = partial(self._choose, target=target, logit=logit)
-        return linearized(self._output, self._tangents, lambda output: one_each(choose(output), batch))
+        return linearized(
+            self._output, self._tangents, lambda output: one_each(self._choose(output, target, logit), batch)
+        )
 
     def _again(self, **changed: Any) -> "FrozenRun":
         """Return a copy of this run that has not run yet, with some attributes changed."""
@@ -379,8 +380,10 @@ class FrozenRun:
         is_place = place.finder() if isinstance(place, TokenCall) else lambda func, result: False
 
         def mark(func: Any, args: Any, result: Any) -> Any:
-            looked_up = ids is not None and func is functional.embedding and args
-            is_tokens = is_place(func, result) or (looked_up and args[0].data_ptr() == ids.data_ptr())
+            if ids is None:
+                is_tokens = is_place(func, result)
+            else:
+                is_tokens = func is functional.embedding and bool(args) and args[0].data_ptr() == ids.data_ptr()
             return self._leaf(result, whole) if is_tokens else result
 
         return mark
