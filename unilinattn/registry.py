@@ -37,6 +37,9 @@ ExtraOutputs = int | Callable[[nn.Module], int]
 SharedValues = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """Computes, in plain torch, the tensor that a module returns for later layers, from the arguments of its call."""
 
+Check = Callable[[Call], None]
+"""Raises `UncoveredError` for a call that an adapter does not cover, from its module's options and its arguments."""
+
 PlainForm = Callable[..., Any]
 """Plain torch code of a module without token mixing: `form(module, *args, **kwargs)` returns the result of its call."""
 
@@ -105,6 +108,8 @@ class Architecture:
             to this number. Each is None where an operator replaces the forward.
         shared_values: `shared_values(module, arguments)` computes the tensor that the host's forward returns for later
             layers, which read it through a port of their own, such as RWKV-7's values of the first layer.
+        check: `check(call)` raises `UncoveredError` for a call that `build` does not cover. `trace` runs it for every
+            layer, so it reads options, arguments and shapes, and computes no operator.
     """
 
     name: str
@@ -117,6 +122,7 @@ class Architecture:
     needs_capture: bool = False
     extra_outputs: ExtraOutputs = 0
     shared_values: SharedValues | None = None
+    check: Check | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,7 @@ def register_architecture(
     needs_capture: bool = False,
     extra_outputs: ExtraOutputs = 0,
     shared_values: SharedValues | None = None,
+    check: Check | None = None,
 ) -> Callable[[Adapter], Adapter]:
     """Register an adapter for host classes named as strings, "package.module.Class"; subclasses match by their MRO.
 
@@ -178,6 +185,7 @@ def register_architecture(
             needs_capture,
             extra_outputs,
             shared_values,
+            check,
         )
         _architectures[name] = architecture
         _hosts.update(dict.fromkeys(hosts, architecture))

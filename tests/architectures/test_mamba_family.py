@@ -138,9 +138,9 @@ def test_packed_sequences_are_refused_by_name(name: str) -> None:
     x = torch.randn(2, 5, module.hidden_size)
     call = Call(module, "layers.0.mamba", {"hidden_states": x, "seq_idx": torch.zeros(2, 5, dtype=torch.int32)}, x)
     architecture = architecture_of(type(module))
-    assert architecture is not None
+    assert architecture is not None and architecture.check is not None
     with pytest.raises(UncoveredError, match=r"layers\.0\.mamba .* was called with 'seq_idx'"):
-        architecture.build(call)
+        architecture.check(call)
 
 
 def test_heads_of_a_group_have_the_same_query_and_key() -> None:

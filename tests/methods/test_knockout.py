@@ -211,7 +211,7 @@ def test_bad_options_say_what_is_accepted(options: dict[str, Any], error: type[E
 def test_two_streams_and_models_without_logits_are_refused() -> None:
     model = host("mamba").model().backbone
     found = trace(model, host("mamba").inputs())
-    with pytest.raises(InputError, match="without logits; give `logit` as a function of its output"):
+    with pytest.raises(InputError, match="no logits; give `logit` as a function of its output"):
         explain(found, method="knockout", target=-1)
     settings = dict(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
     model = transformers_model("T5ForConditionalGeneration", "T5Config", **settings)().eval()

@@ -56,7 +56,7 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
     "registers": (lambda: vision("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig"), (8, 8)),
     "beit": (lambda: vision("BeitModel", "BeitConfig"), (8, 8)),
     "clip": (lambda: vision("CLIPVisionModel", "CLIPVisionConfig"), (8, 8)),
-    "siglip": (lambda: vision("SiglipVisionModel", "SiglipVisionConfig"), (8, 8)),
+    "siglip": (lambda: vision("SiglipVisionModel", "SiglipVisionConfig", vision_use_head=False), (8, 8)),
     "vit_msn": (lambda: vision("ViTMSNModel", "ViTMSNConfig"), (8, 8)),
     "vim": (lambda: vim("middle"), (8, 12)),
     "vim, CLS at both ends": (lambda: vim("double"), (8, 12)),

@@ -2,13 +2,21 @@
 
 from unilinattn.architectures.probe import add_output, add_values, probe
 from unilinattn.call import Call
-from unilinattn.call.attention_interface import attention_weights, capture, only_attention, value_source
+from unilinattn.call.attention_interface import (
+    attention_weights,
+    capture,
+    only_attention,
+    require_same_tokens,
+    value_source,
+)
 from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
 
-@register_architecture(name="attention", kind="softmax attention", capture=capture, needs_capture=True)
+@register_architecture(
+    name="attention", kind="softmax attention", capture=capture, needs_capture=True, check=require_same_tokens
+)
 def attention(call: Call) -> Flow:
     """Softmax attention behind transformers' interface: weights recomputed, projections probed and verified.
 

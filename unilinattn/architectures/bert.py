@@ -2,7 +2,7 @@
 
 from unilinattn.architectures.probe import add_values, probe
 from unilinattn.call import Call, linear_layer
-from unilinattn.call.attention_interface import attention_weights, only_attention, value_source
+from unilinattn.call.attention_interface import attention_weights, only_attention, require_same_tokens, value_source
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
@@ -21,14 +21,18 @@ HOSTS = tuple(
 )
 
 
-@register_architecture(*HOSTS, name="bert", kind="softmax attention (post-norm)", needs_capture=True)
-def bert(call: Call) -> Flow:
-    """BERT's layout: attention, output projection, residual and LayerNorm in one module."""
+def _check(call: Call) -> None:
     if call.host.is_cross_attention:
         raise UncoveredError(
             f"{call.name}: cross-attention whose residual and LayerNorm stand inside the module is not covered; "
             "trace only the encoder."
         )
+    require_same_tokens(call)
+
+
+@register_architecture(*HOSTS, name="bert", kind="softmax attention (post-norm)", needs_capture=True, check=_check)
+def bert(call: Call) -> Flow:
+    """BERT's layout: attention, output projection, residual and LayerNorm in one module."""
     host, seen = call.host, only_attention(call)
     weights, repeats, _ = attention_weights(call, seen)
     _, source = value_source(call, seen)

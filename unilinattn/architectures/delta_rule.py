@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.call import Call, Host, unmasked_leak
+from unilinattn.call import Call, Host, refusing, unmasked_leak
 from unilinattn.errors import UncoveredError, nearest
 from unilinattn.mixers import DeltaRule
 from unilinattn.operator.flow import Flow, silu
@@ -21,6 +21,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "swish": silu, "s
     name="qwen3_next",
     kind="gated DeltaNet",
     padding_leak=unmasked_leak,
+    check=refusing("cache_params", "cu_seq_lens_q"),
 )
 def qwen3_next(call: Call) -> Flow:
     """Gated delta rule of Qwen3-Next: two fused projections, whose rows are grouped by key head.
@@ -53,6 +54,7 @@ def qwen3_next(call: Call) -> Flow:
     name="qwen3_5",
     kind="gated DeltaNet",
     padding_leak=unmasked_leak,
+    check=refusing("cache_params", "cu_seq_lens_q"),
 )
 def qwen3_5(call: Call) -> Flow:
     """Gated delta rule of Qwen3.5: one projection for queries, keys and values, one each for strength, decay and gate.
@@ -79,6 +81,7 @@ def qwen3_5(call: Call) -> Flow:
     name="olmo_hybrid",
     kind="gated DeltaNet",
     padding_leak=unmasked_leak,
+    check=refusing("cache_params", "cu_seq_lens_q"),
 )
 def olmo_hybrid(call: Call) -> Flow:
     """Gated delta rule of OlmoHybrid: separate projections, and strengths up to 2 (negative eigenvalues).
@@ -109,6 +112,7 @@ def olmo_hybrid(call: Call) -> Flow:
     name="kimi_delta",
     kind="Kimi delta attention (KDA)",
     padding_leak=unmasked_leak,
+    check=refusing("cache_params", "cu_seq_lens_q"),
 )
 def kimi_delta(call: Call) -> Flow:
     """Kimi delta attention: a delta rule with one decay per key coordinate, and a sigmoid output gate.
@@ -156,7 +160,6 @@ def _delta_rule(
 
     Raises `UncoveredError` if the activation of the output gate is unknown.
     """
-    call.refuse("cache_params", "cu_seq_lens_q")
     # The first versions convolve by the causal-conv1d package; without it, by torch and always with SiLU.
     by_torch = getattr(call.module, "causal_conv1d_fn", ...) is None
     activation = "silu" if by_torch else getattr(call.module, "activation", "silu")

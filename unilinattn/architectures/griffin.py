@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.call import Call, host_function, padded_left
+from unilinattn.call import Call, host_function, padded_left, refusing
 from unilinattn.mixers import DiagonalDecay
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
@@ -29,6 +29,7 @@ def _extras(block: nn.Module) -> int:
     kind="Griffin (RG-LRU)",
     padding_leak=_leak,
     extra_outputs=_extras,
+    check=refusing("past_key_values"),
 )
 def griffin(call: Call) -> Flow:
     """RG-LRU of RecurrentGemma: h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t, each channel a head.
@@ -37,7 +38,6 @@ def griffin(call: Call) -> Flow:
     and the input is not scaled by sqrt(1 - a^2).
     """
     host, unit = call.host, call.host.rg_lru
-    call.refuse("past_key_values")
     gate = call.affine(host.linear_y)(call.input)
     reset = (call.arguments["position_ids"] == 0).to(call.input.device).expand(call.input.shape[:2])
 

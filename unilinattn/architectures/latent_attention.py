@@ -4,7 +4,7 @@ import torch
 
 from unilinattn.architectures.probe import add_output, probe, values_missed
 from unilinattn.call import Call, Captured, package_version
-from unilinattn.call.attention_interface import attention_weights, only_attention
+from unilinattn.call.attention_interface import attention_weights, only_attention, require_same_tokens
 from unilinattn.call.exactness import tolerance
 from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
@@ -34,7 +34,14 @@ HOSTS = tuple(
 )
 
 
-@register_architecture(*HOSTS, name="latent_attention", kind="multi-head latent attention (MLA)", needs_capture=True)
+def _check(call: Call) -> None:
+    call.refuse("past_key_values")
+    require_same_tokens(call)
+
+
+@register_architecture(
+    *HOSTS, name="latent_attention", kind="multi-head latent attention (MLA)", needs_capture=True, check=_check
+)
 def latent_attention(call: Call) -> Flow:
     """Softmax attention whose values are a matrix of a latent: input projection, frozen RMS norm, up-projection.
 
@@ -42,7 +49,6 @@ def latent_attention(call: Call) -> Flow:
     For a layer that reads another layer's latent, `core` works, and anything that needs the values raises
     `UncoveredError`.
     """
-    call.refuse("past_key_values")
     seen = only_attention(call)
     weights, _, mixed = attention_weights(call, seen)
     _, output = probe(call, seen, call.input)

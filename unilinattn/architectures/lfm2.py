@@ -1,6 +1,6 @@
 """LFM2: a short convolution between two gates is the only token mixer."""
 
-from unilinattn.call import Call, projection_leak
+from unilinattn.call import Call, projection_leak, refusing
 from unilinattn.mixers import Toeplitz
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.stages import Mix
@@ -13,13 +13,13 @@ from unilinattn.registry import register_architecture
     name="lfm2",
     kind="short convolution (LFM2)",
     padding_leak=projection_leak,
+    check=refusing("past_key_values"),
 )
 def lfm2(call: Call) -> Flow:
     """Gated short convolution of LFM2: C * conv(B * x), with the convolution as core.
 
     Liquid AI, LFM2 Technical Report, 2025, section 2.2. B, C and x are one projection; both gates are frozen.
     """
-    call.refuse("past_key_values")
     host = call.host
     mask = call.padding_scale(call.arguments.get("attention_mask"))
     masked = call.input if mask is None else call.input * mask

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.architectures.s6 import s6_core
-from unilinattn.call import Call, masks_by_function, projection_leak
+from unilinattn.call import Call, masks_by_function, projection_leak, refusing
 from unilinattn.mixers import DiagonalDecay
 from unilinattn.operator.flow import Flow, silu
 from unilinattn.registry import register_architecture
@@ -27,7 +27,11 @@ def leak(module: nn.Module, mask: Tensor) -> str | None:
 
 
 @register_architecture(
-    "transformers.models.mamba.modeling_mamba.MambaMixer", name="mamba", kind="Mamba-1 (S6)", padding_leak=leak
+    "transformers.models.mamba.modeling_mamba.MambaMixer",
+    name="mamba",
+    kind="Mamba-1 (S6)",
+    padding_leak=leak,
+    check=refusing("seq_idx"),
 )
 def mamba(call: Call) -> Flow:
     """S6 of Mamba in transformers: each channel is a head, and all heads share the query C and the key B.
@@ -42,6 +46,7 @@ def mamba(call: Call) -> Flow:
     name="falcon_mamba",
     kind="Mamba-1 (S6), normalised",
     padding_leak=leak,
+    check=refusing("seq_idx"),
 )
 def falcon_mamba(call: Call) -> Flow:
     """S6 of FalconMamba: the step, key and query pass an RMS norm without weights, which is frozen with them.
@@ -57,6 +62,7 @@ def falcon_mamba(call: Call) -> Flow:
     name="jamba",
     kind="Mamba-1 (S6), normalised",
     padding_leak=leak,
+    check=refusing("seq_idx"),
 )
 def jamba(call: Call) -> Flow:
     """S6 of Jamba: the step, key and query pass one weighted RMS norm each, which is frozen with them.
@@ -81,6 +87,7 @@ def jamba(call: Call) -> Flow:
     name="zamba",
     kind="Mamba-1 (S6), several Mamba heads",
     padding_leak=leak,
+    check=refusing("seq_idx"),
 )
 def zamba(call: Call) -> Flow:
     """S6 of Zamba in several Mamba heads: each projects its step, key and query from its channels only.
@@ -109,7 +116,6 @@ def _layer(
     projection that produce the values and the gate; by default its first and its second half.
     """
     host, tensor, inner = call.host, call.tensor, call.host.intermediate_size
-    call.refuse("seq_idx")
     carries, gates = carries or slice(inner), gates or slice(inner, None)
     projection = call.affine(host.in_proj)
     mask = call.padding_scale(call.arguments.get("attention_mask"))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.call import Affine, Call, masks_by_function, package_version, projection_leak
+from unilinattn.call import Affine, Call, masks_by_function, package_version, projection_leak, refusing
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import ScalarDecay
 from unilinattn.operator.flow import Flow, silu
@@ -20,6 +20,7 @@ from unilinattn.registry import register_architecture
     name="mamba2",
     kind="Mamba-2 (SSD)",
     padding_leak=projection_leak,
+    check=refusing("seq_idx"),
 )
 def mamba2(call: Call) -> Flow:
     """SSD of Mamba-2 in transformers: groups of heads share query C and key B; the gate, then a grouped RMS norm.
@@ -29,29 +30,44 @@ def mamba2(call: Call) -> Flow:
     return _gated_norm(call, call.host.time_step_limit)
 
 
+def _check_chunks(call: Call) -> None:
+    """Raise `UncoveredError` for several chunks with transformers < 5.17, which passes wrong states between them."""
+    call.refuse("seq_idx")
+    length = call.input.shape[1]
+    if not masks_by_function(call.module) and length > call.host.chunk_size:
+        raise UncoveredError(
+            f"{call.name} ({type(call.module).__name__} of {package_version(call.module)}) hands the wrong states from "
+            f"chunk to chunk: {length} tokens with chunk_size {call.host.chunk_size}. Trace at most chunk_size tokens, "
+            "or use a newer version."
+        )
+
+
 @register_architecture(
     "transformers.models.zamba2.modeling_zamba2.Zamba2MambaMixer",
     "transformers.models.nemotron_h.modeling_nemotron_h.NemotronHMamba2Mixer",
     name="mamba2_floor",
     kind="Mamba-2 (SSD)",
     padding_leak=projection_leak,
+    check=_check_chunks,
 )
 def mamba2_floor(call: Call) -> Flow:
     """SSD of Zamba2 and NemotronH: the step has a lower limit only.
 
-    LaTIM Eq. 13-14 and 24-25. Raises `UncoveredError` for more than `chunk_size` tokens with transformers < 5.17,
-    which passes wrong states between chunks.
+    LaTIM Eq. 13-14 and 24-25.
     """
-    host, length = call.host, call.input.shape[1]
-    if masks_by_function(call.module):
-        return _gated_norm(call, host.time_step_limit)
-    if length > host.chunk_size:
+    host = call.host
+    later = masks_by_function(call.module)
+    return _gated_norm(call, host.time_step_limit if later else (host.time_step_min, torch.inf))
+
+
+def _check_tokens(call: Call) -> None:
+    """Raise `UncoveredError` if the host returns another number of tokens than it was given."""
+    call.refuse("seq_idx")
+    if call.output is not None and call.output.shape[1] != call.input.shape[1]:
         raise UncoveredError(
-            f"{call.name} ({type(call.module).__name__} of {package_version(call.module)}) hands the wrong states from "
-            f"chunk to chunk: {length} tokens with chunk_size {host.chunk_size}. Trace at most chunk_size tokens, or "
-            "use a newer version."
+            f"{call.name} ({type(call.module).__name__} of {package_version(call.module)}) returns "
+            f"{call.output.shape[1]} tokens for {call.input.shape[1]}. Trace several tokens, or use a newer version."
         )
-    return _gated_norm(call, (host.time_step_min, torch.inf))
 
 
 @register_architecture(
@@ -59,19 +75,14 @@ def mamba2_floor(call: Call) -> Flow:
     name="falcon_h1",
     kind="Mamba-2 (SSD), multipliers",
     padding_leak=projection_leak,
+    check=_check_tokens,
 )
 def falcon_h1(call: Call) -> Flow:
     """SSD of FalconH1: multipliers on the input and on each part of its projection; norm and gate in either order.
 
-    LaTIM Eq. 13-14 and 24-25. The multipliers are folded into the projection; the norm is optional. Raises
-    `UncoveredError` if the host returns another number of tokens than it was given.
+    LaTIM Eq. 13-14 and 24-25. The multipliers are folded into the projection; the norm is optional.
     """
     host, tensor = call.host, call.tensor
-    if call.output is not None and call.output.shape[1] != call.input.shape[1]:
-        raise UncoveredError(
-            f"{call.name} ({type(call.module).__name__} of {package_version(call.module)}) returns "
-            f"{call.output.shape[1]} tokens for {call.input.shape[1]}. Trace several tokens, or use a newer version."
-        )
     multipliers, (weight, bias) = tensor(host.mup_vector).flatten(), call.affine(host.in_proj)
     weight = weight * host.ssm_in_multiplier * multipliers[:, None]
     projection = Affine(weight, None if bias is None else bias * multipliers)
@@ -99,7 +110,6 @@ def _gated_norm(call: Call, limit: Sequence[float]) -> Flow:
 def _mixed(call: Call, projection: Affine, limit: Sequence[float]) -> tuple[Flow, Callable[[], Tensor]]:
     """Return the flow up to the core and its skip, and a function that computes the frozen gate."""
     host, tensor = call.host, call.tensor
-    call.refuse("seq_idx")
     inner, heads, groups, state = host.intermediate_size, host.num_heads, host.n_groups, host.ssm_state_size
     mask = call.padding_scale(call.arguments.get("attention_mask"))
     flow = Flow(call.input).scale(mask, role="input")

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from unilinattn.call import Call
+from unilinattn.call import Call, refusing
 from unilinattn.mixers import ScalarDecay
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
@@ -14,6 +14,7 @@ from unilinattn.registry import register_architecture
     name="minimax",
     kind="lightning attention",
     extra_outputs=1,
+    check=refusing("past_key_values"),
 )
 def minimax(call: Call) -> Flow:
     """Lightning attention of MiniMax: activated queries, keys and values, an RMS norm, then a sigmoid gate.
@@ -21,7 +22,6 @@ def minimax(call: Call) -> Flow:
     Qin et al., ICML 2024 (Lightning Attention-2); MiniMax-01, 2025, section 2.2. The host computes in blocks with
     tables of decays, which equals one recurrence with decay exp(-slope) per head. Only the values carry.
     """
-    call.refuse("past_key_values")
     host = call.host
     heads, width = host.num_attention_heads, host.head_dim
     mask = call.padding_scale(call.arguments.get("attention_mask"))

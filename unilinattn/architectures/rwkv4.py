@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unilinattn.call import Call, padded_left
+from unilinattn.call import Call, padded_left, refusing
 from unilinattn.mixers import NormalizedExponential, Toeplitz
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
@@ -57,6 +57,7 @@ def _leak(layer: nn.Module, mask: Tensor) -> str | None:
     capture=stand_ins,
     padding_leak=_leak,
     extra_outputs=1,
+    check=refusing("state"),
 )
 def rwkv4(call: Call) -> Flow:
     """RWKV-4's time mixing: token shift, a normalised exponential with a bonus for the token itself, receptance.
@@ -65,7 +66,6 @@ def rwkv4(call: Call) -> Flow:
     divides the output weights of block n by 2^(n // rescale_every) at its first evaluation pass; the operator uses the
     weights that ran.
     """
-    call.refuse("state")
     host = call.host
     frozen = [
         functional.linear(_shifted(call, mix), call.tensor(projection.weight))
@@ -87,6 +87,7 @@ def rwkv4(call: Call) -> Flow:
     kind="RWKV-4 channel mixing (token shift)",
     padding_leak=_leak,
     extra_outputs=1,
+    check=refusing("state"),
 )
 def rwkv4_channel(call: Call) -> Flow:
     """RWKV-4's channel mixing: a token shift, which is the core, an MLP and receptance.
@@ -94,7 +95,6 @@ def rwkv4_channel(call: Call) -> Flow:
     Peng et al., EMNLP Findings 2023, Eq. 17-19. max(k, 0)^2 is k times the frozen max(k, 0); receptance is frozen. Both
     matrices follow the core, so `unified` is the token shift too.
     """
-    call.refuse("state")
     host = call.host
     receptance = functional.linear(_shifted(call, host.time_mix_receptance), call.tensor(host.receptance.weight))
     mix = call.tensor(host.time_mix_key).flatten()

@@ -1,5 +1,7 @@
 """Softmax attention of timm's vision transformers: ViT, DeiT and every model built from the same module."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -12,11 +14,23 @@ from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
 
+def _check(call: Call) -> None:
+    """Raise `UncoveredError` for a norm between attention and projection that is neither a LayerNorm nor an RmsNorm."""
+    norm = _scale_norm_of(call)
+    if norm is None or isinstance(norm, nn.LayerNorm) or (_is_rms_norm(norm) and norm.eps is not None):
+        return
+    raise UncoveredError(
+        f"{call.name} (timm's Attention, {package_version(call.module)}): scale_norm with {norm} is not covered; "
+        "LayerNorm and RmsNorm are."
+    )
+
+
 @register_architecture(
     "timm.layers.attention.Attention",
     "timm.models.vision_transformer.Attention",
     name="timm-attention",
     kind="softmax attention",
+    check=_check,
 )
 def timm_attention(call: Call) -> Flow:
     """Attention of timm's ViT and DeiT, fused or eager, with optional query, key and output norms and output gate.
@@ -57,19 +71,18 @@ def _mask(call: Call, scores: Float[Tensor, "batch head query key"]) -> Tensor:
 
 
 def _scale_norm(flow: Flow, call: Call) -> None:
-    """Append the norm between attention and projection, if the model has one.
-
-    Raises `UncoveredError` unless it is a LayerNorm or an RmsNorm.
-    """
-    norm = getattr(call.module, "norm", None)
-    if norm is None or isinstance(norm, nn.Identity):
-        return
+    """Append the norm between attention and projection, if the model has one."""
+    norm = _scale_norm_of(call)
     if isinstance(norm, nn.LayerNorm):
         flow.layer_norm(*call.affine(norm), eps=norm.eps)
-    elif type(norm).__name__.startswith(("RmsNorm", "RMSNorm")) and norm.eps is not None:
+    elif norm is not None:
         flow.rms_norm(call.tensor(norm.weight), float(norm.eps))
-    else:
-        raise UncoveredError(
-            f"{call.name} (timm's Attention, {package_version(call.module)}): scale_norm with {norm} is not covered; "
-            "LayerNorm and RmsNorm are."
-        )
+
+
+def _scale_norm_of(call: Call) -> Any:
+    norm = getattr(call.module, "norm", None)
+    return None if isinstance(norm, nn.Identity) else norm
+
+
+def _is_rms_norm(norm: nn.Module) -> bool:
+    return type(norm).__name__.startswith(("RmsNorm", "RMSNorm"))

@@ -17,27 +17,29 @@ def _leak(layer: nn.Module, mask: Tensor) -> str | None:
     return "its memory takes in padded tokens like any other" if padded_left(mask) else None
 
 
+def _check(call: Call) -> None:
+    if call.arguments.get("state") is not None:
+        raise UncoveredError(
+            f"{call.name}: the call continues from a state (use_cache, or more tokens than max_inference_chunksize = "
+            f"{call.host.config.max_inference_chunksize}); run the whole sequence at once, without a cache."
+        )
+
+
 @register_architecture(
     "transformers.models.xlstm.modeling_xlstm.xLSTMLayer",
     name="xlstm",
     kind="xLSTM (mLSTM)",
     padding_leak=_leak,
     extra_outputs=1,
+    check=_check,
 )
 def xlstm(call: Call) -> Flow:
     """mLSTM of xLSTM-7B: soft-capped exponential gates, a LayerNorm per head, a sigmoid output gate.
 
     Beck et al., NeurIPS 2024, Eq. 19-27; Beck et al., 2025 (xLSTM 7B). Only the values carry; the normaliser is
     frozen. With every kernel the host starts from a zero memory and the running maximum m_0 = 0.
-
-    Raises `UncoveredError` if the call continues from a state.
     """
     host, config = call.host, call.host.config
-    if call.arguments.get("state") is not None:
-        raise UncoveredError(
-            f"{call.name}: the call continues from a state (use_cache, or more tokens than max_inference_chunksize = "
-            f"{config.max_inference_chunksize}); run the whole sequence at once, without a cache."
-        )
     (query, key, value, gate), (enter, forget) = _projections(call)
     x, heads = call.input, config.num_heads
     queries, keys = (rows(x).unflatten(-1, (heads, -1)) for rows in (query, key))

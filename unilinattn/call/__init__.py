@@ -12,6 +12,7 @@ from unilinattn.call.call import (
     package_version,
     padded_left,
     projection_leak,
+    refusing,
     unmasked_leak,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "package_version",
     "padded_left",
     "projection_leak",
+    "refusing",
     "unmasked_leak",
 ]

@@ -1,5 +1,6 @@
 """Record the inputs of a host's softmax attention through transformers' attention interface, and its weights."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from unilinattn.call.call import Call, Captured, host_function, package_version
 from unilinattn.call.entries import Entries
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
+
+EAGER = "eager_attention_forward"
+"""Name of the eager attention function in a file of transformers, or its end: two towers may have one each."""
 
 INTERFACE = "unilinattn"
 """Name under which the attention function and its mask function are registered in transformers."""
@@ -56,7 +60,7 @@ def capture(model: nn.Module, mark: Callable[[nn.Module, Any], None]) -> Iterato
     def handle(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Any:
-        eager, fused = host_function(module, "eager_attention_forward"), chosen.get(id(module.config)) == "sdpa"
+        eager, fused = eager_function(module), chosen.get(id(module.config)) == "sdpa"
         if mask is not None and mask.dtype == torch.bool and fused:
             eager = _keeping(eager)
         elif mask is None and fused and _is_causal(module, query, options):
@@ -182,6 +186,42 @@ def value_source(call: Call, seen: Captured) -> tuple[str, Tensor]:
     return "x", call.input
 
 
+def require_same_tokens(call: Call) -> None:
+    """Raise `UncoveredError` unless a layer attends once, from the tokens of its output to those of its values' source.
+
+    Keys that are no tokens of the source are those of a cache or of a second stream, or compressed ones.
+    """
+    seen = only_attention(call)
+    port, source = value_source(call, seen)
+    queries, keys = (tuple(x.shape[:3:2]) for x in (seen.record.query, seen.record.value))
+    host = f"{call.name} ({type(call.module).__name__} of {package_version(call.module)})"
+    if keys != tuple(source.shape[:2]):
+        raise UncoveredError(
+            f"{host}: its attention has {keys[1]} keys in each of {keys[0]} sequences, and its input {port!r} has "
+            f"{source.shape[1]} tokens in each of {source.shape[0]}, so a key is not one of these tokens, as with keys "
+            "of two streams in one attention, compressed keys or windows. Register an adapter for this class."
+        )
+    if call.output is not None and queries != tuple(call.output.shape[:2]):
+        raise UncoveredError(
+            f"{host}: its attention has {queries[1]} queries in each of {queries[0]} sequences, and its output has the "
+            f"shape {tuple(call.output.shape)}, so a query is not one token of the output, as with windows. Register "
+            "an adapter for this class."
+        )
+
+
+def eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return the eager attention function that the `forward` of a module's class names, such as that of its tower.
+
+    A forward that names none uses the one of the file. Raises `UncoveredError` if there is none.
+    """
+    for ancestor in type(module).__mro__:
+        forward = inspect.unwrap(vars(ancestor).get("forward", eager_function))
+        names = (name for name in forward.__code__.co_names if name.endswith(EAGER) and name in forward.__globals__)
+        if (name := next(names, None)) is not None:
+            return forward.__globals__[name]
+    return host_function(module, EAGER)
+
+
 def cast(call: Call, value: Any) -> Any:
     """Move an argument, or the tensors nested in it, to the operator's dtype and device, without gradients."""
     if isinstance(value, Tensor):
@@ -239,7 +279,7 @@ def _dispatch(
 
         implementation = _implementation(getattr(module, "config", None))
         named = None if implementation in (None, "eager") else ALL_ATTENTION_FUNCTIONS.get(implementation)
-        handle = named or host_function(module, "eager_attention_forward")
+        handle = named or eager_function(module)
     return handle(module, query, key, value, attention_mask, **options)
 
 
@@ -252,9 +292,9 @@ def _mask(*, config: Any = None, **given: Any) -> Tensor | None:
 
     implementation = _implementation(config) or "eager"
     make = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
-    if _handler.get() is None or (implementation == "sdpa" and make(config=config, **given) is None):
-        return None if make is None else make(config=config, **given)
-    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["eager"](config=config, **given)
+    if _handler.get() is not None and (implementation != "sdpa" or make(config=config, **given) is not None):
+        make = ALL_MASK_ATTENTION_FUNCTIONS.get("eager")
+    mask: Tensor | None = None if make is None else make(config=config, **given)
     return mask
 
 

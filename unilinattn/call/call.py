@@ -1,7 +1,7 @@
 """`Call`: one call of a host's token-mixing module, the argument of an adapter."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -120,6 +120,11 @@ class Host:
                 f"{package_version(self._module)}: that version changed the host. Use a version that the "
                 "coverage table lists, or register an adapter for this one."
             ) from None
+
+
+def refusing(*options: str) -> Callable[[Call], None]:
+    """Return the `check` of an adapter that does not cover calls with these options."""
+    return lambda call: call.refuse(*options)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.metrics import tensor_text
-from unilinattn.tracing.inputs import token_ids
+from unilinattn.tracing.inputs import input_embedding, token_ids, vocabulary_size
 
 Masking = Literal["zero", "mean", "blur", "token", "reference"]
 """The values that replace a removed token or patch."""
@@ -98,7 +98,7 @@ def removal(
         return _embeddings(model, given, ids, masking)
     if ids is None:
         raise InputError("masking='token' replaces token ids, and the inputs have embeddings; give the ids.")
-    size = getattr(_embedding(model), "num_embeddings", None)
+    size = vocabulary_size(model)
     if not isinstance(mask_token_id, int) or not 0 <= mask_token_id < (size or mask_token_id + 1):
         raise OptionError(
             f"mask_token_id={mask_token_id!r}; " + (f"the model knows ids 0 to {size - 1}." if size else "give an id.")
@@ -117,7 +117,7 @@ def real_tokens(given: Mapping[str, Any], shape: tuple[int, ...]) -> Bool[Tensor
 def _embeddings(model: nn.Module, given: Mapping[str, Any], ids: Tensor | None, masking: Masking) -> Removal:
     arguments = dict(given)
     if ids is not None:
-        embedding, parameters = _embedding(model), inspect.signature(model.forward).parameters
+        embedding, parameters = input_embedding(model), inspect.signature(model.forward).parameters
         passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if embedding is None or not (EMBEDS in parameters or passes_on):
             raise InputError(
@@ -198,14 +198,6 @@ def gaussian_blur(
     flat = functional.pad(pixels.flatten(0, 1)[:, None], (radius,) * 4, mode="replicate")
     rows = functional.conv2d(flat, weight[None, None, :, None])
     return functional.conv2d(rows, weight[None, None, None, :]).view_as(pixels)
-
-
-def _embedding(model: nn.Module) -> nn.Module | None:
-    try:
-        embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
-    except NotImplementedError:
-        return None
-    return embedding
 
 
 def _name_of(given: Mapping[str, Any], value: Tensor) -> str:

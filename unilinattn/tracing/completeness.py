@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from unilinattn.call.attention_interface import configurations
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
 from unilinattn.tracing.inputs import call_host, real_tokens
+from unilinattn.tracing.logits import logits_in
 from unilinattn.tracing.module_calls import CallRecord
 from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Held, Run, noisy
@@ -52,12 +53,14 @@ def find_leak(model: nn.Module, given: Mapping[str, Any], layers: Sequence[CallR
     `layers` are the recorded calls of the model's layers on the arguments `given`; the modules of `held` return
     constants. The model and the random number generators are restored.
     """
-    tensors_of_layers = (x for record in layers for x in (record.entered, record.output) if x is not None)
-    streams = {_shape(x) for x in tensors_of_layers if x.ndim == 3}
-    ids = {_shape(x) for name, x in given.items() if _is_ids(name, x)}
+    vectors = [x for record in layers for x in (record.entered, record.output) if x is not None and x.ndim == 3]
+    streams = {_shape(x) for x in vectors}
+    lengths = {length for _, length in streams}
+    # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
+    ids = {_shape(x) for name, x in given.items() if _is_ids(name, x) and x.shape[1] not in lengths}
     halves = {shape: _half(shape) for shape in sorted(streams | ids) if shape[0] * shape[1] > 1}
     perturbed = [_Tokens(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
-    probe = _Probing(model, given, held, streams)
+    probe = _Probing(model, given, held, {tuple(x.shape) for x in vectors})
     entries = probe.run(perturbed)
     leak = probe.first_attention(entries) or _first_leak(entries, halves)
     if leak is not None or not any(_is_signal(name, x, streams) for name, x in given.items()):
@@ -152,7 +155,9 @@ def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor]) -> Leak | None
 class _Probing:
     """Runs of one model on one input, with its layers constant."""
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Any], held: Held, shapes: Collection[Shape]) -> None:
+    def __init__(
+        self, model: nn.Module, given: Mapping[str, Any], held: Held, shapes: Collection[tuple[int, ...]]
+    ) -> None:
         self._model, self._given, self._held, self._shapes = model, given, held, shapes
 
     def run(self, halves: Sequence[_Tokens | _Signal]) -> Entries:
@@ -194,7 +199,7 @@ class _Probe(Run):
         self,
         model: nn.Module,
         held: Held,
-        shapes: Collection[Shape],
+        shapes: Collection[tuple[int, ...]],
         change: "_Tokens | _Signal | Key | None" = None,
         reference: "_Probe | None" = None,
         number: int = 0,
@@ -212,7 +217,9 @@ class _Probe(Run):
         """Call the model under a function mode, and compare its output."""
         with _Functions(self):
             output = call_host(self._model, given)
-        for at, t in enumerate(t for t in tensors(output) if t.is_floating_point() and t.ndim and t.numel()):
+        logits = logits_in(output)  # Also of an object of another kind.
+        results = [*tensors(output), *([] if logits is None else [logits])]
+        for at, t in enumerate(t for t in results if t.is_floating_point() and t.ndim and t.numel()):
             self._compare(("output", "", 1, at), rows if t.ndim == 3 else sample, t)
 
     def entering(self, call: Call, module: nn.Module, inputs: Any) -> None:
@@ -225,7 +232,8 @@ class _Probe(Run):
 
     def reading(self, path: str, number: int, inputs: Any) -> None:
         """Compare the vectors that a layer reads."""
-        vectors = [t for t in tensors(inputs) if t.ndim == 3 and _shape(t) in self._shapes]
+        streams = {shape[:2] for shape in self._shapes}
+        vectors = [t for t in tensors(inputs) if t.ndim == 3 and _shape(t) in streams]
         for at, t in enumerate(t for t in vectors if t.is_floating_point() and t[0, 0].numel() > 1):
             self._compare(("layer", path, number, at), rows, t)
 
@@ -257,7 +265,8 @@ class _Probe(Run):
         # A function without operands makes constants, and one in place changes an operand too.
         makes = not any(True for _ in tensors(args)) or name.endswith("_like") or name.startswith("new_")
         shape = _shape(result)
-        if shape not in self._shapes or shape in self._begun or makes or name.endswith("_") or result.shape[2] < 2:
+        # Channels before tokens have the shape of a stream only with its width.
+        if tuple(result.shape) not in self._shapes or shape in self._begun or makes or name.endswith("_"):
             return result
         self._begun.add(shape)
         if self._is_reference:

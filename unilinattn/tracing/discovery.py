@@ -75,7 +75,7 @@ def remembered_mixers(model: nn.Module, given: Mapping[str, Any], above: int) ->
     answer = _answers.get(model)
     if answer is None or not answer.covers(state_of(model, given), _shapes(_shortened(given, above))):
         return None
-    return tuple(UnregisteredMixer(path, model.get_submodule(path), *rest) for path, *rest in answer.mixers)
+    return tuple(UnregisteredMixer(path, model.get_submodule(path), holds, leak) for path, holds, leak in answer.mixers)
 
 
 def unregistered_mixers(

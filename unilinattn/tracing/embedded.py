@@ -18,7 +18,7 @@ from unilinattn.tracing.nested import tensors
 from unilinattn.tracing.recomputation import constant_parameters
 from unilinattn.tracing.recorder import refuse_dropout
 from unilinattn.tracing.rerun import Rerun, of_sequences
-from unilinattn.tracing.tokens import block_names, find_tokens
+from unilinattn.tracing.tokens import TokenCall, find_tokens
 from unilinattn.tracing.trace import Trace
 from unilinattn.tracing.wrappers import plain_run, require_gradients
 
@@ -44,16 +44,17 @@ class EmbeddedModel:
         self._found, self._model = found, found.host
         self._length = found.layers[-1].output.shape[1]
         self._ids = token_ids(found.arguments)
-        self._place: int | str | None = None
+        self._place: TokenCall | str | None = None
         if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
             raise UncoveredError(f"{found.model} has two streams of tokens, and the scores are those of one.")
         if self._ids is None:
-            blocks = block_names(self._model, found.layers)
-            self._place = in_gradient_mode(False, lambda: find_tokens(self._model, found.arguments, blocks))
+            self._place = in_gradient_mode(False, lambda: find_tokens(self._model, found.arguments, found.layers))
         batch = found.layers[-1].output.shape[0]
         record = _Lookups(None, self._place)
         everything, first = torch.arange(batch), torch.zeros(batch, dtype=torch.long)
         in_gradient_mode(False, lambda: self.isolated(lambda: self._call(record, None, everything, first)))
+        if isinstance(self._place, TokenCall) and record.vectors:
+            self._place.require_same(record.vectors[0])
         recorded = [found.arguments[self._place]] if isinstance(self._place, str) else record.vectors
         if not recorded:
             raise UncoveredError(
@@ -134,7 +135,7 @@ class EmbeddedModel:
         lookups.ids = token_ids(given) if self._ids is not None else None
         with lookups:
             output = call_host(self._model, given)
-        return Rerun(output, kept_positions(given, self._length))
+        return Rerun(output, (len(sequences), self._length), kept_positions(given, self._length))
 
 
 class _Lookups(TorchFunctionMode):
@@ -147,9 +148,10 @@ class _Lookups(TorchFunctionMode):
         parts: for each call its slice of the concatenated channels.
     """
 
-    def __init__(self, replacements: list[Tensor] | None, place: int | str | None) -> None:
+    def __init__(self, replacements: list[Tensor] | None, place: TokenCall | str | None) -> None:
         super().__init__()
-        self._replacements, self._place, self._count = replacements, place, -1
+        self._replacements = replacements
+        self._is_place = place.finder() if isinstance(place, TokenCall) else lambda func, result: False
         self.ids: Tensor | None = None
         self.vectors: list[Tensor] = []
         self.tables: list[Tensor] = []
@@ -157,11 +159,12 @@ class _Lookups(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._count += 1
         if self.ids is None:
-            found = self._count == self._place
+            found = self._is_place(func, result)
         else:
+            # A part of the ids, such as one codebook, may begin at the same place.
             found = func is functional.embedding and bool(args) and args[0].data_ptr() == self.ids.data_ptr()
+            found = found and args[0].numel() == self.ids.numel()
         if not found:
             return result
         if self._replacements is None:

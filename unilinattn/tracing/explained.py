@@ -7,7 +7,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.tracing.logits import Logit, chosen_ids, has_logits, kept_positions, logits_of, picked, places_of
+from unilinattn.tracing.logits import (
+    Logit,
+    chosen_ids,
+    has_logits,
+    kept_positions,
+    logits_in,
+    logits_of,
+    one_each,
+    picked,
+    places_of,
+)
 
 
 class ExplainedLogit:
@@ -22,12 +32,12 @@ class ExplainedLogit:
         self,
         output: Any,
         given: Mapping[str, Any],
-        length: int,
+        tokens: tuple[int, int],
         positions: Callable[[Any], Int[Tensor, " batch"]],
         model: str,
     ) -> None:
-        """Store the traced output, the model's arguments, their number of tokens, and the positions of targets."""
-        self._output, self._given, self._length = output, given, length
+        """Store the traced output, the arguments, the (batch, length) of the layers, and the positions of targets."""
+        self._output, self._given, self._tokens = output, given, tokens
         self._positions, self._model = positions, model
         self._predictions: dict[tuple[int, ...] | None, Tensor] = {}
 
@@ -62,7 +72,8 @@ class ExplainedLogit:
         and for an id that is out of range.
         """
         if callable(logit):
-            return logit(output)
+            value = logit(output)
+            return value if isinstance(value, Tensor) else one_each(value, self._tokens[0])
         logits = self._logits(output, target, kept)
         return picked(logits, self.ids(target, logit, logits))
 
@@ -72,17 +83,19 @@ class ExplainedLogit:
 
     @property
     def _kept(self) -> Int[Tensor, " position"] | None:
-        return kept_positions(self._given, self._length)
+        return kept_positions(self._given, self._tokens[1])
 
     @property
     def _by_token(self) -> bool:
-        logits = getattr(self._output, "logits", None)
-        return isinstance(logits, Tensor) and logits.ndim == 3
+        logits = logits_in(self._output)
+        return logits is not None and logits.ndim == 3
 
     @property
     def _computed(self) -> bool:
         """Whether the traced run computed the logits of every position that its arguments ask for."""
-        return not self._by_token or self._kept is not None or self._output.logits.shape[1] == self._length
+        logits = logits_in(self._output)
+        by_token = logits is not None and logits.ndim == 3
+        return logits is None or not by_token or self._kept is not None or logits.shape[1] == self._tokens[1]
 
     def _place(self, target: Any) -> tuple[int, ...] | None:
         """Return the positions of a target, None for all and for class logits, which have no positions."""
@@ -92,7 +105,7 @@ class ExplainedLogit:
         self, output: Any, target: Any, kept: Int[Tensor, " position"] | None
     ) -> Float[Tensor, "batch *query token"]:
         """Return the logits of an output at a target, at every position for None."""
-        logits = logits_of(output, self._model)
+        logits = logits_of(output, self._model, self._tokens, kept)
         if logits.ndim != 3 or target is None:
             return logits
         positions = self._positions(target)

@@ -21,7 +21,7 @@ from unilinattn.tracing.inputs import bound_arguments, call_host, token_ids
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.live_layer import live_output
-from unilinattn.tracing.logits import Logit
+from unilinattn.tracing.logits import Logit, one_each
 from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.recomputation import captures
 from unilinattn.tracing.recorder import MAIN, refuse_dropout
@@ -39,7 +39,7 @@ from unilinattn.tracing.shares import (
     embedding_part,
     linearized,
 )
-from unilinattn.tracing.tokens import block_names, find_tokens, first_stream, require_own_tokens
+from unilinattn.tracing.tokens import TokenCall, block_names, find_tokens, first_stream, require_own_tokens
 from unilinattn.tracing.trust import require_trust, tolerance
 from unilinattn.tracing.wrappers import plain_run, require_gradients
 
@@ -114,10 +114,10 @@ class FrozenRun:
         self._sources: list[tuple[str, Tensor]] | None = None
         self._path: list[tuple[str, nn.Module, Stream | None]] = []
         self._ids = token_ids(given)
-        self._place: int | str | None = None
-        require_own_tokens(model, given, self._ids, layers[0].output.shape[1])
+        self._place: TokenCall | str | None = None
+        require_own_tokens(model, given, self._ids, layers)
         if self._ids is None:
-            self._place = in_gradient_mode(False, lambda: find_tokens(model, given, self._blocks))
+            self._place = in_gradient_mode(False, lambda: find_tokens(model, given, layers))
         for layer in layers:
             # An operator that replaced the host's forward is built when it is needed, one at a time.
             if layer.prefix_error is None:
@@ -226,7 +226,10 @@ class FrozenRun:
         return biases(self._linearized(target, logit), self._sources, self._layers, self.outputs, self._entry)
 
     def _linearized(self, target: Any, logit: Logit) -> Linearized:
-        return linearized(self._output, self._tangents, lambda output: self._choose(output, target, logit))
+        batch = len(self._layers[-1].output)
+        return linearized(
+            self._output, self._tangents, lambda output: one_each(self._choose(output, target, logit), batch)
+        )
 
     def _again(self, **changed: Any) -> "FrozenRun":
         """Return a copy of this run that has not run yet, with some attributes changed."""
@@ -295,6 +298,8 @@ class FrozenRun:
 
     def _leaf(self, vectors: Tensor, whole: bool) -> Tensor:
         """Return tokens' vectors as a leaf of the graph; the host may write into the copy that it gets."""
+        if isinstance(self._place, TokenCall):
+            self._place.require_same(vectors)
         self._leaves.append(vectors.detach().clone().requires_grad_())
         carried = self._leaves[-1].clone()
         return forward_ad.make_dual(carried, vectors.detach().clone()) if whole else carried
@@ -320,7 +325,7 @@ class FrozenRun:
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entered = None
         if name in self._blocks:
-            # `_marker` counts the functions that the host calls.
+            # The mode of the run counts the functions that the host calls.
             with torch._C.DisableTorchFunction():
                 stream = first_stream((*args, *kwargs.values()))
                 if stream is not None and stream.requires_grad:
@@ -371,15 +376,14 @@ class FrozenRun:
 
     def _marker(self, whole: bool) -> Callable[[Any, Any, Any], Any]:
         """Return the function that makes tokens' vectors carried, from a function, its arguments and its result."""
-        count = 0
+        place, ids = self._place, self._ids
+        is_place = place.finder() if isinstance(place, TokenCall) else lambda func, result: False
 
         def mark(func: Any, args: Any, result: Any) -> Any:
-            nonlocal count
-            count += 1
-            if self._ids is None:
-                is_tokens = count - 1 == self._place
+            if ids is None:
+                is_tokens = is_place(func, result)
             else:
-                is_tokens = func is functional.embedding and args and args[0].data_ptr() == self._ids.data_ptr()
+                is_tokens = func is functional.embedding and bool(args) and args[0].data_ptr() == ids.data_ptr()
             return self._leaf(result, whole) if is_tokens else result
 
         return mark

@@ -86,6 +86,24 @@ def max_positions(model: nn.Module) -> int | None:
     return most if isinstance(most, int) and most > 0 else None
 
 
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the module of `get_input_embeddings`, None for a model that does not define it.
+
+    transformers defines it for every model and raises an error where it finds no such module, as for two towers.
+    """
+    try:
+        embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
+    return embedding
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Return the number of ids that a model embeds, None if it is unknown."""
+    size = getattr(input_embedding(model), "num_embeddings", None)
+    return size if isinstance(size, int) else None
+
+
 def pixels(given: Mapping[str, Any]) -> Float[Tensor, "batch channel height width"] | None:
     """Return the images among a host's arguments, None if there are none or several tensors of them."""
     images = [x for x in given.values() if isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point()]
@@ -193,8 +211,7 @@ def _check_ids(model: nn.Module, given: Mapping[str, Any]) -> None:
         raise InputError(f"input_ids are {what}; integer token ids of shape (batch, length) are needed.")
     if ids.shape[0] == 0 or ids.shape[1] == 0:
         raise InputError(f"input_ids have shape {tuple(ids.shape)}; at least one sequence of one token is needed.")
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    size = getattr(embedding, "num_embeddings", None)
+    size = vocabulary_size(model)
     if size is not None and (int(ids.min()) < 0 or int(ids.max()) >= size):
         raise InputError(
             f"input_ids reach from {int(ids.min())} to {int(ids.max())}; the model knows ids 0 to {size - 1}."

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import index
 from typing import Any
 
@@ -27,32 +28,91 @@ def logits_at(
 ) -> dict[str, Any]:
     """Return the arguments of a model with `logits_to_keep` set to `positions`, if the model accepts it.
 
-    The arguments are unchanged for inputs of at most `above` tokens, if they have `logits_to_keep` already, and if they
-    have `labels`, whose loss needs all logits.
+    The arguments are unchanged for inputs of at most `above` tokens, if they have `logits_to_keep` already or `labels`,
+    whose loss needs all logits, and for a model in which `logits_to_keep` restricts more than logits.
     """
     ids = given.get("input_ids", given.get("inputs_embeds"))
     length = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 0
     needs_all = KEEP in given or given.get("labels") is not None
-    if length <= above or needs_all or KEEP not in inspect.signature(model.forward).parameters:
+    if length <= above or needs_all or not _keeps_logits_only(model):
         return dict(given)
     wanted = (torch.cat(list(positions())) % length).unique()
     return {**given, KEEP: wanted.to(ids.device) if isinstance(ids, Tensor) else wanted}
 
 
 def has_logits(output: Any) -> bool:
-    """Tell whether a model's output has logits. Some vision models return the tensor of class logits itself."""
-    return (isinstance(output, Tensor) and output.ndim == 2) or isinstance(getattr(output, "logits", None), Tensor)
+    """Tell whether a model's output has logits of sequences or of positions."""
+    return logits_in(output) is not None
 
 
-def logits_of(output: Any, model: str) -> Float[Tensor, "batch *position token"]:
-    """Return the logits in the output of a model; raise `InputError` with the model's name if it has none."""
-    if not has_logits(output):
+def logits_of(
+    output: Any,
+    model: str,
+    tokens: tuple[int, ...] | None = None,
+    kept: Int[Tensor, " position"] | None = None,
+) -> Float[Tensor, "batch *position token"]:
+    """Return the logits in the output of a model: (batch, class), or (batch, position, token).
+
+    They are the entry `logits` of an output or dictionary, or the output itself if it is a tensor of at most two axes,
+    as of some vision models. One number for each sequence is one logit.
+
+    Args:
+        output: the model's output.
+        model: name of the model, for errors.
+        tokens: (batch, length) of the model's layers; None does not compare the logits with it.
+        kept: positions of the logits that the model computed, None for all.
+
+    Raises `InputError` for an output without logits, and if they are those of other sequences or positions.
+    """
+    logits = logits_in(output)
+    if logits is None:
+        named = _entry(output)
+        state = f"logits of shape {tuple(named.shape)}" if isinstance(named, Tensor) else "no logits"
         raise InputError(
-            f"{model} returns no logits; give `logit` as a function of its output, such as "
+            f"{model} returns {state}; give `logit` as a function of its output, such as "
             "lambda out: out.last_hidden_state[:, -1, 0]."
         )
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    if tokens is None:
+        return logits
+    length = tokens[1] if kept is None else len(kept)
+    if logits.shape[0] != tokens[0] or (logits.ndim == 3 and logits.shape[1] != length):
+        raise InputError(
+            f"{model} returns logits of shape {tuple(logits.shape)}, and its layers have {tokens[0]} sequences of "
+            f"{tokens[1]} tokens, so a target does not name a row of logits; give `logit` as a function of its output, "
+            "such as lambda out: out.logits[:, 0, 1]."
+        )
     return logits
+
+
+def logits_in(output: Any) -> Float[Tensor, "batch *position token"] | None:
+    """Return the logits of `logits_of`, None for an output without them."""
+    entry = _entry(output)
+    if isinstance(output, Tensor):
+        entry = output if output.ndim in (1, 2) else None
+    if not isinstance(entry, Tensor) or not 1 <= entry.ndim <= 3:
+        return None
+    return entry.unsqueeze(-1) if entry.ndim == 1 else entry
+
+
+def _entry(output: Any) -> Any:
+    return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+
+
+def _keeps_logits_only(model: nn.Module) -> bool:
+    """Tell whether a model accepts `logits_to_keep`, and every module that does has a language model's head.
+
+    A classifier picks its token among the kept ones, and Gemma 4 computes its last layers at kept positions only.
+    """
+    if not _accepts_keep(type(model).forward):
+        return False
+    modules = [module for module in model.modules() if _accepts_keep(type(module).forward)]
+    heads = (getattr(module, "get_output_embeddings", lambda: True) for module in modules)
+    return all(head() is not None for head in heads)
+
+
+@cache
+def _accepts_keep(forward: Callable[..., Any]) -> bool:
+    return KEEP in inspect.signature(forward).parameters
 
 
 def positions_of(

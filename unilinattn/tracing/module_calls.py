@@ -1,6 +1,6 @@
 """`CallRecord`: one recorded call of a module of a host."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,27 @@ class CallRecord:
             outermost = frame if frame.architecture is not None else outermost
             frame = frame.parent
         return outermost
+
+
+def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None:
+    """Run the `check` of each layer's adapter; with strict=False an uncovered call becomes an opaque layer.
+
+    The layers that were computed by their operators were checked before.
+    """
+    for record in layers:
+        if record.architecture is None or record.architecture.check is None or record.prefix is not None:
+            continue
+        if record.entered is None or record.output is None:
+            continue
+        seen = tuple(record.seen)
+        try:
+            record.architecture.check(
+                Call(record.module, record.name, record.arguments, record.entered, record.output, seen)
+            )
+        except UncoveredError as error:
+            if strict:
+                raise UncoveredError(f"{error} Or trace with strict=False, which leaves this layer out.") from None
+            record.architecture = OPAQUE
 
 
 def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:

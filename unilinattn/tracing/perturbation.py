@@ -5,6 +5,7 @@ token from that token only; a watched token that changes reveals a module that m
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from unilinattn.tracing.inputs import call_host
+from unilinattn.tracing.inputs import CACHES, call_host
 from unilinattn.tracing.isolation import current_run, in_gradient_mode, isolated, with_own_random_numbers
 from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.recorder import MAIN, captured, main_tensor
@@ -235,9 +236,11 @@ class Trial(Run):
         self.calls: dict[str, list[Constant]] = {}
 
     def entering(self, call: Call, module: nn.Module, inputs: Any) -> None:
-        """Copy the inputs of a suspect, which may write into them."""
+        """Copy the inputs of a suspect, which may write into tensors and add keys to a cache."""
         if self._perturbed is None and call.path in self._suspects:
-            self._entered.append(mapped(inputs, torch.clone))
+            args, kwargs = mapped(inputs, torch.clone)
+            caches = {name: deepcopy(kwargs[name]) for name in CACHES if name in kwargs}
+            self._entered.append((args, {**kwargs, **caches}))
 
     def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> None:
         """Call a suspect again on perturbed inputs."""
@@ -270,14 +273,18 @@ class Trial(Run):
 
 
 def noisy(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch token"]) -> Tensor:
-    """Add noise of the tensor's root mean square to the perturbed tokens, which are along its second axis."""
+    """Add noise of the tensor's root mean square to the perturbed tokens, which are along its second axis.
+
+    Channels of whole numbers are left, unless all are: a host may look them up, such as the row and column of a patch.
+    """
     wide = t.detach().to(torch.promote_types(t.dtype, torch.float32))
     size = wide.square().mean().sqrt()
     size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(t.shape[1:], generator=generator).to(wide)
     chosen = perturbed.to(t.device).view(*perturbed.shape, *[1] * (t.ndim - 2))
-    return (wide + size * noise * chosen).to(t.dtype)
+    whole = (wide == wide.round()).flatten(0, -2).all(0)
+    return (wide + size * noise * chosen * (~whole | whole.all())).to(t.dtype)
 
 
 def changed(before: Rows, after: Tensor, watched: Bool[Tensor, " token"]) -> bool:

@@ -114,7 +114,10 @@ class _Segment:
         if not self._begun:
             # The parameters require no gradient, so the first segment's input has to.
             live = None if stream is None or stream.requires_grad else stream.detach().requires_grad_().clone()
-            args, kwargs = mapped((args, kwargs), lambda t: live if t is stream and live is not None else t)
+            if live is not None:
+                # The containers stay those of the host: a layer may write keys and values for later ones into them.
+                args = tuple(live if value is stream else value for value in args)
+                kwargs = {name: live if value is stream else value for name, value in kwargs.items()}
             # A host may write into the tensors that it passes on.
             self._given, self._begun = mapped((args, kwargs), _copied), True
         return self._own(*args, **kwargs)

@@ -9,18 +9,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.errors import InputError
+from unilinattn.errors import InputError, UncoveredError
 from unilinattn.tracing.cutting import Cut, run_without
 from unilinattn.tracing.inputs import call_host
-from unilinattn.tracing.logits import KEEP, kept_positions, logits_at, places_of
+from unilinattn.tracing.logits import KEEP, kept_positions, logits_at, logits_of, places_of
 from unilinattn.tracing.trace import Trace
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """The output of a run, and the positions whose logits it holds, None for all."""
+    """The output of a run, its (batch, length), and the positions whose logits it holds, None for all."""
 
     output: Any
+    tokens: tuple[int, int]
     kept: Int[Tensor, " position"] | None
 
     def logits(
@@ -28,15 +29,9 @@ class Rerun:
     ) -> Float[Tensor, "batch position logit"] | Float[Tensor, "batch logit"]:
         """Return the logits at one position of each sequence, or at all; a model that classifies has no positions.
 
-        Raises `InputError` for an output without logits, and for positions whose logits were not computed.
+        Raises the errors of `logits_of`, and `InputError` for positions whose logits were not computed.
         """
-        output = self.output
-        logits = output if isinstance(output, Tensor) and output.ndim == 2 else getattr(output, "logits", None)
-        if logits is None:
-            raise InputError(
-                f"the model returned {type(output).__name__} without logits; give `logit` as a function of its output "
-                "with a number for each sequence, such as lambda out: out.last_hidden_state[:, -1, 0]."
-            )
+        logits = logits_of(self.output, "the model", self.tokens, self.kept)
         if logits.ndim == 2:
             return logits
         if positions is None:
@@ -68,12 +63,24 @@ def rerun(
     if positions is not None:
         given = logits_at(model, given, lambda: [positions[sequences]], above=0)
     output = run_without(model, partial(call_host, model, given), given, cuts, found._opaque)
-    return Rerun(output, kept_positions(given, found.layers[-1].output.shape[1]))
+    length = found.layers[-1].output.shape[1]
+    return Rerun(output, (len(sequences), length), kept_positions(given, length))
 
 
 def of_sequences(found: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]:
-    """Return the arguments of a traced call for some of its sequences, each any number of times."""
+    """Return the arguments of a traced call for some of its sequences, each any number of times.
+
+    Raises `UncoveredError` if an argument has other rows than one for each sequence, unless all sequences are asked for
+    in order.
+    """
     batch = found.layers[-1].output.shape[0]
+    if not torch.equal(sequences.cpu(), torch.arange(batch)):
+        for name, value in found.arguments.items():
+            if isinstance(value, Tensor) and value.ndim > 1 and len(value) not in (1, batch):
+                raise UncoveredError(
+                    f"{name} has shape {tuple(value.shape)}, and the layers of {found.model} have {batch} sequences, "
+                    "so the rows of one sequence are unknown and it cannot run again by itself."
+                )
     return {
         name: value[sequences.to(value.device)]
         if isinstance(value, Tensor) and value.ndim and len(value) == batch and name != KEEP

@@ -131,6 +131,8 @@ def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor,
     point = mapped(output, lambda t: t.detach().requires_grad_(t.is_floating_point()))
     value = choose(point)
     at = [tensor for tensor in tensors(point) if tensor.requires_grad]
+    if not value.requires_grad:
+        raise UncoveredError("the scalar does not depend on an output of the model, so it has no shares.")
     slopes = torch.autograd.grad(value.sum(), at, allow_unused=True)
     values = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
     constants = [tensor for tensor in tensors(tangents) if tensor.is_floating_point()]
@@ -256,4 +258,4 @@ def _inner(constant: Tensor, grad: Tensor | None) -> Tensor | float:
 
 
 def _by_sequence(product: Tensor) -> Float[Tensor, " batch"]:
-    return product.double().flatten(1).sum(1)
+    return product.double().reshape(len(product), -1).sum(1)

@@ -120,6 +120,8 @@ def build_flow(architecture: Architecture, call: Call) -> Flow:
             f"{call.name}: its input of shape {tuple(call.input.shape)} holds {wrong} NaN or infinite numbers, so the "
             "model was not finite before this layer; check its inputs and the weights of earlier modules."
         )
+    if architecture.check is not None:
+        architecture.check(call)
     try:
         flow: Any = architecture.build(call)
     except FactorError as error:

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.tracing.inputs import vocabulary_size
 
 Span = tuple[int, int]
 """First character of a token in its text, and the one after its last."""
@@ -49,7 +50,7 @@ class Text:
 
     def require_vocabulary(self, model: nn.Module) -> None:
         """Raise `InputError` for ids that the model does not have, and warn of a tokenizer with more tokens than it."""
-        size = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
+        size = vocabulary_size(model)
         if size is None:
             return
         name, host, ids = type(self.tokenizer).__name__, type(model).__name__, self.arguments["input_ids"]

@@ -1,27 +1,80 @@
 """Find the tensor that enters a model's first block: the vectors of its tokens."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from unilinattn.call.exactness import relative_error
 from unilinattn.errors import UncoveredError
 from unilinattn.tracing.inputs import call_host
 from unilinattn.tracing.isolation import isolated
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.trust import tolerance
 from unilinattn.tracing.wrappers import plain_run
 
+NAMED = 4
+"""Largest number of shapes that an error names."""
 
-def find_tokens(model: nn.Module, given: Mapping[str, Any], blocks: Collection[str]) -> int | str:
-    """Return the number of the function call whose result enters the first block, or the argument that does."""
-    calls: list[Any] = []
+
+@dataclass(frozen=True)
+class TokenCall:
+    """The call of a torch function that returns the vectors of the tokens.
+
+    Attributes:
+        function: the function.
+        shape: the shape of its result without the batch.
+        number: the number of the call among those of this function with a result of this shape, from 0.
+        vectors: its result on the traced inputs, which tells a run whose hooks call the same function.
+    """
+
+    function: Any
+    shape: tuple[int, ...]
+    number: int
+    vectors: Float[Tensor, "batch token channel"]
+
+    def counts(self, function: Any, result: Any) -> bool:
+        """Tell whether a call is one of those that `number` counts."""
+        return function == self.function and isinstance(result, Tensor) and tuple(result.shape[1:]) == self.shape
+
+    def finder(self) -> Callable[[Any, Any], bool]:
+        """Return a function of the calls of one run in order, true for this call."""
+        numbers = count()
+        return lambda function, result: self.counts(function, result) and next(numbers) == self.number
+
+    def require_same(self, vectors: Tensor) -> None:
+        """Raise `UncoveredError` if the call of a run on the traced inputs returned other vectors."""
+        if vectors.shape != self.vectors.shape or relative_error(vectors, self.vectors) > tolerance(vectors.dtype):
+            raise UncoveredError(
+                "the vectors that enter the model's first block differ between two runs on the same inputs, as with a "
+                "hook that calls torch functions in one of them; remove the hooks of the model."
+            )
+
+
+def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> TokenCall | str:
+    """Return the function call whose result enters the first block as the tokens of the layers, or the argument.
+
+    Raises `UncoveredError` if the layers have different numbers of sequences or tokens, or if no such tensor enters a
+    block.
+    """
+    shapes = list(dict.fromkeys(tuple(layer.input.shape[:2]) for layer in layers))
+    if len(shapes) > 1:
+        raise UncoveredError(
+            f"the layers of {type(model).__name__} have different (sequences, tokens): "
+            f"{', '.join(map(str, shapes[:NAMED]))}, so the vectors of its tokens are not those of one stream."
+        )
+    blocks = block_names(model, layers)
+    calls: list[tuple[Any, Any]] = []
 
     class Record(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.append(func(*args, **(kwargs or {})))
-            return calls[-1]
+            calls.append((func, func(*args, **(kwargs or {}))))
+            return calls[-1][1]
 
     class Entered(Exception):
         pass
@@ -29,7 +82,7 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], blocks: Collection[s
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The functions that the host calls are counted, not those of this hook.
         with torch._C.DisableTorchFunction():
-            stream = first_stream((*args, *kwargs.values()))
+            stream = first_stream((*args, *kwargs.values()), shapes[0])
         if stream is not None:
             raise Entered(stream)
 
@@ -42,27 +95,41 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], blocks: Collection[s
                 call_host(model, given)
         except Entered as entered:
             return entered.args[0]
-        raise UncoveredError("no block of the model received a (batch, length, channel) tensor.")
+        raise UncoveredError(
+            f"no block of {type(model).__name__} received a tensor of {shapes[0][0]} sequences with {shapes[0][1]} "
+            "tokens, which its layers have, so the vectors of its tokens are unknown."
+        )
 
     stream = isolated(model, run)
     argument = next((name for name, value in given.items() if value is stream), None)
     if argument is not None:
         return argument
-    found = [at for at, result in enumerate(calls) if result is stream]
-    if not found:
+    places = [at for at, (_, result) in enumerate(calls) if result is stream]
+    if not places:
         raise UncoveredError("no function of torch returned the stream that enters the model's first block.")
-    return found[-1]
+    function, shape = calls[places[-1]][0], tuple(stream.shape[1:])
+    alike = TokenCall(function, shape, -1, stream)
+    earlier = [alike.counts(*call) for call in calls[: places[-1]]]
+    return replace(alike, number=sum(earlier))
 
 
-def require_own_tokens(model: nn.Module, given: Mapping[str, Any], ids: Tensor | None, length: int) -> None:
-    """Raise `UncoveredError` if the first layer has another number of tokens than the model's input has ids."""
-    if ids is None or ids.shape[1] == length:
+def require_own_tokens(model: nn.Module, given: Mapping[str, Any], ids: Tensor | None, layers: Sequence[Layer]) -> None:
+    """Raise `UncoveredError` if the layers have other numbers of sequences or tokens than the ids of the input."""
+    if ids is None:
+        return
+    batch, length = layers[0].output.shape[:2]
+    if ids.shape == (batch, length):
         return
     other = [name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point()]
     if other:
         raise UncoveredError(
             f"{type(model).__name__} reads {' and '.join(other)} and {ids.shape[1]} ids, and its first layer "
             f"has {length} tokens: two inputs reach its output, and shares are those of the tokens of one."
+        )
+    if ids.shape[0] != batch:
+        raise UncoveredError(
+            f"the layers of {type(model).__name__} have {batch} sequences, and its input has {ids.shape[0]} rows of "
+            "ids: the model changes the batch, so a token of its layers is not one id."
         )
     raise UncoveredError(
         f"the layers of {type(model).__name__} have {length} tokens, and its input has {ids.shape[1]} ids: the model "
@@ -82,6 +149,7 @@ def block_names(model: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:
     return frozenset(names | {name for name in siblings if name.rpartition(".")[0] in lists})
 
 
-def first_stream(values: Sequence[Any]) -> Tensor | None:
-    """Return the first (batch, length, channel) tensor of a call's arguments."""
-    return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3), None)
+def first_stream(values: Sequence[Any], shape: tuple[int, ...] | None = None) -> Tensor | None:
+    """Return the first (batch, length, channel) tensor of a call's arguments, of a (batch, length) if it is given."""
+    streams = (x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.ndim == 3)
+    return next((x for x in streams if shape is None or tuple(x.shape[:2]) == shape), None)

@@ -25,8 +25,8 @@ from unilinattn.tracing.image import image_tokens, is_image, processed
 from unilinattn.tracing.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
-from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_of, positions_of
-from unilinattn.tracing.module_calls import first_tensor
+from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_in, logits_of, positions_of
+from unilinattn.tracing.module_calls import require_covered_calls
 from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.recomputation import captures, recomputing
 from unilinattn.tracing.recorder import GradientRecorder, Recorder, refuse_dropout
@@ -123,7 +123,8 @@ class Trace:
     @cached_property
     def explained_logit(self) -> ExplainedLogit:
         """The decision which logit is explained, for every run of the model."""
-        return ExplainedLogit(self.output, self.arguments, self.layers[-1].output.shape[1], self.positions, self.model)
+        batch, length = self.layers[-1].output.shape[:2]
+        return ExplainedLogit(self.output, self.arguments, (batch, length), self.positions, self.model)
 
     def gradient(self, target: Target = -1, logit: Logit = None) -> tuple[Float[Tensor, "batch query out"], ...]:
         """Return the gradient of a logit of the model itself with respect to each layer's output.
@@ -171,6 +172,8 @@ class Trace:
         def backward(output: Any) -> tuple[Tensor | None, ...]:
             with plain_run(self.host), captures(self.host):
                 chosen = self.explained_logit.scalar(output, target, logit, kept).sum()
+                if not chosen.requires_grad:
+                    raise UncoveredError("the explained number does not depend on the outputs of the model's layers.")
                 return torch.autograd.grad(chosen, recorder.outputs, allow_unused=True)
 
         def both() -> tuple[Tensor | None, ...]:
@@ -236,8 +239,7 @@ class Trace:
 
         Raises `InputError` for a model without logits, unless `logit` is a function.
         """
-        output = self.output if callable(logit) else logits_of(self.output, self.model)
-        logits = first_tensor([getattr(output, "logits", output)], axes=2)
+        logits = logits_in(self.output) if callable(logit) else logits_of(self.output, self.model)
         numbers = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3 and not callable(logit):
             targets = logits_at(self.host, self.arguments, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
@@ -247,7 +249,7 @@ class Trace:
 
     def frozen_cost(self, targets: int, *, rule: str = "freeze") -> GradientCost:
         """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
-        logits = first_tensor([getattr(self.output, "logits", self.output)], axes=2)
+        logits = logits_in(self.output)
         elements = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3:
             elements = elements // logits.shape[1] * targets
@@ -297,9 +299,10 @@ def trace(
         processor: the processor of images: an image processor of transformers, or a callable from a PIL image to a
             tensor (channel, height, width), such as timm's `create_transform` returns.
         dtype: dtype of the operators, at least float32; by default float32, or float64 for a float64 model.
-        strict: whether to refuse modules without an adapter that move information between tokens. With `strict=False`
-            they become opaque layers without an operator: methods leave them out, and every result names them in
-            `left_out`. Those that contain registered layers are refused in either case.
+        strict: whether to refuse modules that move information between tokens and have no adapter, or an adapter that
+            does not cover the call. With `strict=False` they become opaque layers without an operator: methods leave
+            them out, and every result names them in `left_out`. Those that contain registered layers are refused in
+            either case.
         progress: whether to show a progress bar on a terminal or in a notebook.
         substitute_above: largest number of tokens at which mixers run through the host's own forward.
         stream_to: a folder for memory-mapped files of the three tensors of each layer: the model runs on pieces of the
@@ -308,8 +311,8 @@ def trace(
     Raises `UnknownArchitectureError` for a model without a token mixer or with one that has no adapter,
     `ModelStateError` for active dropout and for weights that are offloaded or sharded, `InputError` for inputs that do
     not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, `ExactnessError` if eager
-    attention changes the output, and `UncoveredError` if an operator that replaces a host's forward differs from it, or
-    a layer cannot be computed in pieces.
+    attention changes the output, and `UncoveredError` if an adapter does not cover a call, an operator that replaces a
+    host's forward differs from it, or a layer cannot be computed in pieces.
     """
     model = unwrapped(model)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -345,6 +348,7 @@ def trace(
             seed = torch.get_rng_state()
             recorder, output = recorded([mixer.path for mixer in mixers])
     refuse(model, recorder.layers, (), first, strict=strict)
+    require_covered_calls(recorder.layers, strict=strict)
     if stream_to is not None:
         recorder, output = run_in_pieces(recorder, given, folder, dtype, progress=progress)
     warn_of_leaks(given, recorder.layers)

@@ -55,6 +55,8 @@ def _checksum(tensor: Tensor) -> int | None:
     if tensor.device.type == "meta" or type(tensor) not in (Tensor, nn.Parameter):
         # Offloaded weights have no data, and torch cannot read the bytes of other packages' packed formats.
         return None
+    if not tensor.numel():
+        return 0
     words = _words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     size = min(len(words), CHUNK.get(words.device.type, CHUNK["cpu"]))
