@@ -11,7 +11,9 @@ from unilinattn import trace
 from unilinattn.architectures.linear_maps import linear_maps
 from unilinattn.architectures.probe import images
 from unilinattn.call import Call
-from unilinattn.testing.hosts import host
+from unilinattn.errors import UncoveredError
+from unilinattn.testing import relative_error, tolerance
+from unilinattn.testing.hosts import HOSTS, delta, host, latent, mamba
 from unilinattn.tracing.layer import Layer
 
 
@@ -83,3 +85,41 @@ def test_other_modules_are_probed(projection: str) -> None:
     (seen,) = layer.seen
     assert linear_maps(call, seen, "hidden_states") is not None
     assert layer.reconstruction_error() < 1e-12
+
+
+def padded_in_half_precision(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a float16 host, ids, and a mask with two padding tokens on the left of the first sequence."""
+    entry = next(entry for entry in (*HOSTS, *delta.HOSTS, *latent.HOSTS, *mamba.HOSTS) if entry.name == name)
+    model, ids = entry.model().half(), entry.inputs()
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    return model, ids, mask
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama, grouped queries",
+        "qwen3.5",
+        "deepseek 2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt neox, parallel", "opt", "jamba", "falcon h1")),
+    ],
+)
+def test_queries_without_keys_decide_nothing(name: str) -> None:
+    """In float16 the scores of a padding query are all the mask's number, in the operator's float32 they differ."""
+    model, ids, mask = padded_in_half_precision(name)
+    limit = tolerance("layer", torch.float16)
+    padded = trace(model, {"input_ids": ids, "attention_mask": mask})
+    alone = trace(model, ids[:1, 2:])
+    for layer, single in zip(padded.layers, alone.layers, strict=True):
+        assert layer.reconstruction_error() <= limit
+        parts = layer.operator.contributions(-1)[:1, 2:]
+        assert relative_error(parts, single.operator.contributions(-1)) <= limit
+
+
+def test_queries_with_keys_are_compared_beside_padding() -> None:
+    model, ids, mask = padded_in_half_precision("llama, grouped queries")
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
+    layer = trace(model, {"input_ids": ids, "attention_mask": mask}).layers[0]
+    with pytest.raises(UncoveredError, match="from its attention's result to its output is not one matrix"):
+        layer.operator.contributions(-1)

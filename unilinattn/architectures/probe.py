@@ -126,18 +126,19 @@ def values_missed(found: Tensor, call: Call, seen: Captured) -> float:
 def add_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor, output: Affine) -> Flow:
     """Append the map from the attention's result to the output: a matrix, or a gate and a matrix.
 
-    `mixed`: the result, weights times values, (batch, query, head * channel). If neither gives the observed output,
-    append an unmapped stage that gives the reason.
+    `mixed`: the result, weights times values, (batch, query, head * channel). If neither gives the observed output of
+    the queries that have keys, append an unmapped stage that gives the reason.
     """
     if call.output is None:
         return flow.matrix(*output, role="output")
     limit, gate = tolerance("attention", seen.record.value.dtype), None
+    rows = seen.record.has_keys.unsqueeze(-1).to(call.output)
     with torch.no_grad():
-        missed = relative_error(functional.linear(mixed, *output), call.output)
+        missed = relative_error(functional.linear(mixed, *output) * rows, call.output * rows)
         gated = gated_output(call, seen) if missed > limit else None
         if gated is not None:
             gate, output = gated
-            missed = relative_error(functional.linear(mixed * gate, *output), call.output)
+            missed = relative_error(functional.linear(mixed * gate, *output) * rows, call.output * rows)
     if missed > limit:
         reason = _not_affine(call, "from its attention's result to its output", missed, "a norm on the result")
         return flow.unmapped("output", reason, call.output.shape[-1])

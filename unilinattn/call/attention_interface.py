@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from unilinattn.call.call import Call, Captured, host_function, package_version
@@ -43,6 +43,19 @@ class Attended:
     mask: Tensor | None
     options: Mapping[str, Any]
     eager: Callable[..., tuple[Tensor, Tensor | None]]
+
+    @property
+    def has_keys(self) -> Bool[Tensor, "batch query"]:
+        """Queries that attend to a key in some head; padding on the left does not, and its result depends on the dtype.
+
+        In float16 all its scores round to the mask's lowest number, in a wider dtype they differ.
+        """
+        batch, _, queries = self.query.shape[:3]
+        if self.mask is None or self.mask.ndim != 4:
+            return self.query.new_ones(batch, queries, dtype=torch.bool)
+        # A position bias may have been added to the lowest number.
+        allowed = self.mask if self.mask.dtype == torch.bool else self.mask > torch.finfo(self.mask.dtype).min / 2
+        return allowed.any(-1).any(1).expand(batch, queries)
 
 
 @contextmanager

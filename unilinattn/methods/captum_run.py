@@ -104,17 +104,38 @@ class TokenFunction:
         absent = self._model.baseline(baseline).expand_as(self.vectors)
         return torch.where(self.real.unsqueeze(-1), absent, self.vectors.detach())
 
+    def of_real(
+        self, sequence: int
+    ) -> Callable[[Float[Tensor, "run token channel"], Int[Tensor, " run"]], Float[Tensor, " run"]]:
+        """Return the number of one sequence as a function of the vectors of its real tokens."""
+        real, padded = self.real[sequence], self.vectors.detach()[sequence]
+
+        def function(vectors: Tensor, sequences: Tensor) -> Tensor:
+            whole = padded.repeat(len(vectors), 1, 1)
+            whole[:, real] = vectors
+            return self(whole, sequences)
+
+        return function
+
     def of_presence(
-        self, baseline: str | int
+        self, baseline: str | int, sequence: int
     ) -> Callable[[Float[Tensor, "run token"], Int[Tensor, " run"]], Float[Tensor, " run"]]:
-        """Return the number as a function of which tokens are present (1) or replaced by a baseline (0)."""
-        present, absent = self.vectors.detach(), self.baseline(baseline)
+        """Return the number of one sequence as a function of its real tokens: present (1) or a baseline (0)."""
+        of_real, real = self.of_real(sequence), self.real[sequence]
+        present, absent = (x[sequence, real] for x in (self.vectors.detach(), self.baseline(baseline)))
 
         def function(presence: Tensor, sequences: Tensor) -> Tensor:
             weight = presence.unsqueeze(-1).to(present)
-            return self(weight * present[sequences] + (1 - weight) * absent[sequences], sequences)
+            return of_real(weight * present + (1 - weight) * absent, sequences)
 
         return function
+
+    def each_sequence(self, score: Callable[[int], Float[Tensor, " real"]]) -> Float[Tensor, "batch token"]:
+        """Return the scores that `score` gives to the real tokens of each sequence, zero at padding."""
+        scores = torch.zeros_like(self.real, dtype=self.value.dtype)
+        for sequence, real in enumerate(self.real):
+            scores[sequence, real] = score(sequence).to(scores)
+        return scores
 
     def runs(self, sequences: int = 1) -> int:
         """Return the number of variants of `sequences` sequences that fit in one run of the model."""

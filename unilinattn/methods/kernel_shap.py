@@ -1,10 +1,10 @@
-"""`kernel_shap`: Shapley values of the tokens, estimated from sampled coalitions by captum."""
+"""`kernel_shap`: Shapley values of the tokens, from every coalition or estimated from samples by captum."""
 
-from functools import partial
+from math import comb
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
@@ -22,7 +22,10 @@ class KernelShapOptions(ScalarOptions):
 
     baseline: Baseline = "zero"
     n_samples: int = Field(
-        500, ge=4, description="coalitions for each sequence, more than its tokens; two of them are all tokens and none"
+        500,
+        ge=4,
+        description="largest number of coalitions for each sequence; if all 2^M - 2 of its M tokens fit, the scores are "
+        "exact, else they are drawn, all tokens and none included, and M + 2 is the least",
     )
     seed: Seed = 0
 
@@ -31,12 +34,14 @@ class KernelShapOptions(ScalarOptions):
 def kernel_shap(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """Kernel SHAP: Shapley values of the tokens for the logit, by weighted least squares (Lundberg and Lee, 2017).
 
-    captum's `KernelShap` over the presence of the real tokens, one sequence after the other: an absent token takes the
-    embedding of the baseline. The regression is solved in float64, so scikit-learn is not needed. The logit is the
-    model's prediction at the target with all tokens, or that of the option `logit`. Scores: (batch, key); a model with
-    logits at every position needs a target. The scores add up to the difference between the logit and that without
-    tokens, up to the error of the regression, which weights these two samples heavily. Extras: `logit` and, without
-    tokens, `baseline`. `completeness_gap` is the largest of these errors relative to the difference.
+    The features are the real tokens of each sequence; an absent token takes the embedding of the baseline. If all
+    2^M - 2 proper coalitions of M tokens fit into `n_samples`, the scores are the exact Shapley values, which solve the
+    fit over all coalitions (Theorem 2). Otherwise captum's `KernelShap` draws coalitions, and the regression is solved
+    in float64, so scikit-learn is not needed. The logit is the model's prediction at the target with all tokens, or
+    that of the option `logit`. Scores: (batch, key); a model with logits at every position needs a target. The scores
+    add up to the difference between the logit and that without tokens, if drawn up to the error of the regression,
+    which weights these two samples heavily. Extras: `logit` and, without tokens, `baseline`. `completeness_gap` is the
+    largest of these errors relative to the difference.
 
     Options: `KernelShapOptions`. Raises the errors of `occlusion`, and `OptionError` for fewer samples than unknowns.
     """
@@ -44,42 +49,58 @@ def kernel_shap(trace: Trace, *, target: Target | None = None, **options: Any) -
 
     def score(function: TokenFunction) -> Scores:
         lowest = in_gradient_mode(False, lambda: function(function.baseline(chosen.baseline), function.sequences))
-        scores = torch.zeros_like(function.real, dtype=function.value.dtype)
-        for b, real in enumerate(function.real):
-            # captum's distribution of the coalitions' sizes needs two tokens; one token has the whole difference.
-            alone = int(real.sum()) == 1
-            values = None if alone else function.seeded(chosen.seed, partial(shapley, function, b))
-            scores[b, real] = function.value[b] - lowest[b] if values is None else values.to(scores)
+        scores = function.each_sequence(lambda b: shapley(function, b, lowest[b]))
         missed = scores.sum(1) - (function.value - lowest)
         extras = {"logit": function.value, "baseline": lowest}
         return Scores(scores, extras, relative_gap(missed, function.value, lowest))
 
-    def shapley(function: TokenFunction, b: int) -> Tensor:
-        real, present = function.real[b], function.of_presence(chosen.baseline)
-        count = int(real.sum())
+    def shapley(function: TokenFunction, b: int, lowest: Tensor) -> Tensor:
+        value, sequence = function.of_presence(chosen.baseline, b), function.sequences[b : b + 1]
+        count = int(function.real[b].sum())
+        if 2**count - 2 <= chosen.n_samples:
+            presence = _coalitions(count).to(function.vectors)
+            starts = range(1, len(presence) - 1, function.runs())
+            parts = [presence[start : min(start + function.runs(), len(presence) - 1)] for start in starts]
+            numbers = in_gradient_mode(False, lambda: [value(part, sequence.expand(len(part))) for part in parts])
+            return _shapley_values(presence, torch.cat([lowest[None], *numbers, function.value[b : b + 1]]))
         if chosen.n_samples < count + 2:
             raise OptionError(
                 f"kernel_shap: n_samples={chosen.n_samples} is too few for {count} tokens; their scores need at least "
                 f"{count + 2} coalitions, and several times as many for an accurate estimate."
             )
-
-        def of_coalition(coalition: Tensor, sequence: Tensor) -> Tensor:
-            presence = coalition.new_ones(len(coalition), len(real))
-            presence[:, real] = coalition
-            return present(presence, sequence)
-
-        algorithm = algorithms.KernelShap(of_coalition)
+        algorithm = algorithms.KernelShap(value)
         # captum's own regression is scikit-learn's, in float32.
         algorithm.interpretable_model = _LeastSquares()
-        values: Tensor = algorithm.attribute(
-            function.vectors.new_ones(1, count),
-            additional_forward_args=(function.sequences[b : b + 1],),
-            n_samples=chosen.n_samples,
-            perturbations_per_eval=function.runs(),
-        )
-        return values.squeeze(0)
+
+        def estimate() -> Tensor:
+            values: Tensor = algorithm.attribute(
+                function.vectors.new_ones(1, count),
+                additional_forward_args=(sequence,),
+                n_samples=chosen.n_samples,
+                perturbations_per_eval=function.runs(),
+            )
+            return values.squeeze(0)
+
+        return function.seeded(chosen.seed, estimate)
 
     return explained(trace, "kernel_shap", target, chosen, score, every_query=False)
+
+
+def _coalitions(count: int) -> Int[Tensor, "coalition token"]:
+    """Return every coalition of `count` tokens, from none to all: 1 for a present token, else 0."""
+    return torch.arange(2**count).unsqueeze(1) >> torch.arange(count) & 1
+
+
+def _shapley_values(
+    presence: Float[Tensor, "coalition token"], value: Float[Tensor, " coalition"]
+) -> Float[Tensor, " token"]:
+    """Return the mean change of the value when a token joins, over all orders of arrival, from every coalition."""
+    count, size = presence.shape[1], presence.sum(1).long()
+    # A coalition with the token comes after one that is smaller by one.
+    before = size[:, None] - presence.long()
+    orders = torch.tensor([count * comb(count - 1, k) for k in range(count)], device=value.device).double()
+    signed = (2 * presence.double() - 1) / orders[before]
+    return (signed * value.double()[:, None]).sum(0)
 
 
 class _LeastSquares:

@@ -31,8 +31,8 @@ class SmoothgradOptions(GradientOptions):
 def smoothgrad(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
     """SmoothGrad: the mean of `gradient` over copies of the embeddings with Gaussian noise (Smilkov et al., 2017).
 
-    captum's `NoiseTunnel` around its `Saliency`, one sequence after the other, each with the noise of `seed`; with
-    sign="abs" the absolute values are taken before the mean. The logit is the model's prediction at the target, or
+    captum's `Saliency` on copies with noise, one sequence after the other, each with the noise of `seed` on its real
+    tokens; with sign="abs" the absolute values are taken before the mean, as by captum's `NoiseTunnel`. The logit is the model's prediction at the target, or
     that of the option `logit`. Scores: (batch, query, key), without `query` for a target.
 
     Options: `SmoothgradOptions`. Raises the errors of `gradient`.
@@ -40,21 +40,26 @@ def smoothgrad(trace: Trace, *, target: Target | None = None, **options: Any) ->
     chosen, algorithms = SmoothgradOptions.of("smoothgrad", options), captum()
 
     def score(function: TokenFunction) -> Scores:
-        tunnel = algorithms.NoiseTunnel(algorithms.Saliency(function))
+        return Scores(function.each_sequence(partial(slopes, function)))
 
-        def one(at: slice) -> Tensor:
-            real = function.vectors.detach()[at][function.real[at]]
-            return tunnel.attribute(
-                function.vectors.detach()[at].requires_grad_(),
-                nt_samples=chosen.n_samples,
-                nt_samples_batch_size=function.runs(),
-                stdevs=chosen.noise * float(real.max() - real.min()),
-                abs=chosen.sign == "abs",
-                additional_forward_args=(function.sequences[at],),
-            )
+    def slopes(function: TokenFunction, sequence: int) -> Tensor:
+        saliency = algorithms.Saliency(function.of_real(sequence))
+        vectors = function.vectors.detach()[sequence, function.real[sequence]]
+        deviation = chosen.noise * (vectors.max() - vectors.min())
 
-        sequences = (slice(b, b + 1) for b in range(len(function.sequences)))
-        slopes = [function.seeded(chosen.seed, partial(one, at)) for at in sequences]
-        return Scores(torch.cat(slopes).sum(-1))
+        def total() -> Tensor:
+            scores = vectors.new_zeros(len(vectors))
+            for start in range(0, chosen.n_samples, function.runs()):
+                count = min(function.runs(), chosen.n_samples - start)
+                # Drawn copy by copy, the numbers do not depend on the copies in a run, which padding makes fewer.
+                noise = torch.stack([torch.randn_like(vectors) for _ in range(count)])
+                scores += saliency.attribute(
+                    (vectors + deviation * noise).requires_grad_(),
+                    abs=chosen.sign == "abs",
+                    additional_forward_args=(function.sequences[sequence].expand(count),),
+                ).sum((0, -1))
+            return scores
+
+        return function.seeded(chosen.seed, total) / chosen.n_samples
 
     return explained(trace, "smoothgrad", target, chosen, score)
