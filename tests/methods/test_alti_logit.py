@@ -168,6 +168,19 @@ def test_outputs_are_scaled_by_the_residual_multiplier() -> None:
     assert close(result.extras["bias"], biases + part.bias)
 
 
+@pytest.mark.parametrize("target", [None, -1])
+def test_the_gap_is_the_largest_distance_relative_to_the_logit(target: int | None) -> None:
+    # In float32 sums lie above and below logits of both signs.
+    result = ula.explain(HOSTS["mamba"].model().float(), inputs(), method="alti_logit", target=target, logit=3)
+    extras, logit = result.extras, result.extras["logit"]
+    missing = result.scores.double().sum(-1) + extras["bias"] + extras["remainder"] - logit
+    assert bool((logit < 0).any())
+    assert torch.equal(extras["gap"], missing.abs())
+    assert result.completeness_gap == float((missing / logit).abs().max())
+    if target is None:
+        assert bool((missing < 0).any()) and bool((missing > 0).any())
+
+
 def test_float32_scores_are_complete() -> None:
     for name in ("mamba", "llama"):
         result = ula.explain(HOSTS[name].model().float(), inputs(), method="alti_logit", target=-1)

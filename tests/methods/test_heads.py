@@ -166,6 +166,17 @@ def test_alti_divides_an_output_among_heads_keys_and_the_residual(name: str, pad
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_cancellation_of_alti_is_over_heads_and_keys_in_l1(name: str) -> None:
+    sizes = torch.stack([layer.shares.abs().sum((0, 3, 4)) for layer in parts(name)])
+    sums = torch.stack([layer.shares.sum((0, 3)).abs().sum(-1) for layer in parts(name)])
+    result = alti(traced(name), by_head=True)
+    assert close(result.extras["cancellation"], sizes / sums)
+    chosen = torch.stack([layer.shares[:2].sum(0).abs().sum((2, 3)) for layer in parts(name)])
+    sums = torch.stack([layer.shares[:2].sum((0, 3)).abs().sum(-1) for layer in parts(name)])
+    assert close(alti(traced(name), heads=[0, 1]).extras["cancellation"], chosen / sums)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_alti_of_chosen_heads_and_without_the_stream(name: str) -> None:
     layers = list(zip(parts(name), references(name), strict=True))
     summed = [units(layer.shares[:2].sum(0)[None], r.residual, r.residual + r.output, "none") for layer, r in layers]
