@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from unilinattn.testing import relative_error, tolerance
 from unilinattn.tracing.freezing import Freezing
 from unilinattn.tracing.frozen_forms import FORMS
+from unilinattn.tracing.trace import trace
 
 EXACT, NEARLY = tolerance("law", torch.float64), tolerance("reconstruction", torch.float64)
 CHANNELS = 6
@@ -28,6 +30,16 @@ def test_norms_of_half_precision_are_those_of_torch(norm: str, size: float, dtyp
     got = FORMS[norm](x, *arguments)
     assert got.dtype == dtype
     assert relative_error(got, function(x, *arguments)) <= tolerance("reconstruction", dtype)
+
+
+def test_a_stream_whose_squares_are_beyond_float16_has_shares() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=17, n_embd=8, n_layer=1, n_head=2, n_positions=9, tie_word_embeddings=False)
+    model = GPT2LMHeadModel(config).eval()
+    model.transformer.wte.weight.data *= 5e4
+    shares = trace(model.half(), torch.arange(9)[None]).frozen().complete_shares(-1, 3)
+    assert float(shares.tokens.abs().sum()) > 0
+    assert float((shares.gap / shares.size).max()) <= tolerance("layer", torch.float16)
 
 
 NEAR = torch.tensor([1e-13, -1e-13, 1e-11, 0.0], dtype=torch.float64)
