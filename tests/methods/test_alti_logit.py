@@ -25,6 +25,7 @@ from tests.methods.hosts import (
 from tests.methods.test_alti import mixing
 from unilinattn.errors import ExactnessError, InputError, OptionError, UncoveredError
 from unilinattn.testing import promoted, relative_error
+from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT_HOSTS
 from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.shares import Unembedding
 from unilinattn.tracing.trace import trace
@@ -135,6 +136,26 @@ def test_a_lost_bias_or_stream_is_not_complete(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(FrozenRun, "unembedding", broken)
         with pytest.raises(ExactnessError, match="alti_logit: scores and biases miss the logit by"):
             ula.explain(host_trace, method="alti_logit", target=-1)
+
+
+def test_a_gap_counts_relative_to_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_trace, unembedding = traced("gpt2"), FrozenRun.unembedding
+
+    def large_remainder(run: FrozenRun, *given: Any) -> Unembedding:
+        part = unembedding(run, *given)
+        return Unembedding(part.stream, part.gradient, part.bias, part.remainder + 1e7, part.value + 1e7 + 1)
+
+    monkeypatch.setattr(FrozenRun, "unembedding", large_remainder)
+    assert ula.explain(host_trace, method="alti_logit", target=-1).extras["gap"].min() > 0.5
+
+
+def test_padding_that_reaches_real_tokens_is_part_of_the_gap() -> None:
+    model = next(host for host in RECURRENT_HOSTS if host.name == "recurrent gemma").model().double()
+    with promoted(), pytest.warns(UserWarning, match="left padding reaches real tokens"):
+        result = ula.explain(model, inputs("left"), method="alti_logit", target=-1)
+    size = result.scores.abs().sum(-1) + result.extras["bias"].abs()
+    unpadded, padded = (result.extras["gap"] / size).tolist()
+    assert unpadded <= 1e-10 < 1e-4 < padded
 
 
 def test_a_pair_is_the_difference_and_the_prediction_the_default() -> None:

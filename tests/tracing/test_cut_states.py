@@ -83,6 +83,17 @@ def test_nested_blocks_with_an_edge_in_a_head_or_channel_of_both_are_refused(out
         assert relative_error(logits(model), both) <= EXACT
 
 
+def test_negative_layers_count_from_the_last() -> None:
+    model = small()
+    for negative, layer in ((-2, 0), (-1, 1)):
+        with cut(model, EDGES, layers=layer):
+            expected = logits(model)
+        with cut(model, EDGES, layers=negative):
+            assert torch.equal(logits(model), expected)
+    with cut(model, EDGES, layers=-3), pytest.raises(OptionError, match="layer -3 is out of range; layers 0 to 1 ran"):
+        logits(model)
+
+
 def test_blocks_that_end_in_another_order() -> None:
     model, plain = small(), None
     with left_as_found(model):
