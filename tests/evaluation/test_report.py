@@ -108,7 +108,7 @@ def test_an_answer_at_the_query_is_dropped_and_counted() -> None:
 
 
 def test_the_baselines_rank_by_position_or_at_random() -> None:
-    batch = examples.TASKS["copying"].sample(3, HELD_OUT_SEED)
+    batch = examples.TASKS["copying"].sample(96, HELD_OUT_SEED)
     drawn, recency, primacy = side_by_side.baselines(batch).values()
     assert torch.equal(recency[0, 0].argsort(), torch.arange(33))
     assert torch.equal(primacy[0, 0].argsort(), torch.arange(33).flip(0))
@@ -218,10 +218,9 @@ def test_the_page_and_the_picture(measured: list[Measured], tmp_path: Path) -> N
 
 
 def test_invalid_counts_are_refused() -> None:
-    with pytest.raises(OptionError, match="no more scored than held out"):
-        Counts(accuracy=4, selection=4, scored=5)
-    with pytest.raises(OptionError, match="at least one"):
-        Counts(selection=0)
+    for counts in ({"accuracy": 0}, {"selection": 0}, {"scored": 0}):
+        with pytest.raises(OptionError, match="at least one"):
+            Counts(**counts)
 
 
 def test_select() -> None:

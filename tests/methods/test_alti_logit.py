@@ -25,6 +25,7 @@ from tests.methods.hosts import (
 from tests.methods.test_alti import mixing
 from unilinattn.errors import ExactnessError, InputError, OptionError, UncoveredError
 from unilinattn.testing import promoted, relative_error
+from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT_HOSTS
 from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.shares import Unembedding
 from unilinattn.tracing.trace import trace
@@ -137,6 +138,26 @@ def test_a_lost_bias_or_stream_is_not_complete(monkeypatch: pytest.MonkeyPatch) 
             ula.explain(host_trace, method="alti_logit", target=-1)
 
 
+def test_a_gap_counts_relative_to_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_trace, unembedding = traced("gpt2"), FrozenRun.unembedding
+
+    def large_remainder(run: FrozenRun, *given: Any) -> Unembedding:
+        part = unembedding(run, *given)
+        return Unembedding(part.stream, part.gradient, part.bias, part.remainder + 1e7, part.value + 1e7 + 1)
+
+    monkeypatch.setattr(FrozenRun, "unembedding", large_remainder)
+    assert ula.explain(host_trace, method="alti_logit", target=-1).extras["gap"].min() > 0.5
+
+
+def test_padding_that_reaches_real_tokens_is_part_of_the_gap() -> None:
+    model = next(host for host in RECURRENT_HOSTS if host.name == "recurrent gemma").model().double()
+    with promoted(), pytest.warns(UserWarning, match="left padding reaches real tokens"):
+        result = ula.explain(model, inputs("left"), method="alti_logit", target=-1)
+    size = result.scores.abs().sum(-1) + result.extras["bias"].abs()
+    unpadded, padded = (result.extras["gap"] / size).tolist()
+    assert unpadded <= 1e-10 < 1e-4 < padded
+
+
 def test_a_pair_is_the_difference_and_the_prediction_the_default() -> None:
     first, second, pair = (explained("mamba2", target=-1, logit=logit) for logit in (2, 5, (2, 5)))
     assert close(pair.scores, first.scores - second.scores)
@@ -166,6 +187,19 @@ def test_outputs_are_scaled_by_the_residual_multiplier() -> None:
     assert (result.extras["gap"] <= 1e-10 * size).all()
     biases = sum(PART * (layer.operator.bias * part.gradient).sum((1, 2)) for layer in host_trace.layers)
     assert close(result.extras["bias"], biases + part.bias)
+
+
+@pytest.mark.parametrize("target", [None, -1])
+def test_the_gap_is_the_largest_distance_relative_to_the_logit(target: int | None) -> None:
+    # In float32 sums lie above and below logits of both signs.
+    result = ula.explain(HOSTS["mamba"].model().float(), inputs(), method="alti_logit", target=target, logit=3)
+    extras, logit = result.extras, result.extras["logit"]
+    missing = result.scores.double().sum(-1) + extras["bias"] + extras["remainder"] - logit
+    assert bool((logit < 0).any())
+    assert torch.equal(extras["gap"], missing.abs())
+    assert result.completeness_gap == float((missing / logit).abs().max())
+    if target is None:
+        assert bool((missing < 0).any()) and bool((missing > 0).any())
 
 
 def test_float32_scores_are_complete() -> None:

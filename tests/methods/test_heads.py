@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tests.methods.hosts import BATCH, HOSTS, LENGTH, close, real_map, real_tokens, references, traced
+from tests.methods.hosts import (
+    BATCH,
+    HOSTS,
+    LENGTH,
+    PART,
+    close,
+    part_added,
+    real_map,
+    real_tokens,
+    references,
+    traced,
+)
 from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.memory import max_memory
 from unilinattn.methods import alti, latim, raw
@@ -166,6 +177,17 @@ def test_alti_divides_an_output_among_heads_keys_and_the_residual(name: str, pad
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_cancellation_of_alti_is_over_heads_and_keys_in_l1(name: str) -> None:
+    sizes = torch.stack([layer.shares.abs().sum((0, 3, 4)) for layer in parts(name)])
+    sums = torch.stack([layer.shares.sum((0, 3)).abs().sum(-1) for layer in parts(name)])
+    result = alti(traced(name), by_head=True)
+    assert close(result.extras["cancellation"], sizes / sums)
+    chosen = torch.stack([layer.shares[:2].sum(0).abs().sum((2, 3)) for layer in parts(name)])
+    sums = torch.stack([layer.shares[:2].sum((0, 3)).abs().sum(-1) for layer in parts(name)])
+    assert close(alti(traced(name), heads=[0, 1]).extras["cancellation"], chosen / sums)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_alti_of_chosen_heads_and_without_the_stream(name: str) -> None:
     layers = list(zip(parts(name), references(name), strict=True))
     summed = [units(layer.shares[:2].sum(0)[None], r.residual, r.residual + r.output, "none") for layer, r in layers]
@@ -177,6 +199,24 @@ def test_alti_of_chosen_heads_and_without_the_stream(name: str) -> None:
     result = alti(traced(name), heads=[1], by_head=True, residual=False)
     assert close(result.scores, torch.stack([scores for scores, _ in alone]))
     assert close(result.extras["residual"], torch.stack([rest for _, rest in alone]))
+
+
+def test_alti_of_heads_scales_outputs_by_the_residual_multiplier() -> None:
+    layer = part_added().layers[0]
+    whole, stream = layer.operator.contributions(range(LENGTH)), layer.residual
+    assert stream is not None
+    result = alti(part_added(), layers=[0], heads=list(range(layer.operator.num_heads())))
+    scores, rest = units(PART * whole[None], stream, stream + PART * layer.output, "none")
+    assert close(result.scores[0], scores[:, 0]) and close(result.extras["residual"][0], rest)
+    unscaled, _ = units(whole[None], stream, stream + PART * layer.output, "none")
+    assert not close(result.scores[0], unscaled[:, 0])
+
+
+def test_padding_has_no_residual_either() -> None:
+    for options in ({"by_head": True}, {"heads": [0]}):
+        result = alti(traced("mamba2", "left"), **options)
+        real = real_tokens("left").expand_as(result.extras["residual"])
+        assert torch.equal(result.extras["residual"] > 0, real)
 
 
 @pytest.mark.parametrize("scope", ["core", "mixer", "unified"])

@@ -114,6 +114,9 @@ def test_a_scalar_that_is_not_linear_in_the_logits_reports_its_remainder() -> No
     assert torch.allclose(result.extras["logit"], surprisal(trace.output).double())
     assert bool((result.extras["remainder"].abs() > 1e-3).all())
     assert result.completeness_gap is not None and result.completeness_gap < 1e-6
+    by_depth = ula.explain(trace, logit=surprisal, by="depth")
+    assert torch.equal(by_depth.extras["remainder"][1], result.extras["remainder"])
+    assert by_depth.completeness_gap is not None and by_depth.completeness_gap < 1e-6
 
 
 def _tiny(**more: Any) -> LlamaConfig:

@@ -60,6 +60,40 @@ def test_nested_blocks_cut_the_edges_of_both() -> None:
         logits(model)
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ({"heads": [0, 2]}, {"heads": 2}),
+        ({"channels": [0, 2]}, {"channels": [2, 5]}),
+        ({"heads": slice(0, 3)}, {"channels": -4}),
+        ({"heads": 1}, {}),
+        ({}, {"channels": 1}),
+        ({"heads": lambda op: [3]}, {"heads": torch.arange(6) == 3}),
+    ],
+)
+def test_nested_blocks_with_an_edge_in_a_head_or_channel_of_both_are_refused(outer: Any, inner: Any) -> None:
+    model = small(1)
+    with left_as_found(model), cut(model, EDGES, **outer):
+        with cut(model, EDGES[:1], **inner), pytest.raises(OptionError, match="two nested cuts share an edge"):
+            logits(model)
+        # Other edges are no conflict.
+        with cut(model, [(6, 2), (5, 1)], **inner):
+            both = logits(model)
+    with cut(model, [(6, 2), (5, 1)], **inner), cut(model, EDGES, **outer):
+        assert relative_error(logits(model), both) <= EXACT
+
+
+def test_negative_layers_count_from_the_last() -> None:
+    model = small()
+    for negative, layer in ((-2, 0), (-1, 1)):
+        with cut(model, EDGES, layers=layer):
+            expected = logits(model)
+        with cut(model, EDGES, layers=negative):
+            assert torch.equal(logits(model), expected)
+    with cut(model, EDGES, layers=-3), pytest.raises(OptionError, match="layer -3 is out of range; layers 0 to 1 ran"):
+        logits(model)
+
+
 def test_blocks_that_end_in_another_order() -> None:
     model, plain = small(), None
     with left_as_found(model):

@@ -15,9 +15,9 @@ from unilinattn.evaluation.measures import METRICS
 from unilinattn.evaluation.plan import Model
 from unilinattn.evaluation.processes import Processes
 from unilinattn.evaluation.readers import read_samples
-from unilinattn.evaluation.samples import Sample, task_samples
+from unilinattn.evaluation.samples import task_samples
 from unilinattn.evaluation.scorers import BASELINES
-from unilinattn.evaluation.side_by_side import one_thread, quiet_hosts, select
+from unilinattn.evaluation.side_by_side import CHOSEN_BY, Counts, one_thread, quiet_hosts, select
 from unilinattn.evaluation.table import Table
 from unilinattn.examples.tasks import SELECTION_SEED
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser, methods: Sequence[str]) -> No
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"methods (default: {' '.join(methods)})")
     parser.add_argument("--metrics", nargs="+", metavar="METRIC", help=f"default: {' '.join(DEFAULT_METRICS)}")
     parser.add_argument("--baselines", nargs="*", default=BASELINES, metavar="NAME", help=f"of {', '.join(BASELINES)}")
-    parser.add_argument("--samples", type=int, default=16, help="sequences of a task (default: 16)")
+    parser.add_argument("--samples", type=int, default=Counts.scored, help="sequences of a task (default: %(default)s)")
     parser.add_argument("--target", type=int, help="the one explained position of a task (default: every answer)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random choices (default: 0)")
     parser.add_argument("--dtype", help=f"of checkpoints: {', '.join(DTYPES)} (default: as stored)")
@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> None:
         with one_thread(), quiet_hosts():
             for task, arguments in _tasks(options):
                 out = options.out / task if options.task == "all" and options.out is not None else options.out
-                _print(evaluate(**arguments, **asked, out=out), task, out)
+                table = evaluate(**arguments, **asked, select_by=CHOSEN_BY, out=out)
+                _print(table, task, f"by {CHOSEN_BY} on {Counts.selection} other sequences", out)
         return
     if options.task is not None or options.target is not None:
         raise OptionError("--task and --target are for the trained models; with --data, each line has its target.")
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
             if out is not None and len(options.models) > 1:
                 out = out / path.name
             table = evaluate({path.name: host}, data, **asked, selection=others, out=out)
-            _print(table, str(options.data), out)
+            _print(table, str(options.data), "by the first metric on other samples", out)
 
 
 def _tasks(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -93,18 +94,18 @@ def _tasks(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     for task, model in select(options.task or TASK, names(options.models)):
         by_task.setdefault(task, {})[model] = partial(examples.load, task, model)
     for task, models in by_task.items():
-        draw = partial(task_samples, task, options.samples, target=options.target)
-        data: list[Sample] = draw()
-        yield task, {"models": models, "data": data, "selection": draw(seed=SELECTION_SEED)}
+        data = task_samples(task, options.samples, target=options.target)
+        selection = task_samples(task, Counts.selection, seed=SELECTION_SEED, target=options.target)
+        yield task, {"models": models, "data": data, "selection": selection}
 
 
-def _print(table: Table, data: str, out: Path | None) -> None:
+def _print(table: Table, data: str, choice: str, out: Path | None) -> None:
     if Processes().rank:
         return
     samples = len({row["sample"] for row in table})
     print(f"{data}, {samples} samples\n\n{table}")
     print(
-        "\nlayer: the best by the first metric on other samples; all: the method composes the layers"
+        f"\nlayer: the best {choice}; all: the method composes the layers"
         + (f"\nTables: {out / 'table.csv'}, {out / 'table.json'}\n" if out is not None else "\n")
     )
 

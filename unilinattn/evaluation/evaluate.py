@@ -72,7 +72,7 @@ def evaluate(
         metrics: names of metrics (`evaluation.measures.METRICS`), (name, options), or a mapping from labels to either
             or to a function from a `Case` to a number. `completeness_gap` has rows for methods that decompose a logit.
         selection: other samples, on which layers are chosen.
-        select_by: label of the metric by which layers are chosen, by default the first.
+        select_by: label of the metric by which layers are chosen, by default the first, or the name of another metric.
         tokenizer, processor, on_error: as in `evaluation.read_samples`, for data that are read.
         baselines: rows that ignore the model: random (the mean of 4 draws a sample), recency (a key's position) and
             primacy (its negative).
@@ -154,7 +154,7 @@ class _Work:
             return {}
         composed: set[str] = set()
         units = self._spread("selection", plan.selection, partial(self._precisions, composed))
-        best = max if plan.metrics[plan.select_by].larger_is_better else min
+        best = max if plan.chooser.larger_is_better else min
         layers = {}
         for one in plan.scorers:
             if all(unit[one.label] is not None for unit in units):
@@ -197,7 +197,7 @@ class _Work:
                     continue
                 parts = []
                 for layer in range(result.sizes["layer"]):
-                    measured = plan.metrics[plan.select_by](self._case(traced, sample, result.select(layer=layer), at))
+                    measured = plan.chooser(self._case(traced, sample, result.select(layer=layer), at))
                     if measured is None:
                         raise OptionError(f"select_by={plan.select_by!r} is not defined for its scores; name another.")
                     parts.append(measured.parts)

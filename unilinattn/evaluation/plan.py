@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError, nearest
-from unilinattn.evaluation.measures import Metric, function_metric, metric, require_fields
+from unilinattn.evaluation.measures import METRICS, Metric, function_metric, metric, require_fields
 from unilinattn.evaluation.samples import Sample, fingerprint, function_name
 from unilinattn.evaluation.scorers import Scorer, baseline, scorer
 from unilinattn.tracing.trust import Trust
@@ -32,6 +32,7 @@ class Plan:
     scorers: tuple[Scorer, ...]
     metrics: Mapping[str, Metric]
     select_by: str
+    chooser: Metric
     seed: int
     trust: Trust
     max_memory: int | None
@@ -63,21 +64,26 @@ class Plan:
         samples = _samples(data, "data")
         chosen = {label: _metric(*entry) for label, entry in _labelled(metrics, "metrics").items()}
         select_by = next(iter(chosen)) if select_by is None else select_by
-        if select_by not in chosen:
-            raise OptionError(f"select_by={select_by!r} is none of the metrics{nearest(select_by, chosen)}")
+        if select_by not in chosen and select_by not in METRICS:
+            raise OptionError(
+                f"select_by={select_by!r} is none of the metrics{nearest(select_by, [*chosen, *METRICS])}"
+            )
+        chooser = chosen[select_by] if select_by in chosen else metric(select_by, {})
         require_fields(list(chosen.values()), samples)
         others = None if selection is None else _samples(selection, "selection")
         if others is not None:
-            if chosen[select_by].larger_is_better is None:
+            if chooser.larger_is_better is None:
                 raise OptionError(f"layers cannot be chosen by the function {select_by!r}; name a metric in select_by.")
-            require_fields([chosen[select_by]], others)
+            require_fields([chooser], others)
             _require_disjoint(samples, others)
         scorers = [*map(baseline, baselines)]
         scorers += [scorer(label, *entry) for label, entry in _labelled(methods, "methods").items()]
         for one in scorers:
             if [other.label for other in scorers].count(one.label) > 1:
                 raise OptionError(f"two rows are called {one.label!r}; give a mapping with another label for one.")
-        return cls(models, samples, others, tuple(scorers), chosen, select_by, seed, trust, max_memory, save_results)
+        return cls(
+            models, samples, others, tuple(scorers), chosen, select_by, chooser, seed, trust, max_memory, save_results
+        )
 
     def configuration(self) -> dict[str, Any]:
         """Return the request as JSON values: results of the same configuration belong together."""
@@ -102,8 +108,13 @@ class Plan:
 
     def seed_of(self, *path: object) -> int:
         """Return the seed of a unit of work, from the seed of the evaluation."""
-        text = "/".join(map(str, (self.seed, *path)))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        return seed_of(self.seed, *path)
+
+
+def seed_of(seed: int, *path: object) -> int:
+    """Return the seed of a unit of work, from the seed of an evaluation."""
+    text = "/".join(map(str, (seed, *path)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]]]:

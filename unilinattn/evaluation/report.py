@@ -15,13 +15,12 @@ import numpy as np
 import torch
 
 from unilinattn.errors import ResultFileError
+from unilinattn.evaluation.scorers import BASELINES, DRAWS
 from unilinattn.evaluation.side_by_side import (
-    BASELINES,
-    DRAWS,
     INTERVENTION,
     INTERVENTION_SEED,
-    RANDOM_DRAWS,
     RANDOM_SEED,
+    REPLACEMENTS,
     Counts,
     Measured,
     Score,
@@ -58,10 +57,10 @@ REFERENCES = (*BASELINES, INTERVENTION)
 """Rows of the table that are not methods."""
 
 ABOUT_REFERENCES = (
-    f"To compare with: random scores, the mean of {RANDOM_DRAWS} draws; recency, a key's position; primacy, its "
+    f"To compare with: random scores, the mean of {DRAWS} draws; recency, a key's position; primacy, its "
     "negative; and intervention, how much the log-probability of the answer falls if the key's token is replaced, the "
-    f"mean over {DRAWS} other tokens. Most keys have next to no effect, and their order lowers corr. even for scores "
-    "that find the answer."
+    f"mean over {REPLACEMENTS} other tokens. Most keys have next to no effect, and their order lowers corr. even for "
+    "scores that find the answer."
 )
 
 
@@ -119,8 +118,8 @@ def numbers(measured: Sequence[Measured], counts: Counts, methods: Sequence[str]
             "methods": list(methods),
             "sequences": {"accuracy": counts.accuracy, "selection": counts.selection, "scored": counts.scored},
             "candidates": "the keys j < i of query i",
-            "replacements": DRAWS,
-            "random_draws": RANDOM_DRAWS,
+            "replacements": REPLACEMENTS,
+            "random_draws": DRAWS,
             "layer_chosen_by": "average precision on the selection sequences",
         },
         "versions": {

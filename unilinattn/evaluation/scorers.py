@@ -1,6 +1,6 @@
 """The rows of an evaluation: registered methods with options, functions, and baselines that ignore the model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.samples import Sample, function_name
-from unilinattn.evaluation.side_by_side import BASELINES
 from unilinattn.methods.maps import map_shape
 from unilinattn.methods.options import Options
 from unilinattn.methods.run import explain
@@ -18,7 +17,8 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace
 from unilinattn.tracing.trust import Trust
 
-__all__ = ["BASELINES", "DRAWS", "Scorer", "baseline", "scorer"]
+BASELINES = ("random", "recency", "primacy")
+"""Scores independent of model and tokens: random draws, the key's position, and its negative."""
 
 DRAWS = 4
 """Random scores for each sample, over which its metrics are averaged."""
@@ -76,10 +76,14 @@ def baseline(name: str) -> Scorer:
         shape = (queries, keys) if every else (keys,)
         position = torch.arange(keys, dtype=torch.float64).expand(shape)
         scores = {"recency": [position], "primacy": [-position]}
-        drawn = scores[name] if name in scores else [torch.rand(shape, dtype=torch.float64) for _ in range(DRAWS)]
-        return [_result(name, one, trace) for one in drawn]
+        return [_result(name, one, trace) for one in scores.get(name) or random_scores(shape)]
 
     return Scorer(name, {"baseline": name}, run)
+
+
+def random_scores(shape: Sequence[int], generator: torch.Generator | None = None) -> list[Tensor]:
+    """Return the `DRAWS` random scores of a sample, by default of the global generator."""
+    return [torch.rand(*shape, dtype=torch.float64, generator=generator) for _ in range(DRAWS)]
 
 
 def _of_function(label: str, function: Callable[[Trace, Sample], Any]) -> Callable[..., list[Attribution]]:

@@ -14,22 +14,22 @@ from unilinattn.errors import OptionError, nearest
 from unilinattn.evaluation.decomposition import DecompositionErrors, decomposition_errors
 from unilinattn.evaluation.intervention import replacement_effects
 from unilinattn.evaluation.metrics import RankCorrelation, RowScores, earlier_keys, rank_correlation, row_scores
+from unilinattn.evaluation.plan import seed_of
+from unilinattn.evaluation.scorers import BASELINES, random_scores
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED, Task, TaskBatch
 from unilinattn.methods.run import COMPOSED, COMPOSED_OPTIONS
 from unilinattn.registry import Method
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace, trace
 
-BASELINES = ("random", "recency", "primacy")
-"""Scores independent of model and tokens: random draws, the key's position, and its negative."""
 INTERVENTION = "intervention"
 """Row of the ground truth by intervention: the drop in the answer's log-probability when a token is replaced."""
-DRAWS = 4
+REPLACEMENTS = 4
 """Replacements per token, over which the effect is averaged."""
 SEQUENCES = 8
 """Number of sequences on which decomposition errors are measured."""
-RANDOM_DRAWS = 32
-"""Random draws per sequence, over which the metrics are averaged."""
+CHOSEN_BY = "ap"
+"""The metric by which layers are chosen."""
 RANDOM_SEED, INTERVENTION_SEED = 0, 1
 
 
@@ -37,8 +37,7 @@ RANDOM_SEED, INTERVENTION_SEED = 0, 1
 class Counts:
     """Numbers of sequences for the accuracy, for the choice of a layer, and for the scores of the methods.
 
-    The scored sequences are the first of the accuracy's. Raises `OptionError` if `selection` or `scored` is below 1, or
-    `scored` above `accuracy`.
+    The command `evaluate` takes the same sequences by default. Raises `OptionError` if a number is below 1.
     """
 
     accuracy: int = 512
@@ -46,10 +45,10 @@ class Counts:
     scored: int = 16
 
     def __post_init__(self) -> None:
-        if min(self.selection, self.scored) < 1 or self.scored > self.accuracy:
+        if min(self.accuracy, self.selection, self.scored) < 1:
             raise OptionError(
-                f"cannot choose a layer on {self.selection} sequences and score {self.scored} of {self.accuracy}; at "
-                "least one of each is needed, and no more scored than held out."
+                f"cannot measure the accuracy on {self.accuracy} sequences, choose a layer on {self.selection} and "
+                f"score {self.scored}; at least one of each is needed."
             )
 
 
@@ -173,15 +172,17 @@ def example_decompositions() -> dict[str, DecompositionErrors]:
 def measure(task: str, model: str, methods: Sequence[Method], counts: Counts) -> Measured:
     """Measure one shipped model on sequences of `HELD_OUT_SEED`; layers are chosen on those of `SELECTION_SEED`.
 
+    The command `evaluate` has the same numbers.
+
     Rows: the baselines, the methods in all their `forms`, and the ground truth by intervention. Operators are in
     float32, and the reconstruction error is the worst over the scored sequences.
     """
     problem = examples.TASKS[task]
-    held_out = problem.sample(counts.accuracy, HELD_OUT_SEED)
-    scored = _first(held_out, counts.scored)
+    # The sequences of a task depend on their number too, so the scored ones are drawn by themselves.
+    scored = problem.sample(counts.scored, HELD_OUT_SEED)
     with quiet_hosts():
         host = examples.load(task, model)
-        accuracy = examples.accuracy(host, held_out)
+        accuracy = examples.accuracy(host, problem.sample(counts.accuracy, HELD_OUT_SEED))
         observed = trace(host, scored.input_ids)
         selection = problem.sample(counts.selection, SELECTION_SEED)
         chooser = _Chooser(trace(host, selection.input_ids), selection)
@@ -192,7 +193,7 @@ def measure(task: str, model: str, methods: Sequence[Method], counts: Counts) ->
                 scored.input_ids,
                 scored.labels,
                 vocabulary=problem.vocabulary,
-                draws=DRAWS,
+                draws=REPLACEMENTS,
                 seed=INTERVENTION_SEED,
             ),
         )
@@ -254,7 +255,8 @@ class _Chooser:
     def precision(self, form: Form) -> dict[str, float]:
         """Return the average precision of each layer of a layer-wise method."""
         result = form(self.trace)
-        return {layer: answer_scores(result.select(layer=layer).scores, self.batch).ap for layer in result.layers}
+        by_layer = {name: answer_scores(result.select(layer=name).scores, self.batch) for name in result.layers}
+        return {name: getattr(scores, CHOSEN_BY) for name, scores in by_layer.items()}
 
 
 def _score(result: Attribution, form: Form, judge: _Judge, chooser: _Chooser) -> Score:
@@ -271,19 +273,16 @@ def answer_scores(scores: Float[Tensor, "*draw batch query key"], batch: TaskBat
 
 
 def baselines(batch: TaskBatch) -> dict[str, Float[Tensor, "*draw batch query key"]]:
-    """Return the scores of each row of `BASELINES`; the random ones have an axis of `RANDOM_DRAWS` draws."""
+    """Return the scores of each row of `BASELINES`, those of `evaluate`; the random ones have an axis of draws."""
     shape = batch.relevant.shape
     position = torch.arange(shape[-1], dtype=torch.float64).expand(shape)
-    drawn = torch.rand(RANDOM_DRAWS, *shape, generator=torch.Generator().manual_seed(RANDOM_SEED))
-    return dict(zip(BASELINES, (drawn, position, -position), strict=True))
+    seeds = (seed_of(RANDOM_SEED, "data", at, "random") for at in range(shape[0]))
+    drawn = [torch.stack(random_scores(shape[1:], torch.Generator().manual_seed(seed))) for seed in seeds]
+    return dict(zip(BASELINES, (torch.stack(drawn, 1), position, -position), strict=True))
 
 
 def _without_own(scores: Float[Tensor, "*layer query key"]) -> Float[Tensor, "*layer query key"]:
     return scores.masked_fill(torch.eye(scores.shape[-1], dtype=torch.bool), torch.nan)
-
-
-def _first(batch: TaskBatch, count: int) -> TaskBatch:
-    return TaskBatch(batch.input_ids[:count], batch.labels[:count], batch.relevant[:count])
 
 
 def _texts(task: Task, batch: TaskBatch) -> list[str]:

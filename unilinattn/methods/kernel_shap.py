@@ -24,8 +24,8 @@ class KernelShapOptions(ScalarOptions):
     n_samples: int = Field(
         500,
         ge=4,
-        description="largest number of coalitions for each sequence; if all 2^M - 2 of its M tokens fit, the scores are "
-        "exact, else they are drawn, all tokens and none included, and M + 2 is the least",
+        description="largest number of coalitions for each sequence; if all 2^M - 2 of its M tokens fit, the scores "
+        "are exact, else they are drawn, all tokens and none included, and M + 2 is the least",
     )
     seed: Seed = 0
 

@@ -235,9 +235,7 @@ class _CutRecorder(Recorder):
         layer, index = self._builder.build(self.layers.pop()), len(self._names)
         self._unplaced.clear()
         self._names.append(layer.name)
-        cuts = [
-            one for one in self._cuts if one.includes(index, layer.name) and not (one.layers is None and layer.opaque)
-        ]
+        cuts = [one for one in self._cuts if one.includes(index, layer.name)]
         if not cuts:
             return None
         operator = layer.operator

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.errors import UncoveredError
-from unilinattn.tracing.frozen_forms import FORMS, as_source, linear_in
+from unilinattn.tracing.frozen_forms import FORMS, as_source, frozen_slope, linear_in
 from unilinattn.tracing.nested import mapped, tensors
 
 
@@ -213,14 +213,14 @@ class Freezing(TorchFunctionMode):
 
     def _in_place(self, name: str, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if name in ("zero", "fill"):
-            constant = torch.full_like(target, args[0] if args else 0).detach()
-            return target.copy_(as_source(constant, target))
-        if name == "copy":
-            value = self._source(args[0], target).to(target.dtype).expand_as(target)
+            value = as_source(torch.full_like(target, args[0] if args else 0).detach(), target)
+        elif name == "copy":
+            value = self._source(args[0], target)
         else:
             function = getattr(torch.Tensor, name, None) or getattr(functional, name)
             value = self._apply(name, function, (target, *args), kwargs)
         rank, in_stream = self.rank(value), self.in_stream(value)
+        self._ranks.pop(target, None)
         self._stream.pop(target, None)
         result = self._ranked(target.copy_(value), rank)
         if in_stream:
@@ -232,6 +232,7 @@ class Freezing(TorchFunctionMode):
             target.copy_(self._source(target, target))
         rank = max(self.rank(target), self.rank(value) if isinstance(value, Tensor) else 0)
         func(target, index, self._source(value, target))
+        self._stream.pop(target, None)
         self._ranked(target, rank)
 
     @_rule("add")
@@ -239,7 +240,7 @@ class Freezing(TorchFunctionMode):
         like, both = x if carried(x) else other, carried(x) and carried(other)
         x, other = self._source(x, like), self._source(other, like)
         rank = max(self.rank(x), self.rank(other))
-        if rank and self._half and not both:
+        if rank and not both:
             # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
             rank = 2
         result = self._ranked(torch.add(x, other, alpha=alpha), rank)
@@ -312,20 +313,11 @@ class Freezing(TorchFunctionMode):
     @_rule("glu")
     def _glu(self, x: Tensor, dim: int = -1) -> Tensor:
         value, gate = x.chunk(2, dim)
-        return self._ranked(value * torch.sigmoid(gate.detach()), 2)
+        return self._ranked(value * torch.sigmoid(gate.detach()), 1)
 
     def _slope(self, name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        point = x.detach()
         args, kwargs = mapped((args, kwargs), torch.detach)
-        zero = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
-        with torch.enable_grad():
-            level = func(zero, *args, **kwargs)
-            (limit,) = torch.autograd.grad(level, zero)
-        level = level.detach()
-        # The difference of two sigmoids cancels near zero.
-        difference = torch.tanh(point / 2) / 2 if name == "sigmoid" else func(point, *args, **kwargs) - level
-        near = point.abs() < torch.finfo(x.dtype).tiny
-        slope = torch.where(near, limit, difference / point.masked_fill(near, 1))
+        slope, level = frozen_slope(name, lambda point: func(point, *args, **kwargs), x.detach())
         through = linear_in(x, torch.mul, (x, slope), {})
         if bool(level == 0):
             return self._ranked(through, max(name not in LIMITS, self.rank(x)))
@@ -378,7 +370,7 @@ class Freezing(TorchFunctionMode):
         frozen = (x.detach(), other) if frozen_first else (x, other.detach())
         product = linear_in(other if frozen_first else x, func, frozen, {})
         # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
-        return self._ranked(product, min(result_rank, 1) if self._half else result_rank)
+        return self._ranked(product, min(result_rank, 1))
 
 
 def carried(value: Any) -> bool:

@@ -291,7 +291,8 @@ class FrozenRun:
                 if mode.last_sum is not None and mode.in_stream(mode.last_sum):
                     self._last_stream = Stream(mode.last_sum, forward_ad.unpack_dual(mode.last_sum).tangent)
                 tangents = mapped(output, _tangent)
-                values = mapped(output, lambda t: forward_ad.unpack_dual(t).primal if t.is_floating_point() else t)
+                # A view of a parameter requires a gradient again after the run.
+                values = mapped(output, lambda t: forward_ad.unpack_dual(t).primal if t.requires_grad else t.detach())
             return values, tangents
 
         return isolated(self._model, run)

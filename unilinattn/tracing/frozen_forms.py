@@ -76,10 +76,10 @@ def rms_norm(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Divide by the frozen root mean square."""
-    axes = tuple(range(-len(normalized_shape), 0))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    scale = torch.rsqrt(x.detach().pow(2).mean(axes, keepdim=True) + eps)
-    return x * (scale if weight is None else scale * weight)
+    axes, wide = tuple(range(-len(normalized_shape), 0)), _widened(x)
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    scale = torch.rsqrt(wide.detach().pow(2).mean(axes, keepdim=True) + eps)
+    return (wide * (scale if weight is None else scale * weight)).to(x.dtype)
 
 
 def group_norm(
@@ -122,6 +122,31 @@ def normalize(x: Tensor, p: int | float = 2.0, dim: int = 1, eps: float = 1e-12,
     return x / x.detach().norm(p, dim, keepdim=True).clamp_min(eps)
 
 
+def frozen_slope(name: str, func: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slope (f(p) - f(0)) / p of a function of one value at each p, and f(0)."""
+    zero = torch.zeros((), dtype=point.dtype, device=point.device, requires_grad=True)
+    level = func(zero.detach())
+    difference = DIFFERENCES.get(name, lambda x: func(x) - level)
+    with torch.enable_grad():
+        (limit,) = torch.autograd.grad(difference(zero), zero)
+    near = point.abs() < torch.finfo(point.dtype).tiny
+    return torch.where(near, limit, difference(point) / point.masked_fill(near, 1)), level
+
+
+def _log_sigmoid_difference(point: Tensor) -> Tensor:
+    size = point.abs()
+    return (point - size) / 2 - torch.log1p(torch.expm1(-size) / 2)
+
+
+DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": lambda point: torch.tanh(point / 2) / 2,
+    "hardsigmoid": lambda point: point.clamp(-3, 3) / 6,
+    "log_sigmoid": _log_sigmoid_difference,
+    "logsigmoid": _log_sigmoid_difference,
+}
+"""f(p) - f(0) in closed form for functions with f(0) != 0: the difference of two values cancels near zero."""
+
+
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
     """Average the values with frozen weights."""
     # The math backend is the one that has a forward-mode derivative.
@@ -139,10 +164,16 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
 
 def _normed(x: Tensor, axes: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Centre a tensor and divide it by its frozen deviation."""
-    centred = x - x.mean(axes, keepdim=True)
+    wide = _widened(x)
+    centred = wide - wide.mean(axes, keepdim=True)
     scale = torch.rsqrt(centred.detach().pow(2).mean(axes, keepdim=True) + eps)
-    normed = centred * (scale if weight is None else scale * weight)
+    normed = (centred * (scale if weight is None else scale * weight)).to(x.dtype)
     return normed if bias is None else normed + as_source(bias, x)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype in which torch computes its norms: squares of float16 overflow above 255."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 FORMS: dict[str, Callable[..., Tensor]] = {

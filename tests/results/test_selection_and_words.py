@@ -1,0 +1,34 @@
+"""Errors of a selected layer, and scores and places of merged words."""
+
+import torch
+
+from tests.results.samples import LENGTH, make, make_target
+
+IDS = [[0, 0, None, None, 1], [0, 0, 0, 0, 0]]
+REAL = torch.tensor([[True] * LENGTH, [True, True, True, False, False]])
+
+
+def test_a_selected_layer_keeps_its_errors_only() -> None:
+    errors = {"h.0": 1e-7, "h.1": 3e-7}
+    one = make(reconstruction_error=errors, stream_error=errors).select(layer="h.1")
+    assert one.reconstruction_error == one.stream_error == {"h.1": 3e-7}
+
+
+def test_each_token_outside_of_words_stays_by_itself() -> None:
+    result = make_target(word_ids=IDS, mask=REAL)
+    words = result.words()
+    first, second = result.scores
+    expected = [first[:2].sum(), first[2], first[3], first[4]]
+    assert torch.equal(words.scores[0], torch.stack(expected))
+    assert torch.equal(words.scores[1], torch.stack([second[:3].sum(), *torch.zeros(3)]))
+    assert words.mask is not None and words.mask.tolist() == [[True] * 4, [True, False, False, False]]
+
+
+def test_a_word_reaches_from_its_first_to_its_last_character() -> None:
+    # A character of several tokens gives them one place; marks around a text have none.
+    places = [(2, 5), (3, 4), (0, 0), (6, 7), (7, 9)]
+    words = make_target(word_ids=IDS, mask=REAL, offsets=[places, places]).words()
+    assert [list(row) for row in words.offsets or ()] == [
+        [(2, 5), (0, 0), (6, 7), (7, 9)],
+        [(2, 5), (0, 0), (0, 0), (0, 0)],
+    ]
