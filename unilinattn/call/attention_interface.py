@@ -305,9 +305,9 @@ def _mask(*, config: Any = None, **given: Any) -> Tensor | None:
 
     implementation = _implementation(config) or "eager"
     make = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
-    if _handler.get() is not None and (implementation != "sdpa" or make(config=config, **given) is not None):
-        make = ALL_MASK_ATTENTION_FUNCTIONS.get("eager")
     mask: Tensor | None = None if make is None else make(config=config, **given)
+    if _handler.get() is not None and (implementation != "sdpa" or mask is not None):
+        mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](config=config, **given)
     return mask
 
 

@@ -32,9 +32,9 @@ def smoothgrad(trace: Trace, *, target: Target | None = None, **options: Any) ->
     """SmoothGrad: the mean of `gradient` over copies of the embeddings with Gaussian noise (Smilkov et al., 2017).
 
     captum's `Saliency` on copies with noise, one sequence after the other, each with the noise of `seed` on its real
-    tokens; with sign="abs" the absolute values are taken before the mean, as by captum's `NoiseTunnel`. The logit is the
-    model's prediction at the target, or that of the option `logit`. Scores: (batch, query, key), without `query` for a
-    target.
+    tokens; with sign="abs" the absolute values are taken before the mean, as by captum's `NoiseTunnel`. The logit is
+    the model's prediction at the target, or that of the option `logit`. Scores: (batch, query, key), without `query`
+    for a target.
 
     Options: `SmoothgradOptions`. Raises the errors of `gradient`.
     """

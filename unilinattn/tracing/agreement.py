@@ -1,7 +1,7 @@
 """Compare a trace's output with that of the model as the user calls it, where the trace changes the call.
 
-A trace runs softmax attention by the eager function of the host's file, without a cache, and adds arguments that the
-user left out. Cost: one run of the model, for the first trace of a model in its present state and of a kind of input.
+A trace runs softmax attention by the eager function of the host's file, and adds arguments that the user left out.
+Cost: one run of the model, for the first trace of a model in its present state and of a kind of input.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def compared_with_call(
 
     Args:
         model: the model.
-        call: the arguments that the user gave.
+        call: the arguments that the user gave, without a cache.
         given: the arguments of the traced run.
         output: the output of the traced run.
         seed: the state of the random number generator before that run.
@@ -38,7 +38,7 @@ def compared_with_call(
     Raises `ExactnessError` if the output differs because the trace computes attention in another way; inside
     `trusting("warn")` this is one of the sentences.
     """
-    added = [name for name in given if name not in call and name != "use_cache"]
+    added = [name for name in given if name not in call]
     implementations = {config._attn_implementation_internal for config in configurations(model)} - {None, "eager"}
     if not added and not implementations:
         return ()

@@ -354,7 +354,8 @@ def trace(
     warn_of_leaks(given, recorder.layers)
     traced = Trace(model, given, recorder, output, dtype, text)
     if stream_to is None and not may_be_long(given, above):
-        call = {name: value for name, value in given.items() if not isinstance(inputs, Mapping) or name in inputs}
+        named = {*(inputs if isinstance(inputs, Mapping) else given), "use_cache"}
+        call = {name: value for name, value in given.items() if name in named}
         traced.warnings = compared_with_call(model, call, given, output, seed)
     return traced
 
