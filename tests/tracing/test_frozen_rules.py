@@ -380,7 +380,7 @@ def test_constants_of_the_output_are_biases() -> None:
         return output.logits[:, -1, LOGIT] + 3 * output.offset[:, LOGIT]
 
     shares = run.shares(-1, moved)
-    assert torch.equal(shares.tokens, plain.tokens)
+    assert torch.equal(shares.tokens, plain.tokens) and not shares.bias.requires_grad
     assert torch.allclose(shares.bias, plain.bias + 3 * offset[LOGIT], rtol=EXACT)
     assert float((shares.remainder / shares.size).abs().max()) <= EXACT
     assert torch.allclose(run.bias_by_source(-1, moved)[""], 3 * offset[LOGIT], rtol=EXACT)

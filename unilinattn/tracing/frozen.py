@@ -396,5 +396,5 @@ def _tangent(tensor: Tensor) -> Tensor:
         return tensor
     value, tangent = forward_ad.unpack_dual(tensor)
     if tangent is None:
-        return torch.zeros_like(value) if tensor.requires_grad else value
+        return torch.zeros_like(value) if tensor.requires_grad else value.detach()
     return tangent.detach().clone()
