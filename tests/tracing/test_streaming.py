@@ -52,6 +52,22 @@ def test_pieces_give_the_whole_trace(name: str, length: int, tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("repeated", [0, 8])
+def test_every_length_can_be_cut_where_a_norm_rescales_a_token(name: str, repeated: int, tmp_path: Path) -> None:
+    """Where norms have equal weights, the normed vector of one token, or of a repeated one, is a multiple of it."""
+    model = host(name).model().double()
+    for parameter in (p for n, p in model.named_parameters() if n.endswith("norm.weight")):
+        parameter.data.fill_(1)
+    for length in range(2, 4 + 2 * 5 + 3):
+        x = torch.randint(7, (1, length))
+        x[:, :repeated] = x[:, :1]
+        pieces = ula.trace(model, x, stream_to=tmp_path)
+        whole = ula.trace(model, x, substitute_above=1)
+        for one, two in zip(whole.layers, pieces.layers, strict=True):
+            assert relative_error(two.stream, one.stream) <= EXACT and two.multiplier == one.multiplier == 1
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba, biases", "mamba2"])
 @pytest.mark.parametrize("scope", ["core", "mixer", "unified"])
 @pytest.mark.parametrize("target", [-1, 3, [22, 11]])
