@@ -170,7 +170,7 @@ class Case:
         """Return the perturbation test of the scores, made once for each kind of masking."""
         key = (masking, mask_token_id)
         if key not in self._tests:
-            label, target = self.sample.label, self.sample.target
+            target = -1 if self.sample.target is None else self.sample.target
             if self.sample.grid is None:
                 units = {"relevance": self.one_row()[None], "valid": self.valid[None]}
             else:
@@ -181,12 +181,18 @@ class Case:
                 masking=masking,
                 mask_token_id=mask_token_id,
                 reference=self.sample.reference if masking == "reference" else None,
-                labels=None if label is None else torch.tensor([label]),
-                target=-1 if target is None else target,
+                labels=self._label(target),
+                target=target,
                 seed=self.seed,
                 **units,
             )
         return self._tests[key]
+
+    def _label(self, target: Any) -> Tensor | None:
+        """Return the sample's label, by default the prediction that its trace explains."""
+        if self.sample.label is not None:
+            return torch.tensor([self.sample.label])
+        return self.trace.explained_logit.prediction(target)
 
     def _default_keys(self) -> Bool[Tensor, "*query key"]:
         *queries, keys = self.scores.shape
