@@ -4,12 +4,13 @@ import re
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError
+from unilinattn.tracing.labels import token_text
 from unilinattn.tracing.logits import chosen_ids, has_logits, kept_positions, logits_of, places_of
-from unilinattn.tracing.text import token_id, token_text
+from unilinattn.tracing.text import token_id
 from unilinattn.tracing.trace import Target, Trace
 
 NamedTarget = Target | str | re.Pattern[str]
@@ -64,13 +65,10 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
     # A pair is stored as a list.
     logit = tuple(logit) if isinstance(logit, list) else logit
     logits = logits_of(trace.output, trace.model)
-    if logits.ndim == 2:
-        labels = getattr(getattr(trace.host, "config", None), "id2label", None)
-        ids = chosen_ids(logits, logit).tolist()
-        return [[str(labels.get(one, one)) for one in row] for row in ids] if labels else None
-    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+    classes = _class_labels(trace, logits)
+    if classes is None and (logits.ndim == 2 or not hasattr(tokenizer, "convert_ids_to_tokens")):
         return None
-    if logit is None:
+    if logit is None and logits.ndim == 3:
         length = trace.layers[-1].output.shape[1]
         kept = kept_positions(trace.arguments, length)
         if target is None or (kept is None and logits.shape[1] != length):
@@ -78,9 +76,20 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
         positions = trace.positions(target)
         places = positions if kept is None else places_of(positions, kept)
         logits = logits[torch.arange(len(logits)), places.to(logits.device)]
-    else:
+    elif logits.ndim == 3:
         logits = logits[:, -1]
-    return [[token_text(tokenizer, one) for one in row] for row in chosen_ids(logits, logit).tolist()]
+    ids = chosen_ids(logits, logit).tolist()
+    return [[classes[one] if classes else token_text(tokenizer, one) for one in row] for row in ids]
+
+
+def _class_labels(trace: Trace, logits: Float[Tensor, "batch *token logit"]) -> list[str] | None:
+    """Return the label of each logit of a classifier of sequences or tokens, None for logits of other things."""
+    config = getattr(trace.host, "config", None)
+    labels, count = getattr(config, "id2label", None), logits.shape[-1]
+    # A language model has `id2label` too, with labels for none of its logits.
+    if not labels or len(labels) != count or (logits.ndim == 3 and count == getattr(config, "vocab_size", None)):
+        return None
+    return [str(labels.get(one, one)) for one in range(count)]
 
 
 def _read_position(trace: Trace) -> Int[Tensor, " batch"]:
