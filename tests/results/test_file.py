@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.results.samples import BATCH, LAYERS, LENGTH, assert_same, make, make_target
+from tests.results.samples import BATCH, LAYERS, LENGTH, assert_same, labels, make, make_target
 from unilinattn.errors import ResultFileError
 from unilinattn.results import file as resultfile
 from unilinattn.results.attribution import Attribution
+from unilinattn.results.comparison import Comparison
 
 
 def test_a_loaded_result_equals_the_saved_one(tmp_path: Path) -> None:
@@ -30,6 +31,36 @@ def test_a_loaded_result_equals_the_saved_one(tmp_path: Path) -> None:
         path = result.save(tmp_path / f"{number}.safetensors")
         assert_same(Attribution.load(path), result)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+LONE = "\ud83dx"
+"""The first half of a surrogate pair, which UTF-8 does not have; an argument of a shell can hold one."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": [[LONE] * 5] * 2},
+        {"options": {LONE: [LONE, {"note": LONE}], "target": None}},
+        {"layers": ("h.0", LONE), "reconstruction_error": {LONE: 1e-7}, "stream_error": {LONE: 1e-7}},
+        {"method": LONE, "scope": LONE, "model": LONE, "kinds": ("dense", LONE)},
+        {"left_out": (LONE,), "warnings": (LONE,), "versions": {LONE: LONE}, "extras": {LONE: torch.zeros(2, 2, 5)}},
+        {"scores": torch.zeros(2, 2, 1, 5), "query_tokens": [[LONE]] * 2, "logit_names": [[LONE]] * 2, "extras": {}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_lone_surrogate_in_any_label_is_its_escape(change: dict[str, Any], tmp_path: Path) -> None:
+    made = make(**change)
+    assert "\\ud83dx" in str({**labels(made), **made.extras}) and LONE not in str(labels(made))
+    assert_same(made, Attribution.load(made.save(tmp_path / "result.safetensors")))
+    comparison = Comparison({LONE: {LONE: made}})
+    assert list(comparison) == list(comparison["\\ud83dx"]) == ["\\ud83dx"]
+    for result in (made, comparison):
+        result.to_html(tmp_path / "page.html")
+        result.to_dataframe()
+        repr(result).encode()
+    made.to_xarray()
+    made.plot(layer=1).savefig(tmp_path / "figure.png")
 
 
 def test_the_format_is_one_safetensors_file_with_a_json_header(tmp_path: Path) -> None:

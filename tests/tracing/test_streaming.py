@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,24 @@ def test_pieces_give_the_whole_trace(name: str, length: int, tmp_path: Path) -> 
     assert [len(step.layers) for step in pieces.steps] == [len(step.layers) for step in whole.steps]
     assert relative_error(pieces.output.logits[:, -1], whole.output.logits[:, -1]) <= EXACT
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("repeated", [0, 8])
+@pytest.mark.parametrize("lengths", [(3, 10), pytest.param(range(1, 4 + 2 * 5 + 3), marks=pytest.mark.slow)])
+def test_every_length_can_be_cut_where_a_norm_rescales_a_token(
+    name: str, repeated: int, lengths: Sequence[int], tmp_path: Path
+) -> None:
+    """Where norms have equal weights, the normed vector of one token, or of a repeated one, is a multiple of it."""
+    model = host(name).model()
+    for parameter in (p for n, p in model.named_parameters() if n.endswith("norm.weight")):
+        parameter.data.fill_(1)
+    for length in lengths:
+        x = torch.randint(7, (1, length))
+        x[:, :repeated] = x[:, :1]
+        first, second = ula.trace(model, x, stream_to=tmp_path).layers
+        assert torch.equal(first.stream, model.get_input_embeddings()(x))
+        assert torch.equal(second.stream, first.stream + first.output) and first.multiplier == second.multiplier == 1
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba, biases", "mamba2"])

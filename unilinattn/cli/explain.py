@@ -19,8 +19,8 @@ from unilinattn.methods.targets import position_of
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.panels import counts_residual
+from unilinattn.tracing.labels import token_text
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.text import token_text
 from unilinattn.tracing.trace import Trace, trace
 
 LARGEST = 4

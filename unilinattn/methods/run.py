@@ -28,8 +28,8 @@ from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.estimate import Estimate
+from unilinattn.tracing.labels import labels_of_ids
 from unilinattn.tracing.logits import has_logits
-from unilinattn.tracing.text import token_text
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
 
@@ -318,12 +318,14 @@ def labels_of_tokens(tokens: Any, trace: Trace) -> list[list[str]]:
     Raises `InputError` for other values, and for a tokenizer of a trace without ids.
     """
     if hasattr(tokens, "convert_ids_to_tokens"):
+        if trace.text is not None and trace.text.tokenizer is tokens and trace.text.labels is not None:
+            return trace.text.labels
         if trace.ids is None:
             raise InputError(
                 f"tokens is a tokenizer, and {trace.model} was not given one tensor of token ids that it could name; "
                 "give one list of texts a sequence."
             )
-        return [[token_text(tokens, token) for token in row] for row in trace.ids.tolist()]
+        return [labels_of_ids(tokens, row) for row in trace.ids.tolist()]
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         raise InputError(
             f"tokens is a {type(tokens).__name__}; give one text a token, in one list a sequence, or the tokenizer."

@@ -3,12 +3,13 @@
 import re
 from typing import Any
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError
+from unilinattn.tracing.labels import token_text
 from unilinattn.tracing.logits import chosen_ids, has_logits, logits_of
-from unilinattn.tracing.text import token_id, token_text
+from unilinattn.tracing.text import token_id
 from unilinattn.tracing.trace import Target, Trace
 
 NamedTarget = Target | str | re.Pattern[str]
@@ -63,17 +64,28 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
     # A pair is stored as a list.
     logit = tuple(logit) if isinstance(logit, list) else logit
     logits = logits_of(trace.output, trace.model)
-    if logits.ndim == 2:
-        labels = getattr(getattr(trace.host, "config", None), "id2label", None)
-        ids = chosen_ids(logits, logit).tolist()
-        return [[str(labels.get(one, one)) for one in row] for row in ids] if labels else None
-    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+    classes = _class_labels(trace, logits)
+    if classes is None and (logits.ndim == 2 or not hasattr(tokenizer, "convert_ids_to_tokens")):
         return None
-    prediction = None if logit is not None or target is None else trace.explained_logit.prediction(target)
-    if logit is None and prediction is None:
+    if logit is not None:
+        ids = chosen_ids(logits[:, -1] if logits.ndim == 3 else logits, logit)
+    elif logits.ndim == 3 and target is None:
         return None
-    tokens = chosen_ids(logits[:, -1], logit) if prediction is None else prediction[:, None]
-    return [[token_text(tokenizer, token) for token in row] for row in tokens.tolist()]
+    elif (prediction := trace.explained_logit.prediction(target)) is not None:
+        ids = prediction[:, None]
+    else:
+        return None
+    return [[classes[one] if classes else token_text(tokenizer, one) for one in row] for row in ids.tolist()]
+
+
+def _class_labels(trace: Trace, logits: Float[Tensor, "batch *token logit"]) -> list[str] | None:
+    """Return the label of each logit of a classifier of sequences or tokens, None for logits of other things."""
+    config = getattr(trace.host, "config", None)
+    labels, count = getattr(config, "id2label", None), logits.shape[-1]
+    # A language model has `id2label` too, with labels for none of its logits.
+    if not labels or len(labels) != count or (logits.ndim == 3 and count == getattr(config, "vocab_size", None)):
+        return None
+    return [str(labels.get(one, one)) for one in range(count)]
 
 
 def _read_position(trace: Trace) -> Int[Tensor, " batch"]:

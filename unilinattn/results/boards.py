@@ -21,7 +21,7 @@ from unilinattn.results.panels import (
 )
 from unilinattn.results.scores import Scores, extra_dims, score_array
 from unilinattn.viz.board import Cell, Picture
-from unilinattn.viz.colours import Array, shown
+from unilinattn.viz.colours import Array, isolated, shown
 from unilinattn.viz.image import pixels
 from unilinattn.viz.packing import MOST_CELLS, stored_cells
 
@@ -125,12 +125,12 @@ def explained(result: Scores, batch: int = 0) -> str:
     if place is None:
         where = "for each query" if "query" in result.dims else ""
     else:
-        where = f"at position {place}" + ("" if tokens is None else f" “{shown(tokens[place])}”")
+        where = f"at position {place}" + ("" if tokens is None else f" “{isolated(shown(tokens[place]))}”")
         where += ", the class token" if result.cls and place in result.cls else ""
     if "logit" not in result.options:
         return f"Scores of the keys {where}." if where else ""
     chosen, value = result.options["logit"], one.extras.get("logit")
-    names = [""] * 2 if one.logit_names is None else [f" “{shown(name)}”" for name in one.logit_names[0]]
+    names = [""] * 2 if one.logit_names is None else [f" “{isolated(shown(name))}”" for name in one.logit_names[0]]
     unit = "token" if result.grid is None else "class"
     if unit == "class" and value is not None and place not in (result.cls or ()):
         # The logits of classes have no position.

@@ -16,6 +16,9 @@ Result = TypeVar("Result", bound=Scores)
 Span = tuple[int, int]
 """First token of a word, and the one after its last; also of characters."""
 
+CONTINUATION = "\N{DOTTED CIRCLE}"
+"""Label of a token that continues a character, such as an emoji of several bytes, whose first token has the text."""
+
 REDUCTIONS = ("sum", "max")
 UNITS = ("characters", "tokens")
 
@@ -117,7 +120,7 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
     count = scores.shape[-1]
     labels: dict[str, Any] = dict.fromkeys(("word_ids", "grid", "patches", "cls"))
     if result.tokens is not None:
-        texts = [["".join(row[a:b]) for a, b in each] for row, each in zip(result.tokens, spans, strict=True)]
+        texts = [[_joined(row[a:b]) for a, b in each] for row, each in zip(result.tokens, spans, strict=True)]
         labels["tokens"] = [[*row, *[""] * (count - len(row))] for row in texts]
     if result.offsets is not None:
         extents = [[_extent(row[a:b]) for a, b in each] for row, each in zip(result.offsets, spans, strict=True)]
@@ -139,6 +142,11 @@ def _spans(word_ids: Sequence[int | None], real: Bool[Tensor, " key"]) -> list[S
     words = groupby(places, lambda place: ("token", place) if word_ids[place] is None else ("word", word_ids[place]))
     groups = [list(tokens) for _, tokens in words]
     return [(tokens[0], tokens[-1] + 1) for tokens in groups]
+
+
+def _joined(labels: Sequence[str]) -> str:
+    """Return the text of the tokens of a word, or `CONTINUATION` if its characters began in another word."""
+    return "".join(label for label in labels if label != CONTINUATION) or CONTINUATION
 
 
 def _extent(offsets: Sequence[Span]) -> Span:

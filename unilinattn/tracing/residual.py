@@ -8,6 +8,7 @@ stream without it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -36,12 +37,11 @@ def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
     before, after = block.children[max(0, inside - NEARBY) : inside], block.children[inside + 1 :][:NEARBY]
     received = [t for child in after for t in (*tensors_in(child.arguments), *child.returned)]
     sums = _alike([*received, *block.returned], added)
-    for stream, other in _candidates(layer, block, block.children[inside], before, after):
-        for total in sums:
-            site = _site(total, stream, added, other)
-            if site is not None:
-                layer.site = site
-                return True
+    candidates = _candidates(layer, block, block.children[inside], before, after)
+    sites = (_site(total, stream, added, other) for stream, other in candidates for total in sums)
+    layer.site = _likeliest(site for site in sites if site is not None)
+    if layer.site is not None:
+        return True
     if layer.reader is None and layer.returned:
         readers = (child for child in after if _among(layer.returned[0], tensors_in(child.arguments)))
         layer.reader = next((child.name for child in readers), None)
@@ -108,6 +108,18 @@ def followed_back(
             given = (t for t in tensors_in(block.arguments) if not _among(t, tensors))
             tensors += [t for t in given if _is_multiple(tensor, t)]
     return tensors, behind
+
+
+def _likeliest(sites: Iterator[ResidualSite]) -> ResidualSite | None:
+    """Return the first site, or one with as many parts whose stream has the factor 1; None if there is no site.
+
+    Of one token, or of a repeated one, a norm whose weights are equal returns a multiple of the stream.
+    """
+    first = next(sites, None)
+    if first is None or first.skip == 1:
+        return first
+    alike = takewhile(lambda site: (site.other is None) == (first.other is None), sites)
+    return next((site for site in alike if site.skip == 1), first)
 
 
 def _site(total: Tensor, stream: Tensor, added: Tensor, other: Tensor | None) -> ResidualSite | None:

@@ -39,7 +39,7 @@ from unilinattn.tracing.substitution import (
     operators_at_length,
     through_operators,
 )
-from unilinattn.tracing.text import Text, encoded, is_text
+from unilinattn.tracing.text import Text, encoded, is_text, tokenized
 from unilinattn.tracing.wrappers import plain_run, require_gradients, unwrapped
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
@@ -328,6 +328,8 @@ def trace(
         text = encoded(inputs, tokenizer)
         text.require_vocabulary(model)
         inputs = {name: ids.to(next(model.parameters()).device) for name, ids in text.arguments.items()}
+    else:
+        text = tokenized(inputs, tokenizer)
     # The caller may write into the tensors before a gradient runs the model on them again.
     given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
     first, above = given, substitute_above

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from unilinattn.viz.blocks import details, table
-from unilinattn.viz.colours import Array, largest
+from unilinattn.viz.colours import Array, isolated, largest
 from unilinattn.viz.image import png
 from unilinattn.viz.packing import ROUNDING, Packed, any_in_blocks, causal, pack, pooled, pooling
 
@@ -245,7 +245,7 @@ def _top_lines(picture: Picture) -> list[tuple[str, int, str, str]]:
 def _named(place: int | None, tokens: Sequence[str] | None) -> str:
     if place is None:
         return ""
-    return str(place) if tokens is None else f"{place} “{tokens[place]}”"
+    return str(place) if tokens is None else f"{place} “{isolated(tokens[place])}”"
 
 
 def _ranked(row: Array, tokens: Sequence[str] | None) -> str:

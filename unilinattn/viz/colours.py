@@ -1,5 +1,7 @@
 """Colour scales of scores, and the outline of a pattern."""
 
+import unicodedata
+
 import numpy as np
 from jaxtyping import Bool, Float
 
@@ -69,6 +71,12 @@ def mix(stops: tuple[str, ...], place: float) -> Colour:
 def shown(token: str) -> str:
     """Return a token with unprintable characters as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+
+
+def isolated(token: str) -> str:
+    """Return a token for a sentence of another direction: text from right to left stands in Unicode's isolates."""
+    turned = any(unicodedata.bidirectional(letter) in ("R", "AL") for letter in token)
+    return f"\N{FIRST STRONG ISOLATE}{token}\N{POP DIRECTIONAL ISOLATE}" if turned else token
 
 
 def _runs(marked: Bool[Array, "line place"]) -> list[tuple[int, int, int]]:

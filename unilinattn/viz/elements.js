@@ -18,6 +18,11 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** A token in a sentence of another direction: text from right to left stands in Unicode's isolates. */
+function isolated(/** @type {string} */ token) {
+  return /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u.test(token) ? `\u2068${token}\u2069` : token;
+}
+
 /** A score to three digits. */
 function digits(/** @type {number} */ value) {
   if (!Number.isFinite(value)) return String(value);

@@ -217,7 +217,7 @@ class Board {
       const place = picture.places.indexOf(index);
       if (place >= 0) return `${axis ? "" : "query "}patch (${Math.floor(place / picture.grid[1])}, ${place % picture.grid[1]})`;
     }
-    return texts ? `${word} ${index} \u201c${texts[index]}\u201d` : `${word} ${index}`;
+    return texts ? `${word} ${index} \u201c${isolated(texts[index])}\u201d` : `${word} ${index}`;
   }
 
   at(/** @type {Cell} */ cell, /** @type {PointerEvent} */ event) {

@@ -39,7 +39,7 @@ function read(/** @type {Board} */ board) {
   const asides = picture.grid ? [...Array(picture.columns).keys()].filter(key => !picture.places.includes(key)) : [];
   own.textContent = [
     place >= 0 && !missing(picture, row, place) && `own token, apart: ${digits(picture.values[from + place])}`,
-    ...asides.map(key => `${picture.columnTokens ? picture.columnTokens[key] : `key ${key}`}, outside the image: ${digits(picture.values[from + key])}`),
+    ...asides.map(key => `${picture.columnTokens ? isolated(picture.columnTokens[key]) : `key ${key}`}, outside the image: ${digits(picture.values[from + key])}`),
   ].filter(Boolean).join("; ");
 }
 
@@ -85,7 +85,7 @@ function buildReader(/** @type {Board} */ board, /** @type {Cell} */ cell, /** @
     make("div", { class: "head" }, make("h4", {}, place, " ", name), state, facts,
       make("span", { class: "save" }, "Download ", save("PNG", () => savePng(board, cell)), save("SVG", () => saveSvg(board, cell)), save("CSV", () => saveCsv(board, cell)))),
     make("div", { class: "body" },
-      chips.length ? make("div", { class: "tokens", role: "list", "aria-label": "Tokens coloured by this row", pointerleave: () => board.leave() }, ...chips) : "",
+      chips.length ? make("div", { class: "tokens", dir: "auto", role: "list", "aria-label": "Tokens coloured by this row", pointerleave: () => board.leave() }, ...chips) : "",
       canvas ?? "", make("div", { class: "best" }, list, own)),
   );
 }
