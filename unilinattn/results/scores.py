@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets", "logit_names")
+SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets", "sinks", "logit_names")
 """Labels with a list for each sequence."""
 
 
@@ -44,6 +44,7 @@ class Scores:
     query_tokens: Sequence[Sequence[str]] | None = None
     word_ids: Sequence[Sequence[int | None]] | None = None
     offsets: Sequence[Sequence[tuple[int, int]]] | None = None
+    sinks: Sequence[Sequence[int]] | None = None
     logit_names: Sequence[Sequence[str]] | None = None
     grid: tuple[int, int] | None = None
     patches: Sequence[int] | None = None
