@@ -65,12 +65,13 @@ class Panel:
     @property
     def notes(self) -> list[str]:
         """The notes under the title, without the mixer: error, largest score, the target's own score."""
-        error = [] if self.error is None else [f"error {self.error:.1e}"]
+        notes = [] if self.error is None else [f"error {self.error:.1e}"]
+        if self.sinks is not None:
+            notes.append("attention sinks in grey")
         if self.own is None:
-            others = "" if self.sinks is None else " without attention sinks"
-            return [*error, f"largest{others} {largest(self.ranked):.3g}"]
+            return [*notes, f"largest {'' if self.sinks is None else 'of the others '}{largest(self.ranked):.3g}"]
         own = f"the token itself and the residual stream {self.own[1]:.3g}"
-        return [*error, f"largest of the other tokens {largest(self.ranked):.3g}", own]
+        return [*notes, f"largest of the other tokens {largest(self.ranked):.3g}", own]
 
     @property
     def signed(self) -> bool:

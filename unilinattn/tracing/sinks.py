@@ -23,8 +23,8 @@ def sink_tokens(layers: Sequence[Layer], shape: tuple[int, int]) -> tuple[tuple[
     the real tokens. Fewer than half of a sequence's tokens can be. Padding counts in positions. Layers without a stream
     or with another (batch, tokens) than `shape` are left out; None if no layer remains.
 
-    Source: Sun et al., "Massive activations in large language models" (2024); Xiao et al., "Efficient streaming language
-    models with attention sinks" (2024).
+    Source: Sun et al., "Massive activations in large language models" (2024); Xiao et al., "Efficient streaming
+    language models with attention sinks" (2024).
     """
     outliers = [
         _outliers(layer.stream, layer)
