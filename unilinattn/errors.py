@@ -28,6 +28,10 @@ class ExactnessWarning(UserWarning):
     """Scores come from a layer whose operator misses the host's output (`trust="warn"`)."""
 
 
+class SinkWarning(UserWarning):
+    """Scores of an attention sink say little about its word."""
+
+
 class StreamError(UnilinattnError, RuntimeError):
     """A layer's residual stream and output do not add up to the next stream of the host."""
 

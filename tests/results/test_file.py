@@ -24,13 +24,14 @@ def test_a_loaded_result_equals_the_saved_one(tmp_path: Path) -> None:
         (
             make(),
             make_target(scores=torch.randn(BATCH, LENGTH).bfloat16(), grid=(2, 2)),
+            make_target(sinks=[[0, 3], []]),
             make(scores=torch.randn(BATCH, LAYERS, LENGTH, LENGTH).double().transpose(0, 1)),
             Attribution(scores=torch.ones(3).expand(4, 3), dims=("query", "key"), method="raw"),
         )
     ):
         path = result.save(tmp_path / f"{number}.safetensors")
         assert_same(Attribution.load(path), result)
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 LONE = "\ud83dx"
@@ -70,6 +71,15 @@ def test_the_format_is_one_safetensors_file_with_a_json_header(tmp_path: Path) -
         assert set(file.keys()) == {"scores", "mask", "extras/bias", "extras/other"}
     assert (metadata["format"], metadata["format_version"]) == ("unilinattn.results.attribution", "1")
     assert json.loads(metadata["header"])["method"] == "latim"
+
+
+def test_a_file_from_before_a_label_loads_without_it(tmp_path: Path) -> None:
+    path = make().save(tmp_path / "result.safetensors")
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["header"])
+    del header["sinks"]
+    rewrite(path, {"header": json.dumps(header)})
+    assert Attribution.load(path).sinks is None
 
 
 def test_a_failed_save_keeps_the_existing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

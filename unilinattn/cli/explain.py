@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unilinattn.errors import ExactnessWarning, OptionError, ResultFileError, UncoveredError
+from unilinattn.errors import ExactnessWarning, OptionError, ResultFileError, SinkWarning, UncoveredError
 from unilinattn.evaluation import command, report
 from unilinattn.evaluation.checkpoints import load_checkpoint
 from unilinattn.evaluation.side_by_side import quiet_hosts
@@ -30,6 +30,9 @@ BAR = 40
 """Characters of the longest bar."""
 
 
+SINK = "attention sink, no bar"
+
+
 def run(options: argparse.Namespace) -> None:
     """Explain a local checkpoint on a text: print its tokens' scores for the target, and save them with --out."""
     if options.method is not None:
@@ -44,8 +47,7 @@ def run(options: argparse.Namespace) -> None:
         target = position_of(observed, _integer("-1" if options.target is None else options.target))
         chosen = _method_options(options)
         with warnings.catch_warnings():
-            # The doubts are printed below.
-            warnings.simplefilter("ignore", ExactnessWarning)
+            _ignore_doubts()
             result = explain(observed, method=options.method, target=target, trust=options.trust, **chosen)
     assert result.tokens is not None
     texts, place = result.tokens[0], int(observed.positions(-1 if target is None else target)[0])
@@ -57,7 +59,8 @@ def run(options: argparse.Namespace) -> None:
     if (following := _prediction(observed, place, tokenizer)) is not None:
         print(f"the model predicts {following!r} after it")
     label = "the token itself and the residual stream" if counts_residual(result) else "the token itself"
-    print(bar_chart(texts, scores, place, label))
+    sinks = () if result.sinks is None else result.sinks[0]
+    print(bar_chart(texts, scores, place, label, sinks))
     if result.method == "logit":
         print(_sum_line(result))
     _finish(result, options.out)
@@ -69,7 +72,7 @@ def _run_generation(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None:
             raise OptionError(f"--generate explains every generated token by its own logit; leave --{name} out.")
     with quiet_hosts(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExactnessWarning)
+        _ignore_doubts()
         host, tokenizer = load_checkpoint(options.path, options.dtype)
         result = explain_generation(
             host,
@@ -86,12 +89,18 @@ def _run_generation(options: argparse.Namespace) -> None:
     assert result.tokens is not None and result.query_tokens is not None
     texts, made = result.tokens[0], result.query_tokens[0]
     wide = max(len(repr(text)) for text in made)
-    first = len(texts) - len(made)
+    first, sinks = len(texts) - len(made), () if result.sinks is None else result.sinks[0]
     for place, (text, row) in enumerate(zip(made, scores.view(len(made), -1), strict=True), first):
-        largest = row.abs().argsort(descending=True)[:LARGEST].tolist()
-        named = "   ".join(f"{texts[key]!r} {float(row[key]):.3g}" for key in largest)
+        ranking = [key for key in row.abs().argsort(descending=True).tolist() if key not in sinks]
+        named = "   ".join(f"{texts[key]!r} {float(row[key]):.3g}" for key in ranking[:LARGEST])
         print(f"  {place:>4}  {repr(text).ljust(wide)}  {named}")
     _finish(result, options.out)
+
+
+def _ignore_doubts() -> None:
+    """Ignore the warnings of a result, which `_finish` prints."""
+    for category in (ExactnessWarning, SinkWarning):
+        warnings.simplefilter("ignore", category)
 
 
 def _finish(result: Attribution, out: Path | None) -> None:
@@ -164,16 +173,19 @@ def _prediction(observed: Trace, place: int, tokenizer: Any) -> str | None:
     return None if logits is None else token_text(tokenizer, int(logits[0, place].argmax()))
 
 
-def bar_chart(texts: Sequence[str], scores: Tensor, own: int, own_name: str) -> str:
-    """Return a line with the score of each token: `own` first, then the others with bars relative to the largest."""
+def bar_chart(texts: Sequence[str], scores: Tensor, own: int, own_name: str, sinks: Sequence[int] = ()) -> str:
+    """Return a line with the score of each token: `own` first, then the others with bars relative to the largest.
+
+    `own` and the attention sinks have no bar.
+    """
     shown = [text if text.isprintable() and text == text.strip() else repr(text) for text in texts]
     wide = max(map(len, shown))
     others = [place for place in range(len(shown)) if place != own]
-    largest = max((abs(float(scores[place])) for place in others), default=0.0) or 1.0
+    largest = max((abs(float(scores[place])) for place in others if place not in sinks), default=0.0) or 1.0
     lines = [f"  {own:>4}  {shown[own].ljust(wide)}  {float(scores[own]):>10.4g}  {own_name}, no bar"]
     for place in others:
         score = float(scores[place])
-        bar = ("#" if score >= 0 else "-") * round(BAR * abs(score) / largest)
+        bar = ("#" if score >= 0 else "-") * round(BAR * abs(score) / largest) if place not in sinks else SINK
         lines.append(f"  {place:>4}  {shown[place].ljust(wide)}  {score:>10.4g}  {bar}".rstrip())
     return "\n".join(lines)
 

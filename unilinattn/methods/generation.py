@@ -12,6 +12,7 @@ from unilinattn.errors import OptionError
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.needs import advised
 from unilinattn.methods.run import Tokens, chosen_method, labels_of_tokens, run_method
+from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
@@ -102,7 +103,7 @@ def explain_generation(
         labels = {"tokens": texts, "query_tokens": [row[before.shape[1] :] for row in texts]}
     if tokenizer is not None and (found := words_of(tokenizer, ids[0].tolist(), before.shape[1])) is not None:
         labels |= {"word_ids": [found[0]], "offsets": [found[1]]}
-    return replace(_stacked(rows, positions), options=stored, **labels)
+    return warn_of_sinks(replace(_stacked(rows, positions), options=stored, **labels))
 
 
 def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attribution:

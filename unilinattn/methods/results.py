@@ -13,7 +13,7 @@ from unilinattn.memory import require_result, reserved
 from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import ONE_ROW, map_shape
 from unilinattn.methods.options import Layerwise, Options
-from unilinattn.methods.selection import key_mask, query_rows
+from unilinattn.methods.selection import key_mask, key_sinks, query_rows
 from unilinattn.progress import progress
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.layer import Layer
@@ -178,6 +178,7 @@ def make_result(
         options=options.stored(target),
         scope=scope,
         mask=key_mask(trace, layers[0]),
+        sinks=key_sinks(trace, layers[0]),
         layers=tuple(layer.name for layer in layers),
         kinds=tuple(layer.kind for layer in layers),
         heads=None if heads is None else heads.heads,

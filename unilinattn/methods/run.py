@@ -20,6 +20,7 @@ from unilinattn.errors import (
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.needs import advised
+from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
@@ -116,7 +117,7 @@ def explain(
         chosen, options = chosen_method(method, options, traced)
         with advised(traced, target, chosen, options, note=_default_note(chosen, method)):
             result = run_method(chosen, traced, target, options)
-    return _with_labels(result, traced, tokens, tokenizer, grid)
+    return warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid))
 
 
 @_estimated
@@ -209,7 +210,7 @@ def compare(
                 place, given = _by_position(traced, tokenizer, target, {**shared, **by_method.get(name, {})})
                 with advised(traced, place, entry, given):
                     result = run_method(entry, traced, place, given)
-                results[model][name] = _with_labels(result, traced, tokens, tokenizer, grid)
+                results[model][name] = warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid))
     return Comparison(results)
 
 

@@ -10,6 +10,7 @@ from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.logits import Logit, has_logits, logits_of
+from unilinattn.tracing.sinks import sink_tokens
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_exact
 
@@ -136,6 +137,18 @@ def key_mask(trace: Trace, layer: Layer) -> Bool[Tensor, "batch key"] | None:
     mask = layer.mask if port == "x" else trace.mask
     fits = mask is not None and tuple(mask.shape) == shape
     return mask.to(layer.output.device) if mask is not None and fits else None
+
+
+def key_sinks(trace: Trace, layer: Layer) -> tuple[tuple[int, ...], ...] | None:
+    """Return the positions of the attention sinks among a layer's keys; None if they are unknown.
+
+    Known for keys that are the tokens of the layer's stream.
+    """
+    port, shape = _only(layer)
+    if port != "x":
+        return None
+    stream = _stream(trace, layer)
+    return sink_tokens([each for step in trace.steps if step.stream == stream for each in step.layers], shape)
 
 
 def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bool[Tensor, "batch row key"]:

@@ -35,6 +35,8 @@ class Attribution(Scores):
         query_tokens: a list of texts for each sequence, one text for each query, for queries that are not the keys.
         word_ids: the index of each token's word for each sequence, None outside of words; set for texts.
         offsets: the first character of each token in its text and the one after its last; set for texts.
+        sinks: the keys of each sequence's attention sinks, whose scores measure no word: rankings leave them out, and
+            pictures show them apart; a merged word with a sink is one. None if the residual stream is unknown.
         logit_names: the text of the token, or the label of the class, whose logit is explained, for each sequence; two
             for the difference of two. Set where a tokenizer or the model's `config.id2label` names it.
         grid: (rows, columns) of an image's patches.
@@ -51,7 +53,7 @@ class Attribution(Scores):
         versions: package versions by name.
         reconstruction_error: ||op(x) - y|| / ||y|| against the host's output y, by layer.
         warnings: a message for each layer whose error exceeds the tolerance, and for shares that miss their sum by more
-            than it (`explain(trust="warn")`).
+            than it (`explain(trust="warn")`); one that names the attention sinks.
         stream_error: for methods that read the residual stream, the relative error of the stream plus the outputs
             against the host's next stream, by layer.
         completeness_gap: the completeness gap that the method reports, if any.

@@ -17,6 +17,7 @@ from unilinattn.results.panels import (
     largest_heads,
     panels,
     patch_positions,
+    sink_columns,
     target_key,
 )
 from unilinattn.results.scores import Scores, extra_dims, score_array
@@ -58,7 +59,7 @@ def cell(
         made = panels(result, batch=batch, expected=expected, heads=heads)
         one = result.select(batch=batch) if "batch" in result.dims else result
         position = batch % result.sizes.get("batch", 1)
-        facts = _facts(one, made)
+        facts, first = _facts(one, made), len(pictures)
         if made[0].rows != "query":
             pictures += _rows_of_heads(result, batch, made, position, facts)
         elif made[0].kind == "strip":
@@ -67,6 +68,7 @@ def cell(
             pictures += _images(one, heads, made, position, facts)
         else:
             pictures += _maps(one, made, position, facts)
+        pictures[first:] = [replace(picture, sinks=sink_columns(one)) for picture in pictures[first:]]
     if result.grid is not None and image is not None:
         pictures = [replace(picture, image=image) for picture in pictures]
     return Cell(row, column, pictures, start, counts_residual(result), notes)

@@ -27,6 +27,7 @@ class Header(BaseModel):
     query_tokens: tuple[tuple[str, ...], ...] | None = None
     word_ids: tuple[tuple[int | None, ...], ...] | None = None
     offsets: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    sinks: tuple[tuple[int, ...], ...] | None = None
     logit_names: tuple[tuple[str, ...], ...] | None = None
     grid: tuple[int, int] | None
     patches: tuple[int, ...] | None = None
@@ -116,6 +117,10 @@ def _check_tokens(header: Header, sizes: Mapping[Any, int], mask_shape: tuple[in
         raise InputError(f"word_ids must be {sequences} lists of {length} word indices, one for each key.")
     if header.offsets is not None and [len(row) for row in header.offsets] != [length] * sequences:
         raise InputError(f"offsets must be {sequences} lists of {length} pairs of characters, one for each key.")
+    if header.sinks is not None and (
+        len(header.sinks) != sequences or any(not 0 <= place < length for row in header.sinks for place in row)
+    ):
+        raise InputError(f"sinks must be {sequences} lists of positions of the {length} keys; got {header.sinks}.")
     if header.logit_names is not None and len(header.logit_names) != sequences:
         raise InputError(f"logit_names must be {sequences} lists, one for each sequence.")
     queries = sizes.get("query", 0)

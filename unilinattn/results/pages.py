@@ -78,9 +78,11 @@ def comparison(
         for model, method, result in results.results()
         if (sentence := heads_sentence(result, len(chosen)))
     )
-    alerts = "".join(
-        warning(f"{model}, {method}: {message}") for model, method, r in results.results() for message in r.warnings
-    )
+    methods: dict[tuple[str, str], list[str]] = {}
+    for model, method, result in results.results():
+        for message in result.warnings:
+            methods.setdefault((model, message), []).append(method)
+    alerts = "".join(warning(f"{model}, {', '.join(names)}: {message}") for (model, message), names in methods.items())
     drawn = board(cells, columns=kinds, layer_hint="compare fewer results for all scores")
     return lead + alerts + drawn + _table(results)
 

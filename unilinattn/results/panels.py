@@ -1,7 +1,7 @@
 """Panels: the labelled arrays that every picture of a result draws, one per layer or head."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -36,6 +36,7 @@ class Panel:
             `values` is NaN there, so that the other keys set the colour scale.
         head: name of the head, empty for a whole layer.
         rows: name of the axis of rows.
+        sinks: True at the scores of attention sinks, None without any.
     """
 
     kind: Literal["matrix", "strip", "image"]
@@ -49,6 +50,12 @@ class Panel:
     own: tuple[int, float] | None = None
     head: str = ""
     rows: str = "query"
+    sinks: Bool[Array, "row column"] | None = None
+
+    @property
+    def ranked(self) -> Float[Array, "row column"]:
+        """The scores that set the colour scale: NaN at attention sinks."""
+        return self.values if self.sinks is None else np.where(self.sinks, np.nan, self.values)
 
     @property
     def name(self) -> str:
@@ -58,16 +65,18 @@ class Panel:
     @property
     def notes(self) -> list[str]:
         """The notes under the title, without the mixer: error, largest score, the target's own score."""
-        error = [] if self.error is None else [f"error {self.error:.1e}"]
+        notes = [] if self.error is None else [f"error {self.error:.1e}"]
+        if self.sinks is not None:
+            notes.append("attention sinks in grey")
         if self.own is None:
-            return [*error, f"largest {largest(self.values):.3g}"]
+            return [*notes, f"largest {'' if self.sinks is None else 'of the others '}{largest(self.ranked):.3g}"]
         own = f"the token itself and the residual stream {self.own[1]:.3g}"
-        return [*error, f"largest of the other tokens {largest(self.values):.3g}", own]
+        return [*notes, f"largest of the other tokens {largest(self.ranked):.3g}", own]
 
     @property
     def signed(self) -> bool:
         """Whether any score is negative."""
-        return bool((self.values < 0).any())
+        return bool((self.ranked < 0).any())
 
 
 def panels(
@@ -119,7 +128,23 @@ def panels(
                 own = (place, float(row[0, place]))
                 row[0, place] = np.nan
             made.append(Panel("strip", *title, row, None, tokens, outlined, own, head=head))
-    return tuple(made)
+    sinks = sink_columns(one)
+    return tuple(replace(panel, sinks=_cells(one, panel, sinks)) for panel in made) if sinks else tuple(made)
+
+
+def sink_columns(one: Scores) -> list[int]:
+    """Return the positions of the attention sinks of one sequence among its real keys."""
+    if not one.sinks:
+        return []
+    real = range(one.sizes["key"]) if one.mask is None else one.mask[0].nonzero().flatten().tolist()
+    return [column for column, key in enumerate(real) if key in one.sinks[0]]
+
+
+def _cells(one: Scores, panel: Panel, sinks: Sequence[int]) -> Bool[Array, "row column"]:
+    """Return True at the cells of a panel that are scores of attention sinks."""
+    if panel.kind == "image":
+        return np.isin(patch_positions(one), sinks).reshape(panel.values.shape)
+    return np.broadcast_to(np.isin(np.arange(panel.values.shape[1]), sinks), panel.values.shape)
 
 
 def largest_heads(result: Scores, *, batch: int, each: int | None = None, total: int | None = None) -> list[list[int]]:

@@ -277,7 +277,7 @@ class _Style:
 
 def _draw(axes: "Axes", panel: Panel, style: _Style, named: bool, below: Array | None = None) -> None:
     rows, columns = panel.values.shape
-    shades = relative(panel.values, style.limit)
+    shades = relative(panel.ranked, style.limit)
     over = below is not None and panel.kind == "image"
     if below is not None and over:
         # Grey and pale, so that the only colour is that of the scores.
@@ -292,6 +292,9 @@ def _draw(axes: "Axes", panel: Panel, style: _Style, named: bool, below: Array |
         interpolation="nearest" if max(rows, columns) <= 256 else "auto",
         extent=(0, columns, rows, 0),
     )
+    if panel.sinks is not None:
+        grey = np.where(panel.sinks, 0.85, np.nan)
+        axes.imshow(grey, cmap="gray", vmin=0, vmax=1, aspect="auto", extent=(0, columns, rows, 0))
     for side in axes.spines.values():
         side.set_color("#c9cdd8")
         side.set_linewidth(0.6)

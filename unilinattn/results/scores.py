@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets", "logit_names")
+SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets", "sinks", "logit_names")
 """Labels with a list for each sequence."""
 
 
@@ -44,6 +44,7 @@ class Scores:
     query_tokens: Sequence[Sequence[str]] | None = None
     word_ids: Sequence[Sequence[int | None]] | None = None
     offsets: Sequence[Sequence[tuple[int, int]]] | None = None
+    sinks: Sequence[Sequence[int]] | None = None
     logit_names: Sequence[Sequence[str]] | None = None
     grid: tuple[int, int] | None = None
     patches: Sequence[int] | None = None
@@ -217,8 +218,8 @@ class Scores:
     def to_xarray(self) -> "xarray.DataArray":
         """Return the scores as a DataArray with named axes.
 
-        Coordinates: layer names and kinds, indices of heads, token texts (`query_token`, `key_token`) and `real` (False
-        at padding). All other labels are attributes, with mappings as JSON.
+        Coordinates: layer names and kinds, indices of heads, token texts (`query_token`, `key_token`), `real` (False
+        at padding) and `sink` (True at attention sinks). All other labels are attributes, with mappings as JSON.
 
         Raises `MissingExtraError` if xarray is missing.
         """
@@ -236,6 +237,9 @@ class Scores:
         if self.mask is not None:
             real = self.mask.cpu().numpy()
             coordinates["real"] = ((*sequence, "key"), real if sequence else real[0])
+        if any(self.sinks or ()):
+            sinks = self._sink_array()
+            coordinates["sink"] = ((*sequence, "key"), sinks if sequence else sinks[0])
         for axis in ("query", "key"):
             if (tokens := self._axis_tokens(axis)) is not None:
                 texts = np.array(tokens, dtype=object)
@@ -250,9 +254,9 @@ class Scores:
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return the scores in long format, one row per score.
 
-        Columns: those of `layer`, `kind`, `batch`, `head`, `query`, `query_token`, `key` and `key_token` that the
-        result has, and `score`. Positions index the scores' axes, and heads are those of the layer; padded positions
-        are omitted.
+        Columns: those of `layer`, `kind`, `batch`, `head`, `query`, `query_token`, `key`, `key_token` and `sink` (True
+        at attention sinks) that the result has, and `score`. Positions index the scores' axes, and heads are those of
+        the layer; padded positions are omitted.
 
         Raises `MissingExtraError` if pandas is missing.
         """
@@ -271,6 +275,8 @@ class Scores:
                 columns["head"] = np.array(self.heads)[place]
             if (tokens := self._axis_tokens(axis)) is not None:
                 columns[f"{axis}_token"] = np.array(tokens, dtype=object)[sequence, place]
+        if any(self.sinks or ()):
+            columns["sink"] = self._sink_array()[sequence, places["key"]]
         columns["score"] = scores.ravel()
         frame = package.DataFrame(columns)
         if self.mask is None:
@@ -283,6 +289,10 @@ class Scores:
 
     def _square(self) -> bool:
         return "query" in self.dims and self.sizes["query"] == self.sizes["key"]
+
+    def _sink_array(self) -> Bool[np.ndarray, "batch key"]:
+        keys = np.arange(self.sizes["key"])
+        return np.stack([np.isin(keys, row) for row in self.sinks or ()])
 
     def _axis_tokens(self, axis: str) -> Sequence[Sequence[str]] | None:
         if axis == "query" and self.query_tokens is not None:

@@ -125,6 +125,11 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
     if result.offsets is not None:
         extents = [[_extent(row[a:b]) for a, b in each] for row, each in zip(result.offsets, spans, strict=True)]
         labels["offsets"] = [[*row, *[(0, 0)] * (count - len(row))] for row in extents]
+    if result.sinks is not None:
+        labels["sinks"] = [
+            [at for at, (a, b) in enumerate(each) if any(a <= place < b for place in row)]
+            for row, each in zip(result.sinks, spans, strict=True)
+        ]
     mask = torch.arange(count) < torch.tensor([[len(each)] for each in spans])
     return replace(
         result,

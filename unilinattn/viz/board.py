@@ -41,6 +41,7 @@ class Picture:
         facts: numbers of each row by name, such as its logit.
         head: name of the head, if the layer has a picture for each.
         image: uint8 pixels beneath the patches, (height, width, 3).
+        sinks: the columns of attention sinks, which are left out of the colour scale and of the largest scores.
     """
 
     values: Float[Array, "row column"]
@@ -58,6 +59,16 @@ class Picture:
     facts: Mapping[str, Sequence[float]] = field(default_factory=dict)
     head: str = ""
     image: Array | None = None
+    sinks: Sequence[int] = ()
+
+    @property
+    def ranked(self) -> Float[Array, "row column"]:
+        """The scores with NaN at attention sinks."""
+        if not self.sinks:
+            return self.values
+        values = self.values.astype(float)
+        values[:, list(self.sinks)] = np.nan
+        return values
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ def board(
     """
     pictures = [picture for cell in cells for picture in cell.pictures]
     step = pooling([picture.values.shape for picture in pictures])
-    drawn = [pooled(p.values, step) if _pools(p, step) else p.values for p in pictures]
+    drawn = [pooled(p.ranked, step) if _pools(p, step) else p.values for p in pictures]
     packed = pack(drawn)
     texts: dict[tuple[str, ...], int] = {}
     images: dict[int, Array] = {}
@@ -175,6 +186,7 @@ def _entry(
         "grid": None if step > 1 else picture.grid,
         "places": None if step > 1 or picture.places is None else list(picture.places),
         "facts": facts,
+        "sinks": [] if step > 1 else list(picture.sinks),
         "image": None if picture.image is None else list(images).index(id(picture.image)),
     }
     return {
@@ -227,7 +239,7 @@ def _largest_scores(cells: Sequence[Cell]) -> str:
 
 
 def _top_lines(picture: Picture) -> list[tuple[str, int, str, str]]:
-    values = picture.values
+    values = picture.ranked
     if picture.row_titles is not None:
         tokens = picture.column_tokens
         return [

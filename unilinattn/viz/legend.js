@@ -3,7 +3,7 @@
 /** Draw the colour scale, its kind, and the keys of the marks that the pictures have. */
 function drawLegend(/** @type {Board} */ board) {
   const { signed } = board.data;
-  const view = { limit: 1, linear: board.linear, signed, apart: board.apart };
+  const view = { limit: 1, linear: board.linear, signed, apart: board.apart, sinks: board.sinks };
   const shares = signed ? [-1, -0.25, 0, 0.25, 1] : board.linear ? [0, 0.25, 0.5, 0.75, 1] : [0, 0.1, 0.25, 0.5, 1];
   const limit = board.scale === "all" ? board.view(board.active, board.picture(board.active)).limit : 0;
   const marks = shares.map(share => {
@@ -25,6 +25,7 @@ function drawLegend(/** @type {Board} */ board) {
       swatch("expected", "expected", kinds.some(one => one.outlined)),
       swatch("causal", "causal: key after query", kinds.some(one => one.causal || one.later)),
       swatch("own", "own token, apart", board.apart && kinds.some(one => board.hasOwn(one))),
+      swatch("own", "attention sink, apart", board.sinks && kinds.some(one => one.sinks.length)),
     ].filter(one => one !== null),
   );
 }

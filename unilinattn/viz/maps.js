@@ -23,7 +23,8 @@
  * @property {number[]} places the columns that are patches
  * @property {Object<string, (number | null)[]>} [facts]
  * @property {number} [image] index of the image beneath the patches
- * @property {number[]} [limits] largest scores with and without own tokens
+ * @property {number[]} sinks the columns of attention sinks
+ * @property {Object<string, number>} [limits] largest scores by the cells that are left out
  *
  * @typedef {object} Cell the pictures at a row and a column of a board, and their elements
  * @property {string} row
@@ -47,6 +48,7 @@
  * @property {boolean} linear
  * @property {boolean} signed
  * @property {boolean} apart whether a query's own token has no colour
+ * @property {boolean} sinks whether attention sinks have no colour
  *
  * @typedef {object} Area of the cells within a canvas, in CSS pixels
  * @property {number} left
@@ -87,6 +89,7 @@ async function unpack(/** @type {any} */ data) {
       }
       picture.sequence ??= 0;
       picture.places ??= [];
+      picture.sinks ??= [];
       const runs = picture.expected;
       if (runs) picture.outlined = new Uint8Array(rows * columns);
       for (let i = 0; runs && i < runs.length; i += 2) picture.outlined.fill(1, runs[i], runs[i] + runs[i + 1]);
@@ -109,6 +112,14 @@ function ownColumn(/** @type {Picture} */ picture, /** @type {number} */ row) {
   return picture.rows === picture.columns && picture.rows > 1 ? row : -1;
 }
 
+/** Whether a cell is left out of the colours and of the largest scores: an attention sink or a row's own token. */
+function leftOut(
+  /** @type {Picture} */ picture, /** @type {number} */ row, /** @type {number} */ column,
+  /** @type {{apart: boolean, sinks: boolean}} */ view,
+) {
+  return (view.apart && column === ownColumn(picture, row)) || (view.sinks && picture.sinks.includes(column));
+}
+
 /** Why a cell has no score, or an empty text. */
 function missing(/** @type {Picture} */ picture, /** @type {number} */ row, /** @type {number} */ column) {
   const query = picture.rowTitles ? picture.query : row;
@@ -116,15 +127,16 @@ function missing(/** @type {Picture} */ picture, /** @type {number} */ row, /** 
   return Number.isNaN(picture.values[row * picture.columns + column]) ? "no score" : "";
 }
 
-/** The largest finite absolute score, without own tokens if they are apart, and in an image of its patches. */
-function largest(/** @type {Picture} */ picture, /** @type {boolean} */ apart, from = 0, to = picture.rows) {
+/** The largest finite absolute score of the cells that a view does not leave out, and in an image of its patches. */
+function largest(
+  /** @type {Picture} */ picture, /** @type {{apart: boolean, sinks: boolean}} */ view, from = 0, to = picture.rows,
+) {
   let most = 0;
   const inside = picture.grid && to - from === 1 ? new Set(picture.places) : null;
   for (let row = from; row < to; row += 1) {
-    const own = apart ? ownColumn(picture, row) : -1;
     for (let column = 0; column < picture.columns; column += 1) {
       const size = Math.abs(picture.values[row * picture.columns + column]);
-      if (size > most && column !== own && size < Infinity && (!inside || inside.has(column))) most = size;
+      if (size > most && !leftOut(picture, row, column, view) && size < Infinity && (!inside || inside.has(column))) most = size;
     }
   }
   return most;
@@ -166,7 +178,7 @@ function cellPixels(
       const column = patches || row >= 0 ? /** @type {number[]} */ (picture.places)[i * columns + j] : j;
       const at = Math.floor((i * high) / rows) * wide + Math.floor((j * wide) / columns);
       const value = picture.values[source * picture.columns + column];
-      if (view.apart && column === ownColumn(picture, source)) kind[at] = 2;
+      if (leftOut(picture, source, column, view)) kind[at] = 2;
       else if (missing(picture, source, column)[0] === "c") kind[at] ||= 1;
       else if (!(Math.abs(value) <= Math.abs(best[at]))) best[at] = Number.isNaN(value) ? best[at] : value;
     }

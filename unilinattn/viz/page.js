@@ -15,6 +15,7 @@ class Board {
     this.scale = "own";
     this.linear = false;
     this.apart = this.cells.some(cell => cell.apart);
+    this.sinks = true;
     /** The images beneath patches that are loaded. */
     this.images = /** @type {HTMLImageElement[]} */ ([]);
     /** The chosen row of each axis, by its name and length: pictures with the same axis are linked. */
@@ -77,7 +78,7 @@ class Board {
     const others = this.scale === "all" ? this.cells : this.cells.filter(one => one.row === cell.row);
     const shared = this.scale === "own" ? [picture] : others.flatMap(one => this.pictures(one));
     const limit = Math.max(...shared.map(one => this.limit(one)));
-    return { limit, linear: this.linear, signed: this.data.signed, apart: this.apart };
+    return { limit, linear: this.linear, signed: this.data.signed, apart: this.apart, sinks: this.sinks };
   }
 
   /** Whether a query's own token has a score. */
@@ -88,8 +89,8 @@ class Board {
   }
 
   limit(/** @type {Picture} */ picture) {
-    picture.limits ??= [largest(picture, false), largest(picture, true)];
-    return picture.limits[this.apart ? 1 : 0];
+    picture.limits ??= {};
+    return picture.limits[`${this.apart} ${this.sinks}`] ??= largest(picture, this);
   }
 
   build() {
@@ -313,15 +314,14 @@ class Board {
     this.live.textContent = `${titled(now)}, ${this.name(now, 0, at)}${score}. Largest: ${this.topText(now, 3)}`;
   }
 
-  /** The columns of a row by decreasing absolute score; an own token that is apart and missing scores are left out. */
+  /** The columns of a row by decreasing absolute score, without missing ones and tokens that are apart. */
   ranked(/** @type {Picture} */ picture, /** @type {number} */ count) {
     const row = this.row(picture);
-    const own = this.apart ? ownColumn(picture, row) : -1;
     const from = row * picture.columns;
     const order = [];
     for (let key = 0; key < picture.columns; key += 1) {
       const patch = !picture.grid || picture.places.includes(key);
-      if (key !== own && patch && !missing(picture, row, key) && picture.values[from + key]) order.push(key);
+      if (!leftOut(picture, row, key, this) && patch && !missing(picture, row, key) && picture.values[from + key]) order.push(key);
     }
     return order.sort((a, b) => Math.abs(picture.values[from + b]) - Math.abs(picture.values[from + a])).slice(0, count);
   }

@@ -16,15 +16,16 @@ function read(/** @type {Board} */ board) {
     .map(([fact, numbers]) => `${fact} ${digits(/** @type {number} */ (numbers[row]))}`).join(", ");
   const from = row * picture.columns;
   const place = board.apart ? ownColumn(picture, row) : -1;
-  const limit = largest(picture, board.apart, row, row + 1);
-  const view = { limit, linear: board.linear, signed: board.data.signed, apart: board.apart };
+  const limit = largest(picture, board, row, row + 1);
+  const view = { limit, linear: board.linear, signed: board.data.signed, apart: board.apart, sinks: board.sinks };
   for (const [key, chip] of chips.entries()) {
     const value = picture.values[from + key];
     const reason = missing(picture, row, key);
-    const depth = reason || key === place ? 0 : 0.65 * Math.abs(shade(value, view));
+    const out = leftOut(picture, row, key, board);
+    const depth = reason || out ? 0 : 0.65 * Math.abs(shade(value, view));
     chip.style.setProperty("--a", depth.toFixed(2));
     chip.className = [
-      value < 0 && "minus", reason && "missing", key === place && "own", picture.outlined?.[from + key] && "wanted",
+      value < 0 && "minus", reason && "missing", out && "own", picture.outlined?.[from + key] && "wanted",
       key === board.key && "here",
     ].filter(Boolean).join(" ");
   }
@@ -39,7 +40,9 @@ function read(/** @type {Board} */ board) {
   const asides = picture.grid ? [...Array(picture.columns).keys()].filter(key => !picture.places.includes(key)) : [];
   own.textContent = [
     place >= 0 && !missing(picture, row, place) && `own token, apart: ${digits(picture.values[from + place])}`,
-    ...asides.map(key => `${picture.columnTokens ? isolated(picture.columnTokens[key]) : `key ${key}`}, outside the image: ${digits(picture.values[from + key])}`),
+    ...(board.sinks ? picture.sinks : []).filter(key => key !== place && !missing(picture, row, key)).map(
+      key => `attention sink ${board.name(picture, 1, key).replace(/^key /, "")}, apart: ${digits(picture.values[from + key])}`),
+    ...asides.filter(key => !(board.sinks && picture.sinks.includes(key))).map(key => `${picture.columnTokens ? isolated(picture.columnTokens[key]) : `key ${key}`}, outside the image: ${digits(picture.values[from + key])}`),
   ].filter(Boolean).join("; ");
 }
 

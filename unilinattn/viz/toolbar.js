@@ -26,10 +26,17 @@ function toolbar(/** @type {Board} */ board) {
   }
   const forms = { root: "square root", linear: "linear" };
   parts.push(field("Colours", picker("Colours", forms, "root", redraw(value => { board.linear = value === "linear"; }))));
-  if (board.cells.some(cell => cell.pictures.some(picture => board.hasOwn(picture)))) {
-    const box = make("input", { type: "checkbox", checked: board.apart });
-    box.addEventListener("change", () => redraw(value => { board.apart = value; })(box.checked));
-    parts.push(make("label", { class: "check" }, box, make("span", {}, "query's own token apart")));
+  const check = (/** @type {string} */ text, /** @type {boolean} */ checked, /** @type {(value: boolean) => void} */ change) => {
+    const box = make("input", { type: "checkbox", checked });
+    box.addEventListener("change", () => redraw(change)(box.checked));
+    parts.push(make("label", { class: "check" }, box, make("span", {}, text)));
+  };
+  const pictures = board.cells.flatMap(cell => cell.pictures);
+  if (pictures.some(picture => board.hasOwn(picture))) {
+    check("query's own token apart", board.apart, value => { board.apart = value; });
+  }
+  if (pictures.some(picture => picture.sinks.length)) {
+    check("attention sinks apart", board.sinks, value => { board.sinks = value; });
   }
   board.bar.replaceChildren(...parts, board.legend);
 }
