@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
-from unilinattn.errors import UnknownArchitectureError
+from unilinattn.errors import ExactnessWarning, UnknownArchitectureError
 from unilinattn.models import S4D
 from unilinattn.testing import left_as_found
 from unilinattn.testing.hosts import randomize
@@ -205,3 +205,40 @@ def test_the_trace_runs_the_attention_that_the_model_runs(text_only: bool) -> No
     trace = ula.trace(model, inputs)
     torch.testing.assert_close(trace.output.logits, expected)
     assert max(layer.reconstruction_error() for layer in trace.layers) < 1e-5
+
+
+def test_an_added_argument_that_changes_the_output_is_a_warning() -> None:
+    """GPT-2 does not derive the positions of left-padded texts from the mask; Llama's are relative."""
+    tiny = dict(n_embd=8, n_layer=1, n_head=2, n_positions=16, bos_token_id=None, eos_token_id=None)
+    model = randomize(transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, **tiny))).eval()
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    trace = ula.trace(model, {"input_ids": IDS, "attention_mask": mask})
+    (warning,) = trace.warnings
+    assert warning.startswith("the trace passes position_ids to GPT2LMHeadModel")
+    with pytest.warns(ExactnessWarning, match="position_ids"):
+        assert ula.explain(trace, target=-1).warnings == (warning,)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    given = {"input_ids": IDS, "attention_mask": mask, "position_ids": positions}
+    assert ula.trace(model, given).warnings == ula.trace(model, IDS).warnings == ()
+
+
+def test_an_attention_implementation_of_another_result_is_a_warning() -> None:
+    """Gemma 2's fused attention has no soft cap in some versions; here a patched one stands for it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def doubled(*args: object, **options: object) -> object:
+        output, weights = original(*args, **options)
+        return 2 * output, weights
+
+    tiny = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **tiny))).eval()
+    assert ula.trace(model, IDS).warnings == ()
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = doubled
+    try:
+        (warning,) = ula.trace(randomize(model), IDS).warnings
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert "with its attention implementation (sdpa) returns another output" in warning

@@ -17,7 +17,7 @@ from unilinattn.tracing.inputs import call_host, real_tokens
 from unilinattn.tracing.isolation import in_gradient_mode, isolated, with_own_random_numbers
 from unilinattn.tracing.logits import has_logits, logits_of
 from unilinattn.tracing.recorder import main_tensor, refuse_dropout
-from unilinattn.tracing.trust import require_trust, tolerance
+from unilinattn.tracing.trust import tolerance
 
 _notes: "WeakKeyDictionary[nn.Module, tuple[object, tuple[str, ...]]]" = WeakKeyDictionary()
 """The key of the last comparison of each model, and its sentences."""
@@ -35,14 +35,14 @@ def compared_with_call(
         output: the output of the traced run.
         seed: the state of the random number generator before that run.
 
-    Raises `ExactnessError` if the output differs because the trace computes attention in another way; inside
-    `trusting("warn")` this is one of the sentences.
+    The differences are relative to the output's norm, over real tokens; those within the tolerance of its dtype (see
+    `docs/exactness.md`) are rounding.
     """
     added = [name for name in given if name not in call]
     implementations = {config._attn_implementation_internal for config in configurations(model)} - {None, "eager"}
     if not added and not implementations:
         return ()
-    key = (state_of(model, given), _kind(given))
+    key = (state_of(model, given), _kind(given), tuple(added))
     earlier = _notes.get(model)
     if earlier is not None and earlier[0] == key:
         return earlier[1]
@@ -58,14 +58,12 @@ def compared_with_call(
                 f"the model returns another output (relative difference {difference:.1e}).",
             )
         else:
-            doubt = (
+            notes = (
                 f"{type(model).__name__} with its attention implementation ({', '.join(sorted(implementations))}) "
                 f"returns another output than with the eager attention of its file (relative difference "
-                f"{difference:.1e}), from which the operators are read, so they would explain another model. Call "
-                "model.set_attn_implementation('eager') to explain that one"
+                f"{difference:.1e}), from which the operators are read: they explain the model after "
+                "model.set_attn_implementation('eager').",
             )
-            require_trust(doubt)
-            notes = (f"{doubt}.",)
     _notes[model] = key, notes
     return notes
 

@@ -116,8 +116,7 @@ class Trace:
 
         Raises `InputError` if a sequence has no such real token, and for a target of another type or size.
         """
-        batch, length = self.layers[-1].output.shape[:2]
-        mask = self.layers[-1].mask
+        (batch, length), mask = self.layers[-1].output.shape[:2], self.layers[-1].mask
         return positions_of(target, torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu())
 
     @cached_property
@@ -280,16 +279,14 @@ def trace(
     by the eager function of the host's file, and the first trace of a model and kind of input compares its output with
     that of the model as it is called, for one more run (see `tracing.agreement`).
 
-    At length, that is above `substitute_above` tokens, hosts' scans need tens of GiB. There every causal mixer runs
-    through its operator, which is checked on the first 2048 tokens of its input against the host's own forward; the
-    layer's `prefix_error` and `reconstruction_error` are those of this prefix. A host that accepts `logits_to_keep`
-    computes only the logits of each sequence's last real token, and one layer's operator is kept at a time.
+    Above `substitute_above` tokens hosts' scans need tens of GiB. There every causal mixer runs through its operator,
+    which is checked on the first 2048 tokens against the host's own forward; `prefix_error` and `reconstruction_error`
+    of the layer are those of this prefix. A host that accepts `logits_to_keep` computes only the logits of each
+    sequence's last real token, and one layer's operator is kept at a time.
 
     Memory: the trace holds three tensors for each layer, its input, its output and the stream: in float32 12 bytes per
-    token, layer and channel of the model. The stream after a layer, with which `Step.stream_error` compares, is the
-    next layer's stream if nothing is added in between; otherwise it is a fourth tensor, in the host's dtype. A running
-    trace takes 4 bytes more, and for the layer being computed about 40 bytes per token and inner channel (Mamba-1 and
-    Mamba-2).
+    token, layer and channel; a fourth, the stream after the layer, if something is added before the next one. A running
+    trace takes 4 bytes more, and about 40 per token and inner channel of the layer being computed (Mamba-1, Mamba-2).
 
     Args:
         model: the host model.
@@ -310,9 +307,9 @@ def trace(
 
     Raises `UnknownArchitectureError` for a model without a token mixer or with one that has no adapter,
     `ModelStateError` for active dropout and for weights that are offloaded or sharded, `InputError` for inputs that do
-    not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, `ExactnessError` if eager
-    attention changes the output, and `UncoveredError` if an adapter does not cover a call, an operator that replaces a
-    host's forward differs from it, or a layer cannot be computed in pieces.
+    not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, and `UncoveredError` if an adapter
+    does not cover a call, an operator that replaces a host's forward differs from it, or a layer cannot be computed in
+    pieces.
     """
     model = unwrapped(model)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
