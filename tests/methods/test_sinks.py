@@ -40,7 +40,7 @@ def test_a_sink_is_named_and_its_score_stays() -> None:
     assert result.sinks == ((0,),)
     total = result.scores.sum() + result.extras["bias"].sum()
     logit = model(IDS).logits[0, -1].max()
-    assert relative_error(total[None], logit[None]) <= TOLERANCES["layer", torch.float32]
+    assert relative_error(total[None, None], logit[None, None]) <= TOLERANCES["layer", torch.float32]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -245,15 +245,11 @@ def test_alti_agrees_with_its_definition_on_the_true_stream(
 @pytest.mark.parametrize("kind", [Flat, FlatWithMLPs, FlatMLPFirst, FlatParallel, in_blocks(Flat)])
 def test_the_stream_of_a_repeated_token_is_not_its_norm(kind: type[Noting], tokens: list[int]) -> None:
     """The normed vector of one token is a multiple of its stream, where the weights of the norm are equal."""
-    model = built(kind)
-    for norm in (*model.norms, *model.mlp_norms):
+    for norm in (*(model := built(kind)).norms, *model.mlp_norms):
         norm.weight.data.fill_(1)
-    x = torch.tensor([tokens])
-    with torch.no_grad():
-        model(x)
+    model.requires_grad_(False)(x := torch.tensor([tokens]))
     for layer, (stream, multiplier) in zip(ula.trace(model, x).layers, model.noted, strict=True):
-        assert layer.stream is not None and layer.multiplier == multiplier
-        assert torch.equal(layer.stream, stream.to(layer.stream))
+        assert layer.multiplier == multiplier and torch.equal(layer.stream, stream.to(layer.stream))
 
 
 @pytest.mark.parametrize("kind", [HiddenStream, in_blocks(HiddenStream)], ids=lambda kind: kind.__name__)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Attribution(Scores):
     """The scores of one method on one input, immutable, with labels for their axes, layers, tokens and errors.
 
+    Lone surrogates, which UTF-8 does not have, stand in labels as escapes such as `\\ud83d`.
+
     Attributes:
         scores: floating-point tensor with the axes `dims`.
         dims: some of layer, batch, head, query and key, in this order, key among them. Without a layer axis, `layers`

@@ -2,15 +2,34 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
 from torch import Tensor
 
 from unilinattn.errors import InputError
 
 AXES = ("layer", "batch", "head", "query", "key")
+
+
+def encodable(text: str) -> str:
+    """Return a text with lone surrogates, which UTF-8 does not have, as escapes; files, tables and pages take it."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _encodable_values(value: Any) -> Any:
+    """Return a JSON value with all of its texts `encodable`."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, list):
+        return [_encodable_values(part) for part in value]
+    if isinstance(value, dict):
+        return {encodable(name): _encodable_values(part) for name, part in value.items()}
+    return value
+
+
+Text = Annotated[str, AfterValidator(encodable)]
 
 
 class Header(BaseModel):
@@ -20,28 +39,28 @@ class Header(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     dims: tuple[Literal["layer", "batch", "head", "query", "key"], ...]
-    method: str
-    options: dict[str, JsonValue]
-    scope: str | None
-    tokens: tuple[tuple[str, ...], ...] | None
-    query_tokens: tuple[tuple[str, ...], ...] | None = None
+    method: Text
+    options: Annotated[dict[str, JsonValue], AfterValidator(_encodable_values)]
+    scope: Text | None
+    tokens: tuple[tuple[Text, ...], ...] | None
+    query_tokens: tuple[tuple[Text, ...], ...] | None = None
     word_ids: tuple[tuple[int | None, ...], ...] | None = None
     offsets: tuple[tuple[tuple[int, int], ...], ...] | None = None
     sinks: tuple[tuple[int, ...], ...] | None = None
-    logit_names: tuple[tuple[str, ...], ...] | None = None
+    logit_names: tuple[tuple[Text, ...], ...] | None = None
     grid: tuple[int, int] | None
     patches: tuple[int, ...] | None = None
     cls: tuple[int, ...] | None = None
-    layers: tuple[str, ...]
-    kinds: tuple[str, ...]
+    layers: tuple[Text, ...]
+    kinds: tuple[Text, ...]
     heads: tuple[int, ...] | None = None
     head_kind: Literal["head", "channel"] = "head"
-    left_out: tuple[str, ...] = ()
-    model: str
-    versions: dict[str, str]
-    reconstruction_error: dict[str, float]
-    warnings: tuple[str, ...] = ()
-    stream_error: dict[str, float] = {}
+    left_out: tuple[Text, ...] = ()
+    model: Text
+    versions: dict[Text, Text]
+    reconstruction_error: dict[Text, float]
+    warnings: tuple[Text, ...] = ()
+    stream_error: dict[Text, float] = {}
     completeness_gap: float | None
 
 

@@ -71,7 +71,7 @@ class Scores:
         labels.check_tensors(self.scores, self.mask, self.extras)
         labels.check_fit(header, tuple(self.scores.shape), None if self.mask is None else tuple(self.mask.shape))
         object.__setattr__(self, "scores", self.scores.detach())
-        extras = {name: tensor.detach() for name, tensor in self.extras.items()}
+        extras = {labels.encodable(name): tensor.detach() for name, tensor in self.extras.items()}
         object.__setattr__(self, "extras", MappingProxyType(extras))
 
     def _header(self) -> Header:

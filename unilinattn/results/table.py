@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.optional import import_extra
+from unilinattn.results.labels import encodable
 from unilinattn.results.scores import Scores, axes_text, count_kinds
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class _Named(Mapping[str, Value], Generic[Value]):
     _noun = "method"
 
     def __init__(self, entries: Mapping[str, Value]) -> None:
-        self._entries = MappingProxyType(dict(entries))
+        self._entries = MappingProxyType({encodable(name): value for name, value in entries.items()})
 
     def __getitem__(self, name: str) -> Value:
         if name not in self._entries:
