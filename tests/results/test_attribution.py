@@ -68,6 +68,8 @@ class TestLabels:
             ({"layers": ("h.0",), "kinds": ()}, "layer axis has 2"),
             ({"layers": ("h.0", "h.0")}, "unique"),
             ({"kinds": ("dense",)}, "one name for each"),
+            ({"sinks": [[0]]}, "sinks must be 2 lists"),
+            ({"sinks": [[0], [5]]}, "positions of the 5 keys"),
             ({"grid": (2, 3)}, "more than the 5 keys"),
             ({"grid": (0, 3)}, "or none"),
             ({"extras": {"bias": 3.0}}, "bias must be a tensor"),
@@ -156,6 +158,15 @@ class TestTables:
                 TOKENS[row.batch][row.query],
                 TOKENS[row.batch][row.key],
             )
+
+    def test_tables_mark_attention_sinks(self) -> None:
+        result = make_target(sinks=[[0, 3], [2]])
+        frame, array = result.to_dataframe(), result.to_xarray()
+        assert frame[frame.sink][["batch", "key"]].to_numpy().tolist() == [[0, 0], [0, 3], [1, 2]]
+        assert array.coords["sink"].dims == ("batch", "key")
+        assert array.where(~array.coords["sink"]).isnull().sum() == 3
+        assert result.select(batch=1).to_xarray().coords["sink"].values.tolist() == [False, False, True, False, False]
+        assert "sink" not in make_target(sinks=[[], []]).to_dataframe().columns
 
     def test_the_data_frame_of_a_target(self) -> None:
         frame = make_target(mask=None).to_dataframe()

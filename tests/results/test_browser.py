@@ -174,6 +174,20 @@ def test_the_own_token_is_apart_where_the_method_adds_the_stream(opened: Open) -
     assert opened(layers(**labels, method="raw")).locator("input").is_checked() is False
 
 
+def test_attention_sinks_are_apart_until_they_are_brought_in(opened: Open) -> None:
+    scores = torch.tensor([[9.0, 0.0, 0.0], [90.0, 8.0, 0.0], [90.0, 0.5, 7.0]])
+    labels = {"scores": scores, "dims": ("query", "key"), "tokens": [list("abc")], "extras": {}, "sinks": [[0]]}
+    page = opened(layers(**labels))
+    assert list_of(page) == ["2 “c”", "1 “b”"]
+    assert page.locator(".apart").inner_text() == "attention sink 0 “a”, apart: 90"
+    assert page.locator(".ula-legend").get_by_text("attention sink, apart").is_visible()
+    assert [page.locator(".tokens span").nth(at).get_attribute("class") for at in range(3)] == ["own", "", ""]
+    page.get_by_label("attention sinks apart").uncheck()
+    assert list_of(page)[0] == "0 “a”" and page.locator(".apart").inner_text() == ""
+    assert page.locator(".ula-legend").get_by_text("attention sink, apart").count() == 0
+    assert opened(layers()).get_by_label("attention sinks apart").count() == 0
+
+
 def test_a_page_without_a_mouse(opened: Open) -> None:
     page = opened(layers())
     plot = page.locator(".ula-plot")

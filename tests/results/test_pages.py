@@ -314,6 +314,33 @@ def test_the_target_s_own_token_is_shown_apart() -> None:
     assert drawn.mask.tolist() == [[False, False, False, True]] and drawn[0, 1] == 1
 
 
+def test_attention_sinks_are_apart_and_not_among_the_largest_scores() -> None:
+    labels = {"method": "logit", "options": {"target": -1}, "tokens": [["a", "b", "c", "d"]] * 2}
+    labels |= {"sinks": [[0], []], "layers": (), "kinds": (), "reconstruction_error": {}}
+    result = of_target(scores=torch.tensor([[90.0, 0.1, 0.2, 0.7]] * 2), **labels)
+    text = result.to_html(batch=[0, 1])
+    assert [picture.get("sinks") for picture in pictures(text)] == [[0], None]
+    cells = re.findall(r"<td>([^<]*)</td>", text)
+    assert [one for one in cells if "“d” 0.7" in one] == [
+        "3 “d” 0.7, 2 “c” 0.2, 1 “b” 0.1",
+        "0 “a” 90, 3 “d” 0.7, 2 “c” 0.2, 1 “b” 0.1",
+    ]
+    # The stored scores are whole: the reader can bring the sinks in.
+    assert pictures(text)[0]["scale"] == pytest.approx(90)
+    axes = result.plot().axes[0]
+    drawn, grey = (image.get_array() for image in axes.images)
+    assert drawn.mask.tolist() == [[True, False, False, True]] and drawn[0, 2] == 1
+    assert grey.mask.tolist() == [[False, True, True, True]]
+
+
+def test_pooled_pages_leave_attention_sinks_out() -> None:
+    scores = torch.ones(2600, 2600)
+    scores[:, 0] = 90
+    result = Attribution(scores=scores, dims=("query", "key"), method="raw", sinks=[[0]])
+    (picture,) = pictures(result.to_html())
+    assert picture["step"] > 1 and picture["scale"] == 1 and "sinks" not in picture
+
+
 def test_the_heading_of_a_comparison_names_each_prediction_once() -> None:
     logit = of_target(scores=torch.rand(2, 4), options={"logit": None, "target": -1}, logit_names=[["Paris"], ["x"]])
     raw = of_target(scores=torch.rand(2, 4), options={"target": -1})

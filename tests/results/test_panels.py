@@ -95,6 +95,23 @@ def test_the_target_s_own_key_is_apart_if_its_score_contains_the_residual_stream
     assert panels(composed.select(batch=1))[0].own is None
 
 
+def test_attention_sinks_do_not_set_the_scale() -> None:
+    mask = torch.tensor([[False, True, True, True]])
+    row = torch.tensor([0.0, -90.0, 2.0, 1.0])
+    (strip,) = panels(Attribution(scores=row, dims=("key",), method="logit", mask=mask, sinks=[[1]]))
+    assert strip.values.tolist() == [[-90.0, 2.0, 1.0]]
+    np.testing.assert_array_equal(strip.ranked, [[np.nan, 2.0, 1.0]])
+    assert strip.notes == ["attention sinks in grey", "largest of the others 2"] and not strip.signed
+    square = Attribution(scores=row.expand(4, 4), dims=("query", "key"), method="raw", mask=mask, sinks=[[1]])
+    assert panels(square)[0].sinks.tolist() == [[True, False, False]] * 3
+    # A register among the patches, and a class token outside of them.
+    image = Attribution(
+        scores=torch.arange(5.0), dims=("key",), method="raw", grid=(2, 2), patches=[1, 2, 3, 4], sinks=[[0, 3]]
+    )
+    assert panels(image)[0].sinks.tolist() == [[False, False], [True, False]]
+    assert panels(Attribution(scores=row, dims=("key",), method="logit", sinks=[[]]))[0].sinks is None
+
+
 def test_queries_and_keys_may_be_different_tokens() -> None:
     crossed = result((2, 4), "query", "key", tokens=[list("abcd")], mask=torch.tensor([[True, True, True, False]]))
     (panel,) = panels(crossed)

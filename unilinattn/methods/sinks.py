@@ -20,8 +20,8 @@ def warn_of_sinks(result: Attribution) -> Attribution:
     several = len(names) > 1
     message = (
         f"attention sink{'s' * several}: {', '.join(names[:MOST_NAMED])}{more}. The residual stream there is more than "
-        f"{OUTLIER:g} times as large as at the median token in half of the layers or more. Other tokens attend to a "
-        "sink whatever its word is, so its score says little about the word, and rankings leave it out. To measure a "
+        f"{OUTLIER:g} times as large as at the median token in half of the layers or more. Such a token is usually "
+        "read whatever its word is, so its score says little about the word, and rankings leave it out. To measure a "
         "word, replace it in the input."
     )
     warnings.warn(message, SinkWarning, stacklevel=3)

@@ -38,7 +38,7 @@ class Attribution(Scores):
         word_ids: the index of each token's word for each sequence, None outside of words; set for texts.
         offsets: the first character of each token in its text and the one after its last; set for texts.
         sinks: the keys of each sequence's attention sinks, whose scores measure no word: rankings leave them out, and
-            pictures show them apart; a merged word with a sink is one. None if the residual stream is unknown.
+            pictures show them apart; a merged word with a sink is one. None if they are unknown.
         logit_names: the text of the token, or the label of the class, whose logit is explained, for each sequence; two
             for the difference of two. Set where a tokenizer or the model's `config.id2label` names it.
         grid: (rows, columns) of an image's patches.

@@ -20,7 +20,7 @@ def sink_tokens(layers: Sequence[Layer], shape: tuple[int, int]) -> tuple[tuple[
     """Return the positions of each sequence's attention sinks: outliers at half of the layers or more.
 
     A token is an outlier at a layer if the norm of the stream that enters it exceeds `OUTLIER` times the median over
-    the real tokens. Fewer than half of a sequence's tokens can be. Padding counts in positions. Layers without a stream
+    the real tokens. At most half of a sequence's tokens can be. Padding counts in positions. Layers without a stream
     or with another (batch, tokens) than `shape` are left out; None if no layer remains.
 
     Source: Sun et al., "Massive activations in large language models" (2024); Xiao et al., "Efficient streaming
