@@ -335,7 +335,7 @@ def test_patches_of_an_image_are_tokens() -> None:
     assert result.dims == ("batch", "key")
     assert relative_error(result.scores, expected) <= LIMIT
     assert relative_error(dropped.scores[:, 2:3], (logits - without).detach()[:, None]) <= LIMIT
-    with pytest.raises(OptionError, match=r"needs a table of embeddings.* use 'zero'"):
+    with pytest.raises(OptionError, match=r"needs an embedding of token ids.* use 'zero'"):
         explain(found, method="occlusion", logit=1, baseline="mean-embedding")
 
 

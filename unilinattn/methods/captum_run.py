@@ -28,7 +28,7 @@ TOKENS = 4096
 
 Baseline = Annotated[
     Literal["zero", "mean-embedding"] | Annotated[int, Field(ge=0)],
-    Field(description="vector of an absent token: zero, the mean of the embedding table, or that of a token id"),
+    Field(description="vector of an absent token: zero, the mean of the vectors of all ids, or that of a token id"),
 ]
 Seed = Annotated[int, Field(ge=0, description="seed of the random numbers")]
 

@@ -1,19 +1,21 @@
 """Run a traced model on other vectors of its tokens, as a function that gradients pass through."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
-from unilinattn.tracing.inputs import call_host, token_ids
+from unilinattn.tracing.inputs import call_host, token_ids, vocabulary_size
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
 from unilinattn.tracing.logits import kept_positions, logits_at
+from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.nested import tensors
 from unilinattn.tracing.recomputation import constant_parameters
 from unilinattn.tracing.recorder import refuse_dropout
@@ -26,15 +28,15 @@ from unilinattn.tracing.wrappers import plain_run, require_gradients
 class EmbeddedModel:
     """A traced model as a function of its tokens' vectors; the host's own code runs, not the operators.
 
-    The vectors are the rows of the embedding table that belong to the token ids, without positions. If the model looks
-    up several tables, their rows are concatenated along the channels. For inputs without ids, such as images, the
-    vectors are those that enter the first block.
+    The vectors are the output of the embedding module for the token ids, without positions (see `Lookups`). If the
+    model has several such modules, their outputs are concatenated along the channels. For inputs without ids, such as
+    images, the vectors are those that enter the first block.
 
     Attributes:
         vectors: the vectors of the traced inputs, in float32 or more.
 
-    Raises `UncoveredError` for models with two streams of tokens and for ids that are not looked up by
-    `torch.nn.functional.embedding`, and `ModelStateError` if a weight changed since the trace.
+    Raises `UncoveredError` for models with two streams of tokens and for ids that no module and no table embeds, and
+    `ModelStateError` if a weight changed since the trace.
     """
 
     vectors: Float[Tensor, "batch token channel"]
@@ -45,21 +47,18 @@ class EmbeddedModel:
         self._length = found.layers[-1].output.shape[1]
         self._ids = token_ids(found.arguments)
         self._place: TokenCall | str | None = None
+        self._lookups: Lookups | None = None
         if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
             raise UncoveredError(f"{found.model} has two streams of tokens, and the scores are those of one.")
         if self._ids is None:
             self._place = in_gradient_mode(False, lambda: find_tokens(self._model, found.arguments, found.layers))
         batch = found.layers[-1].output.shape[0]
-        record = _Lookups(None, self._place)
-        everything, first = torch.arange(batch), torch.zeros(batch, dtype=torch.long)
-        in_gradient_mode(False, lambda: self.isolated(lambda: self._call(record, None, everything, first)))
-        if isinstance(self._place, TokenCall) and record.vectors:
-            self._place.require_same(record.vectors[0])
-        recorded = [found.arguments[self._place]] if isinstance(self._place, str) else record.vectors
+        recorded = in_gradient_mode(False, lambda: self.isolated(lambda: self._vectors(batch)))
         if not recorded:
             raise UncoveredError(
-                f"{found.model} does not look up its token ids by torch.nn.functional.embedding, so the vectors of "
-                "the tokens are unknown; give the model inputs_embeds instead of ids."
+                f"{found.model} has no embedding module, which gives each token id its own vector, and no call of "
+                "torch.nn.functional.embedding reads the ids, so the vectors of the tokens are unknown; give the "
+                "model inputs_embeds instead of ids."
             )
         joined = torch.cat(recorded, -1)
         if joined.ndim != 3 or tuple(joined.shape[:2]) != (batch, self._length):
@@ -67,7 +66,8 @@ class EmbeddedModel:
                 f"{found.model} embeds its inputs as {tuple(joined.shape)}, and its layers have {batch} sequences of "
                 f"{self._length} tokens; each token needs one vector."
             )
-        self._parts, self._tables = record.parts, record.tables
+        ends = list(accumulate(part.shape[-1] for part in recorded))
+        self._parts = [slice(end - part.shape[-1], end) for end, part in zip(ends, recorded, strict=True)]
         self.vectors = joined.detach().to(torch.promote_types(joined.dtype, torch.float32))
 
     def isolated(self, compute: Callable[[], Result]) -> Result:
@@ -100,8 +100,7 @@ class EmbeddedModel:
         `sequences` are indices of the traced sequences, whose other inputs, such as a mask, belong to the vectors. A
         host that accepts `logits_to_keep` computes only the logits at `positions`, one for each traced sequence.
         """
-        parts = [vectors[..., part] for part in self._parts] if self._parts else [vectors]
-        return self._call(_Lookups(parts, self._place), vectors, sequences, positions)
+        return self._call(vectors, sequences, positions)
 
     def baseline(self, baseline: str | int) -> Float[Tensor, "#channel"]:
         """Return the vector that stands for an absent token: "zero", "mean-embedding", or a token id.
@@ -110,84 +109,88 @@ class EmbeddedModel:
         """
         if baseline == "zero":
             return self.vectors.new_zeros(1)
-        if not self._tables:
+        if self._lookups is None or self._ids is None:
             raise OptionError(
-                f"baseline={baseline!r} needs a table of embeddings, and the inputs have no token ids; use 'zero'."
+                f"baseline={baseline!r} needs an embedding of token ids, and the inputs have no ids; use 'zero'."
             )
-        size = min(len(table) for table in self._tables)
-        if isinstance(baseline, int) and not 0 <= baseline < size:
-            raise InputError(f"baseline {baseline} is out of range: the model knows ids 0 to {size - 1}.")
-        rows = [table.detach().to(self.vectors) for table in self._tables]
-        return torch.cat([row[baseline] if isinstance(baseline, int) else row.mean(0) for row in rows])
+        known = [lookup.rows for lookup in self._lookups.lookups if lookup.rows is not None]
+        rows = min(known, default=vocabulary_size(self._model))
+        if rows is None:
+            raise OptionError(
+                f"baseline={baseline!r} needs the number of ids, and the embedding module of {self._found.model} reads "
+                "no table and has no num_embeddings; use 'zero'."
+            )
+        if isinstance(baseline, int) and not 0 <= baseline < rows:
+            raise InputError(f"baseline {baseline} is out of range: the model knows ids 0 to {rows - 1}.")
+        ids, given, lookups = self._ids, baseline, self._lookups.lookups
+        with torch.no_grad():
+            absent = (
+                [each.embed(torch.full_like(ids[:1, :1], given))[0, 0] for each in lookups]
+                if isinstance(given, int)
+                else [each.mean(ids, rows) for each in lookups]
+            )
+        return torch.cat([vector.to(self.vectors) for vector in absent])
 
-    def _call(
-        self,
-        lookups: "_Lookups",
-        vectors: Tensor | None,
-        sequences: Int[Tensor, " run"],
-        positions: Int[Tensor, " batch"] | None,
-    ) -> Rerun:
+    def _vectors(self, batch: int) -> list[Float[Tensor, "batch token channel"]]:
+        """Run the model on the traced inputs and return the vectors of each lookup, or those of the first block."""
+        if isinstance(self._place, str):
+            return [self._found.arguments[self._place]]
+        given = of_sequences(self._found, torch.arange(batch))
+        if self._place is None:
+            self._lookups = Lookups(self._model, given)
+            return self._lookups.vectors
+        record = _AtCall(self._place, None)
+        with record:
+            call_host(self._model, given)
+        vectors = [] if record.vectors is None else [record.vectors]
+        for each in vectors:
+            self._place.require_same(each)
+        return vectors
+
+    def _call(self, vectors: Tensor, sequences: Int[Tensor, " run"], positions: Int[Tensor, " batch"] | None) -> Rerun:
         given = of_sequences(self._found, sequences)
         if positions is not None:
             given = logits_at(self._model, given, lambda: [positions[sequences]], above=0)
-        if isinstance(self._place, str) and vectors is not None:
+        replaced: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self._place, str):
             given[self._place] = vectors.to(given[self._place], copy=True)
-        lookups.ids = token_ids(given) if self._ids is not None else None
-        with lookups:
+        elif self._place is not None:
+            replaced = _AtCall(self._place, vectors)
+        elif self._lookups is not None:
+            replaced = self._lookups.replaced(given, [vectors[..., part] for part in self._parts])
+        with replaced:
             output = call_host(self._model, given)
         return Rerun(output, (len(sequences), self._length), kept_positions(given, self._length))
 
 
-class _Lookups(TorchFunctionMode):
-    """Records the results of the calls that return the tokens' vectors, or replaces them.
+class _AtCall(TorchFunctionMode):
+    """Records the result of the call that returns the tokens' vectors, or replaces it.
 
     Attributes:
-        ids: the ids of the run, None for inputs without ids.
-        vectors: recorded results, one for each table.
-        tables: the tables of embeddings.
-        parts: for each call its slice of the concatenated channels.
+        vectors: the recorded result.
     """
 
-    def __init__(self, replacements: list[Tensor] | None, place: TokenCall | str | None) -> None:
+    vectors: Float[Tensor, "batch token channel"] | None
+
+    def __init__(self, place: TokenCall, replacement: Float[Tensor, "batch token channel"] | None) -> None:
         super().__init__()
-        self._replacements = replacements
-        self._is_place = place.finder() if isinstance(place, TokenCall) else lambda func, result: False
-        self.ids: Tensor | None = None
-        self.vectors: list[Tensor] = []
-        self.tables: list[Tensor] = []
-        self.parts: list[slice] = []
+        self._is_place, self._replacement = place.finder(), replacement
+        self.vectors = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.ids is None:
-            found = self._is_place(func, result)
-        else:
-            # A part of the ids, such as one codebook, may begin at the same place.
-            found = func is functional.embedding and bool(args) and args[0].data_ptr() == self.ids.data_ptr()
-            found = found and args[0].numel() == self.ids.numel()
-        if not found:
+        if not self._is_place(func, result):
             return result
-        if self._replacements is None:
-            self._record(result, args[1] if self.ids is not None else None)
+        if self._replacement is None:
+            self.vectors = result.detach().clone()
             return result
         # The host may write into the copy.
-        return self._replacements.pop(0).reshape(result.shape).to(result, copy=True)
-
-    def _record(self, result: Tensor, table: Tensor | None) -> None:
-        pointer = None if table is None else table.data_ptr()
-        same = [at for at, other in enumerate(self.tables) if other.data_ptr() == pointer]
-        if not same:
-            self.vectors.append(result.detach().clone())
-            if table is not None:
-                self.tables.append(table)
-        at = same[0] if same else len(self.vectors) - 1
-        start = sum(each.shape[-1] for each in self.vectors[:at])
-        self.parts.append(slice(start, start + self.vectors[at].shape[-1]))
+        return self._replacement.reshape(result.shape).to(result, copy=True)
 
 
 def _require_gradient(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Raise `UncoveredError` if a module's input carries a gradient and its output does not."""
-    # `_Lookups` counts the functions that the host calls.
+    # `_AtCall` counts the functions that the host calls.
     with torch._C.DisableTorchFunction():
         given = any(x.requires_grad for x in tensors((args, kwargs)))
         lost = torch.is_grad_enabled() and given and not any(x.requires_grad for x in tensors(output))
