@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.tracing.inputs import call_host, token_ids, vocabulary_size
@@ -20,7 +19,8 @@ from unilinattn.tracing.nested import tensors
 from unilinattn.tracing.recomputation import constant_parameters
 from unilinattn.tracing.recorder import refuse_dropout
 from unilinattn.tracing.rerun import Rerun, of_sequences
-from unilinattn.tracing.tokens import TokenCall, find_tokens
+from unilinattn.tracing.token_source import AtCall, Source
+from unilinattn.tracing.tokens import find_tokens
 from unilinattn.tracing.trace import Trace
 from unilinattn.tracing.wrappers import plain_run, require_gradients
 
@@ -46,7 +46,7 @@ class EmbeddedModel:
         self._found, self._model = found, found.host
         self._length = found.layers[-1].output.shape[1]
         self._ids = token_ids(found.arguments)
-        self._place: TokenCall | str | None = None
+        self._place: Source = None
         self._lookups: Lookups | None = None
         if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
             raise UncoveredError(f"{found.model} has two streams of tokens, and the scores are those of one.")
@@ -139,7 +139,7 @@ class EmbeddedModel:
         if self._place is None:
             self._lookups = Lookups(self._model, given)
             return self._lookups.vectors
-        record = _AtCall(self._place, None)
+        record = AtCall(self._place, None)
         with record:
             call_host(self._model, given)
         vectors = [] if record.vectors is None else [record.vectors]
@@ -155,7 +155,7 @@ class EmbeddedModel:
         if isinstance(self._place, str):
             given[self._place] = vectors.to(given[self._place], copy=True)
         elif self._place is not None:
-            replaced = _AtCall(self._place, vectors)
+            replaced = AtCall(self._place, vectors)
         elif self._lookups is not None:
             replaced = self._lookups.replaced(given, [vectors[..., part] for part in self._parts])
         with replaced:
@@ -163,34 +163,9 @@ class EmbeddedModel:
         return Rerun(output, (len(sequences), self._length), kept_positions(given, self._length))
 
 
-class _AtCall(TorchFunctionMode):
-    """Records the result of the call that returns the tokens' vectors, or replaces it.
-
-    Attributes:
-        vectors: the recorded result.
-    """
-
-    vectors: Float[Tensor, "batch token channel"] | None
-
-    def __init__(self, place: TokenCall, replacement: Float[Tensor, "batch token channel"] | None) -> None:
-        super().__init__()
-        self._is_place, self._replacement = place.finder(), replacement
-        self.vectors = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self._is_place(func, result):
-            return result
-        if self._replacement is None:
-            self.vectors = result.detach().clone()
-            return result
-        # The host may write into the copy.
-        return self._replacement.reshape(result.shape).to(result, copy=True)
-
-
 def _require_gradient(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Raise `UncoveredError` if a module's input carries a gradient and its output does not."""
-    # `_AtCall` counts the functions that the host calls.
+    # `AtCall` counts the functions that the host calls.
     with torch._C.DisableTorchFunction():
         given = any(x.requires_grad for x in tensors((args, kwargs)))
         lost = torch.is_grad_enabled() and given and not any(x.requires_grad for x in tensors(output))

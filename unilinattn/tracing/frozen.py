@@ -39,7 +39,8 @@ from unilinattn.tracing.shares import (
     embedding_part,
     linearized,
 )
-from unilinattn.tracing.tokens import TokenCall, block_names, find_tokens, first_stream, require_own_tokens
+from unilinattn.tracing.token_source import find_source
+from unilinattn.tracing.tokens import TokenCall, block_names, first_stream
 from unilinattn.tracing.trust import require_trust, tolerance
 from unilinattn.tracing.wrappers import plain_run, require_gradients
 
@@ -113,11 +114,7 @@ class FrozenRun:
         self._streams: list[Stream | None] = []
         self._sources: list[tuple[str, Tensor]] | None = None
         self._path: list[tuple[str, nn.Module, Stream | None]] = []
-        self._ids = token_ids(given)
-        self._place: TokenCall | str | None = None
-        require_own_tokens(model, given, self._ids, layers)
-        if self._ids is None:
-            self._place = in_gradient_mode(False, lambda: find_tokens(model, given, layers))
+        self._place = find_source(model, given, layers)
         for layer in layers:
             # An operator that replaced the host's forward is built when it is needed, one at a time.
             if layer.prefix_error is None:
@@ -377,7 +374,7 @@ class FrozenRun:
 
     def _marker(self, whole: bool) -> Callable[[Any, Any, Any], Any]:
         """Return the function that makes tokens' vectors carried, from a function, its arguments and its result."""
-        place, ids = self._place, self._ids
+        place, ids = self._place, token_ids(self._given) if self._place is None else None
         is_place = place.finder() if isinstance(place, TokenCall) else lambda func, result: False
 
         def mark(func: Any, args: Any, result: Any) -> Any:

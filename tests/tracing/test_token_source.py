@@ -1,0 +1,132 @@
+"""Inputs beside the tokens: shares are those of all vectors that enter the first block, or are refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import unilinattn as ula
+from tests.methods.hosts import HOSTS
+from unilinattn.errors import UncoveredError
+from unilinattn.testing import TOLERANCES, left_as_found, relative_error
+
+IDS = torch.tensor([[1, 2, 3, 4, 5], [7, 6, 5, 4, 3]])
+LIMIT = TOLERANCES["layer", torch.float32]
+
+
+class Joined(nn.Module):
+    """A causal model that reads a second input at one place."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.inner: Any = HOSTS["llama"].model().float()
+        self.config = self.inner.config
+
+    def get_input_embeddings(self) -> Any:
+        return self.inner.get_input_embeddings()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        image: Tensor | None = None,
+        prompt_input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        image_mask: Tensor | None = None,
+    ) -> Any:
+        x = self.get_input_embeddings()(input_ids)
+        width = x.shape[-1]
+        if image is not None and self.place == "placed":
+            x = torch.cat([image[..., :width], x[:, image.shape[1] :]], 1)
+        if image is not None and self.place == "summed":
+            x = x + image[:, :1, :width]
+        hidden = self.inner.model(inputs_embeds=x).last_hidden_state
+        if image is not None and self.place == "end":
+            hidden = hidden + image[:, :1, :width]
+        if prompt_input_ids is not None:
+            hidden = hidden + self.get_input_embeddings()(prompt_input_ids).mean(1, keepdim=True)
+        if image_mask is not None:
+            hidden = hidden * image_mask.float().mean()
+        return {"logits": self.inner.lm_head(hidden)}
+
+
+def picture() -> Tensor:
+    return torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0))
+
+
+def joined(place: str) -> Joined:
+    torch.manual_seed(0)
+    return Joined(place).eval()
+
+
+@pytest.mark.parametrize("place", ["placed", "summed"])
+def test_vectors_from_another_input_are_tokens(place: str) -> None:
+    model, image = joined(place), picture()
+    given = {"input_ids": IDS, "image": image}
+    with left_as_found(model):
+        result = ula.explain(model, given, method="logit", target=-1, progress=False)
+    entered: list[Tensor] = []
+    model.inner.model.layers[0].register_forward_pre_hook(lambda module, args: entered.append(args[0].detach()))
+    with torch.no_grad():
+        model(**given)
+    expected = ula.explain(model.inner, {"inputs_embeds": entered[0]}, method="logit", target=-1, progress=False)
+    assert relative_error(result.scores, expected.scores) <= LIMIT
+    assert relative_error(result.extras["bias"][:, None], expected.extras["bias"][:, None]) <= LIMIT
+    assert bool((result.scores[:, :2].abs() > 1e-3).any())
+
+
+@pytest.mark.parametrize("method", ["logit", "lrp", "alti_logit"])
+def test_an_input_beside_the_tokens_is_refused_by_name(method: str) -> None:
+    model, image = joined("end"), picture()
+    given = {"input_ids": IDS, "image": image, "image_mask": torch.ones(2, 1), "token_type_ids": torch.ones_like(IDS)}
+    with left_as_found(model), pytest.raises(UncoveredError, match="image reaches the output of Joined beside the "):
+        ula.explain(model, given, method=method, target=-1, progress=False)
+    prompted = {"input_ids": IDS, "prompt_input_ids": IDS[:, :2], "image": torch.randn(2, 1, 64)}
+    with pytest.raises(UncoveredError, match="prompt_input_ids and image reach the output"):
+        ula.explain(model, prompted, method=method, target=-1, progress=False)
+
+
+def test_only_the_input_that_reaches_the_output_is_named() -> None:
+    given = {"input_ids": IDS, "prompt_input_ids": IDS[:, :2], "image": picture()}
+    with pytest.raises(UncoveredError, match=r"^prompt_input_ids reaches the output of Joined"):
+        ula.explain(joined("summed"), given, method="logit", target=-1, progress=False)
+
+
+def test_an_input_that_nothing_reads_is_accepted() -> None:
+    model = joined("nowhere")
+    result = ula.explain(model, {"input_ids": IDS, "image": picture()}, method="logit", target=-1, progress=False)
+    assert torch.equal(result.scores, ula.explain(model, IDS, method="logit", target=-1, progress=False).scores)
+
+
+def test_the_patches_of_an_image_among_the_ids_are_tokens() -> None:
+    text = transformers.PersimmonConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    config = transformers.FuyuConfig(text_config=text.to_dict(), patch_size=2, image_token_id=19)
+    model = transformers.FuyuForCausalLM(config).eval()
+    ids = torch.tensor([[19, 19, 3, 4, 5]])
+    patches = torch.randn(1, 2, 12)
+    result = ula.explain(model, {"input_ids": ids, "image_patches": patches}, method="logit", target=-1, progress=False)
+    assert result.completeness_gap is not None and result.completeness_gap <= LIMIT
+    assert bool((result.scores[0, :2].abs() > 0).all())
+
+
+def test_a_path_of_the_pixels_around_the_blocks_is_refused() -> None:
+    model = transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            image_size=8, patch_size=4, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    ).eval()
+
+    def around(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor:
+        logits: Tensor = output.logits + kwargs["pixel_values"].mean((1, 2, 3))[:, None]
+        return logits
+
+    pixels = torch.randn(1, 3, 8, 8)
+    assert ula.explain(model, {"pixel_values": pixels}, method="logit", progress=False).completeness_gap is not None
+    model.register_forward_hook(around, with_kwargs=True)
+    with pytest.raises(UncoveredError, match="pixel_values reaches the output of ViTForImageClassification"):
+        ula.explain(model, {"pixel_values": pixels}, method="logit", progress=False)
