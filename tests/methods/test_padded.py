@@ -47,11 +47,11 @@ PLACES = {("knockout", "edges"): "positions count padding"}
 LEFT_OUT: Mapping[tuple[str, str], str] = {}
 """Options that are not compared, with the reason."""
 
-VANISHING = {
-    ("bert", "gradient"): "the norm of the embeddings",
-    ("bert", "smoothgrad"): "the norm of the embeddings",
-}
-"""Hosts on which scores of a method cancel up to rounding, with the reason; the size of the default scores counts."""
+VANISHING = dict.fromkeys(
+    [("bert", "gradient"), ("bert", "smoothgrad")],
+    "a layer norm after the embeddings: the signed sum of a gradient over channels is zero up to rounding",
+)
+"""Hosts and methods whose scores may vanish, with the reason; errors are relative to the default scores there."""
 
 
 def _last_logit(output: Any) -> Tensor:
