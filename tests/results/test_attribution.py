@@ -112,6 +112,12 @@ class TestSelect:
         assert chosen.extras.keys() == {"bias"}
         assert torch.equal(chosen.extras["bias"], result.extras["bias"][0, 1])
 
+    def test_numbers_of_steps_are_no_numbers_of_sequences(self) -> None:
+        steps = {"cancellation": torch.rand(BATCH, BATCH), "decomposition_error": torch.rand(BATCH)}
+        result = make_target(extras={**steps, "logit": torch.rand(BATCH)})
+        assert result.select(batch=1).extras == {"logit": result.extras["logit"][1]}
+        assert result.extras.keys() == {*steps, "logit"}
+
     def test_without_arguments_the_result_is_equal(self) -> None:
         result = make()
         assert_same(result.select(), result)

@@ -1,7 +1,7 @@
 """Runs without some edges: against y_i - sum T_ij x_j by definition, layer after layer, on every kind of host."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -184,6 +184,19 @@ def test_transposed_edges_are_other_edges() -> None:
     causal, x = built("mamba")
     with cut(causal, [(2, 5)]), pytest.raises(InputError, match=r"edge \(2, 5\): .* is causal"):
         causal(x)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_causal_layer_stays_causal_with_padding(side: str) -> None:
+    """A row of padding may hold any weights: eager attention makes them equal, those of later keys too."""
+    mask = torch.ones_like(host("bert").inputs())
+    mask[1, slice(0, 3) if side == "left" else slice(-3, None)] = 0
+    given = {"input_ids": host("bert").inputs(), "attention_mask": mask}
+    for name, causal in (("llama, grouped queries", True), ("mamba", True), ("bert", False)):
+        model = host(name).model()
+        assert [is_causal(layer.operator) for layer in trace(model, given).layers] == [causal, causal]
+        with cut(model, [(4, 6)]), pytest.raises(InputError, match="is causal") if causal else nullcontext():
+            model(**given)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "llama, grouped queries", "bert"])

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from unilinattn.errors import InputError
 from unilinattn.methods.selection import query_rows, real_pairs
-from unilinattn.operator.stages import Mix, walk
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 
@@ -38,23 +37,3 @@ def candidate_keys(trace: Trace, layer: Layer, rows: slice, causal: bool) -> Boo
     if causal:
         valid = valid & (torch.arange(valid.shape[-1], device=valid.device) <= positions.unsqueeze(-1))
     return valid & (valid.sum(-1, keepdim=True) > 1)
-
-
-def is_causal(trace: Trace, layer: Layer) -> bool:
-    """Return whether the layer's map is lower triangular at real tokens.
-
-    Only dense maps with padding, whose padded rows may weight later keys, are computed for this.
-    """
-    op = layer.operator
-    stages = (stage for chain in op.chains.values() for stage in walk(chain))
-    if all(stage.mixer.is_lower_triangular for stage in stages if isinstance(stage, Mix)):
-        return True
-    if layer.mask is None:
-        return False
-    every = query_rows(trace, layer)
-    for rows, block in op.row_blocks(heads="abs-mean"):
-        real = real_pairs(trace, layer, every[:, rows])
-        later = torch.arange(block.shape[-1], device=block.device) > every[:, rows].unsqueeze(-1)
-        if bool(block.masked_fill(~(real & later), 0).any()):
-            return False
-    return True

@@ -10,13 +10,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from unilinattn.analysis.maps import candidate_keys, is_causal, row_distributions
+from unilinattn.analysis.maps import candidate_keys, row_distributions
 from unilinattn.analysis.pictures import Where, draw, heat_map, text_table
 from unilinattn.errors import InputError
 from unilinattn.evaluation.metrics import rank_correlation
 from unilinattn.memory import reserved
 from unilinattn.methods.maps import map_bytes
 from unilinattn.methods.selection import only_port
+from unilinattn.operator.edges import is_causal
 from unilinattn.tracing.trace import Trace
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def layer_similarity(
             size = map_bytes(layer) + map_bytes(layer) // layer.output.element_size()
             stack.enter_context(reserved(size, f"the map of {layer.name}", "compare fewer or shorter sequences"))
             alpha = only_port(layer).matrix(scope)
-            valid = candidate_keys(trace, layer, slice(None), is_causal(trace, layer))
+            valid = candidate_keys(trace, layer, slice(None), is_causal(layer.operator))
             if orders is not None and name in orders:
                 order = torch.tensor(orders[name], device=alpha.device)
                 alpha, valid = (x[:, order][:, :, order] for x in (alpha, valid.expand(alpha.shape)))

@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unilinattn.analysis.maps import candidate_keys, is_causal, row_distributions
+from unilinattn.analysis.maps import candidate_keys, row_distributions
 from unilinattn.analysis.pictures import Paint, Where, draw, lines, text_table
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.methods.selection import only_port
+from unilinattn.operator.edges import is_causal
 from unilinattn.operator.selection import Heads
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
@@ -120,7 +121,7 @@ def _self_mixing(trace: Trace) -> list[Layer]:
 
 
 def _measure(trace: Trace, layer: Layer, scope: str, heads: Heads, within: float) -> LayerStatistics:
-    op, causal = only_port(layer), is_causal(trace, layer)
+    op, causal = only_port(layer), is_causal(layer.operator)
     count = op.num_heads(scope) if heads is None else 1
     totals, rows = torch.zeros(4, 1, dtype=torch.float64), 0
     for part, block in op.row_blocks(scope=scope, heads=heads, extra_elements=HELD * count):

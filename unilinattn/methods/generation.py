@@ -114,7 +114,7 @@ def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attributi
         parts = [row.extras[name] for row in rows]
         if parts[0].shape == first.scores.shape:
             extras[name] = _causal(torch.stack(parts, -2), positions)
-        elif (axes := extra_dims(first.dims, first.scores.shape, parts[0].shape)) and len(axes) == parts[0].ndim:
+        elif extra_dims(name, first.dims, first.scores.shape, parts[0].shape):
             extras[name] = torch.stack(parts, -1)
         else:
             # One number for each layer, such as its decomposition error: that of the worst row.

@@ -15,7 +15,7 @@ from unilinattn.methods.heads import head_axis, through_heads
 from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
 from unilinattn.methods.options import Activation, Discard, Normalize, ThroughHeads
 from unilinattn.methods.results import score_layers, to_result
-from unilinattn.methods.selection import composable_steps, only_port, stackable_layers
+from unilinattn.methods.selection import composable_steps, only_port, real_pairs, stackable_layers
 from unilinattn.methods.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
 from unilinattn.methods.vectors import (
     at_target,
@@ -172,7 +172,7 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
     draws: the squared norm is unbiased, with a relative standard deviation of at most sqrt(2 / k) (Achlioptas, 2003).
     S is multiplied into the output projection once, so that all pairs cost k / d of the norms. `exact_keys` computes
     those keys of each row again whose estimates are the largest. Extras then include "standard_error", the root mean
-    square over the estimated keys of each row, in the unit of the scores before `discard` and `normalize`.
+    square over the estimated real keys of each row, in the unit of the scores before `discard` and `normalize`.
 
     Extras: "bias", the norm of the bias at each query (with bias="column"); "cancellation" at each query, the ratio
     sum_j ||T_i(x_j)||_p / ||sum_j T_i(x_j)||_p without bias and stream (see `vectors.cancellation`); and
@@ -331,10 +331,12 @@ def _fill_sketch(
     for tile in small.tiles(small.causal):
         out[:, tile.rows, tile.cols] = tile.norms(2.0)
         total[:, tile.rows] += tile.total()
-    estimated = torch.ones_like(out, dtype=torch.bool)
+    pairs = real_pairs(trace, layer, rows)
+    estimated = pairs.clone()
     if options.exact_keys:
-        estimated.scatter_(-1, out.topk(min(options.exact_keys, out.shape[-1])).indices, False)
-        for place, norms in exact_norms(form, ~estimated):
+        largest = out.masked_fill(~pairs, -1).topk(min(options.exact_keys, out.shape[-1])).indices
+        estimated.scatter_(-1, largest, False)
+        for place, norms in exact_norms(form, pairs & ~estimated):
             out[tuple(place)] = norms
     sizes, deviation = out.sum(-1), standard_errors(out, estimated, options.sketch)
     postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)

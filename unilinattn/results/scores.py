@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 SEQUENCE_LABELS = ("tokens", "query_tokens", "word_ids", "offsets", "sinks", "logit_names")
 """Labels with a list for each sequence."""
 
+LAYER_EXTRAS = ("decomposition_error",)
+"""Extras with one number for each layer or step, the worst of all sequences."""
+
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Scores:
@@ -325,15 +328,18 @@ def axes_text(result: Scores) -> str:
     return ", ".join(f"{name} {size}{channels if name == 'head' else ''}" for name, size in result.sizes.items())
 
 
-def extra_dims(dims: tuple[str, ...], shape: Sequence[int], extra: Sequence[int]) -> tuple[str, ...] | None:
-    """Return the first axes of an extra of shape `extra`: `dims` without key, or without head and key; None if neither.
+def extra_dims(name: str, dims: tuple[str, ...], shape: Sequence[int], extra: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the axes of an extra of shape `extra`: `dims` without key, or without head and key; None if neither.
 
-    `shape` is that of the scores, with the axes `dims`.
+    `shape` is that of the scores, with the axes `dims`. Composed layers have extras with an axis of steps, which is
+    none of `dims`.
     """
+    if name in LAYER_EXTRAS:
+        return None
     sizes = dict(zip(dims, shape, strict=True))
     for left_out in (("key",), ("head", "key")):
         axes = tuple(axis for axis in dims if axis not in left_out)
-        if tuple(extra[: len(axes)]) == tuple(sizes[axis] for axis in axes):
+        if tuple(extra) == tuple(sizes[axis] for axis in axes):
             return axes
     return None
 
@@ -342,7 +348,7 @@ def _select_axis(kept: Mapping[str, Any], axis: str, index: int) -> dict[str, An
     dims: tuple[str, ...] = kept["dims"]
     extras = {}
     for name, tensor in kept["extras"].items():
-        axes = extra_dims(dims, kept["scores"].shape, tensor.shape)
+        axes = extra_dims(name, dims, kept["scores"].shape, tensor.shape)
         if axes is not None:
             extras[name] = tensor.select(axes.index(axis), index) if axis in axes else tensor
     return {

@@ -114,8 +114,8 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
     scores = _by_sequence(result, result.scores, spans, lambda part, each: _merged(part, each, reduce, square=square))
     extras = dict(result.extras)
     for name, tensor in extras.items():
-        axes = extra_dims(result.dims, result.scores.shape, tensor.shape)
-        if square and axes is not None and tensor.ndim == len(axes):
+        axes = extra_dims(name, result.dims, result.scores.shape, tensor.shape)
+        if square and axes is not None:
             extras[name] = _by_sequence(result, tensor, spans, lambda part, each: _last(part, each, -1))
     count = scores.shape[-1]
     labels: dict[str, Any] = dict.fromkeys(("word_ids", "grid", "patches", "cls"))
