@@ -10,6 +10,9 @@ from torch import Tensor
 Scaled = tuple[Float[Tensor, "*axes"], Int[Tensor, "*axes"]]
 """Fractions of absolute value in [0.5, 1), or zero, and exponents: fraction * 2**exponent."""
 
+PRODUCT_ELEMENTS = 12
+"""Elements that `scaled_product` and its users hold for each entry of the product, beside an eighth of the factors."""
+
 
 def exponent_range(dtype: torch.dtype) -> tuple[int, int]:
     """Return the exponents of the smallest normal and of the largest number, as `frexp` gives them."""
@@ -44,7 +47,7 @@ def scaled_product(factors: Float[Tensor, "batch factor *axes"]) -> Scaled:
     total: Scaled | None = None
     for part in factors.split(count, dim=1):
         fraction, exponent = torch.frexp(part)
-        product = _normal(fraction.prod(1), exponent.sum(1))
+        product = _normal(fraction.prod(1), exponent.sum(1, dtype=torch.int32))
         total = product if total is None else multiply(total, product)
     assert total is not None
     return total

@@ -11,7 +11,7 @@ from unilinattn.kernels.exponents import Scaled, multiply, power, scaled_product
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts, rows_within
-from unilinattn.operator.cost import block_cut, heads_cut, map_cut, reduced_elements
+from unilinattn.operator.cost import block_cut, heads_cut, map_cut, product_elements, reduced_elements
 from unilinattn.operator.factored import factored, reduced_blocks, row_product
 from unilinattn.operator.rows import block_of, rows_of
 from unilinattn.operator.scopes import ScopedMap
@@ -38,7 +38,7 @@ def map_shape(scope: ScopedMap, heads: Heads) -> tuple[int, ...]:
 def map_rows(scope: ScopedMap, index: Int[Tensor, "batch row"], heads: Heads) -> Float[Tensor, "..."]:
     """Return the rows (batch, [head,] row, key) at the positions `index`, in time linear in length."""
     selected = checked_heads(heads, scope.heads)
-    count, channels, _ = block_cut(scope, 0, index.shape[1], None)
+    count, channels, _ = block_cut(scope, product_elements(selected), index.shape[1], None)
     pieces = []
     for positions in index.split(count, dim=1):
         rows = as_slice(positions)
