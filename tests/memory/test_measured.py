@@ -20,7 +20,7 @@ NARROW = 1 << 17
 SLACK = 1.1
 """Factor on the limit for the rounding of block sizes."""
 
-REDUCED = [{"heads": heads} for heads in ("mean", "max", "min", "abs-mean", "product", 0, [0, -1])]
+REDUCED = [{"heads": heads} for heads in ("mean", "max", "min", "abs-mean", "product", "geometric-mean", 0, [0, -1])]
 SCOPED = [{"scope": scope, "heads": heads} for scope in ("mixer", "unified") for heads in ("mean", "max", [0, 1])]
 CASES: list[tuple[str, dict[str, Any]]] = [
     *[("raw", options) for options in (*REDUCED, *SCOPED)],

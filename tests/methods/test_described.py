@@ -15,7 +15,7 @@ def test_options_are_described_by_their_types() -> None:
     texts = option_texts(list_methods()["raw"])
     assert {text.name: text.accepted for text in texts} == {
         "scope": "'core', 'mixer', 'unified'",
-        "heads": "'mean', 'max', 'min', 'abs-mean', 'product' or int or a list of int",
+        "heads": "'mean', 'max', 'min', 'abs-mean', 'product', 'geometric-mean' or int or a list of int",
         "sign": "'keep', 'clamp', 'abs'",
         "discard": "float >= 0, < 1",
         "normalize": "'none', 'rows', 'min-max'",
@@ -45,7 +45,10 @@ def test_the_help_of_explain_lists_the_options_of_every_method() -> None:
 
 def test_an_option_has_the_same_type_in_the_signatures() -> None:
     heads = MapOptions.model_fields["heads"].annotation
-    assert surface.source(heads) == "Literal['mean', 'max', 'min', 'abs-mean', 'product'] | int | Sequence[int]"
+    assert (
+        surface.source(heads)
+        == "Literal['mean', 'max', 'min', 'abs-mean', 'product', 'geometric-mean'] | int | Sequence[int]"
+    )
     logit = list_methods()["logit"].options.model_fields["logit"].annotation
     assert surface.source(logit, ["str"]) == "int | tuple[int, int] | Callable[[Any], Any] | str | None"
     assert type(None) in get_args(logit)

@@ -84,7 +84,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         r"raw does not accept scope='cores'; did you mean 'core'\? Accepted: core, mixer, unif",
     ),
     ("raw", {"scope": "layer"}, r"scope='layer'.*entries of 'layer' are vectors: see 'latim', 'alti'"),
-    ("raw", {"heads": "median"}, r"heads='median'; did you mean 'mean'\? Accepted: abs-mean, max, mean, min, product"),
+    (
+        "raw",
+        {"heads": "median"},
+        r"heads='median'; did you mean 'mean'\? Accepted: abs-mean, geometric-mean, max, mean, min, product",
+    ),
     ("raw", {"heads": []}, r"raw does not accept heads=\[\]"),
     ("raw", {"heads": 99}, r"out of range: this scope has 4 heads"),
     ("raw", {"heads": True}, r"raw does not accept heads=True"),

@@ -22,15 +22,30 @@ def test_a_model_and_its_trace_give_the_same_scores() -> None:
     assert direct.options == through.options
 
 
-def test_scores_beyond_the_range_of_their_dtype_are_refused() -> None:
+def test_a_product_beyond_the_range_of_its_dtype_has_a_scale() -> None:
     torch.manual_seed(0)
     config = MambaConfig(hidden_size=16, num_hidden_layers=30, state_size=8, vocab_size=32, initializer_range=1.0)
     model, ids = MambaModel(config).eval().double(), torch.randint(32, (1, 12))
-    assert explain(model, ids, method="rollout", target=-1).scores.abs().max() > torch.finfo(torch.float32).max
+    exact = explain(model, ids, method="rollout", target=-1).scores
+    assert exact.abs().max() > torch.finfo(torch.float32).max
     model.float()
     assert explain(model, ids, method="rollout", target=-1, normalize="rows").scores.isfinite().all()
-    with pytest.raises(NonFiniteError, match=r"rollout: \d+ of 12 scores .* all 30 layers are finite.*float32"):
-        explain(model, ids, method="rollout", target=-1)
+    result = explain(model, ids, method="rollout", target=-1)
+    scaled = result.scores * result.extras["log2_scale"].exp2().unsqueeze(-1)
+    assert float((scaled - exact).abs().max()) < 0.05 * float(exact.abs().max())
+
+
+def test_scores_beyond_the_range_of_their_dtype_are_refused() -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(hidden_size=16, num_hidden_layers=2, state_size=8, vocab_size=32, initializer_range=1.0)
+    model, ids = MambaModel(config).eval(), torch.randint(32, (1, 12))
+    with torch.no_grad():
+        # B and C, without the step size.
+        model.layers[1].mixer.x_proj.weight[1:].mul_(1e4)
+    message = r"raw: \d+ of 24 scores .* all 2 layers are finite.*range of float32: take heads='geometric-mean'"
+    with pytest.raises(NonFiniteError, match=message):
+        explain(model, ids, method="raw", target=-1, heads="product")
+    assert explain(model, ids, method="raw", target=-1, heads="geometric-mean").scores.isfinite().all()
 
 
 def test_the_result_is_labelled() -> None:

@@ -120,6 +120,7 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
     errors = stream_errors(trace, layers, "alti", chosen.without_stream) if chosen.residual else None
     ratios: dict[str, Tensor] = {}
     residuals: dict[str, Tensor] = {}
+    scale: dict[str, Tensor] = {}
 
     def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
         first = step[0]
@@ -131,7 +132,7 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
 
     axis = head_axis("alti", layers, chosen.heads) if chosen.by_head else None
     if chosen.compose == "rollout":
-        scores = product_of_maps(trace, "alti", layers, target, fill)
+        scores, scale = product_of_maps(trace, "alti", layers, target, fill)
     else:
         scores = score_layers(
             trace, "alti", layers, target, chosen, lambda layer, *part: fill((layer,), *part), heads=axis
@@ -151,6 +152,7 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
         scope="layer",
         heads=axis,
         extras=extras,
+        scale=scale,
         stream_error=errors,
     )
 

@@ -51,5 +51,5 @@ def attention_grad(trace: Trace, *, target: Target | None = None, **options: Any
         for gradients in core_gradients(trace, layers, targets, chosen):
             yield {name: [gradient] for name, gradient in gradients.items()}
 
-    rho = gradient_rollout(trace, "attention_grad", layers, target, chosen, factors)
-    return make_result(trace, "attention_grad", layers, rho, options=chosen, target=target, scope="core")
+    rho, scale = gradient_rollout(trace, "attention_grad", layers, target, chosen, factors)
+    return make_result(trace, "attention_grad", layers, rho, options=chosen, target=target, scope="core", extras=scale)

@@ -1,6 +1,7 @@
 """`attribution`: attention maps weighted by the gradient of a class or token logit, composed like a rollout."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Literal, Self
 
@@ -16,16 +17,16 @@ from unilinattn.methods.maps import (
     ONE_ROW,
     Weight,
     attention_map,
-    blank_padding,
-    composed,
     map_bytes,
     map_shape,
+    step_blocks,
     sum_on_first,
     unit_rows,
     vecmat,
 )
 from unilinattn.methods.options import Composed, MapOptions, ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result
+from unilinattn.methods.scaled import ScaledProduct, finished
 from unilinattn.methods.selection import (
     composable_steps,
     every_position,
@@ -138,19 +139,21 @@ def attribution(trace: Trace, *, target: Target | None = None, **options: Any) -
     layers = layers_from(trace, "attribution", chosen.start_layer)
     steps = composable_steps(trace, "attribution", layers)
     rows = query_rows(trace, layers[0], target)
-    rho = allocate_scores("attribution", layers, target)
+    product = ScaledProduct(allocate_scores("attribution", layers, target))
     if target is not None:
-        rho = _row(trace, steps, chosen, rows, next(gradient_weights(trace, layers, [target], chosen)), {})
+        product = _row(trace, steps, chosen, rows, next(gradient_weights(trace, layers, [target], chosen)), {})
     elif one_scalar(trace, chosen.logit):
         weights = next(gradient_weights(trace, layers, [-1], chosen))
-        rho.scatter_(2, rows.unsqueeze(-1), 1.0)
+        product.values.scatter_(2, rows.unsqueeze(-1), 1.0)
         for step in progress(steps, "attribution"):
-            rho = composed(rho, trace, step, chosen, weights)
+            product.add_maps(partial(step_blocks, trace, step, chosen, weights))
     else:
-        _row_by_row(rho, trace, steps, chosen, layers)
-    blank_padding(rho, trace, layers[0], rows)
+        _row_by_row(product, trace, steps, chosen, layers)
+    rho, scale = finished(product, trace, layers[0], target)
     rho = rho if target is None else rho.squeeze(1)
-    return make_result(trace, "attribution", layers, rho, options=chosen, target=target, scope=chosen.scope)
+    return make_result(
+        trace, "attribution", layers, rho, options=chosen, target=target, scope=chosen.scope, extras=scale
+    )
 
 
 def gradient_weights(
@@ -202,12 +205,11 @@ def _row(
     target: Int[Tensor, "batch 1"],
     weights: Weights,
     attention: dict[str, Float[Tensor, "batch query key"]],
-) -> Float[Tensor, "batch 1 key"]:
-    rho = unit_rows(target, steps[0][0])
-    for step in progress(steps[::-1], "attribution"):
+) -> ScaledProduct:
+    def through(step: Sequence[Layer], row: Float[Tensor, "batch 1 query"]) -> Float[Tensor, "batch 1 key"]:
         below = sum_on_first(
             vecmat(
-                rho,
+                row,
                 trace,
                 layer,
                 options,
@@ -217,19 +219,22 @@ def _row(
             )
             for layer in step
         )
-        rho = rho + below.to(rho)
-    return rho
+        return row + below.to(row)
+
+    product = ScaledProduct(unit_rows(target, steps[0][0]))
+    for step in progress(steps[::-1], "attribution"):
+        product.left_multiply(partial(through, step))
+    return product
 
 
 def _row_by_row(
-    rho: Float[Tensor, "batch query key"],
+    product: ScaledProduct,
     trace: Trace,
     steps: Steps,
     options: AttributionOptions,
     layers: Sequence[Layer],
 ) -> None:
-    first = layers[0]
-    length, targets = rho.shape[2], every_position(trace)
+    first, targets = layers[0], every_position(trace)
     # Each row weights the maps by another gradient, so all maps are kept; those of all heads are computed again.
     mapped = () if options.is_linear or options.by_head else layers
     what = f"attribution without a target keeps the maps of {len(mapped)} layers, which together"
@@ -238,5 +243,4 @@ def _row_by_row(
         rows = zip(targets, gradient_weights(trace, layers, targets, options), strict=True)
         for position, weights in progress(rows, "attribution", total=len(targets)):
             target = query_rows(trace, first, position)
-            row = _row(trace, steps, options, target, weights, attention)
-            rho.scatter_(1, target.unsqueeze(-1).expand(-1, -1, length), row)
+            product.write(target, _row(trace, steps, options, target, weights, attention))

@@ -1,15 +1,17 @@
 """Products of the maps of all steps, the last one leftmost."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.memory import reserved
 from unilinattn.methods.costs import composed_cost, estimated, vecmat_cost
-from unilinattn.methods.maps import ONE_ROW, blank_padding, composed, map_bytes, map_shape, sum_on_first, vecmat
+from unilinattn.methods.maps import ONE_ROW, map_bytes, map_shape, step_blocks, sum_on_first, vecmat
 from unilinattn.methods.options import MapOptions
 from unilinattn.methods.results import allocate_scores
+from unilinattn.methods.scaled import ScaledProduct, finished
 from unilinattn.methods.selection import composable_steps, query_rows
 from unilinattn.progress import progress
 from unilinattn.results.estimate import Estimate
@@ -22,22 +24,23 @@ Fill = Callable[[Sequence[Layer], Int[Tensor, "batch row"], Float[Tensor, "batch
 
 def product_of_maps(
     trace: Trace, method: str, layers: Sequence[Layer], target: Target | None, fill: Fill
-) -> Float[Tensor, "batch row key"]:
-    """Return P_n ... P_1, or its row of a target; `fill` writes the map P of a step.
+) -> tuple[Float[Tensor, "batch row key"], dict[str, Tensor]]:
+    """Return P_n ... P_1, or its row of a target, and its scale as extras; `fill` writes the map P of a step.
 
     Raises `UncoveredError` if layers are on different streams.
     """
     steps = composable_steps(trace, method, layers)
-    rho = _identity(trace, method, layers, target)
-    size = map_bytes(layers[0])
-    with reserved(size + rho.numel() * rho.element_size(), f"{method}: the map of a step and its product", ONE_ROW):
+    product = ScaledProduct(_identity(trace, method, layers, target))
+    size = map_bytes(layers[0]) + product.values.nbytes
+    with reserved(size, f"{method}: the map of a step and its product", ONE_ROW):
         for step in progress(steps if target is None else steps[::-1], method):
             mixing = step[0].output.new_zeros(map_shape(step[0]))
             fill(step, query_rows(trace, step[0]), mixing)
-            mixing = mixing.to(rho)
-            rho = mixing @ rho if target is None else rho @ mixing
-    blank_padding(rho, trace, layers[0], query_rows(trace, layers[0], target))
-    return rho
+            if target is None:
+                product.replace_by_map(mixing)
+            else:
+                product.left_multiply(mixing.to(product.values).__rmatmul__)
+    return finished(product, trace, layers[0], target)
 
 
 def product_cost(
@@ -61,24 +64,34 @@ def product_cost(
 
 def rollout_of_maps(
     trace: Trace, method: str, layers: Sequence[Layer], target: Target | None, options: MapOptions
-) -> Float[Tensor, "batch row key"]:
-    """Return A_n ... A_1 with A = I + the sum of the maps of a step's layers, or its row of a target.
+) -> tuple[Float[Tensor, "batch row key"], dict[str, Tensor]]:
+    """Return A_n ... A_1 with A = I + the sum of the maps of a step's layers, or its row of a target, and its scale.
+
+    The scale is an extra of the result, for a product beyond the range of its dtype (see `ScaledProduct`).
 
     For a target only its row is multiplied by the maps: in linear time and without any map, if the options keep the
     plain mean over heads. Raises `UncoveredError` if layers are on different streams.
     """
     steps = composable_steps(trace, method, layers)
     rows = query_rows(trace, layers[0], target)
-    rho = _identity(trace, method, layers, target)
-    if target is None:
-        for step in progress(steps, method):
-            rho = composed(rho, trace, step, options)
-    else:
-        for step in progress(steps[::-1], method):
-            below = sum_on_first(vecmat(rho, trace, layer, options, target=rows) for layer in step)
-            rho = rho + below.to(rho)
-    blank_padding(rho, trace, layers[0], rows)
-    return rho
+    product = ScaledProduct(_identity(trace, method, layers, target))
+    for step in progress(steps if target is None else steps[::-1], method):
+        if target is None:
+            product.add_maps(partial(step_blocks, trace, step, options))
+        else:
+            product.left_multiply(partial(_row_through, trace, step, options, rows))
+    return finished(product, trace, layers[0], target)
+
+
+def _row_through(
+    trace: Trace,
+    step: Sequence[Layer],
+    options: MapOptions,
+    target: Int[Tensor, "batch 1"],
+    row: Float[Tensor, "batch 1 query"],
+) -> Float[Tensor, "batch 1 key"]:
+    """Return a row times I + the sum of the maps of a step's layers."""
+    return row + sum_on_first(vecmat(row, trace, layer, options, target=target) for layer in step).to(row)
 
 
 def rollout_cost(

@@ -1,5 +1,7 @@
 """`contribution`: exact vectors of token pairs against the gradient of a logit, composed like a rollout."""
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,9 +11,10 @@ from torch import Tensor
 
 from unilinattn.kernels.row_product.naive import apply_sign
 from unilinattn.methods.costs import estimated
-from unilinattn.methods.maps import blank_padding, map_shape, sum_on_first, unit_rows
+from unilinattn.methods.maps import map_shape, sum_on_first, unit_rows
 from unilinattn.methods.options import Composed, ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result
+from unilinattn.methods.scaled import ScaledProduct, finished
 from unilinattn.methods.selection import (
     composable_steps,
     every_position,
@@ -88,22 +91,34 @@ def contribution(trace: Trace, *, target: Target | None = None, **options: Any) 
     layers = layers_from(trace, "contribution", chosen.start_layer)
     steps = composable_steps(trace, "contribution", layers)
     rows = query_rows(trace, layers[0], target)
-    scores = allocate_scores("contribution", layers, target)
+    product = ScaledProduct(allocate_scores("contribution", layers, target))
     together = target is not None or one_scalar(trace, chosen.logit)
     targets = every_position(trace) if not together else [-1 if target is None else target]
     names = [layer.name for layer in trace.layers]
     gradients = (dict(zip(names, each, strict=True)) for each in trace.gradients(targets, chosen.logit))
     for position, gradient in progress(zip(targets, gradients, strict=True), "contribution", total=len(targets)):
         of_target = rows if together else query_rows(trace, layers[0], position)
-        rho = unit_rows(of_target, layers[0])
+        rho = ScaledProduct(unit_rows(of_target, layers[0]))
         for step in steps[::-1]:
-            below = sum_on_first(_product(rho, trace, layer, gradient[layer.name], chosen.sign) for layer in step)
-            rho = rho + below.to(rho)
+            rho.left_multiply(partial(_through, trace, step, gradient, chosen.sign))
         at = torch.arange(rows.shape[1], device=rows.device).expand_as(rows) if together else of_target
-        scores.scatter_(1, at.unsqueeze(-1).expand(-1, -1, scores.shape[2]), rho.to(scores))
-    blank_padding(scores, trace, layers[0], rows)
+        product.write(at, rho)
+    scores, scale = finished(product, trace, layers[0], target)
     scores = scores if target is None else scores.squeeze(1)
-    return make_result(trace, "contribution", layers, scores, options=chosen, target=target, scope="layer")
+    return make_result(
+        trace, "contribution", layers, scores, options=chosen, target=target, scope="layer", extras=scale
+    )
+
+
+def _through(
+    trace: Trace,
+    step: Sequence[Layer],
+    gradient: Mapping[str, Float[Tensor, "batch query out"]],
+    sign: Literal["keep", "clamp", "abs"],
+    rows: Float[Tensor, "batch row query"],
+) -> Float[Tensor, "batch row key"]:
+    """Return rows times I + the sum of the maps of a step's layers."""
+    return rows + sum_on_first(_product(rows, trace, layer, gradient[layer.name], sign) for layer in step).to(rows)
 
 
 def _product(

@@ -110,8 +110,10 @@ def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attributi
     """Return results of one target each as one result with a query axis, with zeros at keys behind the targets."""
     first = rows[0]
     extras = {}
-    for name in first.extras:
-        parts = [row.extras[name] for row in rows]
+    for name in dict.fromkeys(name for row in rows for name in row.extras):
+        # Only the rows beyond the range of their dtype have a scale.
+        absent = torch.zeros(first.scores.shape[:-1], dtype=torch.float64)
+        parts = [row.extras.get(name, absent) for row in rows]
         if parts[0].shape == first.scores.shape:
             extras[name] = _causal(torch.stack(parts, -2), positions)
         elif extra_dims(name, first.dims, first.scores.shape, parts[0].shape):

@@ -1,6 +1,7 @@
 """Rollouts of maps whose entries are weighted, head by head, by gradients with respect to the attention matrices."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
-from unilinattn.memory import allowed, reserved, rows_within
+from unilinattn.memory import allowed, rows_within
 from unilinattn.methods.costs import estimated
-from unilinattn.methods.maps import ONE_ROW, blank_padding, map_bytes, map_shape, sum_on_first, unit_rows
+from unilinattn.methods.maps import map_bytes, map_shape, sum_on_first, unit_rows
 from unilinattn.methods.options import Composed, ScalarOptions
 from unilinattn.methods.results import allocate_scores
+from unilinattn.methods.scaled import ScaledProduct, finished
 from unilinattn.methods.selection import (
     composable_steps,
     every_position,
@@ -60,37 +62,32 @@ def gradient_rollout(
     target: Target | None,
     options: GradientMapOptions,
     factors: Callable[[Sequence[Target]], Iterable[Factors]],
-) -> Float[Tensor, "batch *query key"]:
-    """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), with `sign` for each head.
+) -> tuple[Float[Tensor, "batch *query key"], dict[str, Tensor]]:
+    """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), and its scale as extras.
 
-    `factors` yields the gradients of each target. Without a target, row i takes those of the scalar at position i; if
-    all positions have one scalar, the maps are multiplied once for all rows. Raises `UncoveredError` for layers without
-    one attention matrix per head (see `core_mixers`).
+    `sign` applies to each head, and `factors` yields the gradients of each target. Without a target, row i takes those
+    of the scalar at position i; if all positions have one scalar, the maps are multiplied once for all rows. Raises
+    `UncoveredError` for layers without one attention matrix per head (see `core_mixers`).
     """
     for layer in layers:
         core_mixers(layer)
     steps = composable_steps(trace, method, layers)
-    rows, rho = query_rows(trace, layers[0], target), allocate_scores(method, layers, target)
+    product = ScaledProduct(allocate_scores(method, layers, target))
     if target is None and one_scalar(trace, options.logit):
-        rho.scatter_(2, rows.unsqueeze(-1), 1.0)
+        product.values.scatter_(2, query_rows(trace, layers[0]).unsqueeze(-1), 1.0)
         (weights,) = factors([-1])
-        with reserved(rho.numel() * rho.element_size(), "the product of the maps of two steps", ONE_ROW):
-            for step in progress(steps, method):
-                rho = _composed(rho, trace, step, weights, options.sign)
+        for step in progress(steps, method):
+            product.add_maps(partial(_step_blocks, trace, step, weights, options.sign))
     else:
         targets = every_position(trace) if target is None else [target]
         for position, weights in progress(zip(targets, factors(targets), strict=True), method, total=len(targets)):
             place = query_rows(trace, layers[0], position)
-            row = unit_rows(place, layers[0])
+            row = ScaledProduct(unit_rows(place, layers[0]))
             for step in reversed(steps):
-                parts = (_row_times(row, trace, layer, weights[layer.name], options.sign) for layer in step)
-                row = row + sum_on_first(parts).to(row)
-            if target is None:
-                rho.scatter_(1, place.unsqueeze(-1).expand(-1, -1, rho.shape[2]), row.to(rho))
-            else:
-                rho = row.to(rho)
-    blank_padding(rho, trace, layers[0], rows)
-    return rho if target is None else rho.squeeze(1)
+                row.left_multiply(partial(_row_through, trace, step, weights, options.sign))
+            product.write(place if target is None else torch.zeros_like(place), row)
+    rho, scale = finished(product, trace, layers[0], target)
+    return (rho if target is None else rho.squeeze(1)), scale
 
 
 def core_gradients(
@@ -198,14 +195,18 @@ def _with_values(chain: Chain, x: Tensor) -> list[tuple[CoreMixer, Tensor]]:
     return []
 
 
-def _composed(
-    rho: Float[Tensor, "batch query key"], trace: Trace, step: Sequence[Layer], weights: Factors, sign: Sign
-) -> Float[Tensor, "batch query key"]:
-    total = rho.clone()
+def _step_blocks(
+    trace: Trace, step: Sequence[Layer], weights: Factors, sign: Sign
+) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
     for layer in step:
-        for part, block in weighted_blocks(trace, layer, weights[layer.name], sign):
-            total[:, part].baddbmm_(block.to(rho), rho)
-    return total
+        yield from weighted_blocks(trace, layer, weights[layer.name], sign)
+
+
+def _row_through(
+    trace: Trace, step: Sequence[Layer], weights: Factors, sign: Sign, row: Float[Tensor, "batch 1 query"]
+) -> Float[Tensor, "batch 1 key"]:
+    parts = (_row_times(row, trace, layer, weights[layer.name], sign) for layer in step)
+    return row + sum_on_first(parts).to(row)
 
 
 def _row_times(

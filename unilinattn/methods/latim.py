@@ -204,8 +204,9 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
         biases[first.name], ratios[first.name] = (at_target(part, trace, first, target) for part in (bias, ratio))
 
     axis = head_axis("latim", layers, chosen.heads) if chosen.by_head else None
+    scale: dict[str, Tensor] = {}
     if chosen.compose == "rollout":
-        scores = product_of_maps(trace, "latim", layers, target, fill)
+        scores, scale = product_of_maps(trace, "latim", layers, target, fill)
     else:
         # The map's minimum and maximum need the whole map.
         whole = chosen.normalize == "min-max"
@@ -226,6 +227,7 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
         scope="layer",
         heads=axis,
         extras={**extras, "cancellation": [ratios[name] for name in names]},
+        scale=scale,
         decomposition_error=[errors[name] for name in names],
         stream_error=stream_error,
     )

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
-from unilinattn.memory import require, reserved, rows_within
+from unilinattn.memory import require, rows_within
 from unilinattn.methods.options import MapOptions
 from unilinattn.methods.selection import key_mask, only_port, query_rows, real_pairs
 from unilinattn.tracing.layer import Layer
@@ -231,21 +231,13 @@ def head_elements(layer: Layer, options: MapOptions) -> int:
     return only_port(layer).num_heads(options.scope) + postprocess_elements(options.discard)
 
 
-def composed(
-    rho: Float[Tensor, "batch query key"],
-    trace: Trace,
-    together: Sequence[Layer],
-    options: MapOptions,
-    weights: Mapping[str, Weight] | None = None,
-) -> Float[Tensor, "batch query key"]:
-    """Return (I + the sum of the maps of a step's layers) rho, with the maps in blocks of rows."""
-    with reserved(rho.numel() * rho.element_size(), "the product of the maps of two steps", ONE_ROW):
-        total = rho.clone()
-        for layer in together:
-            weight = None if weights is None else weights[layer.name]
-            for part, block in map_blocks(trace, layer, options, weight=weight):
-                total[:, part].baddbmm_(block.to(rho), rho)
-    return total
+def step_blocks(
+    trace: Trace, together: Sequence[Layer], options: MapOptions, weights: Mapping[str, Weight] | None = None
+) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
+    """Yield the maps of a step's layers, one after the other, in blocks of rows as `map_blocks` does."""
+    for layer in together:
+        weight = None if weights is None else weights[layer.name]
+        yield from map_blocks(trace, layer, options, weight=weight)
 
 
 def vecmat(

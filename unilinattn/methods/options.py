@@ -78,11 +78,14 @@ class MapOptions(Options):
         description="stages that form the attention matrix; the entries of 'layer' are vectors: see 'latim', 'alti'",
     )
     heads: (
-        Literal["mean", "max", "min", "abs-mean", "product"] | int | Annotated[Sequence[int], Field(min_length=1)]
+        Literal["mean", "max", "min", "abs-mean", "product", "geometric-mean"]
+        | int
+        | Annotated[Sequence[int], Field(min_length=1)]
     ) = Field(
         "mean",
         description="reduction over heads (channels in 'unified'), one head, or a list of heads to average "
-        "(HMA ACL Tables 5 and 9)",
+        "(HMA ACL Tables 5 and 9); 'geometric-mean' is the root of the size of the product over the heads, with the "
+        "product's sign, and never underflows",
     )
     sign: Literal["keep", "clamp", "abs"] = Field(
         "keep", description="negative scores kept, set to zero, or made positive (HMA ACL Table 6)"

@@ -94,8 +94,8 @@ def raw(trace: Trace, *, target: Target | None = None, **options: Any) -> Attrib
     chosen = RawOptions.of("raw", options)
     layers = stackable_layers(trace, "raw", chosen.layers)
     if chosen.compose == "rollout":
-        rho = rollout_of_maps(trace, "raw", layers, target, chosen)
-        return to_result(trace, "raw", layers, rho, options=chosen, target=target, scope=chosen.scope)
+        rho, scale = rollout_of_maps(trace, "raw", layers, target, chosen)
+        return to_result(trace, "raw", layers, rho, options=chosen, target=target, scope=chosen.scope, scale=scale)
 
     axis = head_axis("raw", layers, chosen.selected_heads, chosen.scope) if chosen.by_head else None
 

@@ -110,19 +110,22 @@ def to_result(
     scope: str,
     heads: HeadAxis | None = None,
     extras: dict[str, Sequence[Float[Tensor, "batch row"]]] | None = None,
+    scale: dict[str, Tensor] | None = None,
     decomposition_error: Sequence[float] | None = None,
     stream_error: dict[str, float] | None = None,
 ) -> Attribution:
     """Label the scores of `score_layers`, or of the product of the layers' maps.
 
     `extras` have one number for each row of each layer, averaged here for layers="mean"; `decomposition_error` has one
-    for each layer, the worst of which is the completeness gap. Composed methods have one of each for a step.
+    for each layer, the worst of which is the completeness gap. Composed methods have one of each for a step, and
+    `scale`, the extras of a scaled product.
     """
     more = {name: torch.stack([part.to(scores.device) for part in parts]) for name, parts in (extras or {}).items()}
     if options.layers == "mean":
         more = {name: tensor.mean(0) for name, tensor in more.items()}
     if target is not None:
         scores, more = scores.squeeze(-2), {name: tensor.squeeze(-1) for name, tensor in more.items()}
+    more |= scale or {}
     sizes, _ = result_shape(layers, target, options, heads)
     gap = None
     if decomposition_error is not None:

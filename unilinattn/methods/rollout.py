@@ -30,6 +30,9 @@ def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> At
     for a target. For a target only its row is multiplied by the layers' maps: in linear time and without any map, if
     the options keep the plain mean over heads.
 
+    Extras: "log2_scale" (batch, query), only if a row is beyond the range of the scores' dtype. Row i of rho is then
+    scores_i 2**log2_scale_i.
+
     Options: `RolloutOptions`. Raises `OptionError` for an unknown option or value, and `UncoveredError` if layers are
     on different streams.
 
@@ -37,6 +40,6 @@ def rollout(trace: Trace, *, target: Target | None = None, **options: Any) -> At
     """
     chosen = RolloutOptions.of("rollout", options)
     layers = layers_from(trace, "rollout", chosen.start_layer)
-    rho = rollout_of_maps(trace, "rollout", layers, target, chosen)
+    rho, scale = rollout_of_maps(trace, "rollout", layers, target, chosen)
     rho = rho if target is None else rho.squeeze(1)
-    return make_result(trace, "rollout", layers, rho, options=chosen, target=target, scope=chosen.scope)
+    return make_result(trace, "rollout", layers, rho, options=chosen, target=target, scope=chosen.scope, extras=scale)

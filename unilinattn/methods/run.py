@@ -22,6 +22,7 @@ from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.needs import advised
 from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
+from unilinattn.methods.underflow import head_underflow
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import Method, list_methods
@@ -222,8 +223,8 @@ def run_method(method: Method, trace: Trace, target: Target | None, options: Map
     with full_precision():
         result = method.function(trace, target=target, **options)
         doubts = require_exact(layer for layer in trace.layers if layer.name in result.layers)
-    _require_finite(result)
-    doubts = (*doubts, *result.warnings)
+        _require_finite(result)
+        doubts = (*doubts, *head_underflow(result, trace, target), *result.warnings)
     for doubt in doubts:
         warnings.warn(doubt, ExactnessWarning, stacklevel=3)
     return replace(result, warnings=doubts) if doubts else result
@@ -237,10 +238,17 @@ def _require_finite(result: Attribution) -> None:
         dtype = str(scores.dtype).removeprefix("torch.")
         raise NonFiniteError(
             f"{result.method}: {wrong} of {scores.numel()} scores are NaN or infinite, though all {len(result.layers)} "
-            f"layers are finite. Products of many unnormalised maps exceed {torch.finfo(scores.dtype).max:.0e}, the "
-            f"range of {dtype}: trace the model in float64 (model.double()), normalise the maps (normalize='rows', if "
-            "the method has it), or take fewer layers."
+            f"layers are finite. An entry of a layer's map, or a sum over layers, exceeds "
+            f"{torch.finfo(scores.dtype).max:.0e}, the range of {dtype}: {_remedy(result)}"
         )
+
+
+def _remedy(result: Attribution) -> str:
+    if result.options.get("heads") == "product":
+        return "take heads='geometric-mean', the root of the product over heads, or trace the model in float64."
+    return (
+        "trace the model in float64 (model.double()), or normalise the maps (normalize='rows', if the method has it)."
+    )
 
 
 def _require_known(method: str | None) -> None:

@@ -67,7 +67,7 @@ def transformer_attribution(trace: Trace, *, target: Target | None = None, **opt
             slopes = _relevance_slopes(trace, run, layers, position, chosen)
             yield {name: [gradient, slopes[name]] for name, gradient in gradients.items()}
 
-    rho = gradient_rollout(trace, "transformer_attribution", layers, target, chosen, factors)
+    rho, scale = gradient_rollout(trace, "transformer_attribution", layers, target, chosen, factors)
     return make_result(
         trace,
         "transformer_attribution",
@@ -76,6 +76,7 @@ def transformer_attribution(trace: Trace, *, target: Target | None = None, **opt
         options=chosen,
         target=target,
         scope="core",
+        extras=scale,
         completeness_gap=max(gaps),
     )
 

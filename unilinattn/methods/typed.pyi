@@ -32,7 +32,7 @@ class AttentionGradKeywords(TypedDict, total=False):
 class AttributionKeywords(TypedDict, total=False):
     start_layer: int
     scope: Literal["core", "mixer", "unified"]
-    heads: Literal["mean", "max", "min", "abs-mean", "product"] | int | Sequence[int]
+    heads: Literal["mean", "max", "min", "abs-mean", "product", "geometric-mean"] | int | Sequence[int]
     sign: Literal["keep", "clamp", "abs"]
     discard: float
     normalize: Literal["none", "rows", "min-max"]
@@ -106,7 +106,7 @@ class RawKeywords(TypedDict, total=False):
     compose: Literal["none", "rollout"]
     by_head: bool
     scope: Literal["core", "mixer", "unified"]
-    heads: Literal["mean", "max", "min", "abs-mean", "product"] | int | Sequence[int]
+    heads: Literal["mean", "max", "min", "abs-mean", "product", "geometric-mean"] | int | Sequence[int]
     sign: Literal["keep", "clamp", "abs"]
     discard: float
     normalize: Literal["none", "rows", "min-max"]
@@ -114,7 +114,7 @@ class RawKeywords(TypedDict, total=False):
 class RolloutKeywords(TypedDict, total=False):
     start_layer: int
     scope: Literal["core", "mixer", "unified"]
-    heads: Literal["mean", "max", "min", "abs-mean", "product"] | int | Sequence[int]
+    heads: Literal["mean", "max", "min", "abs-mean", "product", "geometric-mean"] | int | Sequence[int]
     sign: Literal["keep", "clamp", "abs"]
     discard: float
     normalize: Literal["none", "rows", "min-max"]

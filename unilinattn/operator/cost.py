@@ -9,6 +9,7 @@ from math import prod
 from torch import Tensor
 
 from unilinattn.kernels.backend import implementation
+from unilinattn.kernels.exponents import PRODUCT_ELEMENTS
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.memory import allowed, rows_within
 from unilinattn.mixers.chunked import Chunked
@@ -16,7 +17,7 @@ from unilinattn.mixers.cost import Cost, cost_of
 from unilinattn.operator.factored import FactoredTerm, PairwiseForm, factored
 from unilinattn.operator.rows import channel_unit
 from unilinattn.operator.scopes import ScopedMap
-from unilinattn.operator.selection import CheckedHeads, checked_heads, head_axis
+from unilinattn.operator.selection import PRODUCTS, CheckedHeads, checked_heads, head_axis
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, Unmapped, walk
 
 TILE = 64
@@ -129,13 +130,19 @@ def map_cut(
     if terms is None:
         # The selection of several heads copies their block.
         axis = head_axis(heads, scope.heads)
-        return block_cut(scope, (2 * axis[0] if axis else 1) + extra_elements, max_rows, subject)
+        copies = (2 * axis[0] if axis else 1) + product_elements(heads)
+        return block_cut(scope, copies + extra_elements, max_rows, subject)
 
     def size(rows: int) -> int:
         return width * (reduced_elements(terms, scope.shape, rows) + batch * rows * keys * extra_elements)
 
     rows = rows_within(size, max_rows, subject)
     return rows, scope.groups, size(min(rows, queries))
+
+
+def product_elements(heads: CheckedHeads) -> int:
+    """Return the elements held for each entry of a product over heads, beside the block of heads."""
+    return PRODUCT_ELEMENTS if isinstance(heads, str) and heads in PRODUCTS else 0
 
 
 def heads_cut(scope: ScopedMap, subject: str | None = None) -> tuple[int, int, int]:

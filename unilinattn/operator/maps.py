@@ -1,20 +1,23 @@
 """Rows, blocks of rows and products of a scope's matrix, in the memory that `max_memory` allows."""
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
+from unilinattn.kernels.exponents import Scaled, multiply, power, scaled_product, signed_root, times_power_of_two
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts, rows_within
-from unilinattn.operator.cost import block_cut, heads_cut, map_cut, reduced_elements
+from unilinattn.operator.cost import block_cut, heads_cut, map_cut, product_elements, reduced_elements
 from unilinattn.operator.factored import factored, reduced_blocks, row_product
 from unilinattn.operator.rows import block_of, rows_of
 from unilinattn.operator.scopes import ScopedMap
 from unilinattn.operator.selection import (
     JOINS,
+    PRODUCTS,
     REDUCTIONS,
     CheckedHeads,
     Heads,
@@ -35,7 +38,7 @@ def map_shape(scope: ScopedMap, heads: Heads) -> tuple[int, ...]:
 def map_rows(scope: ScopedMap, index: Int[Tensor, "batch row"], heads: Heads) -> Float[Tensor, "..."]:
     """Return the rows (batch, [head,] row, key) at the positions `index`, in time linear in length."""
     selected = checked_heads(heads, scope.heads)
-    count, channels, _ = block_cut(scope, 0, index.shape[1], None)
+    count, channels, _ = block_cut(scope, product_elements(selected), index.shape[1], None)
     pieces = []
     for positions in index.split(count, dim=1):
         rows = as_slice(positions)
@@ -117,6 +120,9 @@ def _block(scope: ScopedMap, rows: slice, heads: CheckedHeads, step: int) -> Flo
     """Return consecutive rows (batch, [head,] row, key), computed for `step` channels at a time."""
     groups, repeat = scope.groups, scope.repeat
     channels_of = list(parts(groups, step))
+    if isinstance(heads, str) and heads in PRODUCTS:
+        blocks = (_by_head(block_of(scope.chain, groups, rows, scope.like, part)) for part in channels_of)
+        return _product(reduce(multiply, map(scaled_product, blocks)), heads, groups, repeat)
     if isinstance(heads, str):
         total: Tensor | None = None
         for part in channels_of:
@@ -125,7 +131,7 @@ def _block(scope: ScopedMap, rows: slice, heads: CheckedHeads, step: int) -> Flo
                 reduced = reduced * ((part.stop - part.start) / groups)
             total = reduced if total is None else JOINS[heads](total, reduced)
         assert total is not None
-        return total**repeat if heads == "product" else total
+        return total
     chosen = chosen_heads(heads, scope.heads)
     selected: Tensor | None = None
     for part in channels_of:
@@ -144,10 +150,17 @@ def _block(scope: ScopedMap, rows: slice, heads: CheckedHeads, step: int) -> Flo
 def _over_heads(rows: Float[Tensor, "batch head row key"], heads: CheckedHeads, repeat: int) -> Float[Tensor, "..."]:
     """Reduce or select heads; each of the given rows stands for `repeat` equal heads."""
     if isinstance(heads, str):
-        reduced = REDUCTIONS[heads](rows)
-        return reduced**repeat if heads == "product" else reduced
+        if heads in PRODUCTS:
+            return _product(scaled_product(rows), heads, rows.shape[1], repeat)
+        return REDUCTIONS[heads](rows)
     selected = _select(rows, [head // repeat for head in chosen_heads(heads, rows.shape[1] * repeat)])
     return selected.squeeze(1) if isinstance(heads, int) else selected
+
+
+def _product(product: Scaled, heads: str, groups: int, repeat: int) -> Float[Tensor, "batch row key"]:
+    """Return the product of `groups` heads that stand for `repeat` equal heads each, or its geometric mean."""
+    product = power(product, repeat)
+    return times_power_of_two(*product) if heads == "product" else signed_root(product, groups * repeat)
 
 
 def _select(rows: Float[Tensor, "batch head row key"], heads: Sequence[int]) -> Float[Tensor, "batch chosen row key"]:

@@ -164,7 +164,8 @@ class MixerOperator:
     def matrix(self, scope: str = "core", heads: Heads = "mean", *, port: str | None = None) -> Float[Tensor, "..."]:
         """Return the scope's matrix: (batch, query, key), or (batch, head, query, key) with `heads=None`.
 
-        An index, a slice or a list selects heads; "max", "min", "abs-mean" and "product" reduce over them.
+        An index, a slice or a list selects heads; "max", "min", "abs-mean", "product" and "geometric-mean" reduce
+        over them. The product of many heads underflows; the geometric mean is its root, with its sign.
         Raises `OptionError` for an unknown scope or for `layer`, whose entries are matrices: use `contributions`;
         `MemoryLimitError` before allocation if the matrix is larger than `max_memory`.
         """

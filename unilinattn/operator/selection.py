@@ -10,26 +10,33 @@ from jaxtyping import Int
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, nearest
+from unilinattn.kernels.exponents import scaled_product, signed_root, times_power_of_two
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda m: m.mean(1),
     "max": lambda m: m.amax(1),
     "min": lambda m: m.amin(1),
     "abs-mean": lambda m: m.abs().mean(1),
-    "product": lambda m: m.prod(1),
+    "product": lambda m: times_power_of_two(*scaled_product(m)),
+    "geometric-mean": lambda m: signed_root(scaled_product(m), m.shape[1]),
 }
-"""Reductions over heads (HMA ACL Tables 5 and 9)."""
+"""Reductions over heads (HMA ACL Tables 5 and 9).
+
+The geometric mean is the root of the product's size, with the product's sign; unlike the product it stays in range.
+"""
+
+PRODUCTS = ("product", "geometric-mean")
+"""Reductions that multiply heads, by fractions and exponents."""
 
 JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
     "abs-mean": torch.add,
-    "product": torch.mul,
 }
 """The reduction over two sets of heads, from that of each; means are weighted by the number of heads beforehand."""
 
-Reduction = Literal["mean", "max", "min", "abs-mean", "product"]
+Reduction = Literal["mean", "max", "min", "abs-mean", "product", "geometric-mean"]
 
 Heads = Reduction | SupportsIndex | slice | Sequence[SupportsIndex] | None
 """A reduction over heads, one head, or several heads; None for all."""

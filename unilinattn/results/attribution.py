@@ -60,7 +60,8 @@ class Attribution(Scores):
             against the host's next stream, by layer.
         completeness_gap: the completeness gap that the method reports, if any.
         extras: further tensors, such as the share of the bias, with the axes `dims` without key, or without head and
-            key.
+            key. "log2_scale" is set for products of maps beyond the range of the scores' dtype: a row of the product is
+            the row of scores times 2**log2_scale.
 
     Raises `InputError` if a label does not fit the scores.
     """

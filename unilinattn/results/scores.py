@@ -117,6 +117,9 @@ class Scores:
             lines.append(f"  layers: {len(self.layers)} ({count_kinds(self.kinds) or 'kinds not recorded'})")
         if self.left_out:
             lines.append(f"  LEFT OUT, no adapter knows them: {', '.join(self.left_out)}")
+        if "log2_scale" in self.extras:
+            exponent = float(self.extras["log2_scale"].max())
+            lines.append(f"  scale: rows are to be multiplied by 2**log2_scale (extras), at most 2**{exponent:.0f}")
         if self.options:
             lines.append("  options: " + ", ".join(f"{name}={value!r}" for name, value in self.options.items()))
         if (worst := self.worst_error) is not None:

@@ -10,7 +10,7 @@ from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import scoped
-from unilinattn.operator.selection import REDUCTIONS
+from unilinattn.operator.selection import PRODUCTS, REDUCTIONS
 from unilinattn.operator.stages import Chain, Mix, Scale, channel_groups, run, walk
 from unilinattn.testing.checks import (
     fresh,
@@ -276,15 +276,17 @@ def _require_views(op: MixerOperator, scope: str, port: str, whole: Tensor, limi
     weights = fresh(whole[:, 0, :, :2].mT, 32)
     views["left_multiply"] = (op.left_multiply(weights, scope=scope, port=port), weights @ whole.mean(1))
     for name, reduce in REDUCTIONS.items():
-        if name != "product":
+        if name not in PRODUCTS:
             # The type checker does not know that `name` is an accepted reduction.
             views[name] = (op.matrix(scope, heads=name, port=port), reduce(whole))  # type: ignore[arg-type]
     for name, (got, expected) in views.items():
         require_close("scopes", got, expected, limit, f"{scope}: {name} against the matrix", scale=scale)
-    got, product = op.matrix(scope, heads="product", port=port), whole.prod(1)
-    # A product over many channels spans hundreds of orders of magnitude, so each entry has a separate limit.
-    far = (got - product).abs() > 1e3 * total * limit * product.abs() + torch.finfo(product.dtype).tiny
-    require("scopes", not bool(far.any()), f"{scope}: the product over heads differs from the matrix's.")
+    for name in PRODUCTS:
+        # The type checker does not know that `name` is an accepted reduction.
+        got, product = op.matrix(scope, heads=name, port=port), REDUCTIONS[name](whole)  # type: ignore[arg-type]
+        # A product over many channels spans hundreds of orders of magnitude, so each entry has a separate limit.
+        far = (got - product).abs() > 1e3 * total * limit * product.abs() + torch.finfo(product.dtype).tiny
+        require("scopes", not bool(far.any()), f"{scope}: the {name} over heads differs from the matrix's.")
 
 
 def _require_agreement(found: Mapping[str, Tensor], cuts: Mapping[str, Chain], limit: float) -> None:
