@@ -22,6 +22,7 @@ from jaxtyping import install_import_hook
 
 import tests.signatures
 from tests.margins import Recorder
+from tests.quick import mark_combinations
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
         install_import_hook("unilinattn", f"{tests.signatures.__name__}.check")
     if config.getoption("--margins"):
         config.pluginmanager.register(Recorder(config.getoption("--margins")))
+
+
+# The markers decide which tests `-m "not slow"` leaves out.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_combinations(items)
 
 
 for name, examples in (("quick", 6), ("thorough", 20)):

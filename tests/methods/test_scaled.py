@@ -154,7 +154,11 @@ def last_logits(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("method", "head", "options"), GRADIENTS, ids=str)
-@pytest.mark.parametrize("chosen", [{"logit": 3}, {"logit": 3, "target": -1}, {"logit": last_logits}], ids=str)
+@pytest.mark.parametrize(
+    "chosen",
+    [{"logit": 3}, {"logit": 3, "target": -1}, {"logit": last_logits}],
+    ids=["a logit", "a target", "a function"],
+)
 def test_products_weighted_by_large_gradients_are_scaled(
     method: str, head: float, options: dict[str, Any], chosen: dict[str, Any]
 ) -> None:
