@@ -32,6 +32,17 @@ class Output:
         self.logits = logits
 
 
+class TokenWise(nn.Module):
+    """A function of each token, as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 class Block(nn.Module):
     """One mixer, called by a forward function."""
 

@@ -15,6 +15,7 @@ from tests.tracing.detached import (
     mamba_model,
     token_ids,
 )
+from tests.tracing.models import TokenWise
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError
 from unilinattn.testing import promoted
 
@@ -59,17 +60,6 @@ def test_a_function_without_a_rule_is_refused_by_name() -> None:
     assert not torch.overrides._get_current_function_mode_stack()
 
 
-class _TokenWise(nn.Module):
-    """A submodule that computes a given function of each token."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -83,14 +73,14 @@ class _TokenWise(nn.Module):
 )
 def test_a_value_that_depends_on_the_tokens_is_no_bias(function: Callable[[Tensor], Tensor], message: str) -> None:
     model = llama_model()
-    model.model.layers[0].mlp = _TokenWise(function)
+    model.model.layers[0].mlp = TokenWise(function)
     with pytest.raises(UncoveredError, match=message):
         ula.trace(model, token_ids(), progress=False).frozen()
 
 
 def test_a_factor_that_depends_on_the_tokens_is_frozen() -> None:
     model = llama_model()
-    model.model.layers[0].mlp = _TokenWise(lambda x: x * functional.softplus(x) / x.detach().abs().amax(-1, True))
+    model.model.layers[0].mlp = TokenWise(lambda x: x * functional.softplus(x) / x.detach().abs().amax(-1, True))
     with promoted():
         shares = ula.trace(model.double(), token_ids(), progress=False).frozen().shares(-1, 3)
     assert float((shares.gap / shares.size).max()) < 1e-14

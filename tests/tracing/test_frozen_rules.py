@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.tracing.models import VOCABULARY, WIDTH, Block, Model, added, ids
+from tests.tracing.models import VOCABULARY, WIDTH, Block, Model, TokenWise, added, ids
 from unilinattn.errors import UncoveredError
 from unilinattn.testing import relative_error, tolerance
 from unilinattn.tracing.shares import Shares
@@ -40,17 +40,6 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.mix(self.gate(x), self.up(x), self.other(x)))
-
-
-class Norm(nn.Module):
-    """A function of each token in the residual stream's place."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def share(one: Tensor, other: Tensor) -> Tensor:
@@ -301,7 +290,7 @@ STATISTICS = torch.linspace(0.2, 1.4, 2 * WIDTH, dtype=torch.float64).unflatten(
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_divide_by_the_frozen_norm_of_the_definition(name: str) -> None:
     live, form = NORMS[name]
-    model, traced = with_mixer(Norm(live))
+    model, traced = with_mixer(TokenWise(live))
     check(traced.frozen().shares(-1, LOGIT), by_hand(model, traced, form))
 
 

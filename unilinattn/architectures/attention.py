@@ -26,11 +26,11 @@ def attention(call: Call) -> Flow:
     checked on the observed input. Where they are not affine (normed values), `core` works, and anything that needs
     them raises `UncoveredError`.
     """
-    seen = only_attention(call)
-    weights, repeats, mixed = attention_weights(call, seen)
-    port, source = value_source(call, seen)
-    value, output = probe(call, seen, source)
+    captured = only_attention(call)
+    weights, repeats, mixed = attention_weights(call, captured)
+    port, source = value_source(call, captured)
+    value, output = probe(call, captured, source)
     flow = Flow(source, port=port)
-    add_values(flow, call, seen, value, repeats)
+    add_values(flow, call, captured, value, repeats)
     flow.core(Dense(weights))
-    return add_output(flow, call, seen, mixed, output)
+    return add_output(flow, call, captured, mixed, output)

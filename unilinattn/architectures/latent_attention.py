@@ -49,14 +49,14 @@ def latent_attention(call: Call) -> Flow:
     For a layer that reads another layer's latent, `core` works, and anything that needs the values raises
     `UncoveredError`.
     """
-    seen = only_attention(call)
-    weights, _, mixed = attention_weights(call, seen)
-    _, output = probe(call, seen, call.input)
-    flow = _values(call, seen).core(Dense(weights))
-    return add_output(flow, call, seen, mixed, output)
+    captured = only_attention(call)
+    weights, _, mixed = attention_weights(call, captured)
+    _, output = probe(call, captured, call.input)
+    flow = _values(call, captured).core(Dense(weights))
+    return add_output(flow, call, captured, mixed, output)
 
 
-def _values(call: Call, seen: Captured) -> Flow:
+def _values(call: Call, captured: Captured) -> Flow:
     host, tensor = call.host, call.tensor
     norm, head = host.kv_a_layernorm, host.qk_nope_head_dim + host.v_head_dim
     up = tensor(host.kv_b_proj.weight).unflatten(0, (-1, head))[:, host.qk_nope_head_dim :].flatten(0, 1)
@@ -71,9 +71,9 @@ def _values(call: Call, seen: Captured) -> Flow:
         if hasattr(call.module, name):
             flow.scale(call.input.new_full((1, 1, 1), getattr(call.module, name)), role="norm")
     flow.matrix(up, role="input")
-    missed = values_missed(flow.value.detach(), call, seen)
+    missed = values_missed(flow.value.detach(), call, captured)
     # Hosts compute this norm in float32 even in a float64 model.
-    if missed > max(tolerance("attention", dtype) for dtype in (seen.record.value.dtype, torch.float32)):
+    if missed > max(tolerance("attention", dtype) for dtype in (captured.record.value.dtype, torch.float32)):
         reason = f"{where}: its values differ from those of its latent (missed by {missed:.1e} on the observed input)."
         return Flow(call.input).unmapped("input", f"{reason} Use scope='core'.", len(up))
     return flow

@@ -71,10 +71,10 @@ class Entry:
     def _differ(self, first: Tensor, second: Tensor) -> bool:
         # Between both limits are small changes, by tokens far away, which may be above one limit by chance.
         much, little = self.accepted**0.5, self.accepted / 100
-        one = (first > much).any(-1) & ((second > much) & (first <= little)).any(-1)
-        other = (second > much).any(-1) & ((first > much) & (second <= little)).any(-1)
-        moved = ((first > much) | (second > much)).any(-1)
-        return bool((one | other).sum() > RARE * moved.sum())
+        by_first, by_second = first > much, second > much
+        only_first, only_second = by_first & (second <= little), by_second & (first <= little)
+        apart = (by_first.any(-1) & only_second.any(-1)) | (by_second.any(-1) & only_first.any(-1))
+        return bool(apart.sum() > RARE * (by_first | by_second).any(-1).sum())
 
     def of_other_tokens(self, halves: Mapping[Shape, Bool[Tensor, "batch token"]]) -> bool:
         """Whether a token moves with tokens of its stream in the other half, or with both halves of another stream."""
