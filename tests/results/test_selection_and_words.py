@@ -1,5 +1,7 @@
 """Errors of a selected layer, and scores and places of merged words."""
 
+import dataclasses
+
 import torch
 
 from tests.results.samples import LENGTH, make, make_target
@@ -32,3 +34,17 @@ def test_a_word_reaches_from_its_first_to_its_last_character() -> None:
         [(2, 5), (0, 0), (6, 7), (7, 9)],
         [(2, 5), (0, 0), (0, 0), (0, 0)],
     ]
+
+
+def test_parts_of_the_scores_are_merged_and_selected_as_the_scores() -> None:
+    # The part of each token's share from constants such as its position, with and without a query axis.
+    target = make_target(word_ids=IDS, mask=REAL)
+    words = dataclasses.replace(target, extras={"embedding": 2 * target.scores}).words()
+    assert torch.equal(words.extras["embedding"], 2 * words.scores)
+    every = make(word_ids=IDS, mask=REAL)
+    whole = dataclasses.replace(every, extras={"embedding": 2 * every.scores})
+    words = whole.words()
+    assert torch.equal(words.extras["embedding"], 2 * words.scores)
+    chosen = whole.select(layer="h.1", batch=0)
+    assert torch.equal(chosen.extras["embedding"], 2 * chosen.scores)
+    assert whole.to_html().count("embedding") == every.to_html().count("embedding")

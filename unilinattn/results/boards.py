@@ -294,7 +294,7 @@ def _facts(one: Scores, made: Sequence[Panel]) -> list[dict[str, list[float]]]:
     found: list[dict[str, list[float]]] = [{} for _ in made]
     for name, tensor in sorted(one.extras.items(), key=lambda item: item[0] != "logit"):
         axes = extra_dims(name, one.dims, one.scores.shape, tensor.shape)
-        if axes is None or "head" in axes or name in HIDDEN_EXTRAS:
+        if axes is None or {"head", "key"} & set(axes) or name in HIDDEN_EXTRAS:
             continue
         values: Float[Array, "layer query"] = tensor.double().cpu().numpy().reshape(len(titles), -1)
         for numbers, panel in zip(found, made, strict=True):

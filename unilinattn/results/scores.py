@@ -332,7 +332,7 @@ def axes_text(result: Scores) -> str:
 
 
 def extra_dims(name: str, dims: tuple[str, ...], shape: Sequence[int], extra: Sequence[int]) -> tuple[str, ...] | None:
-    """Return the axes of an extra of shape `extra`: `dims` without key, or without head and key; None if neither.
+    """Return the axes of an extra of shape `extra`: `dims`, those without key, or without head and key; else None.
 
     `shape` is that of the scores, with the axes `dims`. Composed layers have extras with an axis of steps, which is
     none of `dims`.
@@ -340,7 +340,7 @@ def extra_dims(name: str, dims: tuple[str, ...], shape: Sequence[int], extra: Se
     if name in LAYER_EXTRAS:
         return None
     sizes = dict(zip(dims, shape, strict=True))
-    for left_out in (("key",), ("head", "key")):
+    for left_out in ((), ("key",), ("head", "key")):
         axes = tuple(axis for axis in dims if axis not in left_out)
         if tuple(extra) == tuple(sizes[axis] for axis in axes):
             return axes

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -111,11 +112,14 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
     length = result.sizes["key"]
     spans = [_spans(ids, each) for ids, each in zip(groups, _real(result), strict=True)]
     square = result.sizes.get("query") == length and result.query_tokens is None
-    scores = _by_sequence(result, result.scores, spans, lambda part, each: _merged(part, each, reduce, square=square))
+    merged = partial(_by_sequence, result, spans=spans, merge=partial(_merged, reduce=reduce, square=square))
+    scores = merged(result.scores)
     extras = dict(result.extras)
     for name, tensor in extras.items():
         axes = extra_dims(name, result.dims, result.scores.shape, tensor.shape)
-        if square and axes is not None:
+        if axes == result.dims:
+            extras[name] = merged(tensor)
+        elif square and axes is not None:
             extras[name] = _by_sequence(result, tensor, spans, lambda part, each: _last(part, each, -1))
     count = scores.shape[-1]
     labels: dict[str, Any] = dict.fromkeys(("word_ids", "grid", "patches", "cls"))
@@ -175,7 +179,7 @@ def _by_sequence(
     return torch.stack(padded, place) if has_batch else padded[0]
 
 
-def _merged(part: Float[Tensor, "*axis key"], spans: Sequence[Span], reduce: str, *, square: bool) -> Tensor:
+def _merged(part: Float[Tensor, "*axis key"], spans: Sequence[Span], *, reduce: str, square: bool) -> Tensor:
     words = [part[..., begin:end] for begin, end in spans]
     keys = torch.stack([word.sum(-1) if reduce == "sum" else word.amax(-1) for word in words], -1)
     return _last(keys, spans, -2) if square else keys
