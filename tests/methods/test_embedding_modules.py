@@ -163,3 +163,33 @@ def test_a_baseline_of_ids_needs_their_number() -> None:
         InputError, match=f"baseline {VOCABULARY} is out of range: the model knows ids 0 to {VOCABULARY - 1}"
     ):
         explain(adapted, inputs(), method="occlusion", target=-1, baseline=VOCABULARY)
+
+
+def test_a_module_with_layers_is_no_embedding_module() -> None:
+    """Attention that projects to zero leaves a whole model a function of each id."""
+    torch.manual_seed(0)
+    model = HOSTS["llama"].model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    model.register_forward_hook(lambda module, args, output: output.logits)
+    with promoted():
+        given = {"input_ids": inputs()["input_ids"]}
+        result = explain(model, given, method="input_x_gradient", logit=lambda out: out[:, -1, 3])
+        x = model.get_input_embeddings()(given["input_ids"]).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs_embeds=x)[:, -1, 3].sum(), x)
+    assert relative_error(result.scores, (x * slope).sum(-1)) <= LIMIT
+
+
+@pytest.mark.parametrize("copied", [lambda ids: ids.clamp(min=0), lambda ids: ids.to(torch.int32)])
+def test_copied_ids_are_the_ids(copied: Callable[[Tensor], Tensor]) -> None:
+    model, module = with_embedding("scaled")
+    module.register_forward_pre_hook(lambda module, args: copied(args[0]))
+    assert relative_error(explained(model, "occlusion").scores, of_vectors(model, module, "occlusion").scores) <= LIMIT
+
+
+def test_inference_mode_changes_nothing() -> None:
+    model, _ = with_embedding("scaled")
+    with torch.inference_mode():
+        result = explained(model, "smoothgrad")
+    assert relative_error(result.scores, explained(model, "smoothgrad").scores) <= LIMIT

@@ -161,6 +161,7 @@ def test_arbitrary_memory_as_an_unused_argument_is_not_mixing() -> None:
         assert len(ula.trace(Layers(between=Of(between, Reader())).eval(), SIGNAL).layers) == 2
 
 
+@pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="LongT5 of transformers 5.6.2 is refused otherwise")
 def test_attention_of_a_stream_without_registered_layers_is_refused() -> None:
     """The encoder of LongT5 attends in blocks; its decoder is registered."""
     config = transformers.LongT5Config(

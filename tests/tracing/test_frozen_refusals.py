@@ -144,13 +144,24 @@ def test_nan_shares_are_refused() -> None:
         ula.trace(model, token_ids(), progress=False).frozen().complete_shares(-1, 3)
 
 
-def test_ids_that_are_not_looked_up_are_an_error() -> None:
+def test_copied_and_flattened_ids_are_looked_up() -> None:
     class Copied(nn.Embedding):
         def forward(self, ids: Tensor) -> Tensor:
-            return super().forward(ids.clone())
+            return super().forward(ids.clamp(min=0).view(-1)).view(*ids.shape, -1)
 
     model = llama_model()
+    expected = ula.explain(model, token_ids(), target=-1)
     model.model.embed_tokens.__class__ = Copied
+    assert torch.equal(ula.explain(model, token_ids(), target=-1).scores, expected.scores)
+
+
+def test_ids_that_are_not_looked_up_are_an_error() -> None:
+    class OneHot(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return functional.one_hot(ids, len(self.weight)).to(self.weight) @ self.weight
+
+    model = llama_model()
+    model.model.embed_tokens.__class__ = OneHot
     with pytest.raises(UncoveredError, match="does not look up its token ids"):
         ula.trace(model, token_ids(), progress=False).frozen()
 

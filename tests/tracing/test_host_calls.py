@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
@@ -55,6 +56,7 @@ def test_a_cache_that_the_host_always_fills_is_copied_in_the_search_for_mixers(n
         ula.trace(model, {"input_ids": ids()}, progress=False)
 
 
+@pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="Pix2Struct of transformers 5.6.2 is refused")
 def test_row_and_column_numbers_inside_the_input_are_not_perturbed() -> None:
     sizes = dict(hidden_size=8, patch_embed_hidden_size=12, d_ff=8, d_kv=4, num_hidden_layers=1, num_attention_heads=2)
     model = model_of("Pix2StructVisionModel", "Pix2StructVisionConfig", **sizes, seq_len=8)

@@ -100,6 +100,9 @@ def test_an_input_that_nothing_reads_is_accepted() -> None:
     assert torch.equal(result.scores, ula.explain(model, IDS, method="logit", target=-1, progress=False).scores)
 
 
+@pytest.mark.skipif(
+    transformers.__version__ == "5.6.2", reason="Fuyu of transformers 5.6.2 takes patches in another shape"
+)
 def test_the_patches_of_an_image_among_the_ids_are_tokens() -> None:
     text = transformers.PersimmonConfig(
         vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
@@ -130,3 +133,54 @@ def test_a_path_of_the_pixels_around_the_blocks_is_refused() -> None:
     model.register_forward_hook(around, with_kwargs=True)
     with pytest.raises(UncoveredError, match="pixel_values reaches the output of ViTForImageClassification"):
         ula.explain(model, {"pixel_values": pixels}, method="logit", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [
+        ("image", picture().mul(100).abs().to(torch.uint8)),
+        ("masked_image", picture()),
+        ("codes", torch.arange(20).view(2, 10)),
+    ],
+    ids=["bytes", "a name like that of a mask", "codes"],
+)
+def test_content_of_any_dtype_and_name_is_refused(name: str, image: Tensor) -> None:
+    model = Ending(name).eval()
+    with pytest.raises(UncoveredError, match=f"{name} reaches the output of Ending"):
+        ula.explain(model, {"input_ids": IDS, name: image}, method="logit", target=-1, progress=False)
+
+
+def test_a_large_constant_among_the_logits_hides_nothing() -> None:
+    model = joined("end")
+    model.register_forward_hook(
+        lambda module, args, out: {"logits": out["logits"].index_fill(-1, torch.tensor([0]), -1e30)}
+    )
+    with pytest.raises(UncoveredError, match="image reaches the output"):
+        ula.explain(model, {"input_ids": IDS, "image": picture()}, method="logit", target=-1, progress=False)
+
+
+def test_a_function_of_the_output_that_another_input_reaches_is_refused() -> None:
+    model = joined("nowhere")
+
+    def with_value(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        return {**out, "value": out["logits"][..., 0] + kwargs["image"].mean((1, 2))[:, None]}
+
+    model.register_forward_hook(with_value, with_kwargs=True)
+    given = {"input_ids": IDS, "image": picture()}
+    assert ula.explain(model, given, method="logit", logit=lambda out: out["logits"][:, -1, 3], progress=False).dims
+    with pytest.raises(UncoveredError, match="image reaches the output"):
+        ula.explain(model, given, method="logit", logit=lambda out: out["value"][:, -1], progress=False)
+
+
+class Ending(nn.Module):
+    """A causal model that adds the mean of an input of some name after its last layer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.name = name
+        self.inner: Any = HOSTS["llama"].model().float()
+
+    def forward(self, input_ids: Tensor, **others: Tensor) -> Any:
+        hidden = self.inner.model(input_ids).last_hidden_state
+        return {"logits": self.inner.lm_head(hidden + others[self.name].float().flatten(1).mean(1)[:, None, None])}

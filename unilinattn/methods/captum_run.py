@@ -74,7 +74,8 @@ class TokenFunction:
         self.sequences = torch.arange(len(self.vectors), device=self.vectors.device)
         mask = trace.layers[-1].mask
         shape, device = self.vectors.shape[:2], self.vectors.device
-        self.real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device)
+        # A copy, since no gradient passes a mask that was made in inference mode.
+        self.real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device, copy=True)
         self.value = in_gradient_mode(False, lambda: self(self.vectors, self.sequences))
 
     def __call__(
@@ -171,6 +172,19 @@ def explained(
     Without a target every position with a logit is a target; with every_query=False this raises `OptionError`. Padding
     has a score of zero. The result names no layers, since no operator takes part.
     """
+    # Tensors of the caller's inference mode could not be written into.
+    return in_gradient_mode(True, lambda: _explained(trace, method, target, options, score, every_query=every_query))
+
+
+def _explained(
+    trace: Trace,
+    method: str,
+    target: Target | None,
+    options: ScalarOptions,
+    score: Callable[[TokenFunction], Scores],
+    *,
+    every_query: bool,
+) -> Attribution:
     target = only_target(trace, target, options.logit)
     if target is None and not every_query:
         raise OptionError(
@@ -196,7 +210,7 @@ def explained(
                 extras.setdefault(name, scores.new_zeros(shape[:2], dtype=torch.float64))[at] = values.to(torch.float64)
             gaps.extend([] if found.gap is None else [found.gap])
 
-    in_gradient_mode(True, lambda: model.isolated(run))
+    model.isolated(run)
     if target is not None:
         scores, extras = scores.squeeze(1), {name: values.squeeze(1) for name, values in extras.items()}
     return Attribution(

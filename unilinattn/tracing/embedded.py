@@ -19,8 +19,7 @@ from unilinattn.tracing.nested import tensors
 from unilinattn.tracing.recomputation import constant_parameters
 from unilinattn.tracing.recorder import refuse_dropout
 from unilinattn.tracing.rerun import Rerun, of_sequences
-from unilinattn.tracing.token_source import AtCall, Source
-from unilinattn.tracing.tokens import find_tokens
+from unilinattn.tracing.token_source import AtCall, find_vectors
 from unilinattn.tracing.trace import Trace
 from unilinattn.tracing.wrappers import plain_run, require_gradients
 
@@ -30,7 +29,7 @@ class EmbeddedModel:
 
     The vectors are the output of the embedding module for the token ids, without positions (see `Lookups`). If the
     model has several such modules, their outputs are concatenated along the channels. For inputs without ids, such as
-    images, the vectors are those that enter the first block.
+    images, and for images among the ids, the vectors are those that enter the first block of the last layer's tokens.
 
     Attributes:
         vectors: the vectors of the traced inputs, in float32 or more.
@@ -46,12 +45,10 @@ class EmbeddedModel:
         self._found, self._model = found, found.host
         self._length = found.layers[-1].output.shape[1]
         self._ids = token_ids(found.arguments)
-        self._place: Source = None
         self._lookups: Lookups | None = None
         if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
             raise UncoveredError(f"{found.model} has two streams of tokens, and the scores are those of one.")
-        if self._ids is None:
-            self._place = in_gradient_mode(False, lambda: find_tokens(self._model, found.arguments, found.layers))
+        self._place = find_vectors(self._model, found.arguments, found.layers)
         batch = found.layers[-1].output.shape[0]
         recorded = in_gradient_mode(False, lambda: self.isolated(lambda: self._vectors(batch)))
         if not recorded:
@@ -111,7 +108,8 @@ class EmbeddedModel:
             return self.vectors.new_zeros(1)
         if self._lookups is None or self._ids is None:
             raise OptionError(
-                f"baseline={baseline!r} needs an embedding of token ids, and the inputs have no ids; use 'zero'."
+                f"baseline={baseline!r} needs an embedding of token ids, and the tokens of these inputs are not ids "
+                "alone; use 'zero'."
             )
         known = [lookup.rows for lookup in self._lookups.lookups if lookup.rows is not None]
         rows = min(known, default=vocabulary_size(self._model))
@@ -137,7 +135,7 @@ class EmbeddedModel:
             return [self._found.arguments[self._place]]
         given = of_sequences(self._found, torch.arange(batch))
         if self._place is None:
-            self._lookups = Lookups(self._model, given)
+            self._lookups = Lookups(self._model, given, [layer.name for layer in self._found.layers])
             return self._lookups.vectors
         record = AtCall(self._place, None)
         with record:

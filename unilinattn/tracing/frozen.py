@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
-from torch.nn import functional
 
 from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.registry import architecture_of, plain_form_of
@@ -17,11 +16,12 @@ from unilinattn.tracing.freezing import Freezing
 from unilinattn.tracing.frozen_forms import recording_sources
 from unilinattn.tracing.frozen_layer import frozen_output, require_covered
 from unilinattn.tracing.frozen_modules import plain_output
-from unilinattn.tracing.inputs import bound_arguments, call_host, token_ids
+from unilinattn.tracing.inputs import bound_arguments, call_host
 from unilinattn.tracing.isolation import in_gradient_mode, isolated
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.live_layer import live_output
 from unilinattn.tracing.logits import Logit, one_each
+from unilinattn.tracing.lookups import TokenIds
 from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.recomputation import captures
 from unilinattn.tracing.recorder import MAIN, refuse_dropout
@@ -39,7 +39,7 @@ from unilinattn.tracing.shares import (
     embedding_part,
     linearized,
 )
-from unilinattn.tracing.token_source import find_source
+from unilinattn.tracing.token_source import find_source, require_alone
 from unilinattn.tracing.tokens import TokenCall, block_names, first_stream
 from unilinattn.tracing.trust import require_trust, tolerance
 from unilinattn.tracing.wrappers import plain_run, require_gradients
@@ -224,6 +224,8 @@ class FrozenRun:
 
     def _linearized(self, target: Any, logit: Logit) -> Linearized:
         batch = len(self._layers[-1].output)
+        if callable(logit):
+            require_alone(self._model, self._given, self._place, self._layers, logit)
         return linearized(
             self._output, self._tangents, lambda output: one_each(self._choose(output, target, logit), batch)
         )
@@ -374,15 +376,16 @@ class FrozenRun:
 
     def _marker(self, whole: bool) -> Callable[[Any, Any, Any], Any]:
         """Return the function that makes tokens' vectors carried, from a function, its arguments and its result."""
-        place, ids = self._place, token_ids(self._given) if self._place is None else None
+        place, ids = self._place, TokenIds(self._given) if self._place is None else None
         is_place = place.finder() if isinstance(place, TokenCall) else lambda func, result: False
 
         def mark(func: Any, args: Any, result: Any) -> Any:
             if ids is None:
-                is_tokens = is_place(func, result)
-            else:
-                is_tokens = func is functional.embedding and bool(args) and args[0].data_ptr() == ids.data_ptr()
-            return self._leaf(result, whole) if is_tokens else result
+                return self._leaf(result, whole) if is_place(func, result) else result
+            ids.follow(args, result)
+            if not ids.looked_up(func, args):
+                return result
+            return self._leaf(ids.by_token(result), whole).reshape(result.shape)
 
         return mark
 

@@ -131,12 +131,18 @@ def _misfit(model: nn.Module, given: Mapping[str, Any]) -> str | None:
 
 
 def token_ids(given: Mapping[str, Any]) -> Tensor | None:
-    """Return the (batch, length) ids among a host's arguments, None if there are none or those of two streams."""
+    """Return the (batch, length) ids among a host's arguments, None if there are none or those of two streams.
+
+    Their name ends in `input_ids`, or they are the only tensor but for masks and positions.
+    """
     named = [name for name in given if name.endswith("input_ids")]
-    if not named and len(given) == 1:
-        named = list(given)
+    if not named:
+        arrays = [name for name, value in given.items() if isinstance(value, Tensor) and value.ndim > 1]
+        named = [name for name in arrays if "mask" not in name and "position" not in name]
     ids = given[named[0]] if len(named) == 1 else None
-    return ids if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point() else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        return None
+    return ids
 
 
 def real_tokens(given: Mapping[str, Any], name: str = "attention_mask") -> Bool[Tensor, "batch length"] | None:

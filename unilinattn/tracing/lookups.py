@@ -40,12 +40,48 @@ class Lookup:
         return torch.stack([self.embed(part[None])[0].double().sum(0) for part in every.split(IDS)]).sum(0) / rows
 
 
+class TokenIds:
+    """The token ids in a run of a model: the argument, and tensors with the same numbers that functions made of it."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Begin with the argument."""
+        ids = token_ids(given)
+        assert ids is not None
+        self.shape = ids.shape
+        self._tensors = [ids]
+
+    def is_ids(self, value: Any) -> bool:
+        """Tell whether a value holds the ids in their order; a part, such as one codebook, begins at the same place."""
+        return isinstance(value, Tensor) and any(_views(value, ids) for ids in self._tensors)
+
+    def follow(self, args: Sequence[Any], result: Any) -> None:
+        """Note the result of a function of the ids if its numbers are the same, as of a clamp or another dtype."""
+        if not isinstance(result, Tensor) or result.is_floating_point() or result.numel() != self.shape.numel():
+            return
+        if any(map(self.is_ids, args)) and not self.is_ids(result) and torch.equal(self.flat, result.flatten()):
+            self._tensors.append(result)
+
+    @property
+    def flat(self) -> Int[Tensor, " token"]:
+        """The ids one after the other."""
+        return self._tensors[0].flatten()
+
+    def looked_up(self, function: Any, args: Sequence[Any]) -> bool:
+        """Tell whether a call looks the ids up in a table."""
+        return function is functional.embedding and len(args) > 1 and self.is_ids(args[0])
+
+    def by_token(self, vectors: Float[Tensor, "*axes channel"]) -> Float[Tensor, "batch token channel"]:
+        """Return vectors of the ids, which a host may have flattened, by sequence and token."""
+        return vectors.reshape(*self.shape, vectors.shape[-1])
+
+
 class Lookups:
     """The lookups of a model's token ids.
 
-    An embedding module is the outermost module that reads the ids alone and gives each id a vector that depends neither
-    on its position nor on the other ids: an `nn.Embedding`, one that scales or norms its rows, one with an adapter
-    beside it. Outside of such modules the calls of `torch.nn.functional.embedding` are lookups.
+    An embedding module is the outermost module without a token-mixing layer that reads the ids alone and gives each id
+    a vector that depends neither on its position nor on the other ids: an `nn.Embedding`, one that scales or norms its
+    rows, one with an adapter beside it. Outside of such modules the calls of `torch.nn.functional.embedding` are
+    lookups.
 
     Attributes:
         lookups: each lookup once, in order of the first calls.
@@ -55,21 +91,33 @@ class Lookups:
     lookups: list[Lookup]
     vectors: list[Float[Tensor, "batch token channel"]]
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Any]) -> None:
-        """Run the model twice; inside `isolated`."""
+    def __init__(self, model: nn.Module, given: Mapping[str, Any], layers: Iterable[str]) -> None:
+        """Run the model twice; inside `isolated`. `layers` are the paths of the token-mixing layers."""
         self.lookups, self.vectors = [], []
-        self._model = model
-        ids = _ids(given)
-        reads = _Reads(ids)
-        with reads.installed(model):
+        mixing = {path.split("#")[0] + "." for path in layers}
+        outside = [
+            module
+            for path, module in model.named_modules()
+            if path and not any(x.startswith(f"{path}.") for x in mixing)
+        ]
+        reads = _Reads(TokenIds(given))
+        with _hooked(outside, reads.enter, reads.leave), reads:
             call_host(model, given)
-        embedding = [read for read in reads.found if read.gives_own_vectors(ids)]
+        embedding = [read for read in reads.found if read.gives_own_vectors()]
         self._modules = {
             read.module: Lookup(read.embed, read.rows, read.module)
             for read in embedding
             if not any(other in embedding for other in read.inside)
         }
-        with self._intercepted(given, self._record):
+        ids = TokenIds(given)
+
+        def record(lookup: Lookup, result: Tensor) -> Tensor:
+            if not any(_same(other.source, lookup.source) for other in self.lookups):
+                self.lookups.append(lookup)
+                self.vectors.append(ids.by_token(result.detach()).clone())
+            return result
+
+        with self._intercepted(given, record):
             call_host(model, given)
 
     @contextmanager
@@ -86,22 +134,17 @@ class Lookups:
         with self._intercepted(given, replace):
             yield
 
-    def _record(self, lookup: Lookup, result: Tensor) -> Tensor:
-        if not any(_same(other.source, lookup.source) for other in self.lookups):
-            self.lookups.append(lookup)
-            self.vectors.append(result.detach().clone())
-        return result
-
     @contextmanager
     def _intercepted(self, given: Mapping[str, Any], change: Callable[[Lookup, Tensor], Tensor]) -> Iterator[None]:
         """Pass the result of every lookup of the ids among `given` through a function."""
-        ids = _ids(given)
+        ids = TokenIds(given)
         open_modules: list[nn.Module] = []
 
         class Tables(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
-                if open_modules or not _looks_up(func, args, ids):
+                ids.follow(args, result)
+                if open_modules or not ids.looked_up(func, args):
                     return result
                 table = args[1]
                 return change(Lookup(lambda more: functional.embedding(more, table), len(table), table), result)
@@ -128,86 +171,76 @@ class _Read:
         module: the module.
         call: its arguments.
         inside: the other calls of this kind that are running.
-        output: what it returned.
+        output: what it returned, if that is one vector for each id.
         rows: the smallest number of rows of the tables in which it looked the ids up.
     """
 
     module: nn.Module
     call: tuple[tuple[Any, ...], dict[str, Any]]
     inside: tuple["_Read", ...]
-    output: Any = None
+    output: Tensor | None = None
     rows: int | None = None
 
-    def embed(self, ids: Int[Tensor, "batch token"]) -> Tensor:
+    def embed(self, ids: Int[Tensor, "batch token"]) -> Float[Tensor, "batch token channel"]:
         """Call the module on other ids."""
-        args, kwargs = mapped(self.call, lambda _: ids)
+        args, kwargs = mapped(self.call, lambda t: ids.flatten() if t.ndim == 1 else ids)
         result: Tensor = self.module(*args, **kwargs)
-        return result
+        return result.reshape(*ids.shape, result.shape[-1])
 
-    def gives_own_vectors(self, ids: Int[Tensor, "batch token"]) -> bool:
-        """Tell whether each id has one vector, at other positions and beside other ids too."""
-        first = self.output
-        if not isinstance(first, Tensor) or not first.is_floating_point() or first.shape[:-1] != ids.shape:
+    def gives_own_vectors(self) -> bool:
+        """Tell whether each id has one vector: the same at its position as twice in a sequence by itself."""
+        if self.output is None:
             return False
-        # Smaller ids are in the vocabulary.
-        others = torch.where(ids > 0, ids - 1, ids + 1)
+        (ids,) = tensors(self.call)
         try:
-            moved = self.embed(torch.cat([others, ids], 1))[:, ids.shape[1] :]
-        # The module may have positions for the given ids only.
+            alone = self.embed(ids.reshape(-1, 1).repeat(1, 2))
+        # The module may accept no sequences of two tokens.
         except Exception:
             return False
-        return moved.shape == first.shape and relative_error(moved, first) <= tolerance(first.dtype)
+        expected = self.output.reshape(-1, 1, self.output.shape[-1]).expand(-1, 2, -1)
+        return alone.shape == expected.shape and relative_error(alone, expected) <= tolerance(alone.dtype)
 
 
 class _Reads(TorchFunctionMode):
     """Records the calls of modules that read the token ids and no other tensor."""
 
-    def __init__(self, ids: Int[Tensor, "batch token"]) -> None:
+    def __init__(self, ids: TokenIds) -> None:
         super().__init__()
         self._ids, self._open = ids, list[_Read]()
         self.found: list[_Read] = []
 
-    @contextmanager
-    def installed(self, model: nn.Module) -> Iterator[None]:
-        """Record during the runs of a model."""
-        with _hooked(model.modules(), self._enter, self._leave), self:
-            yield
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _looks_up(func, args, self._ids):
+        if self._ids.looked_up(func, args):
             for read in self._open:
                 read.rows = min(len(args[1]), read.rows or len(args[1]))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._ids.follow(args, result)
+        return result
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note a call that reads the ids."""
         if _reads_only(self._ids, args, kwargs):
             self._open.append(_Read(module, (args, kwargs), tuple(self._open)))
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note its output, if that is one vector for each id."""
         if _reads_only(self._ids, args, kwargs):
             read = self._open.pop()
-            read.output = output.detach().clone() if isinstance(output, Tensor) else None
+            vectors = output if isinstance(output, Tensor) and output.is_floating_point() else None
+            if vectors is not None and vectors.shape[:-1].numel() == self._ids.shape.numel():
+                read.output = vectors.detach().clone()
             self.found.append(read)
 
 
-def _ids(given: Mapping[str, Any]) -> Int[Tensor, "batch token"]:
-    ids = token_ids(given)
-    assert ids is not None
-    return ids
-
-
-def _looks_up(function: Any, args: Any, ids: Tensor) -> bool:
-    return function is functional.embedding and len(args) > 1 and _is(args[0], ids)
-
-
-def _reads_only(ids: Tensor, args: Any, kwargs: Any) -> bool:
+def _reads_only(ids: TokenIds, args: Any, kwargs: Any) -> bool:
     read = list(tensors((args, kwargs)))
-    return len(read) == 1 and _is(read[0], ids)
+    return len(read) == 1 and ids.is_ids(read[0])
 
 
-def _is(value: Tensor, ids: Tensor) -> bool:
-    """Tell whether a tensor holds the ids; a part of them, such as one codebook, may begin at the same place."""
-    return value.data_ptr() == ids.data_ptr() and value.numel() == ids.numel()
+def _views(value: Tensor, ids: Tensor) -> bool:
+    if value.data_ptr() != ids.data_ptr() or value.numel() != ids.numel() or value.dtype != ids.dtype:
+        return False
+    return value.is_contiguous() if value.shape != ids.shape else value.stride() == ids.stride()
 
 
 def _same(source: nn.Module | Tensor, other: nn.Module | Tensor) -> bool:

@@ -23,6 +23,12 @@ from unilinattn.tracing.wrappers import plain_run
 Source = TokenCall | str | None
 """The call whose result enters the first block as the tokens, the name of the argument, or None for lookups of ids."""
 
+STRUCTURE = ("mask", "position", "type", "label", "size", "shape", "length", "grid", "thw", "index", "indices")
+"""Words in the names of whole numbers that say where and how large an input is, but not what it is."""
+
+Read = Callable[[Any], list[Any]]
+"""Returns the tensors of a model's output that are explained."""
+
 Hold = Callable[[dict[str, Any]], AbstractContextManager[object]]
 """Makes the vectors of the tokens those of the traced inputs in a run on changed arguments."""
 
@@ -31,98 +37,162 @@ def find_source(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
     """Return the source of the tokens' vectors: the lookups of their ids, or what enters the first block.
 
     The latter if there are no ids, and if another input, such as an image, gives some tokens their vectors. Runs of the
-    model with those inputs perturbed and the tokens' vectors held tell what else reaches its output.
+    model with those inputs perturbed and the tokens' vectors held tell what else reaches its logits.
 
-    Raises `UncoveredError` if another input reaches the output beside the tokens, since its part in a logit would stand
-    in the bias, and the errors of `find_tokens`.
+    Raises `UncoveredError` if another input reaches the logits beside the tokens, since its part in them would stand in
+    the bias, and the errors of `find_tokens`.
     """
     ids = token_ids(given)
     require_own_tokens(model, given, ids, layers)
-    return in_gradient_mode(False, lambda: _find(model, given, layers, ids))
+
+    def find() -> Source:
+        if ids is not None and not _reaching(model, given, None, layers, _explained):
+            return None
+        source = find_tokens(model, given, layers)
+        _require_alone(model, given, source, layers, _explained)
+        return source
+
+    return in_gradient_mode(False, find)
 
 
-def _find(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer], ids: Tensor | None) -> Source:
-    others = [name for name, value in given.items() if value is not ids and _is_content(name, value)]
-    if ids is not None and (not others or not _reaching(model, given, others, _lookups(model, given))):
-        return None
-    source = find_tokens(model, given, layers)
-    others = [name for name in others if name != source]
-    reaching = _reaching(model, given, others, partial(_held, source, given)) if others else []
+def require_alone(
+    model: nn.Module,
+    given: Mapping[str, Any],
+    source: Source,
+    layers: Sequence[Layer],
+    scalar: Callable[[Any], Any],
+) -> None:
+    """Raise `UncoveredError` if another input reaches a function of the output beside the tokens' vectors."""
+    in_gradient_mode(False, lambda: _require_alone(model, given, source, layers, lambda output: [scalar(output)]))
+
+
+def find_vectors(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
+    """Return the source of the vectors of the last layer's tokens, whatever else reaches the output.
+
+    Raises the errors of `find_tokens`.
+    """
+    stream = [layer for layer in layers if layer.output.shape[:2] == layers[-1].output.shape[:2]]
+
+    def find() -> Source:
+        if token_ids(given) is not None and not _reaching(model, given, None, layers, _explained):
+            return None
+        return find_tokens(model, given, stream)
+
+    return in_gradient_mode(False, find)
+
+
+def _require_alone(
+    model: nn.Module, given: Mapping[str, Any], source: Source, layers: Sequence[Layer], read: Read
+) -> None:
+    reaching = _reaching(model, given, source, layers, read)
     if reaching:
-        listed = " and ".join(reaching)
         verb = "reaches" if len(reaching) == 1 else "reach"
         raise UncoveredError(
-            f"{listed} {verb} the output of {type(model).__name__} beside the vectors that enter its first block, and "
-            "shares are those of these vectors."
+            f"{' and '.join(reaching)} {verb} the output of {type(model).__name__} beside the vectors of its tokens, "
+            "and shares are those of these vectors."
         )
-    return source
 
 
-def _is_content(name: str, value: Any) -> bool:
-    """Tell whether an argument may carry content: numbers, or the ids of other tokens, but no mask and no positions."""
-    if "mask" in name or name.endswith("position_ids"):
+def _reaching(
+    model: nn.Module, given: Mapping[str, Any], source: Source, layers: Sequence[Layer], read: Read
+) -> list[str]:
+    """Return the inputs that change what `read` returns of the output although the tokens' vectors are held."""
+    ids = token_ids(given) if source is None else None
+    shape = layers[-1].output.shape[:2]
+    others = {name: value for name, value in given.items() if value is not ids and name != source}
+    names = [name for name, value in others.items() if _is_content(name, value, shape)]
+    if not names:
+        return []
+    hold = _lookups(model, given, layers) if source is None else partial(_held, source, given)
+    before = _run(model, dict(given), hold, read)
+    return [name for name in names if _reaches(before, _run(model, _changed(given, name), hold, read), given[name])]
+
+
+def _is_content(name: str, value: Any, shape: torch.Size) -> bool:
+    """Tell whether an argument may carry content: numbers or codes, but no mask, no size and no place of a token.
+
+    `shape` is (batch, length) of the tokens; whole numbers for each of them say where it is, or of which type.
+    """
+    arrays = [t for t in tensors(value) if t.numel()]
+    if not arrays:
         return False
-    floating = any(t.is_floating_point() for t in tensors(value))
-    return floating or (name.endswith("input_ids") and any(True for _ in tensors(value)))
+    if any(t.is_floating_point() or t.is_complex() or t.dtype == torch.uint8 for t in arrays):
+        return not ("mask" in name and all(map(_is_mask, arrays)))
+    if any(word in name for word in STRUCTURE) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays):
+        return False
+    return name.endswith("input_ids") or not all(t.shape[:2] == shape for t in arrays)
 
 
-def _reaching(model: nn.Module, given: Mapping[str, Any], names: Sequence[str], hold: Hold) -> list[str]:
-    """Return the arguments that change the output although the tokens' vectors are held."""
-    before = _run(model, dict(given), hold)
-    together = _run(model, {**given, **{name: mapped(given[name], _perturbed) for name in names}}, hold)
-    if len(names) == 1 or not _differ(before, together):
-        return list(names) if _differ(before, together) else []
-    alone = {name: _run(model, {**given, name: mapped(given[name], _perturbed)}, hold) for name in names}
-    return [name for name, after in alone.items() if _differ(before, after)] or list(names)
+def _is_mask(t: Tensor) -> bool:
+    """Tell whether numbers are 0 and 1, or 0 and large negative ones that are added to scores."""
+    return bool(((t == 0) | (t == 1) | (t < -1000)).all())
 
 
-def _run(model: nn.Module, given: dict[str, Any], hold: Hold) -> list[Tensor] | None:
-    """Return the logits of a run, or every tensor of an output without logits; None for a run that fails."""
+def _explained(output: Any) -> list[Any]:
+    """Return the logits, or every tensor but losses of an output without logits."""
+    logits = logits_in(output)
+    if logits is not None:
+        return [logits]
+    return list(
+        tensors({k: v for k, v in output.items() if "loss" not in k} if isinstance(output, Mapping) else output)
+    )
 
-    def run() -> Any:
+
+def _run(model: nn.Module, given: dict[str, Any], hold: Hold, read: Read) -> list[Tensor] | None:
+    """Return what a run computes, None if it fails."""
+
+    def run() -> list[Any]:
         with plain_run(model), hold(given):
-            return call_host(model, given)
+            return read(call_host(model, given))
 
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
-        output = with_own_random_numbers(devices, lambda: isolated(model, run))
-    # The model may accept no other image or id: then nobody knows what they reach.
-    except (RuntimeError, ValueError, IndexError, AssertionError):
+        values = with_own_random_numbers(devices, lambda: isolated(model, run))
+    # The model may accept no other image or code.
+    except Exception:
         return None
-    logits = logits_in(output)
-    return [t for t in tensors(output) if t.is_floating_point()] if logits is None else [logits]
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
-def _differ(before: list[Tensor] | None, after: list[Tensor] | None) -> bool:
-    if before is None or after is None or len(before) != len(after):
-        return True
-    return any(map(_moved, before, after))
+def _reaches(before: list[Tensor] | None, after: list[Tensor] | None, changed: Any) -> bool:
+    """Tell whether an input reaches the output; one that cannot be changed does if it is no code, such as a size."""
+    if before is None or after is None:
+        return any(t.is_floating_point() for t in tensors(changed))
+    return len(before) != len(after) or any(map(_moved, before, after))
 
 
 def _moved(before: Tensor, after: Tensor) -> bool:
+    """Tell whether a number changed by more than rounding; some logits may be a large constant."""
     if before.shape != after.shape:
         return True
-    kept = before.isfinite()
-    allowed = TOLERANCE.get(before.dtype, 0.05) * before[kept].abs().amax() if bool(kept.any()) else 0
-    return not torch.equal(kept, after.isfinite()) or bool(((before - after)[kept].abs() > allowed).any())
+    allowed = TOLERANCE.get(before.dtype, torch.finfo(before.dtype).eps)
+    scale = torch.maximum(before.abs(), before.abs().nan_to_num(posinf=0).flatten().median())
+    same = (before == after) | (before.isnan() & after.isnan())
+    return not bool((same | ((before - after).abs() <= allowed * scale)).all())
+
+
+def _changed(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {**given, name: mapped(given[name], _perturbed)}
 
 
 def _perturbed(t: Tensor) -> Tensor:
-    """Return numbers with noise of their root mean square, or other ids of the same vocabulary."""
-    if not t.is_floating_point():
-        return torch.where(t > 0, t - 1, t + 1)
+    """Return numbers with noise of their root mean square, or other codes of the same vocabulary."""
+    if not t.is_floating_point() and not t.is_complex():
+        return t if t.dtype == torch.bool else torch.where(t > 0, t - 1, t + 1)
+    if t.is_complex():
+        return torch.complex(_perturbed(t.real), _perturbed(t.imag))
     wide = t.to(torch.promote_types(t.dtype, torch.float32))
     size = wide.square().mean().sqrt()
     noise = torch.randn(t.shape, generator=torch.Generator().manual_seed(0)).to(wide)
     return (wide + torch.where(size > 0, size, torch.ones_like(size)) * noise).to(t.dtype)
 
 
-def _lookups(model: nn.Module, given: Mapping[str, Any]) -> Hold:
+def _lookups(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> Hold:
     """Return what holds the vectors of the ids; a model may read the ids themselves too, which do not change."""
 
     def find() -> Lookups:
         with plain_run(model):
-            return Lookups(model, given)
+            return Lookups(model, given, [layer.name for layer in layers])
 
     lookups = isolated(model, find)
     return lambda arguments: lookups.replaced(arguments, lookups.vectors)

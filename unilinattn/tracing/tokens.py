@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -69,6 +70,7 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
             f"{', '.join(map(str, shapes[:NAMED]))}, so the vectors of its tokens are not those of one stream."
         )
     blocks = block_names(model, layers)
+    widths = {layer.input.shape[-1] for layer in layers}
     calls: list[tuple[Any, Any]] = []
 
     class Record(TorchFunctionMode):
@@ -79,17 +81,18 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
     class Entered(Exception):
         pass
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The functions that the host calls are counted, not those of this hook.
         with torch._C.DisableTorchFunction():
             stream = first_stream((*args, *kwargs.values()), shapes[0])
-        if stream is not None:
+        # What a module around all blocks gets may be projected before it is the stream.
+        if stream is not None and (_in_list(name) or stream.shape[-1] in widths):
             raise Entered(stream)
 
     def run() -> Tensor:
         for name, module in model.named_modules():
             if name in blocks:
-                module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+                module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
         try:
             with plain_run(model), Record():
                 call_host(model, given)
@@ -139,14 +142,23 @@ def require_own_tokens(model: nn.Module, given: Mapping[str, Any], ids: Tensor |
 
 
 def block_names(model: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:
-    """Return the paths of the layers, of the modules that contain them, and of those modules' siblings in a list."""
+    """Return the paths of the modules that contain layers, down to those in a list, and of their siblings there.
+
+    A layer that is in no list of modules is a block by itself.
+    """
     names = set()
     for layer in layers:
         parts = layer.name.split("#")[0].split(".")
-        names |= {".".join(parts[:count]) for count in range(len(parts) + 1)}
-    lists = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2].isdigit()}
-    siblings = {name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()}
+        blocks = [count for count in range(len(parts) + 1) if _in_list(".".join(parts[:count]))]
+        names |= {".".join(parts[:count]) for count in range(max(blocks, default=len(parts)) + 1)}
+    lists = {name.rpartition(".")[0] for name in names if _in_list(name)}
+    siblings = {name for name, _ in model.named_modules() if _in_list(name)}
     return frozenset(names | {name for name in siblings if name.rpartition(".")[0] in lists})
+
+
+def _in_list(name: str) -> bool:
+    """Tell whether the path of a module ends with its place in a list of modules."""
+    return name.rpartition(".")[2].isdigit()
 
 
 def first_stream(values: Sequence[Any], shape: tuple[int, ...] | None = None) -> Tensor | None:
