@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tools.sweep_configs import PATCHES, nested
+from tools.sweep_configs import PATCHES, WIDTH, nested
 
 TOKENS, FRAMES, SAMPLES = 7, 32, 3200
 """Text tokens, frames of a spectrogram, and samples of a waveform in an input."""
@@ -252,10 +252,12 @@ class _Inputs:
     def _sound(self, name: str, layout: int) -> Tensor:
         bins = next((number for key in BINS if (number := self._number(key, 0))), 0)
         frames = 2 * self._number("max_source_positions", 0) or self._number("max_length", 0) or FRAMES
-        if not bins or (name == "input_values" and layout == 0 and not self._number("frequency_stride", 0)):
+        is_wave = name == "input_values" and (not bins or (layout == 0 and not self._number("frequency_stride", 0)))
+        if is_wave:
             wave = self._normal(1, SAMPLES if layout < 2 else 4 * SAMPLES)
             return wave if layout != 1 else wave[:, None]
-        return self._normal(1, bins, frames) if layout == 0 else self._normal(1, frames, bins)
+        shape = (frames, bins or WIDTH)
+        return self._normal(1, *(shape[::-1] if layout == 0 else shape))
 
     def _series(self, past: Tensor) -> dict[str, Tensor]:
         """Return the inputs of a forecast beside the past values."""

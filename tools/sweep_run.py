@@ -31,7 +31,7 @@ MOST_PARAMETERS = 5_000_000
 OUTPUT, GAP = 1e-4, 1e-3
 """Largest relative difference of the output and largest completeness gap of a model that works."""
 
-SECONDS, MEMORY = 60, 14 << 30
+SECONDS, MEMORY = 60, 8 << 30
 """Limits of a process: seconds of CPU time (five times that by the clock), and bytes of address space."""
 
 MESSAGE = 200
