@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools import hybrids
+from tools import hybrids, sweep_pages
 from tools.families import FAMILIES, GROUPS
 from tools.markers import MissingSectionError, markers, replace_section
 from unilinattn.methods.described import option_texts
@@ -51,7 +51,7 @@ reports whether it is stale.
 def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> tuple[dict[Path, str], list[str]]:
     """Return the text of each generated file, and messages on files that cannot be written."""
     newest = [(name, record[name]["runs"]) for name in sorted(record, key=_release, reverse=True)]
-    texts = {COVERAGE: _coverage(record, tables), HYBRIDS: hybrids.page(newest)}
+    texts = {COVERAGE: _coverage(record, tables, sweep_pages.read_record(root)), HYBRIDS: hybrids.page(newest)}
     homeless = sorted(set(package_architectures()) - {name for family in FAMILIES for name in family.adapters})
     problems = [f"tools/families.py has no family for the architecture {name!r}" for name in homeless]
     ungrouped = sorted(set(package_methods()) - {name for group in GROUPS for name in group.methods})
@@ -168,7 +168,7 @@ def _architectures_table(record: Record) -> str:
     return _table(heads, rows)
 
 
-def _coverage(record: Record, tables: Mapping[str, Sequence[Host]]) -> str:
+def _coverage(record: Record, tables: Mapping[str, Sequence[Host]], sweep: Mapping[str, Any] | None) -> str:
     rows, details = [], []
     adapter_rows = _rows(record)
     for (architecture, package), row in adapter_rows.items():
@@ -198,6 +198,9 @@ def _coverage(record: Record, tables: Mapping[str, Sequence[Host]]) -> str:
     if any(unrun.values()):
         lines = [f"- {table}: {'; '.join(names)}." for table, names in unrun.items() if names]
         parts += ["Configurations without a recorded run:", "", *lines, ""]
+    begin, end = markers(sweep_pages.SECTION)
+    swept = sweep_pages.section(sweep) if sweep else "No sweep is recorded."
+    parts += ["## Auto classes of transformers", "", begin, "", swept, "", end, ""]
     parts += ["## Configurations", "", "In parentheses: batch x length.", "", *details, "", "## Environments", ""]
     for environment, entry in sorted(record.items()):
         machine = entry["machine"]
