@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
-from unilinattn.errors import UncoveredError, UnknownArchitectureError
+from unilinattn.errors import UncoveredError, UnilinattnError, UnknownArchitectureError
 from unilinattn.testing import TOLERANCES, left_as_found, relative_error
 from unilinattn.testing.hosts.basic import transformers_model
 from unilinattn.tracing.inputs import vocabulary_size
@@ -120,3 +120,28 @@ def test_an_option_without_an_operator_is_refused_at_trace() -> None:
     states = torch.randn(2, 4, 8)
     with pytest.raises(UncoveredError, match="cross-attention whose residual and LayerNorm stand inside"):
         ula.trace(model, {"input_ids": ids(), "encoder_hidden_states": states}, progress=False)
+
+
+@pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="about hosts of newer versions of transformers")
+@pytest.mark.parametrize(
+    ("name", "config", "inputs"),
+    [
+        # Its forward passes its keyword arguments on beside a use_cache of its own.
+        ("MimiEncoderModel", "MimiEncoderConfig", {"input_values": torch.ones(1, 1, 3200)}),
+        # A signal that is cut like tokens would be too short for its last convolutions, which name no stride.
+        ("WavLMForXVector", "WavLMConfig", {"input_values": torch.linspace(-1, 1, 12800)[None]}),
+        # It copies its configuration in its forward.
+        ("NeoMMEModel", "NeoMMEConfig", {"input_ids": torch.tensor([[3, 4, 5]])}),
+    ],
+)
+def test_hosts_of_unusual_calls_are_traced_or_refused(name: str, config: str, inputs: dict[str, Tensor]) -> None:
+    from tools.sweep_configs import tiny_config
+
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(tiny_config(getattr(transformers, config))).eval()
+    with torch.no_grad():
+        model(**inputs)
+    try:
+        ula.trace(model, inputs, progress=False)
+    except UnilinattnError as error:
+        assert str(error)

@@ -313,4 +313,6 @@ def _mask(*, config: Any = None, **given: Any) -> Tensor | None:
 
 def _implementation(config: Any) -> str | None:
     """Return the attention implementation that a configuration has without `interface`."""
-    return chosen.get(id(config), getattr(config, "_attn_implementation", None))
+    implementation: str | None = chosen.get(id(config), getattr(config, "_attn_implementation", None))
+    # A configuration that the host copies in its forward has the name of the interface.
+    return next(iter(chosen.values()), None) if implementation == INTERFACE else implementation

@@ -232,7 +232,12 @@ def _shapes(given: Mapping[str, Any]) -> Shapes:
 
 def _shortened(given: Mapping[str, Any], above: int) -> Mapping[str, Any]:
     """Return the arguments, cut to the first `PREFIX` tokens if there are more than `above`."""
-    sequences = [x.shape[1] for x in given.values() if isinstance(x, Tensor) and x.ndim in (2, 3)]
+    # Numbers without channels are no tokens but a signal, of which a stem makes fewer tokens.
+    sequences = [
+        x.shape[1]
+        for x in given.values()
+        if isinstance(x, Tensor) and (x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point()))
+    ]
     length = max(sequences, default=0)
     if length <= above:
         return given

@@ -74,6 +74,11 @@ def call_host(model: nn.Module, given: Mapping[str, Any]) -> Any:
         return model(*given.values()) if _only_positional(model) else model(**given)
     except (UnilinattnError, torch.OutOfMemoryError):
         raise
+    except TypeError as error:
+        # A host whose forward passes its keyword arguments on may set this one itself.
+        if "use_cache" not in given or "multiple values for keyword argument 'use_cache'" not in str(error):
+            raise
+        return call_host(model, {name: value for name, value in given.items() if name != "use_cache"})
     except (IndexError, RuntimeError, ValueError, AssertionError) as error:
         if (reason := _misfit(model, given)) is None:
             raise

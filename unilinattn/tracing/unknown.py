@@ -151,7 +151,7 @@ def probable_mixers(model: nn.Module, given: Mapping[str, Any]) -> list[Refused]
 
 def _mixes(name: str, args: tuple[Any, ...]) -> bool:
     if name in ("conv1d", "conv2d", "conv3d"):
-        _, weight, _, stride = (*args, None, 1)[:4]
+        weight, stride = args[1], args[3] if len(args) > 3 else 1
         strides = (stride,) if isinstance(stride, int) else tuple(stride)
         return any(size > step for size, step in zip(weight.shape[2:], strides * weight.ndim, strict=False))
     if name == "linear":
