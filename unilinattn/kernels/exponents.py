@@ -20,7 +20,7 @@ def exponent_range(dtype: torch.dtype) -> tuple[int, int]:
     return frexp(info.tiny)[1], frexp(info.max)[1]
 
 
-def times_power_of_two(x: Float[Tensor, "*axes"], exponent: Int[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+def times_power_of_two(x: Float[Tensor, "*axes"], exponent: Int[Tensor, "*#axes"]) -> Float[Tensor, "*axes"]:
     """Return x 2**exponent, exact where it is a normal number; the exponents may exceed the range of the dtype."""
     low, high = exponent_range(x.dtype)
     powers = _powers(x.dtype).to(x.device)
@@ -36,7 +36,7 @@ def flush_(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     return torch.hardshrink(x, largest_subnormal, out=x)
 
 
-def scaled_product(factors: Float[Tensor, "batch factor *axes"]) -> Scaled:
+def scaled_product(factors: Float[Tensor, "first factor *rest"]) -> Scaled:
     """Return the product over the second axis, which neither underflows nor overflows.
 
     It holds fractions and exponents of an eighth of the factors, or of a single one.
