@@ -1,4 +1,4 @@
-"""One model of the sweep: its outcome, measured in a process of its own with limits on time and memory."""
+"""Measure the outcome of one model of the sweep, in a separate process with limits on time and memory."""
 
 import math
 import multiprocessing
@@ -162,7 +162,7 @@ class _Attending(TorchFunctionMode):
 
 
 def run(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Measure each model in a process of its own, `jobs` at a time; yield the outcomes in order of completion."""
+    """Measure each model in a separate process, `jobs` at a time; yield the outcomes in order of completion."""
     queue = deque(cases)
     active: dict[Connection, _Process] = {}
     while queue or active:

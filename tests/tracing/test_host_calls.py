@@ -126,7 +126,7 @@ def test_an_option_without_an_operator_is_refused_at_trace() -> None:
 @pytest.mark.parametrize(
     ("name", "config", "inputs"),
     [
-        # Its forward passes its keyword arguments on beside a use_cache of its own.
+        # Its forward passes its keyword arguments on, and sets `use_cache` too.
         ("MimiEncoderModel", "MimiEncoderConfig", {"input_values": torch.ones(1, 1, 3200)}),
         # A signal that is cut like tokens would be too short for its last convolutions, which name no stride.
         ("WavLMForXVector", "WavLMConfig", {"input_values": torch.linspace(-1, 1, 12800)[None]}),

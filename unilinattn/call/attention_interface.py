@@ -314,5 +314,5 @@ def _mask(*, config: Any = None, **given: Any) -> Tensor | None:
 def _implementation(config: Any) -> str | None:
     """Return the attention implementation that a configuration has without `interface`."""
     implementation: str | None = chosen.get(id(config), getattr(config, "_attn_implementation", None))
-    # A configuration that the host copies in its forward has the name of the interface.
+    # A host may make a configuration during the run, as a copy for one layer; it has the name of the interface then.
     return next(iter(chosen.values()), None) if implementation == INTERFACE else implementation

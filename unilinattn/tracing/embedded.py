@@ -111,8 +111,9 @@ class EmbeddedModel:
                 f"baseline={baseline!r} needs an embedding of token ids, and the tokens of these inputs are not ids "
                 "alone; use 'zero'."
             )
-        known = [lookup.rows for lookup in self._lookups.lookups if lookup.rows is not None]
-        rows = min(known, default=vocabulary_size(self._model))
+        lookups, ids = self._lookups.lookups, self._ids
+        table_sizes = [lookup.rows for lookup in lookups if lookup.rows is not None]
+        rows = min(table_sizes, default=vocabulary_size(self._model))
         if rows is None:
             raise OptionError(
                 f"baseline={baseline!r} needs the number of ids, and the embedding module of {self._found.model} reads "
@@ -120,26 +121,25 @@ class EmbeddedModel:
             )
         if isinstance(baseline, int) and not 0 <= baseline < rows:
             raise InputError(f"baseline {baseline} is out of range: the model knows ids 0 to {rows - 1}.")
-        ids, given, lookups = self._ids, baseline, self._lookups.lookups
         with torch.no_grad():
-            absent = (
-                [each.embed(torch.full_like(ids[:1, :1], given))[0, 0] for each in lookups]
-                if isinstance(given, int)
-                else [each.mean(ids, rows) for each in lookups]
-            )
+            if isinstance(baseline, int):
+                absent_id = torch.full_like(ids[:1, :1], baseline)
+                absent = [lookup.embed(absent_id)[0, 0] for lookup in lookups]
+            else:
+                absent = [lookup.mean(ids, rows) for lookup in lookups]
         return torch.cat([vector.to(self.vectors) for vector in absent])
 
     def _vectors(self, batch: int) -> list[Float[Tensor, "batch token channel"]]:
         """Run the model on the traced inputs and return the vectors of each lookup, or those of the first block."""
         if isinstance(self._place, str):
             return [self._found.arguments[self._place]]
-        given = of_sequences(self._found, torch.arange(batch))
+        arguments = of_sequences(self._found, torch.arange(batch))
         if self._place is None:
-            self._lookups = Lookups(self._model, given, [layer.name for layer in self._found.layers])
+            self._lookups = Lookups(self._model, arguments, [layer.name for layer in self._found.layers])
             return self._lookups.vectors
         record = AtCall(self._place, None)
         with record:
-            call_host(self._model, given)
+            call_host(self._model, arguments)
         vectors = [] if record.vectors is None else [record.vectors]
         for each in vectors:
             self._place.require_same(each)

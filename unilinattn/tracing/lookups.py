@@ -22,7 +22,7 @@ IDS = 4096
 
 @dataclass(frozen=True)
 class Lookup:
-    """A computation that gives each id a vector of its own: an embedding module, or a lookup in a table outside one.
+    """Turns each id into its vector: an embedding module, or a lookup in a table outside of such a module.
 
     Attributes:
         embed: returns the vectors of ids.

@@ -132,7 +132,7 @@ def probable_mixers(model: nn.Module, given: Mapping[str, Any]) -> list[Refused]
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             with torch._C.DisableTorchFunction():
-                if _mixes(getattr(func, "__name__", ""), args):
+                if _mixes(getattr(func, "__name__", ""), args, kwargs or {}):
                     mixing[paths[-1]] = None
             return func(*args, **(kwargs or {}))
 
@@ -149,9 +149,10 @@ def probable_mixers(model: nn.Module, given: Mapping[str, Any]) -> list[Refused]
     return list(first.values())[::-1]
 
 
-def _mixes(name: str, args: tuple[Any, ...]) -> bool:
+def _mixes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if name in ("conv1d", "conv2d", "conv3d"):
-        weight, stride = args[1], args[3] if len(args) > 3 else 1
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
         strides = (stride,) if isinstance(stride, int) else tuple(stride)
         return any(size > step for size, step in zip(weight.shape[2:], strides * weight.ndim, strict=False))
     if name == "linear":
