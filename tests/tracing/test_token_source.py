@@ -184,3 +184,45 @@ class Ending(nn.Module):
     def forward(self, input_ids: Tensor, **others: Tensor) -> Any:
         hidden = self.inner.model(input_ids).last_hidden_state
         return {"logits": self.inner.lm_head(hidden + others[self.name].float().flatten(1).mean(1)[:, None, None])}
+
+
+class Series(nn.Module):
+    """A causal model of a time series, whose numbers are projected before its first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner: Any = HOSTS["llama"].model().float()
+        self.project = nn.Linear(1, self.inner.config.hidden_size)
+
+    def forward(self, values: Tensor) -> Any:
+        return self.inner(inputs_embeds=self.project(values))
+
+
+def test_an_argument_that_is_projected_is_not_the_stream() -> None:
+    model, values = Series().eval(), torch.randn(2, 5, 1, generator=torch.Generator().manual_seed(0))
+    result = ula.explain(model, values, method="logit", target=-1, progress=False)
+    with torch.no_grad():
+        vectors = model.project(values)
+    expected = ula.explain(model.inner, {"inputs_embeds": vectors}, method="logit", target=-1, progress=False)
+    assert relative_error(result.scores, expected.scores) <= LIMIT
+    assert relative_error(result.extras["bias"][:, None], expected.extras["bias"][:, None]) <= LIMIT
+
+
+@pytest.mark.parametrize("method", ["gradient", "logit"])
+def test_masks_and_positions_do_not_hide_the_ids(method: str) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner: Any = HOSTS["llama"].model().float()
+
+        def forward(self, idx: Tensor, attention_mask: Any = None, position_ids: Any = None) -> Any:
+            # A scale after the embedding tells its output from what enters the first block.
+            vectors = 3 * self.inner.get_input_embeddings()(idx)
+            return self.inner(inputs_embeds=vectors, attention_mask=attention_mask, position_ids=position_ids)
+
+    model = Named().eval()
+    more = {"attention_mask": torch.ones_like(IDS), "position_ids": torch.arange(5).expand(2, 5)}
+    alone = ula.explain(model, IDS, method=method, target=-1, progress=False)
+    beside = ula.explain(model, {"idx": IDS, **more}, method=method, target=-1, progress=False)
+    assert relative_error(beside.scores, alone.scores) <= LIMIT

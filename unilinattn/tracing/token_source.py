@@ -1,8 +1,7 @@
 """Where a model's tokens get their vectors, such that no other input reaches its output beside them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ STRUCTURE = ("mask", "position", "type", "label", "size", "shape", "length", "gr
 Read = Callable[[Any], list[Any]]
 """Returns the tensors of a model's output that are explained."""
 
-Hold = Callable[[dict[str, Any]], AbstractContextManager[object]]
+Hold = Callable[[Mapping[str, Any]], AbstractContextManager[object]]
 """Makes the vectors of the tokens those of the traced inputs in a run on changed arguments."""
 
 
@@ -103,7 +102,7 @@ def _reaching(
     names = [name for name, value in others.items() if _is_content(name, value, shape)]
     if not names:
         return []
-    hold = _lookups(model, given, layers) if source is None else partial(_held, source, given)
+    hold = _hold(model, given, layers, source)
     before = _run(model, dict(given), hold, read)
     return [name for name in names if _reaches(before, _run(model, _changed(given, name), hold, read), given[name])]
 
@@ -116,7 +115,7 @@ def _is_content(name: str, value: Any, shape: torch.Size) -> bool:
     arrays = [t for t in tensors(value) if t.numel()]
     if not arrays:
         return False
-    if any(t.is_floating_point() or t.is_complex() or t.dtype == torch.uint8 for t in arrays):
+    if any(t.is_floating_point() or t.is_complex() for t in arrays):
         return not ("mask" in name and all(map(_is_mask, arrays)))
     if any(word in name for word in STRUCTURE) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays):
         return False
@@ -187,8 +186,12 @@ def _perturbed(t: Tensor) -> Tensor:
     return (wide + torch.where(size > 0, size, torch.ones_like(size)) * noise).to(t.dtype)
 
 
-def _lookups(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> Hold:
-    """Return what holds the vectors of the ids; a model may read the ids themselves too, which do not change."""
+def _hold(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer], source: Source) -> Hold:
+    """Return what holds the tokens' vectors; an argument with them, or with ids, does not change."""
+    if isinstance(source, str):
+        return lambda arguments: nullcontext()
+    if source is not None:
+        return lambda arguments: AtCall(source, source.vectors)
 
     def find() -> Lookups:
         with plain_run(model):
@@ -196,16 +199,6 @@ def _lookups(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]
 
     lookups = isolated(model, find)
     return lambda arguments: lookups.replaced(arguments, lookups.vectors)
-
-
-@contextmanager
-def _held(source: TokenCall | str, given: Mapping[str, Any], arguments: dict[str, Any]) -> Iterator[None]:
-    if isinstance(source, str):
-        arguments[source] = given[source]
-        yield
-        return
-    with AtCall(source, source.vectors):
-        yield
 
 
 class AtCall(TorchFunctionMode):
