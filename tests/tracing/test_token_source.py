@@ -226,3 +226,15 @@ def test_masks_and_positions_do_not_hide_the_ids(method: str) -> None:
     alone = ula.explain(model, IDS, method=method, target=-1, progress=False)
     beside = ula.explain(model, {"idx": IDS, **more}, method=method, target=-1, progress=False)
     assert relative_error(beside.scores, alone.scores) <= LIMIT
+
+
+def test_places_of_the_tokens_are_part_of_their_vectors() -> None:
+    torch.manual_seed(0)
+    config = transformers.LayoutLMConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LayoutLMForTokenClassification(config).eval()
+    boxes = torch.tensor([0, 10, 20, 30]) + torch.arange(5)[:, None]
+    given = {"input_ids": IDS, "bbox": boxes.expand(2, 5, 4)}
+    result = ula.explain(model, given, method="logit", target=-1, progress=False)
+    assert result.completeness_gap is not None and result.completeness_gap <= LIMIT
