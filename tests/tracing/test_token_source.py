@@ -238,3 +238,5 @@ def test_places_of_the_tokens_are_part_of_their_vectors() -> None:
     given = {"input_ids": IDS, "bbox": boxes.expand(2, 5, 4)}
     result = ula.explain(model, given, method="logit", target=-1, progress=False)
     assert result.completeness_gap is not None and result.completeness_gap <= LIMIT
+    # An id can stand for an absent token only where the vectors of the tokens are those of their ids.
+    assert ula.explain(model, given, method="occlusion", target=-1, baseline=3, progress=False).scores.shape == (2, 5)
