@@ -28,6 +28,9 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
 ERROR_FIGURE = 1e-5
 """Numbers below this are rounding errors, which depend on the machine: they agree within a factor of ten."""
 
+UNIT = Decimal(2) ** -23
+"""Rounding of float32: a run may have less by chance. Errors below a hundredth of it are those of float64."""
+
 ROUNDING = 1e-6
 """Numbers below this agree with a zero on the page: equal operations may be ordered differently on another machine."""
 
@@ -160,7 +163,7 @@ def _close(a: Decimal, b: Decimal) -> bool:
     if a == 0 and large < ROUNDING:
         return True
     if small > 0 and large < ERROR_FIGURE:
-        return large <= 10 * small
+        return large <= 10 * (max(small, UNIT) if small > UNIT / 100 else small)
     exponent = a.as_tuple().exponent
     assert isinstance(exponent, int)
     return abs(a - b) <= (Decimal(1).scaleb(exponent) if exponent < 0 or "E" in str(a) else 0)

@@ -43,7 +43,7 @@ def both(name: str, folder: Path, length: int = LENGTH) -> tuple[ula.Trace, ula.
 def test_pieces_give_the_whole_trace(name: str, length: int, tmp_path: Path) -> None:
     whole, pieces = both(name, tmp_path, length)
     for one, two in zip(whole.layers, pieces.layers, strict=True):
-        for part in ("input", "output", "stream"):
+        for part in ("input", "output", "stream", "stream_norms"):
             assert relative_error(getattr(two, part), getattr(one, part)) <= EXACT
         assert two.name == one.name and two.multiplier == one.multiplier
         assert two.prefix_error is not None and two.prefix_error <= 1e-6

@@ -25,7 +25,7 @@ LIVE = 2
 HELD = 1.5
 """Elements held per element of a stage's output while the flow of a layer is built."""
 
-KEPT = 2.2
+KEPT = 2.0
 """Elements that a frozen run keeps for each one that enters or leaves a layer or a weight matrix between layers."""
 
 VOCABULARY = 16

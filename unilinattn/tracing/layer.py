@@ -92,6 +92,7 @@ class Layer:
         self.mask = None if mask is None else mask.to(device)
         self.expected = None if frame.prefix is None else frame.prefix.output.to(device, dtype)
         self.prefix_error = None if frame.prefix is None else frame.prefix.error
+        self._stream_norms = None if frame.prefix is None else frame.prefix.stream_norms
         self._ports = None if frame.prefix is None else frame.prefix.ports
         self._latest = None if frame.prefix is None else latest
 
@@ -186,6 +187,13 @@ class Layer:
     def opaque(self) -> bool:
         """Whether the module has no adapter and hence no operator (see `trace(strict=False)`)."""
         return self._architecture is OPAQUE
+
+    @property
+    def stream_norms(self) -> Float[Tensor, "batch query"] | None:
+        """The norm of the stream at each token, None without a stream."""
+        if self._stream_norms is not None or self.stream is None:
+            return self._stream_norms
+        return torch.linalg.vector_norm(self.stream, dim=-1)
 
     @property
     def residual(self) -> Float[Tensor, "batch query out"] | None:

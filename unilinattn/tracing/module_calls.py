@@ -52,12 +52,14 @@ class Prefix:
             tokens, of the worst sequence.
         ports: (batch, number of tokens) of each tensor that the operator reads, by port.
         pieces: the tokens in the pieces that the operator ran on, None if it ran on all tokens at once.
+        stream_norms: the norm of the stream that enters the block at each token, if the run was in pieces.
     """
 
     output: Float[Tensor, "batch prefix out"]
     error: float
     ports: dict[str, tuple[int, int]]
     pieces: tuple[Piece, ...] | None = None
+    stream_norms: Float[Tensor, "batch token"] | None = None
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.tracing.layer import Layer
@@ -27,9 +28,9 @@ def sink_tokens(layers: Sequence[Layer], shape: tuple[int, int]) -> tuple[tuple[
     language models with attention sinks" (2024).
     """
     outliers = [
-        _outliers(layer.stream, layer)
+        _outliers(norms, layer)
         for layer in layers
-        if layer.stream is not None and tuple(layer.stream.shape[:2]) == shape
+        if (norms := layer.stream_norms) is not None and tuple(norms.shape) == shape
     ]
     if not outliers:
         return None
@@ -37,8 +38,7 @@ def sink_tokens(layers: Sequence[Layer], shape: tuple[int, int]) -> tuple[tuple[
     return tuple(tuple(row.nonzero().flatten().tolist()) for row in sinks)
 
 
-def _outliers(stream: Tensor, layer: Layer) -> Tensor:
-    norms = torch.linalg.vector_norm(stream, dim=-1)
+def _outliers(norms: Float[Tensor, "batch token"], layer: Layer) -> Bool[Tensor, "batch token"]:
     if layer.mask is not None:
         norms = norms.masked_fill(~layer.mask, torch.nan)
     # The lower of two medians, so that one of two tokens can be an outlier.

@@ -93,6 +93,7 @@ class _Streams:
     input: Stream | None = None
     output: Stream | None = None
     stream: Stream | None = None
+    norms: list[Tensor] = field(default_factory=list)
 
 
 class _Run:
@@ -152,8 +153,8 @@ class _Run:
             )
         whole = layer.input.tensor
         pieces = tuple(Piece(tokens, partial(layer.input.read, tokens), states) for tokens, states in layer.pieces)
-        stream = self._layers[self._first[at]].stream
-        site = None
+        around = self._layers[self._first[at]]
+        stream, site = around.stream, None
         if first.site is not None and stream is not None:
             site = ResidualSite(stream.tensor, stream.tensor, 1.0, first.site.multiplier, None, 0.0)
         return replace(
@@ -162,7 +163,13 @@ class _Run:
             entered=whole,
             output=layer.output.tensor,
             site=site,
-            prefix=Prefix(host.detach(), error, {"x": (whole.shape[0], whole.shape[1])}, pieces),
+            prefix=Prefix(
+                host.detach(),
+                error,
+                {"x": (whole.shape[0], whole.shape[1])},
+                pieces,
+                torch.cat(around.norms, 1) if around.norms else None,
+            ),
         )
 
     def _stand_in(
@@ -202,7 +209,10 @@ class _Run:
         layer.input, layer.output = write(layer.input, record.entered), write(layer.output, record.output)
         site = record.site
         if site is not None and self._first[at] == at:
-            layer.stream = write(layer.stream, site.stream if site.skip == 1 else site.skip * site.stream)
+            entered = site.stream if site.skip == 1 else site.skip * site.stream
+            layer.stream = write(layer.stream, entered)
+            # Norms that were read from the files afterwards would bring whole streams into memory.
+            layer.norms.append(torch.linalg.vector_norm(entered.detach().to(dtype), dim=-1))
 
 
 def _pieces(length: int) -> Iterator[slice]:
