@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
+from unilinattn.call.attention_interface import capture
 from unilinattn.errors import UncoveredError, UnilinattnError, UnknownArchitectureError
 from unilinattn.testing import TOLERANCES, left_as_found, relative_error
 from unilinattn.testing.hosts.basic import transformers_model
@@ -145,3 +146,19 @@ def test_hosts_of_unusual_calls_are_traced_or_refused(name: str, config: str, in
         ula.trace(model, inputs, progress=False)
     except UnilinattnError as error:
         assert str(error)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "NemotronAsrStreamingEncoder"), reason="this transformers has no NemotronAsrStreaming"
+)
+def test_attention_that_combines_the_mask_with_scores_of_its_own_reads_the_mask_of_its_implementation() -> None:
+    sizes = dict(SMALL, num_mel_bins=8, subsampling_factor=2, subsampling_conv_channels=4)
+    model = model_of("NemotronAsrStreamingEncoder", "NemotronAsrStreamingEncoderConfig", **sizes)
+    signal = torch.randn(2, 24, 8, generator=torch.Generator().manual_seed(0))
+    calls: list[Any] = []
+    with torch.no_grad():
+        own = model(signal).last_hidden_state
+        with capture(model, lambda module, record: calls.append(record)):
+            captured = model(signal).last_hidden_state
+    assert len(calls) == 1
+    assert relative_error(captured, own) < TOLERANCES["layer", torch.float32]

@@ -297,18 +297,19 @@ def _dispatch(
 
 
 def _mask(*, config: Any = None, **given: Any) -> Tensor | None:
-    """Return the mask of eager attention; for calls from other runs, that of the configuration's own implementation.
+    """Return the mask of the configuration's own implementation, which the host's modules may read; else eager's.
 
-    None where the fused attention of the configuration has none: the module then decides whether it is causal.
+    The boolean mask of fused attention stays one, since some hosts combine it with scores of their own; None where
+    fused attention needs none, and the module then decides whether it is causal. The implementations that read no
+    dense mask, such as flash attention, have the one of eager attention.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     implementation = _implementation(config) or "eager"
+    if _handler.get() is not None and implementation != "sdpa":
+        implementation = "eager"
     make = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
-    mask: Tensor | None = None if make is None else make(config=config, **given)
-    if _handler.get() is not None and (implementation != "sdpa" or mask is not None):
-        mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](config=config, **given)
-    return mask
+    return None if make is None else make(config=config, **given)
 
 
 def _implementation(config: Any) -> str | None:
