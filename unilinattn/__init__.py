@@ -17,7 +17,7 @@ from unilinattn import startup as _startup  # noqa: F401  the import installs th
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unilinattn import analysis
+    from unilinattn import analysis, methods
     from unilinattn.errors import UnilinattnError
     from unilinattn.evaluation.evaluate import evaluate
     from unilinattn.methods.generation import explain_generation
@@ -49,6 +49,7 @@ __all__ = [
     "explain_generation",
     "list_architectures",
     "list_methods",
+    "methods",
     "register_architecture",
     "register_method",
     "through_operators",
