@@ -19,6 +19,13 @@ class Gradient(ScalarOptions):
     Raises `OptionError` for an unknown option or value, `InputError` for a model without logits,
     `MissingExtraError` without captum, and `UncoveredError` for a module that passes no gradient, such as a
     quantised one, and for models with two streams of tokens.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Gradient(sign="keep"), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION
@@ -38,6 +45,13 @@ class InputXGradient(ScalarOptions):
     position i, a forward and a backward pass for each token.
 
     Raises the errors of `gradient`.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.InputXGradient(), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION
@@ -56,6 +70,13 @@ class IntegratedGradients(ScalarOptions):
 
     Raises the errors of `gradient`, `InputError` for a baseline id that the model does not know, and `OptionError`
     for a baseline from the embedding table on inputs without ids.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.IntegratedGradients(n_steps=20), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION
@@ -74,6 +95,13 @@ class Smoothgrad(Gradient):
     for a target.
 
     Raises the errors of `gradient`.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Smoothgrad(n_samples=5), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION

@@ -20,6 +20,13 @@ class Raw(MapOptions, Composable):
 
     Raises `OptionError` for an unknown option or value, and `UncoveredError` if the maps of the layers cannot be
     stacked or composed, or have different numbers of heads with by_head=True.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Raw(by_head=True), target=-1)
+    >>> result.dims
+    ('layer', 'batch', 'head', 'key')
     """
 
     question = QUESTION
@@ -53,6 +60,13 @@ class Rollout(MapOptions, Composed):
     Raises `OptionError` for an unknown option or value, and `UncoveredError` if layers are on different streams.
 
     Also Abnar and Zuidema (2020), who average with the identity and renormalise rows: see `normalize`.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Rollout(normalize="rows"), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION

@@ -38,6 +38,13 @@ class Knockout(ScalarOptions):
     Raises `OptionError` for an unknown option or value, `InputError` for edges outside the sequence or above the
     diagonal of a causal layer and for a model without logits, and `UncoveredError` if layers are on different
     streams.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Knockout(layers=[0]), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION
@@ -107,6 +114,13 @@ class Occlusion(ScalarOptions):
     Raises `OptionError` for an unknown option or value, without a target, and for a window longer than a sequence,
     `InputError` for a model without logits and for a baseline id that the model does not know, `MissingExtraError`
     without captum, and `UncoveredError` for models with two streams of tokens.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Occlusion(window=2), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION
@@ -133,6 +147,13 @@ class KernelShap(ScalarOptions):
     largest of these errors relative to the difference.
 
     Raises the errors of `occlusion`, and `OptionError` for fewer samples than unknowns.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.KernelShap(n_samples=200), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION

@@ -36,6 +36,13 @@ class Logit(ScalarOptions):
     Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, `UncoveredError`
     for code without a frozen form, and `ExactnessError` if the shares miss their sum; with trust="warn" the result
     keeps a warning instead.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Logit(by="tokens"), target=-1)
+    >>> result.completeness_gap < 1e-4
+    True
     """
 
     question = QUESTION
@@ -65,6 +72,13 @@ class Lrp(ScalarOptions):
     Scores, extras and `completeness_gap` are those of `logit`; relevances, bias and remainder add up to the logit.
 
     Raises the errors of `logit`.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Lrp(), target=-1)
+    >>> result.completeness_gap < 1e-4
+    True
     """
 
     question = QUESTION
@@ -90,6 +104,13 @@ class AltiLogit(ScalarOptions):
     for a layer without a residual stream outside its module, for a stream that is normed between layers (post-norm)
     and for layers that cannot be composed, `StreamError` if stream and output do not add up, and `ExactnessError`
     if the scores miss the logit.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.AltiLogit(), target=-1)
+    >>> result.completeness_gap < 1e-4
+    True
     """
 
     question = QUESTION

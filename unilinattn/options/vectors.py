@@ -37,6 +37,13 @@ class Alti(ThroughHeads):
     Raises `OptionError` for an unknown option or value, `UncoveredError` for a layer whose residual stream is
     unknown, for layers that cannot be stacked or composed, and for different numbers of heads with by_head=True;
     `StreamError` if stream and output do not add up.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Alti(compose="rollout"), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION
@@ -92,6 +99,13 @@ class Latim(ThroughHeads):
     Raises `OptionError` for an unknown option or value, `UncoveredError` for layers that cannot be stacked or
     composed, that have no activation to split, whose residual stream is unknown, or that have different numbers of
     heads with by_head=True, and `StreamError` if stream and output do not add up.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Latim(p=1), target=-1)
+    >>> result.dims
+    ('layer', 'batch', 'key')
     """
 
     question = QUESTION

@@ -22,6 +22,13 @@ class Contribution(ScalarOptions, Composed):
 
     Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, and
     `UncoveredError` if layers are on different streams.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Contribution(sign="abs"), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION
@@ -46,6 +53,13 @@ class Attribution(ScalarOptions, MapOptions, Composed):
 
     Raises `OptionError` for an unknown option or value, `InputError` for a model without logits, and
     `UncoveredError` if layers are on different streams.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.Attribution(gradient="per-head"), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION
@@ -99,6 +113,13 @@ class AttentionGrad(GradientMapOptions):
     Scores: (batch, query, key), without `query` for a target.
 
     Raises the errors of `attribution`, and `UncoveredError` for layers with cores in series or complex cores.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.AttentionGrad(), target=-1)
+    >>> result.dims
+    ('batch', 'key')
     """
 
     question = QUESTION
@@ -115,6 +136,13 @@ class TransformerAttribution(GradientMapOptions):
     Scores: (batch, query, key), without `query` for a target. `completeness_gap` is that of `lrp`, of the worst target.
 
     Raises the errors of `attention_grad` and of `lrp`.
+
+    >>> import unilinattn as ula
+    >>> model = ula.examples.load("induction", "mamba")
+    >>> ids = ula.examples.TASKS["induction"].sample(1, seed=0).input_ids
+    >>> result = ula.explain(model, ids, method=ula.methods.TransformerAttribution(), target=-1)
+    >>> result.completeness_gap < 1e-4
+    True
     """
 
     question = QUESTION
