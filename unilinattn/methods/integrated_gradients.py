@@ -4,11 +4,11 @@ from typing import Any
 
 from pydantic import Field
 
+from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.methods.captum_run import Baseline, Scores, TokenFunction, captum, explained, relative_gap
 from unilinattn.methods.options import ScalarOptions
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.isolation import in_gradient_mode
 from unilinattn.tracing.trace import Target, Trace
 
 

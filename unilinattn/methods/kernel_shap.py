@@ -9,11 +9,11 @@ from pydantic import Field
 from torch import Tensor
 
 from unilinattn.errors import OptionError
+from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.methods.captum_run import Baseline, Scores, Seed, TokenFunction, captum, explained, relative_gap
 from unilinattn.methods.options import ScalarOptions
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.isolation import in_gradient_mode
 from unilinattn.tracing.trace import Target, Trace
 
 

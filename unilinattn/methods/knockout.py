@@ -9,6 +9,7 @@ from pydantic import Field, InstanceOf, field_serializer, field_validator, model
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.host.logits import one_each, picked
 from unilinattn.memory import require_result
 from unilinattn.methods.maps import ONE_ROW
 from unilinattn.methods.options import ScalarOptions
@@ -17,11 +18,10 @@ from unilinattn.methods.selection import composable_steps, key_mask, stackable_l
 from unilinattn.operator.edges import Edges, Listed, Outgoing
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
+from unilinattn.reruns.cut import Cut
+from unilinattn.reruns.rerun import Rerun, rerun
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.cutting import Cut
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import one_each, picked
-from unilinattn.tracing.rerun import Rerun, rerun
 from unilinattn.tracing.trace import Target, Trace
 
 TOKENS = 4096

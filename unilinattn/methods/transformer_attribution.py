@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.frozen.run import FrozenRun, frozen
 from unilinattn.methods.gradient_maps import (
     AtCores,
     Factors,
@@ -19,7 +20,6 @@ from unilinattn.methods.selection import layers_from
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
-from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -60,7 +60,7 @@ def transformer_attribution(trace: Trace, *, target: Target | None = None, **opt
     gaps = []
 
     def factors(targets: Sequence[Target]) -> Iterator[Factors]:
-        run = trace.frozen(None if callable(chosen.logit) else targets, rule="half")
+        run = frozen(trace, None if callable(chosen.logit) else targets, rule="half")
         for position, gradients in zip(targets, core_gradients(trace, layers, targets, chosen), strict=True):
             relevance = run.complete_shares(position, chosen.logit)
             gaps.append(_largest_ratio(relevance.gap, relevance.value))
