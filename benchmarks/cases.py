@@ -22,11 +22,11 @@ from benchmarks.rivals import (
     row_steps,
     vectors_floor,
 )
+from unilinattn.host.substitution import through_operators
 from unilinattn.methods.attribution import gradient_weights
 from unilinattn.methods.maps import Weight, unit_rows, vecmat
 from unilinattn.methods.selection import query_rows
 from unilinattn.options import weighted
-from unilinattn.tracing.substitution import through_operators
 from unilinattn.tracing.trace import Trace
 
 

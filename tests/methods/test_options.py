@@ -9,6 +9,7 @@ import torch
 from tests.methods.hosts import traced
 from unilinattn import methods, options
 from unilinattn.errors import OptionError
+from unilinattn.frozen.run import By
 from unilinattn.methods import compare, estimate, explain
 from unilinattn.methods.needs import TRIALS
 from unilinattn.operator.contributions import TAP_FUNCTIONS
@@ -19,7 +20,6 @@ from unilinattn.options.bases import Activation, MapOptions
 from unilinattn.registry import list_methods
 from unilinattn.results.attribution import Attribution
 from unilinattn.testing.promote import promoted
-from unilinattn.tracing.frozen import By
 
 METHODS = sorted(
     name for name, method in list_methods().items() if method.function.__module__.startswith("unilinattn.")

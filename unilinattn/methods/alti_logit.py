@@ -6,7 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import ExactnessError, UncoveredError
+from unilinattn.frozen.run import frozen
 from unilinattn.memory import reserved
 from unilinattn.methods.alti import mixing
 from unilinattn.methods.composition import product_cost
@@ -32,7 +34,6 @@ from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
-from unilinattn.tracing.trust import tolerance
 
 NAME = "alti_logit"
 EXTRAS = ("bias", "remainder", "logit", "gap")
@@ -150,7 +151,7 @@ def _unembedded(
     U is that of the target's logit at every position, or without a target that of each position's own logit there.
     """
     targets = every_position(trace) if target is None else [target]
-    run = trace.frozen(None if callable(options.scalar) else targets)
+    run = frozen(trace, None if callable(options.scalar) else targets)
     gradient = torch.zeros_like(layer.output)
     count = layer.output.shape[1] if target is None else 1
     extras = {name: gradient.new_zeros(len(gradient), count, dtype=torch.float64) for name in EXTRAS}
@@ -186,7 +187,7 @@ def _require_complete(
     """Raise `ExactnessError` if the scores of an unpadded input miss the logit."""
     size = scores.double().abs().sum(-1) + extras["bias"].abs() + extras["remainder"].abs()
     error = float((extras["gap"] / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
-    accepted = max(tolerance(layer.precision) for layer in layers)
+    accepted = max(layer_tolerance(layer.precision) for layer in layers)
     # Written so that a NaN is refused too.
     if trace.mask is None and not error <= accepted:
         raise ExactnessError(

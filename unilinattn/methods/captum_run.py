@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
+from unilinattn.host.logits import Logit, one_each, picked
 from unilinattn.memory import require_result
 from unilinattn.methods.maps import ONE_ROW
 from unilinattn.methods.results import stored_options
@@ -16,10 +18,8 @@ from unilinattn.methods.selection import every_position, only_target
 from unilinattn.optional import import_extra
 from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
+from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.embedded import EmbeddedModel
-from unilinattn.tracing.isolation import in_gradient_mode, with_own_random_numbers
-from unilinattn.tracing.logits import Logit, one_each, picked
 from unilinattn.tracing.trace import Target, Trace
 
 TOKENS = 4096

@@ -9,6 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unilinattn.errors import OptionError
+from unilinattn.frozen.run import one_frozen_run
+from unilinattn.host.generation import generated, prompt_ids
+from unilinattn.host.text import words_of
+from unilinattn.host.wrappers import unwrapped
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.needs import advised
 from unilinattn.methods.run import Tokens, chosen_method, labels_of_tokens, named, run_method
@@ -18,11 +22,8 @@ from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.scores import extra_dims
-from unilinattn.tracing.generation import generated, prompt_ids
-from unilinattn.tracing.text import words_of
 from unilinattn.tracing.trace import trace
 from unilinattn.tracing.trust import Trust, trusting
-from unilinattn.tracing.wrappers import unwrapped
 
 
 def explain_generation(
@@ -86,7 +87,7 @@ def explain_generation(
         targets = ids[0, before.shape[1] :].tolist()
         names_a_logit = entry.options is not None and "logit" in entry.options.model_fields
         rows = []
-        with traced.one_frozen_run(positions):
+        with one_frozen_run(traced, positions):
             for position, token in zip(steps(positions, "generated tokens"), targets, strict=True):
                 keywords = {**options, **({"logit": token} if names_a_logit else {})}
                 with advised(traced, position, entry, keywords):

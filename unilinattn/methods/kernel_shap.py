@@ -8,11 +8,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import OptionError
+from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained, relative_gap
 from unilinattn.options import KernelShap
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.isolation import in_gradient_mode
 from unilinattn.tracing.trace import Target, Trace
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.host.logits import one_each, picked
 from unilinattn.memory import require_result
 from unilinattn.methods.maps import ONE_ROW
 from unilinattn.methods.results import make_result
@@ -15,11 +16,10 @@ from unilinattn.operator.edges import Edges, Listed, Outgoing
 from unilinattn.options import Knockout
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
+from unilinattn.reruns.cut import Cut
+from unilinattn.reruns.rerun import Rerun, rerun
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.cutting import Cut
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import one_each, picked
-from unilinattn.tracing.rerun import Rerun, rerun
 from unilinattn.tracing.trace import Target, Trace
 
 TOKENS = 4096

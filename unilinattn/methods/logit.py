@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unilinattn.frozen.run import By, frozen
+from unilinattn.frozen.shares import Shares
 from unilinattn.memory import allowed
 from unilinattn.methods.results import allocate_scores, make_result, result_shape
 from unilinattn.methods.selection import every_position, layers_from, only_target, query_rows
@@ -16,8 +18,6 @@ from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
-from unilinattn.tracing.frozen import By
-from unilinattn.tracing.shares import Shares
 from unilinattn.tracing.trace import Target, Trace
 
 EXTRAS: Mapping[By, tuple[str, ...]] = {
@@ -69,7 +69,7 @@ def shares_result(
     if by == "tokens":
         extras["embedding"] = scores.new_zeros(scores.shape, dtype=torch.float64)
     targets = every_position(trace) if target is None else [target]
-    run = trace.frozen(None if callable(options.scalar) else targets, rule=rule)
+    run = frozen(trace, None if callable(options.scalar) else targets, rule=rule)
     for position in progress(targets, method):
         shares = run.complete_shares(position, options.scalar, by=by)
         if target is None:

@@ -16,6 +16,8 @@ from unilinattn.errors import (
     UncoveredError,
     nearest,
 )
+from unilinattn.host.labels import labels_of_ids
+from unilinattn.host.logits import has_logits
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.needs import advised
@@ -30,8 +32,6 @@ from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.estimate import Estimate
-from unilinattn.tracing.labels import labels_of_ids
-from unilinattn.tracing.logits import has_logits
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.frozen.run import FrozenRun, frozen
 from unilinattn.methods.gradient_maps import (
     AtCores,
     Factors,
@@ -19,7 +20,6 @@ from unilinattn.options.bases import GradientMapOptions
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
-from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -42,7 +42,7 @@ def transformer_attribution(
     gaps = []
 
     def factors(targets: Sequence[Target]) -> Iterator[Factors]:
-        run = trace.frozen(None if callable(options.scalar) else targets, rule="half")
+        run = frozen(trace, None if callable(options.scalar) else targets, rule="half")
         for position, gradients in zip(targets, core_gradients(trace, layers, targets, options), strict=True):
             relevance = run.complete_shares(position, options.scalar)
             gaps.append(_largest_ratio(relevance.gap, relevance.value))
