@@ -70,16 +70,14 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         steps = composable_steps(trace, "alti", layers)
         return estimated("alti", layers, target, chosen, of, held=held, extras=len(steps) * numbers)
 
-    def of_rows(layer: Layer) -> tuple[int, int]:
+    def of_rows(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None else 1
         apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" else 0
         if chosen.is_through_heads:
             split = through_heads("alti", layer, chosen.heads, by_head=chosen.by_head)
-            size, operations = head_tiles_cost(split, rows, exact=exact, products=True)
-        else:
-            size, operations = shares_cost((layer,), rows, exact=exact)
-        return apart + size, operations
+            return apart + head_tiles_cost(split, rows, exact=exact, products=True)
+        return apart + shares_cost((layer,), rows, exact=exact)
 
     extras = (1 if chosen.layers == "mean" else len(layers)) * numbers
     return estimated("alti", layers, target, chosen, of_rows, heads=axis, extras=extras)

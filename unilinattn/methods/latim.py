@@ -25,7 +25,6 @@ from unilinattn.methods.vectors import (
     head_tiles_cost,
     shares_cost,
 )
-from unilinattn.operator.cost import apply_cost
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -120,30 +119,28 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     axis = head_axis("latim", layers, chosen.heads) if chosen.by_head else None
     if chosen.compose == "rollout":
 
-        def of_step(step: Sequence[Layer]) -> tuple[int, int]:
-            size, operations = shares_cost(step, map_shape(step[0])[1], exact=exact)
-            return max(size, postprocess_bytes(map_shape(step[0]), width, chosen.discard)), operations
+        def of_step(step: Sequence[Layer]) -> int:
+            shape = map_shape(step[0])
+            return max(shares_cost(step, shape[1], exact=exact), postprocess_bytes(shape, width, chosen.discard))
 
         of_layer, held = product_cost(trace, "latim", layers, target, of_step)
         extras = len(composable_steps(trace, "latim", layers)) * (8 + numbers)
         return estimated("latim", layers, target, chosen, of_layer, held=held, extras=extras)
 
-    def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None or extremes else 1
         apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" or target else 0
         if chosen.is_through_heads:
             split = through_heads("latim", layer, chosen.heads, by_head=chosen.by_head)
             apart *= split.count
-            size, operations = head_tiles_cost(split, rows, exact=exact, products=False)
-            # Two passes check the decomposition.
-            operations += 2 * apply_cost(split.operator.chains, split.operator.inputs).operations
+            size = head_tiles_cost(split, rows, exact=exact, products=False)
         elif chosen.sketch is not None:
-            size, operations = sketch_cost(layer, chosen.sketch, chosen.exact_keys)
+            size = sketch_cost(layer, chosen.sketch, chosen.exact_keys)
         else:
-            size, operations = shares_cost((layer,), rows, exact=exact)
+            size = shares_cost((layer,), rows, exact=exact)
         treatment = postprocess_bytes((batch, rows, keys), layer.output.element_size(), chosen.discard)
-        return apart + max(size, treatment), operations
+        return apart + max(size, treatment)
 
     extras = 8 * len(layers) + numbers * (1 if chosen.layers == "mean" else len(layers))
     return estimated("latim", layers, target, chosen, of, heads=axis, extras=extras)

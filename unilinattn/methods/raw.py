@@ -14,7 +14,7 @@ from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, p
 from unilinattn.methods.options import Composable, MapOptions
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import only_port, stackable_layers
-from unilinattn.operator.cost import heads_cut, map_operations, rows_cost
+from unilinattn.operator.cost import heads_cut, rows_elements
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -49,7 +49,7 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
     extremes = chosen.normalize == "min-max"
     axis = head_axis("raw", layers, chosen.selected_heads, chosen.scope) if chosen.by_head else None
 
-    def of_heads(layer: Layer) -> tuple[int, int]:
+    def of_heads(layer: Layer) -> int:
         assert axis is not None
         batch, queries, keys = map_shape(layer)
         rows, width = queries if target is None or extremes else 1, layer.output.element_size()
@@ -57,24 +57,22 @@ def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estim
         apart = batch * count * rows * keys * width if rows < queries or target is not None else 0
         if rows == queries:
             _, _, size = heads_cut(scope)
-            operations = map_operations(scope, list(axis.heads))
         else:
-            elements, operations = rows_cost(scope.chain, batch * keys, scope.groups, rows)
+            elements = rows_elements(scope.chain, batch * keys, scope.groups, rows)
             size = (elements + batch * count * rows * keys) * width
         treatment = postprocess_bytes((batch, rows, keys), width, chosen.discard)
-        return apart + max(size, treatment), operations
+        return apart + max(size, treatment)
 
-    def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows, width = queries if target is None or extremes else 1, layer.output.element_size()
         apart = batch * rows * keys * width if chosen.layers == "mean" or rows < queries or target is not None else 0
         if rows == queries:
-            size, operations = map_cost(layer, chosen)
+            size = map_cost(layer, chosen)
         else:
             scope = only_port(layer).scoped_map(chosen.scope)
-            elements, operations = rows_cost(scope.chain, batch * keys, scope.groups, rows)
-            size = elements * width
-        return apart + max(size, postprocess_bytes((batch, rows, keys), width, chosen.discard)), operations
+            size = rows_elements(scope.chain, batch * keys, scope.groups, rows) * width
+        return apart + max(size, postprocess_bytes((batch, rows, keys), width, chosen.discard))
 
     return estimated("raw", layers, target, chosen, of if axis is None else of_heads, heads=axis)
 

@@ -19,6 +19,7 @@ from unilinattn.errors import (
 )
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.costs import trace_bytes
 from unilinattn.methods.needs import advised
 from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
@@ -134,11 +135,10 @@ def estimate(
     trust: Trust = "require",
     **options: Any,
 ) -> Estimate:
-    """Estimate `explain` with the same arguments: bytes of the result, bytes in addition to it, multiply-adds.
+    """Estimate the memory of `explain` with the same arguments: that of the result, that in addition to it, the trace.
 
     A model runs once, to be traced, and its operators are built and checked. Nothing else is allocated, and nothing is
-    refused for its size. Bytes and operations are within a factor of two of the measured ones at lengths where they
-    matter.
+    refused for its size. Bytes are within a factor of two of the measured ones at lengths where they matter.
 
     Raises `UncoveredError` for a method without an estimate (`knockout` and the methods of captum, which run the model
     many times), and the errors of `explain` for invalid arguments.
@@ -158,7 +158,7 @@ def estimate(
         assert chosen.cost is not None
         note = _default_note(chosen, method)
         with advised(traced, target, chosen, options, note=note, costed=True), full_precision():
-            return chosen.cost(traced, target=target, **options)
+            return replace(chosen.cost(traced, target=target, **options), trace=trace_bytes(traced))
 
 
 @_compared

@@ -20,7 +20,7 @@ from unilinattn.tracing.agreement import compared_with_call
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.frozen import FrozenRun
-from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
+from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.image import image_tokens, is_image, processed
 from unilinattn.tracing.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
 from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
@@ -233,8 +233,8 @@ class Trace:
         choose = partial(self.explained_logit.scalar, kept=kept)
         return FrozenRun(self.host, given, self.layers, choose, self.explained_logit.observed, rule=rule)
 
-    def gradient_cost(self, logit: Logit = None) -> GradientCost:
-        """Return the bytes and multiply-adds of `gradient` for one target, without running the model.
+    def gradient_cost(self, logit: Logit = None) -> int:
+        """Return the peak bytes of `gradient` for one target, without running the model.
 
         Raises `InputError` for a model without logits, unless `logit` is a function.
         """
@@ -246,8 +246,8 @@ class Trace:
         operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
         return gradient_cost(self.host, operators, numbers)
 
-    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> GradientCost:
-        """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
+    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> int:
+        """Return the peak bytes of `frozen` for `targets` positions, without running the model."""
         logits = logits_in(self.output)
         elements = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3:
