@@ -1,9 +1,7 @@
 """`CoreMixer`, the base class of every token-mixing structure, and the check of factors."""
 
-from abc import ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from copy import copy
 from functools import partial
 from typing import Any, ClassVar
@@ -11,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from unilinattn.errors import FactorError, InputError, UncoveredError
 from unilinattn.kernels.reduced_map.dense import Taps, causal_rows, reduced, weighted
@@ -23,34 +22,8 @@ ALL = slice(None)
 Block = Callable[[slice], Tensor]
 """A block of rows of the matrix, as a function from a slice of columns to (batch, head, row, col)."""
 
-_constant: ContextVar[bool] = ContextVar("constant", default=False)
 
-
-@contextmanager
-def constant_factors() -> Iterator[None]:
-    """Detach the factors of every mixer that is constructed in this context."""
-    token = _constant.set(True)
-    try:
-        yield
-    finally:
-        _constant.reset(token)
-
-
-class _Structure(ABCMeta):
-    """Class of mixers' classes: detaches the factors that constructors get inside `constant_factors`."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if _constant.get():
-            args = tuple(map(_detached, args))
-            kwargs = {name: _detached(factor) for name, factor in kwargs.items()}
-        return super().__call__(*args, **kwargs)
-
-
-def _detached(factor: Any) -> Any:
-    return factor.detach() if isinstance(factor, Tensor) else factor
-
-
-class CoreMixer(metaclass=_Structure):
+class CoreMixer(ABC):
     """An (L_query x L_key) matrix per head, represented by its factors.
 
     A subclass defines `shape`, `apply`, `adjoint`, `tile`, `diagonal` and `zeros`; all other operations have defaults
@@ -242,6 +215,20 @@ def split_heads(heads: slice, total: int, count: int) -> list[slice]:
     chosen = range(total)[heads]
     pieces = [chosen[start : start + count] for start in range(0, max(1, len(chosen)), count)]
     return [slice(piece.start, piece.stop, piece.step) for piece in pieces]
+
+
+def checked_factors(**factors: Tensor | None) -> tuple[Any, ...]:
+    """Return the factors that a mixer is constructed from, after `check_factors`.
+
+    A `TorchFunctionMode` sees this call like one of a function of torch. A frozen run replaces the factors by constants
+    there, so that neither the mixer nor what its constructor computes, such as a normaliser, has a gradient.
+    """
+    values = tuple(factors.values())
+    if has_torch_function(values):
+        constants: tuple[Any, ...] = handle_torch_function(checked_factors, values, **factors)
+        return constants
+    check_factors(**factors)
+    return values
 
 
 def check_factors(**factors: Tensor | None) -> None:

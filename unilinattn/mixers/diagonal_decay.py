@@ -16,7 +16,7 @@ from unilinattn.kernels.scan.pairs import from_token, pairs
 from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import allowed, parts
-from unilinattn.mixers.base import ALL, Block, check_factors, split_heads
+from unilinattn.mixers.base import ALL, Block, checked_factors, split_heads
 from unilinattn.mixers.continued import Continued, extended
 
 SQUARES = 128
@@ -60,7 +60,9 @@ class DiagonalDecay(Continued):
         reset: Bool[Tensor, "batch length"] | None = None,
     ) -> None:
         """Raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(query=query, key=key, log_decay=log_decay, key_scale=key_scale, rate=rate)
+        query, key, log_decay, key_scale, rate = checked_factors(
+            query=query, key=key, log_decay=log_decay, key_scale=key_scale, rate=rate
+        )
         self.query, self.key, self.log_decay = query, key, log_decay
         self.key_scale, self.rate, self.reset = key_scale, rate, reset
 

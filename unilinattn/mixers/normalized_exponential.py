@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.scan.chunks import Chunk
-from unilinattn.mixers.base import ALL, check_factors
+from unilinattn.mixers.base import ALL, checked_factors
 from unilinattn.mixers.chunked import Chunked
 
 
@@ -37,7 +37,7 @@ class NormalizedExponential(Chunked):
         bonus: Float[Tensor, " head"],
     ) -> None:
         """Compute the sum of each row; raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(key=key, log_decay=log_decay, bonus=bonus)
+        key, log_decay, bonus = checked_factors(key=key, log_decay=log_decay, bonus=bonus)
         self._dtype = key.dtype
         # Differences of large logarithms are exponentiated, for which float32 has too few digits.
         self.key, self.log_decay, self.bonus = key.double(), log_decay.double(), bonus.double()

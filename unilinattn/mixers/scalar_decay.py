@@ -15,7 +15,7 @@ from unilinattn.kernels.scalar_map.tiled import scalar_map
 from unilinattn.kernels.scan.tiled import diagonal_factors
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import parts
-from unilinattn.mixers.base import ALL, check_factors
+from unilinattn.mixers.base import ALL, checked_factors
 from unilinattn.mixers.continued import Continued, extended
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
@@ -47,7 +47,9 @@ class ScalarDecay(Continued):
         key_scale: Float[Tensor, "batch length head"] | None = None,
     ) -> None:
         """Raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(query=query, key=key, log_decay=log_decay, key_scale=key_scale)
+        query, key, log_decay, key_scale = checked_factors(
+            query=query, key=key, log_decay=log_decay, key_scale=key_scale
+        )
         self.query, self.key, self.log_decay = query, key, log_decay
         self.key_scale = torch.ones_like(log_decay) if key_scale is None else key_scale
 

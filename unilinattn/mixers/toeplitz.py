@@ -11,7 +11,7 @@ from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.subnormal import flushed
 from unilinattn.kernels.toeplitz_map.tiled import windows
-from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, CoreMixer, checked_factors
 
 DIRECT_TAPS = 32
 """Most taps of a convolution that is summed tap by tap, which is causal bit for bit; longer ones use the FFT."""
@@ -40,7 +40,7 @@ class Toeplitz(CoreMixer):
 
     def __init__(self, kernel: Inexact[Tensor, "head tap"], *, batch: int, length: int) -> None:
         """Raise `FactorError` if `kernel` has NaN or infinite entries."""
-        check_factors(kernel=kernel)
+        (kernel,) = checked_factors(kernel=kernel)
         self.taps = flushed(kernel[:, :length])
         self._kernel = kernel
         self._batch, self._length = batch, length

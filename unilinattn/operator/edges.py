@@ -14,7 +14,7 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import rows_within
-from unilinattn.operator.cost import pass_cost
+from unilinattn.operator.cost import pass_elements
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import restricted, scoped
 from unilinattn.operator.selection import checked_heads, chosen_heads
@@ -193,7 +193,7 @@ def _parts(operator: MixerOperator, chain: Any, x: Tensor, count: int) -> Iterat
     """Yield slices of the groups, each as large as `max_memory` allows."""
 
     def size(columns: int) -> int:
-        return pass_cost(chain, x.shape[0] * x.shape[1], x.shape[2], columns).elements * x.element_size()
+        return pass_elements(chain, x.shape[0] * x.shape[1], x.shape[2], columns) * x.element_size()
 
     step = rows_within(size, COLUMNS, f"a pass of {operator.name} for cut edges") if count else 1
     return (slice(start, start + step) for start in range(0, count, step))

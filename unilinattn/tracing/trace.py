@@ -35,7 +35,7 @@ from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import compared_with_call
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.explained import ExplainedLogit
-from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
+from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.residual import group_parallel, locate_in_stream
@@ -197,8 +197,8 @@ class Trace:
         if any(layer.in_pieces for layer in self.layers):
             raise UncoveredError(f"{what} run the model on all tokens at once; trace without stream_to=.")
 
-    def gradient_cost(self, logit: Logit = None) -> GradientCost:
-        """Return the bytes and multiply-adds of `gradient` for one target, without running the model.
+    def gradient_cost(self, logit: Logit = None) -> int:
+        """Return the peak bytes of `gradient` for one target, without running the model.
 
         Raises `InputError` for a model without logits, unless `logit` is a function.
         """
@@ -210,8 +210,8 @@ class Trace:
         operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
         return gradient_cost(self.host, operators, numbers)
 
-    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> GradientCost:
-        """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
+    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> int:
+        """Return the peak bytes of `frozen` for `targets` positions, without running the model."""
         logits = logits_in(self.output)
         elements = 0 if logits is None else logits.numel()
         if logits is not None and logits.ndim == 3:

@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.kernels.launch import Precision, on, power
+from unilinattn.kernels.launch import Factor, Precision, factor, on, power
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.reduced_map.tiled import Factors
-from unilinattn.kernels.reduced_map.triton_kernels import SUB, chunk_factors, diagonal_tiles, far_tiles
+from unilinattn.kernels.reduced_map.triton_kernels import SUB, PanelSizes, chunk_factors, diagonal_tiles, far_tiles
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.memory import parts
 
@@ -130,26 +130,29 @@ def add_far(out: Float[Tensor, "batch row col"], panel: Panel, precision: Precis
 
     `out` is the map of the rows or, with `band`, the part of each row in its own chunk and the one before.
     """
-    launch_far(out, panel, out, out, "band" if band else "add", "keep", precision)
+    launch_far(out, panel, out.shape[1], "band" if band else "add", precision)
 
 
 def launch_far(
     out: Float[Tensor, "batch _ col"],
     panel: Panel,
-    row: Float[Tensor, "batch row *col"],
-    scale: Float[Tensor, "batch row *col"],
+    rows: int,
     kind: Literal["add", "band", "fold"],
-    sign: Sign,
     precision: Precision,
+    *,
+    weight: Float[Tensor, "batch row"] | None = None,
+    scale: Float[Tensor, "batch row"] | None = None,
+    sign: Sign = "keep",
 ) -> None:
-    """Run `far_tiles` on a panel; `row`, which has the number of rows, and `scale` are factors for "fold" only."""
+    """Run `far_tiles` on a panel with `rows` rows; `weight`, `scale` and `sign` are those of "fold"."""
     first, last = panel.chunks
     batch, padded, inner = panel.read.shape
     row_chunks = padded // CHUNK
+    fades = panel.fade.shape[2]
 
-    def grid(sizes: dict[str, int]) -> tuple[int, int]:
+    def grid(options: dict[str, int]) -> tuple[int, int]:
         across = 1 if kind == "band" else last - first
-        return across * (CHUNK // sizes["COLS"]), batch * row_chunks * (CHUNK // sizes["ROWS"])
+        return across * (CHUNK // options["COLS"]), batch * row_chunks * (CHUNK // options["ROWS"])
 
     with on(out):
         far_tiles[grid](
@@ -157,24 +160,15 @@ def launch_far(
             panel.write,
             panel.fade,
             out,
-            row,
-            scale,
-            inner,
-            first,
-            last,
-            panel.row,
-            row_chunks,
-            panel.fade.shape[2],
-            panel.origin,
-            panel.stop,
             *out.stride()[:2],
-            row.shape[1],
-            *row.stride()[:2],
-            *scale.stride()[:2],
+            None if weight is None else factor(weight, "batch token"),
+            None if scale is None else factor(scale, "batch token"),
+            inner,
+            PanelSizes(first, last, panel.row, row_chunks, fades, panel.origin, panel.stop, rows),
             PLANES=panel.write.shape[0],
             CHUNK=CHUNK,
             KIND=kind,
-            PHI=sign,
+            SIGN=sign,
             PRECISION=precision,
         )
 
@@ -193,32 +187,23 @@ def add_diagonal(
     """Add the writes that land in the rows' own chunks: one pass per tap, with column = landing token - lag."""
     query, key, decay = _whole(factors(rows, heads))
     batch, count, heads_here, state = decay.shape
-    weight = query if left is None else _of(left, rows, heads, decay)
     row_chunks = -(-count // CHUNK)
     landing: Mapping[int, Tensor | None] = taps or {0: None}
     for lag, tap in landing.items():
-        factor = query if tap is None else _of(tap, rows, heads, decay)
         with on(out):
             diagonal_tiles[(row_chunks * (CHUNK // SUB), batch)](
-                query,
-                key,
-                decay,
-                weight,
-                factor,
+                factor(query),
+                factor(key),
+                factor(decay),
+                _weight(left, rows, heads, decay),
+                _weight(tap, rows, heads, decay),
                 out,
+                *out.stride()[:2],
                 heads_here * state,
                 state,
                 count,
                 rows.start,
                 lag,
-                *query.stride(),
-                *key.stride(),
-                *decay.stride(),
-                *weight.stride()[:3],
-                *factor.stride()[:3],
-                *out.stride()[:2],
-                LEFT=left is not None,
-                TAP=tap is not None,
                 CHUNK=CHUNK,
                 BAND=band,
                 PRECISION=precision,
@@ -245,15 +230,14 @@ def _chunks(
     written = torch.empty(batch, count * CHUNK, inner, dtype=torch.float32, device=decay.device)
     reading = torch.empty_like(written) if read else None
     total = written.new_empty(batch, count, inner)
-    weight = query if left is None else _of(left, tokens, heads, decay)
     width = power(min(64, inner))
     with on(written):
         chunk_factors[(count * -(-inner // width), batch)](
-            query,
-            key,
-            decay,
-            weight,
-            written if reading is None else reading,
+            factor(query),
+            factor(key),
+            factor(decay),
+            _weight(left, tokens, heads, decay),
+            reading,
             written,
             total,
             inner,
@@ -261,12 +245,6 @@ def _chunks(
             tokens.start - begin,
             tokens.stop - begin,
             count,
-            *query.stride(),
-            *key.stride(),
-            *decay.stride(),
-            *weight.stride()[:3],
-            LEFT=left is not None,
-            READ=read,
             CHUNK=CHUNK,
             INNER=width,
             num_warps=8,
@@ -332,7 +310,9 @@ def _whole(given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor
     return query.expand_as(decay), key.expand_as(decay), decay
 
 
-def _of(factor: Tensor, tokens: slice, heads: slice, like: Tensor) -> Tensor:
-    """Return a weight of some tokens and heads (batch, token, head), expanded along broadcast axes."""
-    factor = factor[:, :, heads] if factor.shape[1] == 1 else factor[:, tokens, heads]
-    return factor.expand(like.shape[:3])
+def _weight(weight: Tensor | None, tokens: slice, heads: slice, like: Tensor) -> Factor | None:
+    """Return a weight (batch, token, head) of some tokens and heads, expanded along broadcast axes; None for None."""
+    if weight is None:
+        return None
+    some = weight[:, :, heads] if weight.shape[1] == 1 else weight[:, tokens, heads]
+    return factor(some.expand(like.shape[:3]), "batch token head")

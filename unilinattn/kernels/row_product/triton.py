@@ -73,7 +73,7 @@ def _fold(
     if panel.chunks[0] >= panel.row + padded // reduced.CHUNK - 2:
         return
     sums = total.new_zeros(batch, padded // LEAST, panel.stop)
-    launch_far(sums, panel, row, scale, "fold", sign, precision)
+    launch_far(sums, panel, row.shape[1], "fold", precision, weight=row, scale=scale, sign=sign)
     total[:, : panel.stop] += sums.sum(1)
 
 
