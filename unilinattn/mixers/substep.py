@@ -92,5 +92,5 @@ class Substep(Chunked):
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the weight of each token on itself, from square blocks, because it lies off the expanded diagonal."""
-        squares = [self.tile(part, part) for part in parts(self.shape[2], self.tokens)]
+        squares = [self.tile(tokens, tokens) for tokens in parts(self.shape[2], self.tokens)]
         return torch.cat([square.diagonal(dim1=-2, dim2=-1) for square in squares], dim=-1)

@@ -156,7 +156,7 @@ class Chunk:
 def joined(chunks: Sequence[Chunk]) -> Chunk:
     """Return consecutive chunks as one: neighbours are joined first, so that both halves have about the same size."""
     while len(chunks) > 1:
-        pairs = [one.then(later) for one, later in zip(chunks[::2], chunks[1::2], strict=False)]
+        pairs = [earlier.then(later) for earlier, later in zip(chunks[::2], chunks[1::2], strict=False)]
         chunks = [*pairs, *chunks[len(chunks) // 2 * 2 :]]
     return chunks[0]
 
@@ -204,10 +204,10 @@ def _summed(
     return read.transpose(1, 2).flatten(2) @ states.flatten(1, 2)
 
 
-def _padded(parts: Sequence[Tensor], width: int) -> Tensor:
+def _padded(blocks: Sequence[Tensor], width: int) -> Tensor:
     """Concatenate columns and pad them with zeros to `width`, in one copy."""
-    rest = width - sum(part.shape[-1] for part in parts)
-    return torch.cat([*parts, parts[-1].new_zeros(*parts[-1].shape[:-1], rest)], dim=-1)
+    rest = width - sum(block.shape[-1] for block in blocks)
+    return torch.cat([*blocks, blocks[-1].new_zeros(*blocks[-1].shape[:-1], rest)], dim=-1)
 
 
 def fill(
