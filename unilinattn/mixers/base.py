@@ -162,6 +162,7 @@ class CoreMixer(ABC):
             yield tokens, partial(self._weighted, tokens, block, left, taps)
 
     def _weighted(self, tokens: slice, block: Block, left: Tensor | None, taps: Taps, cols: slice) -> Tensor:
+        # The tap of lag d moves column j + d to j: columns 0 to 9 with lags up to 3 need the matrix's columns 0 to 12.
         landed = slice(cols.start, min(cols.stop + max(taps), self.shape[3]))
         return weighted(block(landed), tokens, landed, cols.stop - cols.start, left, taps)
 

@@ -144,6 +144,7 @@ class Toeplitz(CoreMixer):
         return self.taps[None, :, :1].expand(self._batch, -1, self._length)
 
     def _by_fft(self, value: Tensor, *, conjugate: bool) -> Tensor:
+        # The product of spectra is a circular convolution: padded to this size, no output wraps around to the start.
         size = self._length + self.taps.shape[1]
         fft, inverse = (torch.fft.fft, torch.fft.ifft) if self.is_complex else (torch.fft.rfft, torch.fft.irfft)
         spectrum = fft(self.taps, n=size).T

@@ -212,6 +212,7 @@ class PairwiseContributions(PairwiseForm):
         """Return the tile of `rows`, which end the rows `block_rows`."""
         index = torch.arange(rows.start, rows.stop, device=self.values.device).expand(self.shape[0], -1)
         inner, weight = self._inner(block_rows, rows, cols, blocks)
+        # Rows 64-127 and columns 96-127: the rows 96-127, the last 32 of the tile, have their token's column in it.
         diagonal_rows = slice(max(cols.start - rows.start, 0), max(cols.stop - rows.start, 0))
         return Tile(rows, cols, inner, weight, index - cols.start, diagonal_rows)
 

@@ -204,6 +204,9 @@ def square(
         filled[:, start : start + leaf, start : start + leaf + reach] += near
     read, write, passed = read.flatten(2), write.flatten(2), passed.flatten(1)
     half, spare = leaf, "write"
+    # With 4 leaves of 16 tokens, half = 16 fills two corners, rows 16-31 x columns 0-15 and rows 48-63 x columns 32-47,
+    # and half = 32 fills rows 32-63 x columns 0-31: every pair lies in one leaf or in one corner. All corners of one
+    # size are one batched product, and no factor decays over more tokens than its block has.
     while half < size:
         lower, upper = write.unflatten(0, (-1, 2)).unbind(1)
         second = read.unflatten(0, (-1, 2))[:, 1]

@@ -212,6 +212,8 @@ def _halves(factor: Float[Tensor, "batch token channel"], half: int) -> tuple[Te
 def _blocks(square: Float[Tensor, "batch token token"], size: int, corner: int) -> Float[Tensor, "batch block row col"]:
     """Return a view of the squares of `size` on the diagonal, or (`corner` 1) of those below it between pairs."""
     batch, rows, _ = square.shape
+    # Of 8 tokens with `size` 2, corners are rows 2-3 x columns 0-1 and rows 6-7 x columns 4-5: they are 4 rows and 4
+    # columns apart, one stride of the view, which can therefore be written by one product without a copy.
     step, row, col = square.stride()
     apart = (1 + corner) * size
     shape, stride = (batch, rows // apart, size, size), (step, apart * (row + col), row, col)

@@ -137,6 +137,7 @@ class Chunk:
 
     def then(self, later: "Chunk") -> "Chunk":
         """Return this chunk and the one after it as one chunk."""
+        # `over_heads` sums `within` over heads and keeps them in `read`, so the axis of heads tells the two apart.
         summed = self.within.shape[1] < self.read.shape[1]
         corner = flushed_(_summed(later.read, self.write).unsqueeze(1) if summed else later.read @ self.write)
         upper = torch.cat([self.within, torch.zeros_like(corner).mT], dim=-1)
@@ -186,6 +187,8 @@ class Reading:
     def block(self, row: slice, cols: slice) -> Float[Tensor, "batch head row col"]:
         """Return a block of rows and columns for every head."""
         first, last, _ = cols.indices(self.keys)
+        # `states` covers the columns before the chunk, `within` those of the chunk: with 64 earlier columns, columns
+        # 60 to 69 are the last 4 of the one and the first 6 of the other.
         begun = self.states.shape[-1]
         earlier = self.chunk.read[:, :, row] @ self.states[..., first:last]
         within = self.chunk.within[:, :, row, max(first - begun, 0) : max(last - begun, 0)]

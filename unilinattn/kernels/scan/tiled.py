@@ -110,6 +110,7 @@ class _Recurrence(torch.autograd.Function):
         forwards = first == 0
         # A state's gradient arrives through the next step in the order; the last state has none from there.
         steps = crossed.unbind(1)
+        # The recurrence multiplies zero by the decay at its end, whatever that is: any tensor of its shape will do.
         passed = (*steps[1:], steps[0]) if forwards else (steps[-1], *steps[:-1])
         flow = _states(grad.new_zeros(()).expand_as(state), passed, grad, ctx.order[::-1])
         crossed_grad = torch.empty_like(flow)
