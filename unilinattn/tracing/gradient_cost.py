@@ -5,11 +5,11 @@ from math import prod
 
 from torch import nn
 
+from unilinattn.host.recomputation import is_block
 from unilinattn.operator.cost import apply_elements, gradient_elements
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.stages import Branch, Chain, Matrix
 from unilinattn.registry import architecture_of
-from unilinattn.tracing.recomputation import is_block
 
 TOKENWISE = 2
 """Elements held for each element that enters or leaves a weight matrix outside the mixers: activation and gradient."""
