@@ -74,7 +74,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str
     diagonal, scalar = sizes(triton_diagonal.Sizes), sizes(triton_scalar.Sizes)
     wide = {"num_warps": 8, "num_stages": 1}
     for flag, factors in ((False, missing("rate", "scale", "reset")), (True, {})):
-        shared = {"ONE": flag, "TOKENS": 16, "ROWS": 8, "STATES": 16, **factors}
+        shared = {"ONE_HEAD": flag, "TOKENS": 16, "ROWS": 8, "STATES": 16, **factors}
         for ends in (missing("entering", "out"), missing("leaving", "total")):
             constants = {**shared, **ends, "REVERSE": flag}
             yield "diagonal_segments", triton_diagonal.diagonal_segments, diagonal, constants, {}

@@ -12,11 +12,7 @@ from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
 from unilinattn.methods.results import result_shape
 from unilinattn.methods.selection import only_port
-from unilinattn.operator.cost import (
-    apply_elements,
-    left_multiply_elements,
-    map_cut,
-)
+from unilinattn.operator.cost import apply_elements, left_multiply_elements, map_cut
 from unilinattn.options.base import Options
 from unilinattn.options.bases import MapOptions
 from unilinattn.results.estimate import Estimate, LayerCost

@@ -43,7 +43,7 @@ def contribution_tiles(
     count = len(layers)
     if len(forms) == count:
         # A step of several layers holds the vectors of each layer, in tiles of one size.
-        size = min(tile_rows(form, extra_tiles=_held_vectors(count), parts=count) for form in forms)
+        size = min(tile_rows(form, extra_tiles=_held_vectors(count), portions=count) for form in forms)
         causal = all(form.causal for form in forms)
         streams = (form.times(factor).tiles(causal, rows=size) for form, factor in zip(forms, factors, strict=True))
         for tiles in zip(*streams, strict=True):
@@ -70,7 +70,7 @@ def shares_cost(layers: Sequence[Layer], rows: int, *, exact: bool) -> int:
     vectors = 4 * batch * max(rows, 1) * out
     if len(forms) == count:
         extra_tiles = _held_vectors(count)
-        size = min(tile_rows(form, extra_tiles=extra_tiles, parts=count, subject=None) for form in forms)
+        size = min(tile_rows(form, extra_tiles=extra_tiles, portions=count, subject=None) for form in forms)
         elements = sum(tile_elements(form, min(size, queries), extra_tiles=extra_tiles) for form in forms) + vectors
         return width * elements
     # As many rows of a per-channel chain as fit; each row weights a vector of every key.
@@ -90,7 +90,7 @@ def head_tiles(
 
     As in `contribution_tiles`, they are blocks of pairs or blocks of rows, and some zero pairs may be missing.
     """
-    op, sizes = split.operator, (split.count, split.parts.shape[1])
+    op, sizes = split.operator, (split.count, split.channel_sets.shape[1])
     tiled = rows.shape[1] == op.output.shape[1] and activation == "exact"
     if tiled and (form := split.pairwise()) is not None:
         yield from split.tiles(form, factor, tile_rows(form, split=sizes))
@@ -105,7 +105,7 @@ def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, product
 
     `products`: whether vectors of a single channel are formed; their norms need no product with W.
     """
-    op, sizes = split.operator, (split.count, split.parts.shape[1])
+    op, sizes = split.operator, (split.count, split.channel_sets.shape[1])
     batch, queries, out = op.output.shape
     width = op.output.element_size()
     passed = apply_elements({op.ports[0]: split.chain}, op.inputs)
@@ -164,7 +164,7 @@ def _head_rows_size(split: HeadContributions, rows: int, *, products: bool = Tru
     """Return the bytes that `head_tiles` holds for `rows` rows of a layer without a pairwise form."""
     op = split.operator
     batch, keys, _ = op.inputs[op.ports[0]].shape
-    count, channels = split.parts.shape
+    count, channels = split.channel_sets.shape
     vectors, out = 4 * batch * rows * keys * split.channels, op.output.shape[2]
     reduced = split_elements((batch, rows, keys), out, count, channels, op.output, products=products)
     return (vectors + reduced) * op.output.element_size()

@@ -150,20 +150,21 @@ class CoreMixer(ABC):
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
         """Yield the rows in order, in blocks of at most `rows` rows."""
-        for part in parts(self.shape[2], rows):
-            yield part, partial(self.tile, part)
+        for tokens in parts(self.shape[2], rows):
+            yield tokens, partial(self.tile, tokens)
 
     def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
         """Yield left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] in blocks of (batch, channel, row, col).
 
         `left` and each of `taps`, which is indexed by lag, are (batch or 1, length or 1, channel).
         """
-        for part, block in self.blocks(rows):
-            yield part, partial(self._weighted, part, block, left, taps)
+        for tokens, block in self.blocks(rows):
+            yield tokens, partial(self._weighted, tokens, block, left, taps)
 
-    def _weighted(self, part: slice, block: Block, left: Tensor | None, taps: Taps, cols: slice) -> Tensor:
+    def _weighted(self, tokens: slice, block: Block, left: Tensor | None, taps: Taps, cols: slice) -> Tensor:
+        # The tap of lag d moves column j + d to j: columns 0 to 9 with lags up to 3 need the matrix's columns 0 to 12.
         landed = slice(cols.start, min(cols.stop + max(taps), self.shape[3]))
-        return weighted(block(landed), part, landed, cols.stop - cols.start, left, taps)
+        return weighted(block(landed), tokens, landed, cols.stop - cols.start, left, taps)
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
@@ -184,7 +185,7 @@ class CoreMixer(ABC):
         if self.is_lower_triangular:
             yield from causal_rows(self.tile, self.zeros, (self.shape[0], self.shape[3]), blocks, left, taps)
         else:
-            yield from (reduced(self.tile(part), part, left, taps) for part in blocks)
+            yield from (reduced(self.tile(tokens), tokens, left, taps) for tokens in blocks)
 
     def row_product(
         self,
@@ -212,8 +213,8 @@ def query_of(mixer: CoreMixer) -> Inexact[Tensor, "batch length group state"]:
 
 def split_heads(heads: slice, total: int, count: int) -> list[slice]:
     """Split a selection of `total` heads into slices of at most `count` heads; an empty selection is one slice."""
-    chosen = range(total)[heads]
-    pieces = [chosen[start : start + count] for start in range(0, max(1, len(chosen)), count)]
+    indices = range(total)[heads]
+    pieces = [indices[start : start + count] for start in range(0, max(1, len(indices)), count)]
     return [slice(piece.start, piece.stop, piece.step) for piece in pieces]
 
 

@@ -164,9 +164,9 @@ class DiagonalDecayCost(MixerCost):
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """The block, and for `heads_at_once` heads: their block, the last corner of its square, and the factors."""
         pairs = rows * cols
-        part = min(heads, self.mixer.heads_at_once(VECTORS * rows + cols))
+        at_once = min(heads, self.mixer.heads_at_once(VECTORS * rows + cols))
         working = pairs + min(rows, cols) ** 2 // 4 + 3 * self.state * (rows + cols)
-        return self.batch * (heads * pairs + part * working)
+        return self.batch * (heads * pairs + at_once * working)
 
     def weighted_elements(self, rows: int, cols: int, channels: int, lags: int) -> int:
         """A square per head with its queries, and both factors of the squares that are computed at once."""
@@ -273,9 +273,9 @@ class ChunkedCost(MixerCost):
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """Some chunks; the states of columns before and after one; the block, its parts and their concatenation."""
-        part = min(heads, self.mixer.heads_at_once)
-        columns = part * 3 * cols * self.state + 3 * heads * rows * cols
-        return self.mixer.making_elements(part) + self.other_elements + self.batch * columns
+        at_once = min(heads, self.mixer.heads_at_once)
+        columns = at_once * 3 * cols * self.state + 3 * heads * rows * cols
+        return self.mixer.making_elements(at_once) + self.other_elements + self.batch * columns
 
     def reduced_elements(self, rows: int, channels: int) -> int:
         """States, and some chunks or a block with a copy; the block is per head if there are weights."""

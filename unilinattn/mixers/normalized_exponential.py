@@ -43,10 +43,10 @@ class NormalizedExponential(Chunked):
         self.key, self.log_decay, self.bonus = key.double(), log_decay.double(), bonus.double()
         mass = torch.full_like(self.key[:, 0], -torch.inf)
         self.boundaries, totals = [mass.unsqueeze(1)], []
-        for part in self.key.split(self.tokens, dim=1):
-            scores = self._scores(part, ALL)
+        for chunk_keys in self.key.split(self.tokens, dim=1):
+            scores = self._scores(chunk_keys, ALL)
             totals.append(torch.logaddexp(scores.logsumexp(-1), self._arriving(mass, scores.shape[-1], ALL)))
-            ending = self._leaving(part, ALL).logsumexp(-1)
+            ending = self._leaving(chunk_keys, ALL).logsumexp(-1)
             mass = torch.logaddexp(mass + scores.shape[-1] * self.log_decay, ending)
             self.boundaries.append(mass.unsqueeze(1))
         self._total = torch.cat(totals, dim=-1).transpose(1, 2)

@@ -103,7 +103,7 @@ class ScalarDecay(Continued):
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Return a block: one product of queries and keys per group, times the decays of each head."""
-        row, col = (range(self.shape[2])[part] for part in (rows, cols))
+        row, col = (range(self.shape[2])[axis] for axis in (rows, cols))
         if not row or not col:
             return self.zeros((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
         hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
@@ -139,8 +139,8 @@ class ScalarDecay(Continued):
     @cached_property
     def decay_mixer(self) -> DiagonalDecay:
         """The mixer of the decays only: exp(G_i - G_j) times the key's scale."""
-        one = self.log_decay.new_ones(1, 1, 1, 1).expand(*self.log_decay.shape[:2], 1, 1)
-        return DiagonalDecay(one, one, self.log_decay.unsqueeze(-1), key_scale=self.key_scale)
+        unit = self.log_decay.new_ones(1, 1, 1, 1).expand(*self.log_decay.shape[:2], 1, 1)
+        return DiagonalDecay(unit, unit, self.log_decay.unsqueeze(-1), key_scale=self.key_scale)
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return (q_i . k_i) times the key's scale."""

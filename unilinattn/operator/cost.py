@@ -174,17 +174,17 @@ def tile_rows(
     form: PairwiseForm,
     *,
     extra_tiles: int = 0,
-    parts: int = 1,
+    portions: int = 1,
     columns: int | None = None,
     split: tuple[int, int] | None = None,
     subject: str | None = "vectors T_i(x_j)",
 ) -> int:
-    """Return the rows of a tile that fits in one of `parts` equal parts of `max_memory`.
+    """Return the rows of a tile that fits in one of `portions` equal portions of `max_memory`.
 
     `extra_tiles`: tiles of vectors that the caller holds. `split`: that of `tile_elements`. Raises `MemoryLimitError`,
     which names `subject`, if one row does not fit; returns 1 if `subject` is None, for an estimate.
     """
-    width = parts * form.values.element_size()
+    width = portions * form.values.element_size()
 
     def size(rows: int) -> int:
         return width * tile_elements(form, rows, columns, extra_tiles=extra_tiles, split=split)

@@ -72,17 +72,17 @@ def reduced_rows(
         return
     batch, length, heads, state = shape
     step = max(1, INNER // state)
-    for part in blocks:
+    for rows in blocks:
         block: Tensor | None = None
         for tile in parts(heads, step):
-            for panel in panels(factors, part, tile, left, taps, COLUMNS):
+            for panel in panels(factors, rows, tile, left, taps, COLUMNS):
                 if block is None:
-                    block = panel.read.new_zeros(batch, part.stop - part.start, length)
+                    block = panel.read.new_zeros(batch, rows.stop - rows.start, length)
                 add_far(block, panel, precision)
             assert block is not None
-            add_diagonal(block, factors, part, tile, left, taps, precision)
+            add_diagonal(block, factors, rows, tile, left, taps, precision)
         assert block is not None
-        yield part, block
+        yield rows, block
 
 
 def held_elements(rows: int, shape: tuple[int, int, int, int]) -> int:
@@ -273,16 +273,16 @@ def _planes(
     if beyond is not None:
         written = torch.cat([written, beyond.flatten(1, 2)], dim=1)
     here, there = written.new_zeros(2, written.shape[0], length, written.shape[2]).unbind()
-    place = torch.arange(length, device=written.device) % CHUNK
+    position = torch.arange(length, device=written.device) % CHUNK
     begin = origin + chunks[0] * CHUNK
     tokens = slice(max(0, begin), min(stop, begin + written.shape[1]))
     around = (0, 0, tokens.start - begin, begin + written.shape[1] - tokens.stop)
     for lag, tap in taps.items():
-        part = tap[:, :, heads] if tap.shape[1] == 1 else functional.pad(tap[:, tokens, heads], around)
-        each = part.to(written.dtype).repeat_interleave(written.shape[2] // part.shape[2], dim=2)
+        weight = tap[:, :, heads] if tap.shape[1] == 1 else functional.pad(tap[:, tokens, heads], around)
+        each = weight.to(written.dtype).repeat_interleave(written.shape[2] // weight.shape[2], dim=2)
         shifted = (written * each)[:, lag : lag + length]
         shifted = functional.pad(shifted, (0, 0, 0, length - shifted.shape[1]))
-        same = (place + lag < CHUNK)[:, None]
+        same = (position + lag < CHUNK)[:, None]
         here += shifted.where(same, 0)
         there += shifted.where(~same, 0)
     following = functional.pad(total[:, 1:], (0, 0, 0, length // CHUNK + 1 - total.shape[1]))
@@ -305,8 +305,8 @@ def _fade(
     return torch.stack(table, dim=1).exp()
 
 
-def _whole(given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, decay = given
+def _whole(some_factors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, decay = some_factors
     return query.expand_as(decay), key.expand_as(decay), decay
 
 

@@ -66,18 +66,18 @@ def chunk_factors(
     token = position[:, None] - begin
     live = ((position >= begin) & (position < end))[:, None] & (n < inner)[None, :]
     g = load(decay, batch, token, head, state, live)
-    at = (batch * chunks * CHUNK + position[:, None]) * inner + n[None, :]
+    offset = (batch * chunks * CHUNK + position[:, None]) * inner + n[None, :]
     inside = (position >= 0)[:, None] & (n < inner)[None, :]
     if read is not None:
         q = load(query, batch, token, head, state, live)
         if left is not None:
             q *= load(left, batch, token, head, 0, live)
-        tl.store(read + at, q * tl.exp(tl.cumsum(g, 0)), mask=inside)
+        tl.store(read + offset, q * tl.exp(tl.cumsum(g, 0)), mask=inside)
     # The step of the next token, because a token's write decays only by the steps after it.
     after = live & (position + 1 < end)[:, None] & (tl.arange(0, CHUNK) < CHUNK - 1)[:, None]
     following = load(decay, batch, token + 1, head, state, after)
     k = load(key, batch, token, head, state, live)
-    tl.store(written + at, k * tl.exp(tl.cumsum(following, 0, reverse=True)), mask=inside)
+    tl.store(written + offset, k * tl.exp(tl.cumsum(following, 0, reverse=True)), mask=inside)
     tl.store(total + (batch * chunks + chunk) * inner + n, tl.sum(g, 0), mask=n < inner)
 
 
@@ -163,14 +163,14 @@ def far_tiles(
             if SIGN == "abs":
                 value = tl.abs(value)
             weight = load(row_weight, batch, i, 0, 0, i < sizes.rows)
-            at = out + batch * out_batch + row_tile * out_row + col
-            tl.store(at, tl.sum(value * weight[:, None], 0), mask=col_live)
+            target = out + batch * out_batch + row_tile * out_row + col
+            tl.store(target, tl.sum(value * weight[:, None], 0), mask=col_live)
         else:
             if KIND == "band":
                 col = (col_tile % across) * COLS + tl.arange(0, COLS)
-            at = out + batch * out_batch + i[:, None] * out_row + col[None, :]
+            target = out + batch * out_batch + i[:, None] * out_row + col[None, :]
             mask = (i < sizes.rows)[:, None] & col_live[None, :]
-            tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
+            tl.store(target, tl.load(target, mask=mask, other=0.0) + acc, mask=mask)
 
 
 @triton.jit
@@ -237,8 +237,8 @@ def diagonal_tiles(
             b = k * tl.exp(tl.cumsum(g, 0, reverse=True))
             acc = product(a, tl.trans(b), acc, PRECISION)
         mask = (i < rows)[:, None] & ((start + j >= lag) & (j < cut))[None, :]
-        at = out + i[:, None] * out_row + (shift + j)[None, :]
-        tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
+        target = out + i[:, None] * out_row + (shift + j)[None, :]
+        tl.store(target, tl.load(target, mask=mask, other=0.0) + acc, mask=mask)
     later = tl.arange(0, SUB)[:, None] > tl.arange(0, SUB)[None, :]
     square = tl.zeros((SUB, SUB), dtype=tl.float32)
     for begin in range(0, inner, PAIRS):
@@ -253,5 +253,5 @@ def diagonal_tiles(
         square += tl.sum(pairs, 2)
     seen = tl.arange(0, SUB)[:, None] >= tl.arange(0, SUB)[None, :]
     mask = (i < rows)[:, None] & (start + i >= lag)[None, :] & seen
-    at = out + i[:, None] * out_row + (shift + i)[None, :]
-    tl.store(at, tl.load(at, mask=mask, other=0.0) + square, mask=mask)
+    target = out + i[:, None] * out_row + (shift + i)[None, :]
+    tl.store(target, tl.load(target, mask=mask, other=0.0) + square, mask=mask)

@@ -178,8 +178,8 @@ class _ScalarScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Run the other direction for the values, and memories of the same decays for the factors."""
-        *factors, value = ctx.saved_tensors
-        memory = _Scalar(*factors, ctx.reverse, ctx.precision)
+        query, key, log_decay, value = ctx.saved_tensors
+        memory = _Scalar(query, key, log_decay, ctx.reverse, ctx.precision)
         gradients: tuple[Tensor | None, ...] = (None,) * 3
         if any(ctx.needs_input_grad[:3]):
             entered, read = (upstream, value) if ctx.reverse else (value, upstream)
@@ -187,4 +187,4 @@ class _ScalarScan(torch.autograd.Function):
         by_value = None
         if ctx.needs_input_grad[3]:
             by_value = _run_scalar(memory._replace(reverse=not ctx.reverse), upstream)
-        return tuple(cast_like((*gradients, by_value, None, None), [*factors, value, None, None]))
+        return tuple(cast_like((*gradients, by_value, None, None), [query, key, log_decay, value, None, None]))

@@ -54,14 +54,14 @@ def _program(sizes):
 
 @triton.jit
 @no_type_check
-def _rows_of(block, group, sizes, ROWS: tl.constexpr, ONE: tl.constexpr):
+def _rows_of(block, group, sizes, ROWS: tl.constexpr, ONE_HEAD: tl.constexpr):
     """Return the heads and columns of a program's rows: several heads of one column, or several columns of one head.
 
     With 3 columns in blocks of 2 rows, a group of 2 heads has 4 blocks: (head 0: columns 0, 1), (head 0: column 2),
     (head 1: columns 0, 1), (head 1: column 2). With 1 column it has one block, of heads 0 and 1.
     """
     r = tl.arange(0, ROWS).to(tl.int64)
-    if ONE:
+    if ONE_HEAD:
         blocks_of_head = (sizes.columns + ROWS - 1) // ROWS
         column = block % blocks_of_head * ROWS + r
         head = group * sizes.per_group + block // blocks_of_head + 0 * r
@@ -87,14 +87,14 @@ def _states_at(batch, segment, head, column, n, sizes):
 def _log_decays(decay, speed, reset, batch, token, live, head, n, state_live):
     """Return the log-decays (token, row, coordinate) of tokens before and after the rates and the resets apply."""
     mask = live[:, None, None] & state_live[None, :, :]
-    given = load(decay, batch, token[:, None, None], head[None, :, None], n[None, None, :], mask)
-    g = given
+    raw = load(decay, batch, token[:, None, None], head[None, :, None], n[None, None, :], mask)
+    g = raw
     if speed is not None:
-        g = given * speed[None, :, :]
+        g = raw * speed[None, :, :]
     if reset is not None:
         begins = tl.load(reset.data + batch * reset.batch + token * reset.token, mask=live, other=0)
         g = tl.where((begins != 0)[:, None, None] & mask, float("-inf"), g)
-    return given, g
+    return raw, g
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def diagonal_segments(
     out,
     sizes,
     REVERSE: tl.constexpr,
-    ONE: tl.constexpr,
+    ONE_HEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STATES: tl.constexpr,
@@ -123,7 +123,7 @@ def diagonal_segments(
     `rate`, `scale`, `reset` and `entering` may be None. Without `leaving` and `total` the outputs are written to `out`.
     """
     nth, block, group, batch = _program(sizes)
-    head, column, row_live = _rows_of(block, group, sizes, ROWS, ONE)
+    head, column, row_live = _rows_of(block, group, sizes, ROWS, ONE_HEAD)
     n = tl.arange(0, STATES).to(tl.int64)
     n_live = n < sizes.states
     state_live = row_live[:, None] & n_live[None, :]
@@ -172,8 +172,8 @@ def diagonal_segments(
         tl.store(leaving + corner, state, mask=state_live)
         # All columns of a head decay alike: the first one writes.
         row = (batch * sizes.segments + nth) * sizes.heads + head
-        at = row[:, None] * sizes.states + n[None, :]
-        tl.store(total + at, log_total, mask=state_live & (column == 0)[:, None])
+        offset = row[:, None] * sizes.states + n[None, :]
+        tl.store(total + offset, log_total, mask=state_live & (column == 0)[:, None])
 
 
 @triton.jit
@@ -219,7 +219,7 @@ def diagonal_gradients(
     value_grad,
     sizes,
     NARROW: tl.constexpr,
-    ONE: tl.constexpr,
+    ONE_HEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STATES: tl.constexpr,
@@ -231,7 +231,7 @@ def diagonal_gradients(
     sum_columns a_t S_{t-1} * D_t by log a_t.
     """
     nth, block, group, batch = _program(sizes)
-    head, column, row_live = _rows_of(block, group, sizes, ROWS, ONE)
+    head, column, row_live = _rows_of(block, group, sizes, ROWS, ONE_HEAD)
     n = tl.arange(0, STATES).to(tl.int64)
     n_live = n < sizes.states
     state_live = row_live[:, None] & n_live[None, :]
@@ -259,7 +259,7 @@ def diagonal_gradients(
     if rate is not None:
         speed = load(rate, 0, 0, head[:, None], n[None, :], state_live)
     live_late = live & (t + 1 < sizes.length)
-    given, g = _log_decays(decay, speed, reset, batch, t, live, head, n, state_live)
+    raw, g = _log_decays(decay, speed, reset, batch, t, live, head, n, state_live)
     _, g_early = _log_decays(decay, speed, reset, batch, t - 1, live_early, head, n, state_live)
     _, g_late = _log_decays(decay, speed, reset, batch, t + 1, live_late, head, n, state_live)
     first = tl.load(before + _states_at(batch, nth, head, column, n, sizes), mask=state_live, other=0.0)
@@ -277,38 +277,38 @@ def diagonal_gradients(
     new = tl.where((i == TOKENS - 1)[:, None, None], new + a_late * final[None, :, :], new)
     _, adjoint = tl.associative_scan((a_late, new), 0, _after, reverse=True)
     # Each block writes its sum over its rows apart; the caller adds the blocks, in one order and without atomics.
-    at = (((block * sizes.batches + batch) * sizes.length + t[:, None]) * sizes.groups + group) * sizes.states
-    tl.store(query_grad + at + n[None, :], tl.sum(memory * y[:, :, None], 1), mask=factor_mask)
-    tl.store(key_grad + at + n[None, :], tl.sum(adjoint * entered[:, :, None], 1), mask=factor_mask)
+    offset = (((block * sizes.batches + batch) * sizes.length + t[:, None]) * sizes.groups + group) * sizes.states
+    tl.store(query_grad + offset + n[None, :], tl.sum(memory * y[:, :, None], 1), mask=factor_mask)
+    tl.store(key_grad + offset + n[None, :], tl.sum(adjoint * entered[:, :, None], 1), mask=factor_mask)
     passed = tl.sum(adjoint * k[:, None, :], 2)
     row = (batch * sizes.length + t[:, None]) * sizes.heads + head[None, :]
-    at = row * sizes.columns + column[None, :]
+    offset = row * sizes.columns + column[None, :]
     # Gradients per head: blocks of columns of one head write apart, and of a block the first row, with the sum.
     slot = 0 * block
     writes = tl.arange(0, ROWS) >= 0
-    if ONE:
+    if ONE_HEAD:
         slot = block % ((sizes.columns + ROWS - 1) // ROWS)
         writes = tl.arange(0, ROWS) == 0
     by_head = ((slot * sizes.batches + batch) * sizes.length + t[:, None]) * sizes.heads + head[None, :]
     head_mask = value_mask & writes[None, :]
     if scale is not None:
-        tl.store(value_grad + at, passed * strength, mask=value_mask)
+        tl.store(value_grad + offset, passed * strength, mask=value_mask)
         by_strength = passed * v
-        if ONE:
+        if ONE_HEAD:
             by_strength = tl.sum(by_strength, 1)[:, None] + 0 * by_strength
         tl.store(scale_grad + by_head, by_strength, mask=head_mask)
     else:
-        tl.store(value_grad + at, passed, mask=value_mask)
+        tl.store(value_grad + offset, passed, mask=value_mask)
     by_decay = old * adjoint
-    if ONE:
+    if ONE_HEAD:
         by_decay = tl.sum(by_decay, 1)[:, None, :] + 0 * by_decay
     if rate is not None:
         row = ((slot * sizes.batches + batch) * sizes.segments + nth) * sizes.heads + head
-        at = row[:, None] * sizes.states + n[None, :]
-        tl.store(rate_grad + at, tl.sum(by_decay * given, 0), mask=state_live & writes[:, None])
+        offset = row[:, None] * sizes.states + n[None, :]
+        tl.store(rate_grad + offset, tl.sum(by_decay * raw, 0), mask=state_live & writes[:, None])
         by_decay *= speed[None, :, :]
     if NARROW:
         tl.store(decay_grad + by_head, tl.sum(by_decay, 2), mask=head_mask)
     else:
-        at = by_head[:, :, None] * sizes.states + n[None, None, :]
-        tl.store(decay_grad + at, by_decay, mask=head_mask[:, :, None] & n_live[None, None, :])
+        offset = by_head[:, :, None] * sizes.states + n[None, None, :]
+        tl.store(decay_grad + offset, by_decay, mask=head_mask[:, :, None] & n_live[None, None, :])

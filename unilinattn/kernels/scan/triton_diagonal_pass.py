@@ -43,17 +43,17 @@ class _Rows(NamedTuple):
     groups: int
     blocks: int
     per_group: int
-    one: bool
+    one_head: bool
     size: int
     states: int
 
     @classmethod
     def of(cls, groups: int, heads: int, columns: int, states: int) -> "_Rows":
-        one, per_group = columns > 1, heads // groups
+        one_head, per_group = columns > 1, heads // groups
         padded = power(states)
-        size = min(power(columns if one else per_group), max(1, BLOCK_ELEMENTS // (TOKENS * padded)))
-        blocks = per_group * -(-columns // size) if one else -(-per_group // size)
-        return cls(groups, blocks, per_group, one, size, padded)
+        size = min(power(columns if one_head else per_group), max(1, BLOCK_ELEMENTS // (TOKENS * padded)))
+        blocks = per_group * -(-columns // size) if one_head else -(-per_group // size)
+        return cls(groups, blocks, per_group, one_head, size, padded)
 
     def sizes(self, value: Tensor, states: int, segment: int) -> Sizes:
         """Return the kernels' sizes for values (batch, length, head, column) in segments of `segment` tokens."""
@@ -64,7 +64,7 @@ class _Rows(NamedTuple):
     @property
     def options(self) -> dict[str, int]:
         """Compile-time constants of the kernels."""
-        return {"ONE": self.one, "TOKENS": TOKENS, "ROWS": self.size, "STATES": self.states}
+        return {"ONE_HEAD": self.one_head, "TOKENS": TOKENS, "ROWS": self.size, "STATES": self.states}
 
 
 def _run_diagonal(memory: Diagonal, value: Tensor, reverse: bool) -> Tensor:
@@ -117,7 +117,7 @@ def _diagonal_gradients(memory: Diagonal, value: Tensor, grad: Tensor) -> tuple[
     after = _diagonal_states(memory, grad, True, TOKENS, rows)
     sizes = rows.sizes(value, states, TOKENS)
     # Programs write their parts of a shared gradient separately; summing these without atomics is deterministic.
-    slots = -(-columns // rows.size) if rows.one else 1
+    slots = -(-columns // rows.size) if rows.one_head else 1
     narrow = memory.log_decay.shape[3] == 1
     by_query = before.new_empty(rows.blocks, batch, length, groups, states)
     by_key = torch.empty_like(by_query)

@@ -115,8 +115,8 @@ def scalar_segments(
             scores = product(x, tl.trans(w), tl.zeros((CHUNK, CHUNK), dtype=tl.float32), PRECISION) * between
             y = product(scores, v, tl.zeros((CHUNK, COLUMNS), dtype=tl.float32), PRECISION)
             y = product(x * begun[:, None], state, y, PRECISION)
-            at = ((batch * sizes.length + token[:, None]) * sizes.heads + head) * sizes.columns + p[None, :]
-            tl.store(out + at, y, mask=value_mask)
+            offset = ((batch * sizes.length + token[:, None]) * sizes.heads + head) * sizes.columns + p[None, :]
+            tl.store(out + offset, y, mask=value_mask)
         state = product(tl.trans(w * ahead[:, None]), v, tl.exp(crossed) * state, PRECISION)
     if total is not None:
         tl.store(leaving + corner, state, mask=state_mask)

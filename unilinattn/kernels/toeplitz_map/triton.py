@@ -27,15 +27,15 @@ def toeplitz_rows(
     alpha[i, j] = K[i - j], times q_i . k_j if they are given; consecutive heads share their groups. The blocks are
     float32. Memory: the block.
     """
-    heads, one = kernel.shape[0], kernel.new_ones(1, 1, 1)
-    weights = {lag: tap for lag, tap in (taps or {0: one}).items() if lag < length}
-    reading = one if left is None else left
+    heads, unit = kernel.shape[0], kernel.new_ones(1, 1, 1)
+    weights = {lag: tap for lag, tap in (taps or {0: unit}).items() if lag < length}
+    reading = unit if left is None else left
     channels = max([heads, reading.shape[2], *(tap.shape[2] for tap in weights.values())])
     shape = (batch, length, channels)
     reading = reading.expand(shape)
     per_group, rank = (heads, 0) if query is None else (heads // query.shape[2], query.shape[3])
-    for part in blocks:
-        rows = part.stop - part.start
+    for tokens in blocks:
+        rows = tokens.stop - tokens.start
         block = torch.zeros(batch, rows, length, dtype=torch.float32, device=kernel.device)
         for lag, tap in weights.items():
             landing = tap.expand(shape)
@@ -57,7 +57,7 @@ def toeplitz_rows(
                     channels // heads,
                     kernel.shape[1],
                     rows,
-                    part.start,
+                    tokens.start,
                     length,
                     lag,
                     *block.stride()[:2],

@@ -73,5 +73,5 @@ def weighted_tiles(
                 pairs *= scores
             total += tl.load(window, mask=seen, other=0.0).to(tl.float32) * pairs
             window += kernel.head
-        at = out + batch * out_batch + row[:, None] * out_row + col[None, :]
-        tl.store(at, tl.load(at, mask=seen, other=0.0) + total, mask=seen)
+        target = out + batch * out_batch + row[:, None] * out_row + col[None, :]
+        tl.store(target, tl.load(target, mask=seen, other=0.0) + total, mask=seen)
