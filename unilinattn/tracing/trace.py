@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,11 +15,12 @@ from torch.utils._pytree import tree_map_only
 from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
-from unilinattn.host.isolation import Result, in_gradient_mode, isolated
+from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import KEEP, Logit, kept_positions, logits_at, logits_in, logits_of, positions_of
 from unilinattn.host.module_calls import require_covered_calls
 from unilinattn.host.recomputation import captures, recomputing
-from unilinattn.host.recorder import GradientRecorder, Recorder, refuse_dropout
+from unilinattn.host.recorder import GradientRecorder, Recorder
+from unilinattn.host.run import run
 from unilinattn.host.substitution import (
     PREFIX,
     SUBSTITUTE_ABOVE,
@@ -29,7 +29,7 @@ from unilinattn.host.substitution import (
     through_operators,
 )
 from unilinattn.host.text import Text, encoded, is_text, tokenized
-from unilinattn.host.wrappers import plain_run, require_gradients, unwrapped
+from unilinattn.host.wrappers import require_gradients, unwrapped
 from unilinattn.progress import bars
 from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import compared_with_call
@@ -166,23 +166,17 @@ class Trace:
             given = in_gradient_mode(False, wanted)
         kept = kept_positions(given, self.layers[-1].output.shape[1])
 
-        def forward() -> Any:
-            refuse_dropout(self.host)
-            with plain_run(self.host), recomputing(self.host), recorder.attached():
-                return call_host(self.host, given)
-
         def backward(output: Any) -> tuple[Tensor | None, ...]:
-            with plain_run(self.host), captures(self.host):
-                chosen = self.explained_logit.scalar(output, target, logit, kept).sum()
-                if not chosen.requires_grad:
-                    raise UncoveredError("the explained number does not depend on the outputs of the model's layers.")
-                return torch.autograd.grad(chosen, recorder.outputs, allow_unused=True)
+            chosen = self.explained_logit.scalar(output, target, logit, kept).sum()
+            if not chosen.requires_grad:
+                raise UncoveredError("the explained number does not depend on the outputs of the model's layers.")
+            return torch.autograd.grad(chosen, recorder.outputs, allow_unused=True)
 
-        def both() -> tuple[Tensor | None, ...]:
-            output = isolated(self.host, forward)
+        def both() -> Any:
+            output = run(self.host, given, gradients=True, mixers=recomputing(self.host), observer=recorder.attached())
             # Outside of the isolated run, so that the segments of the backward pass use the operators too.
             with through_operators(self.host):
-                return isolated(self.host, partial(backward, output))
+                return run(self.host, partial(backward, output), gradients=True, mixers=captures(self.host))
 
         grads = in_gradient_mode(True, both)
         # The graph refers to the recorder through its segments; the cycle would wait for the garbage collector.
@@ -333,29 +327,20 @@ def _recorded(
     def call() -> Any:
         return call_host(model, logits_at(model, given, lambda: last, above=above))
 
-    return recorder, recorded_run(recorder, call, given, progress=progress, above=above)
+    with bars(progress):
+        return recorder, recorded_run(recorder, call, given, above=above)
 
 
-def recorded_run(
-    recorder: Recorder, call: Callable[[], Result], given: Mapping[str, Any], *, progress: bool, above: int
-) -> Result:
-    """Return `call()`, a run of the recorder's model on `given` without gradients, and restore the model.
+def recorded_run(recorder: Recorder, call: Callable[[], Any], given: Mapping[str, Any], *, above: int) -> Any:
+    """Return `call()`, a recorded run of the recorder's model on `given`.
 
-    Causal mixers run through their operators on more than `above` tokens.
-
-    Raises `ModelStateError` at active dropout, and the errors of `operators_at_length`.
+    Causal mixers run through their operators on more than `above` tokens. Raises the errors of `run` and of
+    `operators_at_length`.
     """
     model = recorder.model
-
-    def run() -> Result:
-        refuse_dropout(model)
-        with bars(progress), plain_run(model), ExitStack() as stack:
-            if may_be_long(given, above):
-                stack.enter_context(operators_at_length(model, real_tokens(given), recorder.note_prefix, above))
-            stack.enter_context(recorder.attached())
-            return call()
-
-    return in_gradient_mode(False, lambda: isolated(model, run))
+    long = may_be_long(given, above)
+    mixers = operators_at_length(model, real_tokens(given), recorder.note_prefix, above) if long else None
+    return run(model, call, mixers=mixers, observer=recorder.attached())
 
 
 @cache
