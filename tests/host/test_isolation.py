@@ -29,6 +29,8 @@ OURS = tuple(
         "host/observer",
         "host/run",
         "host/substitution",
+        "tracing/gradients",
+        "tracing/recording",
         "tracing/trace",
         "host/isolation",
     )

@@ -26,7 +26,8 @@ from unilinattn.host.wrappers import unwrapped
 from unilinattn.operator.edges import Edges, Groups, Listed, Pairs, Selection, along, core_channels
 from unilinattn.tracing.discovery import refuse, remembered_mixers
 from unilinattn.tracing.layer import Layer, LayerBuilder
-from unilinattn.tracing.trace import Trace, recorded_run, trace
+from unilinattn.tracing.recording import recorded_run
+from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import require_exact
 
 Replace = Literal["zero", "mean"]
