@@ -21,7 +21,7 @@ from tests.frozen.detached import (
 )
 from tests.hosts import tables
 from unilinattn.errors import UncoveredError
-from unilinattn.frozen import run as frozen
+from unilinattn.frozen import passes
 from unilinattn.frozen.freezing import Freezing, carried
 from unilinattn.frozen.layers import frozen_output
 from unilinattn.frozen.shares import Shares
@@ -151,7 +151,7 @@ def test_a_frozen_gate_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch._C.DisableTorchFunction():
             return frozen_output(layer, arguments), []
 
-    monkeypatch.setattr(frozen, "live_output", gate_frozen)
+    monkeypatch.setattr(passes, "live_output", gate_frozen)
     assert _misses("mamba") > 1e-3
 
 

@@ -52,7 +52,7 @@ def counted(host_trace: Trace) -> Peak:
 def plain_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compute gradients by plain autograd, which stores the intermediate values of every layer."""
     with monkeypatch.context() as patch:
-        patch.setattr(import_module("unilinattn.tracing.trace"), "recomputing", through_operators)
+        patch.setattr(import_module("unilinattn.tracing.gradients"), "recomputing", through_operators)
         yield
 
 

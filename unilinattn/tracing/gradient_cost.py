@@ -7,9 +7,9 @@ from torch import nn
 
 from unilinattn.host.recomputation import is_block
 from unilinattn.operator.cost import apply_elements, gradient_elements
-from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.stages import Branch, Chain, Matrix
 from unilinattn.registry import architecture_of
+from unilinattn.tracing.layer import Layer
 
 TOKENWISE = 2
 """Elements held for each element that enters or leaves a weight matrix outside the mixers: activation and gradient."""
@@ -24,12 +24,13 @@ VOCABULARY = 16
 """A weight matrix this many times longer than the stream is wide embeds or unembeds tokens."""
 
 
-def gradient_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits: int) -> int:
+def gradient_cost(model: nn.Module, layers: Sequence[Layer], logits: int) -> int:
     """Estimate the peak bytes of a gradient with respect to every layer's output, over the segments of `recomputation`.
 
-    `operators` are keyed by the path of their module, in order of execution; `logits` is the number of elements of the
-    model's output that are computed, with their gradients.
+    `layers` are in order of execution; `logits` is the number of elements of the model's output that are computed, with
+    their gradients.
     """
+    operators = {layer.name: layer.operator for layer in layers if not layer.opaque}
     first = next(iter(operators.values()))
     tokens, width = prod(first.output.shape[:2]), first.output.element_size()
     modules = dict(model.named_modules())
@@ -51,21 +52,20 @@ def gradient_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logi
     return width * (kept + max(held.values()) + 3 * logits)
 
 
-def frozen_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits: int, *, live: bool) -> int:
+def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, live: bool) -> int:
     """Estimate the peak bytes of a frozen run, which keeps the factors of the code between the layers.
 
     The arguments are those of `gradient_cost`; `live` tells whether the run evaluates the layers' flows.
     """
-    modules = dict(model.named_modules())
-    first = next(iter(operators.values()))
+    operators = [layer.operator for layer in layers]
+    first = operators[0]
     tokens, width = prod(first.output.shape[:2]), first.output.element_size()
-    layers = {name.partition("#")[0] for name in operators}
-    weights = _weights(model, [modules[path] for path in layers])
+    weights = _weights(model, [layer.module for layer in layers])
     tokenwise = [shape for shape in weights if max(shape) < VOCABULARY * first.output.shape[2]]
-    kept = sum(op.output.numel() for op in operators.values()) + tokens * sum(map(sum, tokenwise))
-    peak = KEPT * kept + max(apply_elements(op.chains, op.inputs) for op in operators.values()) + 4 * logits
+    kept = sum(op.output.numel() for op in operators) + tokens * sum(map(sum, tokenwise))
+    peak = KEPT * kept + max(apply_elements(op.chains, op.inputs) for op in operators) + 4 * logits
     if live:
-        chains = [(chain, op.inputs[port].shape[2]) for op in operators.values() for port, chain in op.chains.items()]
+        chains = [(chain, op.inputs[port].shape[2]) for op in operators for port, chain in op.chains.items()]
         peak += HELD * sum(_values(chain, tokens, channels) for chain, channels in chains)
     return int(width * peak)
 
