@@ -109,11 +109,22 @@ def package_methods() -> dict[str, Method]:
 
 
 def _options_table(method: Method) -> str:
-    rows = [
-        (f"`{text.name}`", f"`{text.default}`", re.sub(r"'[^']*'|None", r"`\g<0>`", text.accepted), text.meaning)
-        for text in option_texts(method)
-    ]
+    rows = []
+    for text in option_texts(method):
+        accepted = re.sub(r"'[^']*'|None", r"`\g<0>`", text.accepted)
+        rows.append((f"`{text.name}`", f"`{text.default}`", accepted, typeset(text.meaning)))
     return _table(("option", "default", "accepted", "meaning"), rows)
+
+
+def typeset(text: str) -> str:
+    """Return text with its products of indexed symbols, such as sum_i g_i . T_ij x_j, as formulas of TeX."""
+    symbol = r"(?:sum|abar|[A-Za-z])_[hijl]{1,2}\b"
+
+    def formula(match: re.Match[str]) -> str:
+        indexed = re.sub(r"_(\w\w)", r"_{\1}", match[0]).replace(" . ", r" \cdot ")
+        return "$" + indexed.replace("sum", r"\sum").replace("abar", r"\bar\alpha") + "$"
+
+    return re.sub(rf"(?<![\w`]){symbol}(?:(?: \.)? {symbol})*", formula, text)
 
 
 def _methods_table(root: Path) -> str:
