@@ -10,6 +10,7 @@ from typing import Any
 from tools import hybrids, sweep_pages
 from tools.families import FAMILIES, GROUPS
 from tools.markers import MissingSectionError, markers, replace_section
+from tools.typeset import typeset
 from unilinattn.methods.described import option_texts
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.registry import Architecture, Method, list_architectures, list_methods
@@ -114,17 +115,6 @@ def _options_table(method: Method) -> str:
         accepted = re.sub(r"'[^']*'|None", r"`\g<0>`", text.accepted)
         rows.append((f"`{text.name}`", f"`{text.default}`", accepted, typeset(text.meaning)))
     return _table(("option", "default", "accepted", "meaning"), rows)
-
-
-def typeset(text: str) -> str:
-    """Return text with its products of indexed symbols, such as sum_i g_i . T_ij x_j, as formulas of TeX."""
-    symbol = r"(?:sum|abar|[A-Za-z])_[hijl]{1,2}\b"
-
-    def formula(match: re.Match[str]) -> str:
-        indexed = re.sub(r"_(\w\w)", r"_{\1}", match[0]).replace(" . ", r" \cdot ")
-        return "$" + indexed.replace("sum", r"\sum").replace("abar", r"\bar\alpha") + "$"
-
-    return re.sub(rf"(?<![\w`]){symbol}(?:(?: \.)? {symbol})*", formula, text)
 
 
 def _methods_table(root: Path) -> str:

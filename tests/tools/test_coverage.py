@@ -152,18 +152,6 @@ def test_a_row_lists_the_oldest_version_and_the_page_lists_left_out_configuratio
     assert "### Left out with transformers 5.23.0" not in text
 
 
-@pytest.mark.parametrize(
-    ("text", "formula"),
-    [
-        ("the part sum_i g_i . T_ij x_j of it", r"the part $\sum_i g_i \cdot T_{ij} x_j$ of it"),
-        ("g_i abar_ij (Eq. 24) or y_i", r"$g_i \bar\alpha_{ij}$ (Eq. 24) or $y_i$"),
-        ("`by_head` or by_head or n_steps", "`by_head` or by_head or n_steps"),
-    ],
-)
-def test_products_of_indexed_symbols_are_typeset(text: str, formula: str) -> None:
-    assert coverage_pages.typeset(text) == formula
-
-
 def test_nothing_is_left_out_with_the_newest_version() -> None:
     record = json.loads((ROOT / coverage.RECORD).read_text())
     left_out = {name: [n for n, run in entry["runs"].items() if "left_out" in run] for name, entry in record.items()}

@@ -1,0 +1,26 @@
+"""Formulas in plain text, as TeX."""
+
+import pytest
+
+from tools.typeset import typeset
+
+
+@pytest.mark.parametrize(
+    ("text", "formula"),
+    [
+        ("frozen: y_i = sum_j T_ij x_j + b_i, linear", r"frozen: $y_i = \sum_j T_{ij} x_j + b_i$, linear"),
+        ("the part sum_i g_i . T_ij x_j of it", r"the part $\sum_i g_i \cdot T_{ij} x_j$ of it"),
+        ("g_i abar_ij (Eq. 24) or y_i", r"$g_i \bar\alpha_{ij}$ (Eq. 24) or $y_i$"),
+        ("alpha_ij = q_in exp(G_in - G_jn)", r"$\alpha_{ij} = q_{in} \exp(G_{in} - G_{jn})$"),
+        ("exp(g_t) S_{t-1}, g_(j+1)n, H_t^T q_t", r"$\exp(g_t) S_{t-1}$, $g_{(j+1)n}$, $H_t^\top q_t$"),
+    ],
+)
+def test_indexed_symbols_are_typeset(text: str, formula: str) -> None:
+    assert typeset(text) == formula
+
+
+@pytest.mark.parametrize(
+    "text", ["`T_ij x_j`", "```python\ny_i = x_j\n```", ">>> x_i = 1", "by_head, n_steps and row_i"]
+)
+def test_code_and_names_are_left_as_they_are(text: str) -> None:
+    assert typeset(text) == text
