@@ -11,8 +11,8 @@ from tools import hybrids, sweep_pages
 from tools.families import FAMILIES, GROUPS
 from tools.markers import MissingSectionError, markers, replace_section
 from tools.typeset import typeset
-from unilinattn.methods.described import option_texts
 from unilinattn.operator.scopes import SCOPES
+from unilinattn.options.described import option_texts
 from unilinattn.registry import Architecture, Method, list_architectures, list_methods
 from unilinattn.testing.hosts import Host
 
@@ -111,7 +111,7 @@ def package_methods() -> dict[str, Method]:
 
 def _options_table(method: Method) -> str:
     rows = []
-    for text in option_texts(method):
+    for text in option_texts(method.options):
         accepted = re.sub(r"'[^']*'|None", r"`\g<0>`", text.accepted)
         rows.append((f"`{text.name}`", f"`{text.default}`", accepted, typeset(text.meaning)))
     return _table(("option", "default", "accepted", "meaning"), rows)

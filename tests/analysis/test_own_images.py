@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.analysis.plain import shares, spearman
-from tests.tracing.test_image import picture, processor, transform, vision, vit
+from tests.host.test_image import picture, processor, transform, vision, vit
 from unilinattn import explain, trace
 from unilinattn.analysis import own_models, own_report
 from unilinattn.analysis.own_inputs import Images

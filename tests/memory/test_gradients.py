@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import unilinattn as ula
 from tests.memory.hosts import HOSTS
 from unilinattn.errors import ModelStateError
+from unilinattn.host.substitution import through_operators
 from unilinattn.kernels.backend import using
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import transformers_model
 from unilinattn.testing.peak import Peak, peak_of
-from unilinattn.tracing.substitution import through_operators
 from unilinattn.tracing.trace import Trace, trace
 
 IDS = dict(vocab_size=31, pad_token_id=None, bos_token_id=None, eos_token_id=None)

@@ -13,8 +13,8 @@ from tests.methods.hosts import HOSTS, inputs, traced
 from unilinattn.errors import ExactnessError, ExactnessWarning, InputError, OptionError, UncoveredError
 from unilinattn.examples import TASKS, load
 from unilinattn.examples.tasks import HELD_OUT_SEED
-from unilinattn.tracing import freezing
-from unilinattn.tracing.frozen_forms import as_source
+from unilinattn.frozen import freezing
+from unilinattn.frozen.forms import as_source
 
 SIDES = ("none", "left")
 

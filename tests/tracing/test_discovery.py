@@ -15,9 +15,10 @@ from tests.hosts import tables
 from tests.tracing.invented import INVENTED, WIDTH, CumMean, OverTokens, SelectiveScan, TokenShift, hybrid
 from tools.versions import unavailable
 from unilinattn.errors import UnknownArchitectureError
+from unilinattn.host import substitution
 from unilinattn.testing import left_as_found
 from unilinattn.testing.hosts import Host, randomize
-from unilinattn.tracing import discovery, substitution
+from unilinattn.tracing import discovery
 from unilinattn.tracing.perturbation import Run
 
 TRACE = sys.modules["unilinattn.tracing.trace"]

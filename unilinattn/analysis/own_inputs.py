@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.evaluation.readers import image_files, open_image
+from unilinattn.host.image import is_image
+from unilinattn.host.inputs import pixels
+from unilinattn.host.labels import token_text
+from unilinattn.host.logits import has_logits, logits_of
+from unilinattn.host.text import encoded
 from unilinattn.methods.targets import position_of
-from unilinattn.tracing.image import is_image
-from unilinattn.tracing.inputs import pixels
-from unilinattn.tracing.labels import token_text
-from unilinattn.tracing.logits import has_logits, logits_of
-from unilinattn.tracing.text import encoded
 from unilinattn.tracing.trace import Target, Trace, trace
 
 Units = tuple[Float[Tensor, "batch *unit"], Bool[Tensor, "batch *unit"]]

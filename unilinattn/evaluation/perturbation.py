@@ -11,17 +11,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation.masking import EMBEDS, Masking, real_tokens, removal
 from unilinattn.evaluation.metrics import tensor_text
+from unilinattn.host.inputs import call_host, host_arguments
+from unilinattn.host.isolation import in_gradient_mode, isolated
+from unilinattn.host.logits import positions_of
+from unilinattn.host.recomputation import captures
+from unilinattn.host.wrappers import plain_run
 from unilinattn.memory import parts
-from unilinattn.tracing.inputs import call_host, host_arguments
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.logits import positions_of
-from unilinattn.tracing.recomputation import captures
 from unilinattn.tracing.trace import Target
-from unilinattn.tracing.trust import tolerance
-from unilinattn.tracing.wrappers import plain_run
 
 TENTHS = tuple(k / 10 for k in range(11))
 """Fractions of the activation and pruning curves, 0 to 1; the perturbation curves leave out both ends."""
@@ -251,7 +251,7 @@ class PerturbationTest:
     def _require_same(self, again: Float[Tensor, "batch class"]) -> None:
         # Logits of impossible tokens may be infinite in both runs.
         change = torch.where(self.logits == again, 0.0, self.logits - again).norm()
-        allowed = tolerance(self._removal.values.dtype) * self.logits[self.logits.isfinite()].norm()
+        allowed = layer_tolerance(self._removal.values.dtype) * self.logits[self.logits.isfinite()].norm()
         if not bool(change <= allowed):
             raise InputError(
                 f"{type(self._model).__name__} gives other logits for {EMBEDS} than for the ids (changed by "

@@ -9,10 +9,10 @@ from torch import Tensor
 from unilinattn.memory import reserved
 from unilinattn.methods.costs import composed_cost, estimated, vecmat_cost
 from unilinattn.methods.maps import ONE_ROW, map_bytes, map_shape, step_blocks, sum_on_first, vecmat
-from unilinattn.methods.options import MapOptions
 from unilinattn.methods.results import allocate_scores
 from unilinattn.methods.scaled import ScaledProduct, finished
 from unilinattn.methods.selection import composable_steps, query_rows
+from unilinattn.options.bases import MapOptions
 from unilinattn.progress import progress
 from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer

@@ -8,10 +8,11 @@ import torch
 from unilinattn.memory import allowed, without
 from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
-from unilinattn.methods.options import MapOptions, Options
 from unilinattn.methods.results import result_shape
 from unilinattn.methods.selection import only_port
 from unilinattn.operator.cost import apply_cost, left_multiply_cost, map_cut, map_operations
+from unilinattn.options.base import Options
+from unilinattn.options.bases import MapOptions
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.call.attention_interface import configurations
+from unilinattn.call.exactness import layer_tolerance
+from unilinattn.host.inputs import call_host, real_tokens
+from unilinattn.host.isolation import in_gradient_mode, isolated, with_own_random_numbers
+from unilinattn.host.logits import has_logits, logits_of
+from unilinattn.host.recorder import main_tensor, refuse_dropout
 from unilinattn.tracing.discovery import state_of
-from unilinattn.tracing.inputs import call_host, real_tokens
-from unilinattn.tracing.isolation import in_gradient_mode, isolated, with_own_random_numbers
-from unilinattn.tracing.logits import has_logits, logits_of
-from unilinattn.tracing.recorder import main_tensor, refuse_dropout
-from unilinattn.tracing.trust import tolerance
 
 _notes: "WeakKeyDictionary[nn.Module, tuple[object, tuple[str, ...]]]" = WeakKeyDictionary()
 """The key of the last comparison of each model, and its sentences."""
@@ -98,7 +98,7 @@ def _compared(output: Any) -> Tensor | None:
 
 def _accepted(output: Any) -> float:
     compared = _compared(output)
-    return tolerance(torch.float32 if compared is None else compared.dtype)
+    return layer_tolerance(torch.float32 if compared is None else compared.dtype)
 
 
 def _kind(given: Mapping[str, Any]) -> tuple[object, ...]:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.call.attention_interface import configurations
+from unilinattn.host.inputs import call_host, real_tokens
+from unilinattn.host.logits import logits_in
+from unilinattn.host.module_calls import CallRecord
+from unilinattn.host.nested import mapped, tensors
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
-from unilinattn.tracing.inputs import call_host, real_tokens
-from unilinattn.tracing.logits import logits_in
-from unilinattn.tracing.module_calls import CallRecord
-from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Held, Run, noisy
 
 PIECES = (2, 16)

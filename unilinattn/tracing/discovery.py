@@ -23,17 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.errors import UnknownArchitectureError
+from unilinattn.host import substitution
+from unilinattn.host.inputs import call_host
+from unilinattn.host.isolation import in_gradient_mode, isolated
+from unilinattn.host.logits import KEEP
+from unilinattn.host.module_calls import CallRecord
+from unilinattn.host.recorder import Recorder
+from unilinattn.host.wrappers import plain_run
 from unilinattn.registry import list_architectures
-from unilinattn.tracing import substitution
 from unilinattn.tracing.completeness import Leak, find_leak
-from unilinattn.tracing.inputs import call_host
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.logits import KEEP
-from unilinattn.tracing.module_calls import CallRecord
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
-from unilinattn.tracing.recorder import Recorder
 from unilinattn.tracing.unknown import holders, without_adapters, without_layers
-from unilinattn.tracing.wrappers import plain_run
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.tracing.logits import (
+from unilinattn.host.logits import (
     Logit,
     chosen_ids,
     has_logits,

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import nn
 
+from unilinattn.host.recomputation import is_block
 from unilinattn.operator.cost import apply_cost, gradient_elements
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.stages import Branch, Chain, Matrix
 from unilinattn.registry import architecture_of
-from unilinattn.tracing.recomputation import is_block
 
 TOKENWISE = 2
 """Elements held for each element that enters or leaves a weight matrix outside the mixers: activation and gradient."""

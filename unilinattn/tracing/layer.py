@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from unilinattn.call import Call
 from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
+from unilinattn.host.inputs import real_tokens
+from unilinattn.host.isolation import in_gradient_mode, isolated
+from unilinattn.host.module_calls import OPAQUE, CallRecord, ResidualSite
+from unilinattn.host.recomputation import constant_parameters
+from unilinattn.host.substitution import build_flow
 from unilinattn.kernels.precision import full_precision
 from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.operator import MixerOperator
@@ -18,11 +23,6 @@ from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Matrix, Stage, walk
 from unilinattn.registry import Architecture
-from unilinattn.tracing.inputs import real_tokens
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.module_calls import OPAQUE, CallRecord, ResidualSite
-from unilinattn.tracing.recomputation import constant_parameters
-from unilinattn.tracing.substitution import build_flow
 from unilinattn.tracing.trust import precision_of
 from unilinattn.tracing.weights import Checksum, Weights
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from unilinattn.call.exactness import relative_error
-from unilinattn.tracing.inputs import call_host, token_ids
-from unilinattn.tracing.nested import mapped, tensors
-from unilinattn.tracing.trust import tolerance
+from unilinattn.call.exactness import layer_tolerance, relative_error
+from unilinattn.host.inputs import call_host, token_ids
+from unilinattn.host.nested import mapped, tensors
 
 IDS = 4096
 """Largest number of ids that are embedded at once for the mean over a vocabulary."""
@@ -198,7 +197,7 @@ class _Read:
         except Exception:
             return False
         expected = self.output.reshape(-1, 1, self.output.shape[-1]).expand(-1, 2, -1)
-        return alone.shape == expected.shape and relative_error(alone, expected) <= tolerance(alone.dtype)
+        return alone.shape == expected.shape and relative_error(alone, expected) <= layer_tolerance(alone.dtype)
 
 
 class _Reads(TorchFunctionMode):

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from unilinattn.tracing.inputs import CACHES, call_host
-from unilinattn.tracing.isolation import current_run, in_gradient_mode, isolated, with_own_random_numbers
-from unilinattn.tracing.nested import mapped, tensors
-from unilinattn.tracing.recorder import MAIN, captured, main_tensor
-from unilinattn.tracing.wrappers import plain_run
+from unilinattn.host.inputs import CACHES, call_host
+from unilinattn.host.isolation import current_run, in_gradient_mode, isolated, with_own_random_numbers
+from unilinattn.host.nested import mapped, tensors
+from unilinattn.host.recorder import MAIN, captured, main_tensor
+from unilinattn.host.wrappers import plain_run
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative change of a watched token by rounding (experts get other batches); 0.05 for other dtypes.

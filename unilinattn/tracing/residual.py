@@ -13,7 +13,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from unilinattn.tracing.module_calls import CallRecord, ResidualSite, tensors_in
+from unilinattn.host.module_calls import CallRecord, ResidualSite, tensors_in
 
 NEARBY = 12
 """Sibling calls searched before and after a layer: a flat model has all of its modules in one block."""

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.host import substitution
+from unilinattn.host.inputs import bound_arguments, call_host, real_tokens
+from unilinattn.host.isolation import in_gradient_mode, isolated
+from unilinattn.host.logits import logits_at
+from unilinattn.host.module_calls import OPAQUE, CallRecord, Prefix, ResidualSite
+from unilinattn.host.nested import tensors
+from unilinattn.host.recorder import Recorder, refuse_dropout
+from unilinattn.host.substitution import Forward, build_flow, called_on, returned, standing_in
+from unilinattn.host.wrappers import plain_run
 from unilinattn.operator.carry import Carry, States, carried_by
 from unilinattn.operator.piecewise import Piece
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import Architecture
-from unilinattn.tracing import substitution
-from unilinattn.tracing.inputs import bound_arguments, call_host, real_tokens
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.logits import logits_at
-from unilinattn.tracing.module_calls import OPAQUE, CallRecord, Prefix, ResidualSite
-from unilinattn.tracing.nested import tensors
-from unilinattn.tracing.recorder import Recorder, refuse_dropout
-from unilinattn.tracing.residual import group_parallel
+from unilinattn.tracing.residual import group_parallel, locate_in_stream
 from unilinattn.tracing.streams import Stream
-from unilinattn.tracing.substitution import Forward, build_flow, called_on, returned, standing_in
-from unilinattn.tracing.trust import tolerance
-from unilinattn.tracing.wrappers import plain_run
 
 MASK = "attention_mask"
 
@@ -111,7 +111,7 @@ class _Run:
 
     def on(self, given: Mapping[str, Any], tokens: slice) -> Any:
         """Run the model on some tokens, write the layers' tensors, and return the model's output."""
-        recorder, model = Recorder(self._model), self._model
+        recorder, model = Recorder(self._model, locate=locate_in_stream), self._model
         piece = logits_at(model, _cut(given, tokens), lambda: [torch.tensor([-1])], above=0)
         self._calls = 0
 
@@ -144,10 +144,10 @@ class _Run:
         assert layer.input is not None and layer.output is not None and first.output is not None
         host = first.output
         error = worst_error(layer.output.read(slice(host.shape[1])), host)
-        if not error <= tolerance(host.dtype):
+        if not error <= layer_tolerance(host.dtype):
             raise UncoveredError(
                 f"{first.name}: in pieces its output differs from the host's on the first {host.shape[1]} tokens by "
-                f"{error:.1e} (relative; {tolerance(host.dtype):.0e} is allowed in {host.dtype}), so this model "
+                f"{error:.1e} (relative; {layer_tolerance(host.dtype):.0e} is allowed in {host.dtype}), so this model "
                 "computes something from several tokens or from positions that its layers' states do not carry; trace "
                 "without stream_to=."
             )

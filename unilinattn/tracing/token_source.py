@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.errors import UncoveredError
-from unilinattn.tracing.inputs import call_host, token_ids
-from unilinattn.tracing.isolation import in_gradient_mode, isolated, with_own_random_numbers
+from unilinattn.host.inputs import call_host, token_ids
+from unilinattn.host.isolation import in_gradient_mode, isolated, with_own_random_numbers
+from unilinattn.host.logits import logits_in
+from unilinattn.host.nested import mapped, tensors
+from unilinattn.host.wrappers import plain_run
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import logits_in
 from unilinattn.tracing.lookups import Lookups
-from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.perturbation import TOLERANCE
 from unilinattn.tracing.tokens import TokenCall, find_tokens, require_own_tokens
-from unilinattn.tracing.wrappers import plain_run
 
 Source = TokenCall | str | None
 """The call whose result enters the first block as the tokens, the name of the argument, or None for lookups of ids."""

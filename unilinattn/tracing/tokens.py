@@ -11,13 +11,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unilinattn.call.exactness import relative_error
+from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.errors import UncoveredError
-from unilinattn.tracing.inputs import call_host
-from unilinattn.tracing.isolation import isolated
+from unilinattn.host.inputs import call_host
+from unilinattn.host.isolation import isolated
+from unilinattn.host.wrappers import plain_run
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.trust import tolerance
-from unilinattn.tracing.wrappers import plain_run
 
 NAMED = 4
 """Largest number of shapes that an error names."""
@@ -50,7 +49,9 @@ class TokenCall:
 
     def require_same(self, vectors: Tensor) -> None:
         """Raise `UncoveredError` if the call of a run on the traced inputs returned other vectors."""
-        if vectors.shape != self.vectors.shape or relative_error(vectors, self.vectors) > tolerance(vectors.dtype):
+        if vectors.shape != self.vectors.shape or relative_error(vectors, self.vectors) > layer_tolerance(
+            vectors.dtype
+        ):
             raise UncoveredError(
                 "the vectors that enter the model's first block differ between two runs on the same inputs, as with a "
                 "hook that calls torch functions in one of them; remove the hooks of the model."

@@ -2,11 +2,11 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -14,33 +14,32 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from unilinattn.errors import OptionError, UncoveredError
-from unilinattn.progress import bars
-from unilinattn.registry import ImageTokens
-from unilinattn.tracing.agreement import compared_with_call
-from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
-from unilinattn.tracing.explained import ExplainedLogit
-from unilinattn.tracing.frozen import FrozenRun
-from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
-from unilinattn.tracing.image import image_tokens, is_image, processed
-from unilinattn.tracing.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
-from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
-from unilinattn.tracing.layer import Layer, LayerBuilder, Step
-from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_in, logits_of, positions_of
-from unilinattn.tracing.module_calls import require_covered_calls
-from unilinattn.tracing.padding import warn_of_leaks
-from unilinattn.tracing.recomputation import captures, recomputing
-from unilinattn.tracing.recorder import GradientRecorder, Recorder, refuse_dropout
-from unilinattn.tracing.residual import group_parallel
-from unilinattn.tracing.streaming import first_tokens, run_in_pieces
-from unilinattn.tracing.substitution import (
+from unilinattn.host.image import image_tokens, is_image, processed
+from unilinattn.host.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
+from unilinattn.host.isolation import Result, in_gradient_mode, isolated
+from unilinattn.host.logits import KEEP, Logit, kept_positions, logits_at, logits_in, logits_of, positions_of
+from unilinattn.host.module_calls import require_covered_calls
+from unilinattn.host.recomputation import captures, recomputing
+from unilinattn.host.recorder import GradientRecorder, Recorder, refuse_dropout
+from unilinattn.host.substitution import (
     PREFIX,
     SUBSTITUTE_ABOVE,
     may_be_long,
     operators_at_length,
     through_operators,
 )
-from unilinattn.tracing.text import Text, encoded, is_text, tokenized
-from unilinattn.tracing.wrappers import plain_run, require_gradients, unwrapped
+from unilinattn.host.text import Text, encoded, is_text, tokenized
+from unilinattn.host.wrappers import plain_run, require_gradients, unwrapped
+from unilinattn.progress import bars
+from unilinattn.registry import ImageTokens
+from unilinattn.tracing.agreement import compared_with_call
+from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
+from unilinattn.tracing.explained import ExplainedLogit
+from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
+from unilinattn.tracing.layer import Layer, LayerBuilder, Step
+from unilinattn.tracing.padding import warn_of_leaks
+from unilinattn.tracing.residual import group_parallel, locate_in_stream
+from unilinattn.tracing.streaming import first_tokens, run_in_pieces
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
 """A position, or one for each sequence, counted over real tokens; negative ones count from their end."""
@@ -58,9 +57,14 @@ class Trace:
         host: the model.
         arguments: the arguments of the call, by parameter name.
         text: the text that was given as input, None for other inputs.
+        opaque: the paths of the layers without an operator (see `trace(strict=False)`).
+        weights: the checksums of the model's weights.
         warnings: a sentence for each change of the trace to the user's call that changes the output; results have them
             too (see `tracing.agreement`).
     """
+
+    frozen: ClassVar[Callable[..., Any]]
+    """Run the model once more as one affine map of its tokens; `frozen.run` sets it to its function `frozen`."""
 
     def __init__(
         self,
@@ -72,11 +76,10 @@ class Trace:
         text: Text | None = None,
     ) -> None:
         """Freeze the layers of a recorded run."""
-        self.host, self.arguments, self._opaque, self.text = model, given, recorder.opaque, text
+        self.host, self.arguments, self.opaque, self.text = model, given, recorder.opaque, text
         self.warnings: tuple[str, ...] = ()
-        self._shared: tuple[Sequence[Target], dict[str, FrozenRun]] | None = None
         builder = LayerBuilder(model, given, dtype)
-        self._weights = builder.weights
+        self.weights = builder.weights
         self.model = type(model).__name__
         self.output = output
         groups = group_parallel(recorder.layers)
@@ -134,7 +137,7 @@ class Trace:
 
         Runs the model once more, with gradients, and restores it. Registered mixers run through their live operators:
         the same function, whose backward pass is linear in length where a host's loop is not. The backward pass
-        computes the model's blocks again from their inputs, one after the other (see `tracing.recomputation`). A host
+        computes the model's blocks again from their inputs, one after the other (see `host.recomputation`). A host
         that accepts `logits_to_keep` computes the logits of the target only, or all of them for a function.
 
         Raises `ModelStateError` if a weight changed since the trace, for weights made in inference mode and for active
@@ -149,14 +152,14 @@ class Trace:
 
         Nothing is kept between targets. Raises `ModelStateError` if a weight changes before the last one.
         """
-        self._require_whole("gradients")
+        self.require_whole("gradients")
         for target in list(targets):
             yield self._gradient(target, logit)
 
     def _gradient(self, target: Target, logit: Logit) -> tuple[Float[Tensor, "batch query out"], ...]:
-        self._weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
+        self.weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
         require_gradients(self.host)
-        recorder, given = GradientRecorder(self.host, opaque=self._opaque), self.arguments
+        recorder, given = GradientRecorder(self.host, opaque=self.opaque), self.arguments
         if not callable(logit):
             # The logits of all tokens and their gradients may take more memory than all layers.
             wanted = partial(logits_at, self.host, given, lambda: [self.positions(target)], above=0)
@@ -189,49 +192,10 @@ class Trace:
             for layer, g in zip(self.layers, grads, strict=True)
         )
 
-    def frozen(self, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> FrozenRun:
-        """Run the model once more as one affine map of its tokens, see `FrozenRun`.
-
-        Args:
-            targets: positions whose logits the run computes, if the model accepts `logits_to_keep`; None for all.
-            rule: "freeze" freezes the activated factor of a product, "half" gives both factors half of its relevance.
-
-        Raises `ModelStateError` if a weight changed since the trace, and the errors of `FrozenRun`.
-        """
-        self._weights.require_same(self.host, self.model, "its shares would not be those of the traced model")
-        if self._shared is not None and targets is not None:
-            every, runs = self._shared
-            if rule not in runs:
-                runs[rule] = self._frozen(every, rule)
-            return runs[rule]
-        return self._frozen(targets, rule)
-
-    @contextmanager
-    def one_frozen_run(self, targets: Sequence[Target]) -> Iterator[None]:
-        """Inside the context, `frozen` returns one run by each rule, which computes the logits of all `targets`.
-
-        For a method that runs once for each of them. The runs keep their graphs until the context ends.
-        """
-        self._shared = (targets, {})
-        try:
-            yield
-        finally:
-            self._shared = None
-
-    def _require_whole(self, what: str) -> None:
+    def require_whole(self, what: str) -> None:
         """Raise `UncoveredError` if the trace was made in pieces."""
         if any(layer.in_pieces for layer in self.layers):
             raise UncoveredError(f"{what} run the model on all tokens at once; trace without stream_to=.")
-
-    def _frozen(self, targets: Sequence[Target] | None, rule: str) -> FrozenRun:
-        self._require_whole("frozen runs")
-        given = self.arguments
-        if targets is not None:
-            wanted = partial(logits_at, self.host, given, lambda: [self.positions(t) for t in targets], above=0)
-            given = in_gradient_mode(False, wanted)
-        kept = kept_positions(given, self.layers[-1].output.shape[1])
-        choose = partial(self.explained_logit.scalar, kept=kept)
-        return FrozenRun(self.host, given, self.layers, choose, self.explained_logit.observed, rule=rule)
 
     def gradient_cost(self, logit: Logit = None) -> GradientCost:
         """Return the bytes and multiply-adds of `gradient` for one target, without running the model.
@@ -363,7 +327,7 @@ def _recorded(
     model: nn.Module, given: Mapping[str, Any], opaque: Collection[str], *, progress: bool, above: int
 ) -> tuple[Recorder, Any]:
     """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
-    recorder = Recorder(model, opaque=opaque)
+    recorder = Recorder(model, opaque=opaque, locate=locate_in_stream)
     last = [last_real(real_tokens(given))]
 
     def call() -> Any:

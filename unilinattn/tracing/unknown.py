@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import package_version
+from unilinattn.host.inputs import call_host
+from unilinattn.host.isolation import in_gradient_mode, isolated
+from unilinattn.host.wrappers import plain_run
 from unilinattn.registry import list_architectures
 from unilinattn.tracing.completeness import Leak
-from unilinattn.tracing.inputs import call_host
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.wrappers import plain_run
 
 NAMED = 5
 """Largest number of modules that an error names in a list."""
