@@ -1,16 +1,16 @@
-"""An extension of griffe, which mkdocs loads: the API reference sets the formulas of docstrings."""
+"""An extension of griffe, which mkdocs loads: the API reference sets the formulas and the examples of docstrings."""
 
 from typing import Any
 
 import griffe
 
-from tools.typeset import typeset
+from tools.typeset import markdown
 
 
 class TypesetDocstrings(griffe.Extension):
-    """Replaces the formulas of each docstring by TeX."""
+    """Replaces each docstring by its Markdown."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Typeset the docstring of an object."""
         if obj.docstring:
-            obj.docstring.value = typeset(obj.docstring.value)
+            obj.docstring.value = markdown(obj.docstring.value)
