@@ -35,7 +35,7 @@ def table_of(numbers: Mapping[str, Any]) -> str:
     """Return the table of hit@1 by row and model, from the numbers of `unilinattn compare`."""
     scores = numbers["scores"]
     names = list(scores)
-    lines = [f"| method | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
+    lines = [f"| method | {' | '.join(names).replace('/', ', ')} |", f"| --- |{' --- |' * len(names)}"]
     for row in scores[names[0]]:
         found = (scores[name][row]["hit_at_1"] for name in names)
         lines.append(f"| {row} | {' | '.join(f'{share:.0%}' for share in found)} |")
