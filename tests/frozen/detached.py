@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import unilinattn as ula
-from unilinattn.frozen.run import FrozenRun
+from unilinattn.frozen.passes import FrozenPass
 from unilinattn.testing import promoted
 
 LENGTH = 13
@@ -232,7 +232,7 @@ def misses(name: str) -> float:
 def run_by_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the mixers by the rules of the frozen run instead of their operators."""
 
-    def by_the_rules(run: FrozenRun, layer: Any, arguments: Any) -> Any:
+    def by_the_rules(run: FrozenPass, layer: Any, arguments: Any) -> Any:
         return type(layer.module).forward(layer.module, **arguments)
 
-    monkeypatch.setattr(FrozenRun, "_layer", by_the_rules)
+    monkeypatch.setattr(FrozenPass, "_layer", by_the_rules)

@@ -21,12 +21,11 @@ from tests.frozen.detached import (
 )
 from tests.hosts import tables
 from unilinattn.errors import UncoveredError
-from unilinattn.frozen import run as frozen
+from unilinattn.frozen import passes
 from unilinattn.frozen.freezing import Freezing, carried
 from unilinattn.frozen.layers import frozen_output
 from unilinattn.frozen.shares import Shares
 from unilinattn.mixers import DiagonalDecay
-from unilinattn.mixers.base import constant_factors
 from unilinattn.testing import Host, promoted
 
 QUICK = (
@@ -152,7 +151,7 @@ def test_a_frozen_gate_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch._C.DisableTorchFunction():
             return frozen_output(layer, arguments), []
 
-    monkeypatch.setattr(frozen, "live_output", gate_frozen)
+    monkeypatch.setattr(passes, "live_output", gate_frozen)
     assert _misses("mamba") > 1e-3
 
 
@@ -208,11 +207,11 @@ def test_a_gate_with_an_unknown_function_is_refused_by_name(monkeypatch: pytest.
         trace.frozen(rule="half")
 
 
-def test_factors_of_mixers_are_constants_only_inside_of_the_context() -> None:
+def test_factors_of_mixers_are_constants_only_in_a_frozen_run() -> None:
     def mixer() -> DiagonalDecay:
         query, key, decay = torch.rand(3, 1, 2, 1, 2, requires_grad=True)
         return DiagonalDecay(query, key, log_decay=-decay)
 
-    with constant_factors():
+    with Freezing(lambda: "here", lambda func, args, result: result):
         assert not any(carried(factor) for factor in (mixer().query, mixer().log_decay))
     assert carried(mixer().query) and carried(mixer().log_decay)

@@ -25,7 +25,12 @@ OURS = tuple(
         "architectures/rwkv4",
         "call/entries",
         "host/recorder",
+        "host/forwards",
+        "host/observer",
+        "host/run",
         "host/substitution",
+        "tracing/gradients",
+        "tracing/recording",
         "tracing/trace",
         "host/isolation",
     )
@@ -173,7 +178,7 @@ def test_forwards_are_restored_after_an_interrupted_block() -> None:
         with through_operators(model):
             model(ids())
 
-    sweep(model, run, ("unilinattn/host/substitution.py", "unilinattn/call/entries.py", contextlib.__file__), None)
+    sweep(model, run, ("unilinattn/host/forwards.py", "unilinattn/call/entries.py", contextlib.__file__), None)
 
 
 def test_a_generator_closed_late_after_an_interrupt_changes_nothing() -> None:

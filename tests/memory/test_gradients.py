@@ -52,7 +52,7 @@ def counted(host_trace: Trace) -> Peak:
 def plain_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compute gradients by plain autograd, which stores the intermediate values of every layer."""
     with monkeypatch.context() as patch:
-        patch.setattr(import_module("unilinattn.tracing.trace"), "recomputing", through_operators)
+        patch.setattr(import_module("unilinattn.tracing.gradients"), "recomputing", through_operators)
         yield
 
 
@@ -75,7 +75,6 @@ def test_the_estimate_counts_the_backward_pass(name: str, length: int) -> None:
     (first, *_) = estimate.layers
     assert (first.name, first.kind) == ("gradients", "forward and backward pass")
     assert 0.5 <= first.bytes / peak.peak <= 2, (first.bytes, peak.peak)
-    assert 0.5 <= first.operations / peak.multiplications <= 2, (first.operations, peak.multiplications)
     assert "gradients" in repr(estimate)
 
 

@@ -9,20 +9,15 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import OptionError, UncoveredError, nearest
-from unilinattn.frozen.forms import recording_sources
-from unilinattn.frozen.freezing import Freezing
-from unilinattn.frozen.layers import frozen_output, require_covered
-from unilinattn.frozen.live_layer import live_output
-from unilinattn.frozen.modules import plain_output
+from unilinattn.frozen.layers import require_covered
+from unilinattn.frozen.passes import FrozenPass, FrozenSpec
 from unilinattn.frozen.shares import (
     Linearized,
     Shares,
-    Stream,
     Unembedding,
     biases,
     block_streams,
@@ -33,18 +28,12 @@ from unilinattn.frozen.shares import (
     embedding_part,
     linearized,
 )
-from unilinattn.host.inputs import bound_arguments, call_host
-from unilinattn.host.isolation import in_gradient_mode, isolated
-from unilinattn.host.logits import Logit, kept_positions, logits_at, one_each
-from unilinattn.host.nested import mapped, tensors
-from unilinattn.host.recomputation import captures
-from unilinattn.host.recorder import MAIN, refuse_dropout
-from unilinattn.host.wrappers import plain_run, require_gradients
-from unilinattn.registry import architecture_of, plain_form_of
+from unilinattn.host.isolation import in_gradient_mode
+from unilinattn.host.logits import Logit, one_each
+from unilinattn.host.wrappers import require_gradients
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.lookups import TokenIds
 from unilinattn.tracing.token_source import find_source, require_alone
-from unilinattn.tracing.tokens import TokenCall, block_names, first_stream
+from unilinattn.tracing.tokens import block_names
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_trust
 
@@ -81,9 +70,6 @@ class FrozenRun:
         rule: how a product of two factors of different rank is frozen (see `Freezing`).
 
     Attributes:
-        outputs: the layers' outputs in the run's graph.
-        mixed: the edges of the run's graph after each layer's cores, if the rule is "half" (see `live_layer`).
-        shared: names of functions that multiplied two factors of equal rank, each of which got half.
         doubt: the first warning of `complete_shares` about shares that do not add up, None if there is none.
 
     Raises `UncoveredError` for a function without a rule, for opaque layers and for models with two streams of tokens.
@@ -104,31 +90,35 @@ class FrozenRun:
             raise OptionError(f"unknown rule {rule!r}" + nearest(rule, RULES))
         require_covered(model, layers)
         require_gradients(model)
-        self.outputs: list[Tensor] = []
-        self.mixed: list[list[GradientEdge]] = []
         self._layers, self._choose, self._observe = layers, choose, observe
-        self._blocks = block_names(model, layers)
-        self._leaves: list[Tensor] = []
-        self._suspect: str | None = None
-        self._last_stream: Stream | None = None
-        self._began = False
-        self._model, self._given, self._rule = model, given, rule
         self.doubt: str | None = None
-        self._entry: Stream | None = None
-        self._streams: list[Stream | None] = []
-        self._sources: list[tuple[str, Tensor]] | None = None
-        self._path: list[tuple[str, nn.Module, Stream | None]] = []
-        self._place = find_source(model, given, layers)
+        source = find_source(model, given, layers)
+        self._spec = FrozenSpec(model, given, layers, rule, source, block_names(model, layers))
         for layer in layers:
             # An operator that replaced the host's forward is built when it is needed, one at a time.
             if layer.prefix_error is None:
                 _ = layer.operator
-        self._output, self._tangents = in_gradient_mode(True, lambda: self._run(whole=False))
-        if not self._leaves:
+        self._pass = FrozenPass(self._spec)
+        if not self._pass.leaves:
             raise UncoveredError(
                 f"{type(model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
                 "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
             )
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """The layers' outputs in the run's graph."""
+        return self._pass.outputs
+
+    @property
+    def mixed(self) -> list[list[GradientEdge]]:
+        """The edges of the run's graph after each layer's cores, if the rule is "half" (see `live_layer`)."""
+        return self._pass.mixed
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """Names of functions that multiplied two factors of equal rank, each of which got half."""
+        return self._pass.shared
 
     def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
         """Return the parts of a logit, or of another scalar of the output: one backward pass.
@@ -152,14 +142,14 @@ class FrozenRun:
         return in_gradient_mode(True, lambda: self._unembedding(target, logit))
 
     def _unembedding(self, target: Any, logit: Logit) -> Unembedding:
-        stream = self._last_stream
+        stream = self._pass.last_stream
         if stream is None:
             raise UncoveredError(
-                f"{type(self._model).__name__} norms or multiplies its residual stream between its layers, or its last "
-                "residual sum is hidden in a kernel, so its layers are not added to one stream that the final norm "
-                "reads, and their contributions to a logit cannot be told apart there."
+                f"{type(self._spec.model).__name__} norms or multiplies its residual stream between its layers, or its "
+                "last residual sum is hidden in a kernel, so its layers are not added to one stream that the final "
+                "norm reads, and their contributions to a logit cannot be told apart there."
             )
-        scalar = self._linearized(target, logit)
+        scalar = self._linearized(target, logit, self._pass)
         (slope,) = scalar.gradients([stream.value])
         gradient = torch.zeros_like(stream.value) if slope is None else slope
         constant = 0 if stream.tangent is None else by_token(stream.tangent, gradient).sum(1)
@@ -174,15 +164,16 @@ class FrozenRun:
     def _shares(self, target: Any, logit: Logit, by: By) -> Shares:
         if by not in get_args(By):
             raise OptionError(f"unknown shares by {by!r}" + nearest(by, get_args(By)))
-        scalar = self._linearized(target, logit)
-        entry = [] if self._entry is None else [self._entry.value]
-        streams = block_streams(self._layers, self._streams, self._leaves[0].shape[1]) if by == "depth" else []
-        more = self.outputs if by == "layer" else [stream.value for stream in streams]
-        grads = scalar.gradients([*self._leaves, *entry, *more])
-        given = zip(self._leaves, grads, strict=False)
-        tokens = torch.stack([by_token(leaf, g) for leaf, g in given if g is not None]).sum(0)
-        grads = grads[len(self._leaves) :]
-        constants = embedding_part(self._entry, grads[0] if entry else None, tokens.shape[1])
+        run = self._pass
+        scalar = self._linearized(target, logit, run)
+        entry = [] if run.entry is None else [run.entry.value]
+        streams = block_streams(self._layers, run.streams, run.leaves[0].shape[1]) if by == "depth" else []
+        more = run.outputs if by == "layer" else [stream.value for stream in streams]
+        grads = scalar.gradients([*run.leaves, *entry, *more])
+        at_leaves = zip(run.leaves, grads, strict=False)
+        tokens = torch.stack([by_token(leaf, grad) for leaf, grad in at_leaves if grad is not None]).sum(0)
+        grads = grads[len(run.leaves) :]
+        constants = embedding_part(run.entry, grads[0] if entry else None, tokens.shape[1])
         embedding = torch.zeros_like(tokens) if constants is None else constants
         grads, parts = grads[len(entry) :], None
         if by != "tokens":
@@ -218,34 +209,25 @@ class FrozenRun:
         `Shares.embedding` and not here. Runs the host once more, and takes a backward pass for each sequence, because a
         bias is the same tensor for all of them.
         """
-        run = self._again(_sources=[])
-        return in_gradient_mode(True, lambda: run._bias_by_source(target, logit))
+        run = FrozenPass(self._spec, records_sources=True)
 
-    def _bias_by_source(self, target: Any, logit: Logit) -> dict[str, Tensor]:
-        self._output, self._tangents = self._run(whole=False)
-        assert self._sources is not None
-        return biases(self._linearized(target, logit), self._sources, self._layers, self.outputs, self._entry)
+        def parts() -> dict[str, Tensor]:
+            scalar = self._linearized(target, logit, run)
+            return biases(scalar, run.sources, self._layers, run.outputs, run.entry)
 
-    def _linearized(self, target: Any, logit: Logit) -> Linearized:
-        batch = len(self._layers[-1].output)
+        return in_gradient_mode(True, parts)
+
+    def _linearized(self, target: Any, logit: Logit, run: FrozenPass) -> Linearized:
+        batch, spec = len(self._layers[-1].output), self._spec
         if callable(logit):
-            require_alone(self._model, self._given, self._place, self._layers, logit)
-        return linearized(
-            self._output, self._tangents, lambda output: one_each(self._choose(output, target, logit), batch)
-        )
-
-    def _again(self, **changed: Any) -> "FrozenRun":
-        """Return a copy of this run that has not run yet, with some attributes changed."""
-        run = FrozenRun.__new__(FrozenRun)
-        fresh: dict[str, Any] = {name: [] for name in ("outputs", "mixed", "_leaves", "_streams", "_path")}
-        vars(run).update({**vars(self), **fresh, "_entry": None, "_began": False, **changed})
-        return run
+            require_alone(spec.model, spec.arguments, spec.source, self._layers, logit)
+        return linearized(run.output, run.tangents, lambda output: one_each(self._choose(output, target, logit), batch))
 
     def gradients(self, edges: Sequence[GradientEdge], target: Any = -1, logit: Logit = None) -> tuple[Tensor, ...]:
         """Return the gradients of a scalar of the output at edges of the run's graph: one backward pass."""
 
         def run() -> tuple[Tensor, ...]:
-            scalar = self._linearized(target, logit)
+            scalar = self._linearized(target, logit, self._pass)
             return torch.autograd.grad(scalar.outputs, edges, scalar.slopes, retain_graph=True)
 
         return in_gradient_mode(True, run)
@@ -256,152 +238,7 @@ class FrozenRun:
         Runs the host once more with tangents that are equal to the values: where they differ, a part of the value took
         a path that torch functions do not see, such as a compiled function.
         """
-        run = self._again(_suspect=None)
-        in_gradient_mode(True, lambda: run._run(whole=True))
-        return run._suspect
-
-    def _run(self, *, whole: bool) -> tuple[Any, Any]:
-        """Run the host; return its output and the output's tangents, which with `whole` are those of all parts."""
-
-        def run() -> tuple[Any, Any]:
-            refuse_dropout(self._model)
-            self._attach(whole)
-            sources = self._sources
-            record = None if sources is None else lambda leaf: sources.append((self._path[-1][0], leaf))
-            with (
-                plain_run(self._model),
-                captures(self._model),
-                forward_ad.dual_level(),
-                recording_sources(record),
-            ):
-                given = dict(self._given)
-                if isinstance(self._place, str):
-                    given[self._place] = self._leaf(given[self._place], whole)
-                with Freezing(self._where, self._marker(whole), half=self._rule == "half") as mode:
-                    self._mode = mode
-                    try:
-                        output = call_host(self._model, given)
-                    except NotImplementedError as error:
-                        if isinstance(error, UncoveredError):
-                            raise
-                        raise UncoveredError(
-                            f"{self._where()} computes in a function without a forward-mode derivative, such as a "
-                            "fused kernel, so the part of its biases in the output is unknown. Use the module's "
-                            "plain code, or give it one (`register_plain_form`)."
-                        ) from error
-                del self._mode  # Through its cycle with the run, the graph would outlive both.
-                self.shared = frozenset(mode.shared)
-                if mode.last_sum is not None and mode.in_stream(mode.last_sum):
-                    self._last_stream = Stream(mode.last_sum, forward_ad.unpack_dual(mode.last_sum).tangent)
-                tangents = mapped(output, _tangent)
-                # A view of a parameter requires a gradient again after the run.
-                values = mapped(output, lambda t: forward_ad.unpack_dual(t).primal if t.requires_grad else t.detach())
-            return values, tangents
-
-        return isolated(self._model, run)
-
-    def _leaf(self, vectors: Tensor, whole: bool) -> Tensor:
-        """Return tokens' vectors as a leaf of the graph; the host may write into the copy that it gets."""
-        if isinstance(self._place, TokenCall):
-            self._place.require_same(vectors)
-        self._leaves.append(vectors.detach().clone().requires_grad_())
-        carried = self._leaves[-1].clone()
-        return forward_ad.make_dual(carried, vectors.detach().clone()) if whole else carried
-
-    def _attach(self, whole: bool) -> None:
-        """Replace the forwards of the traced layers and follow the calls of all modules; `isolated` undoes both."""
-        queues: dict[nn.Module, list[Layer]] = {}
-        for layer in self._layers:
-            queues.setdefault(layer.module, []).append(layer)
-        for name, module in self._model.named_modules():
-            module.register_forward_pre_hook(
-                lambda module, args, kwargs, name=name: self._enter(name, module, args, kwargs), with_kwargs=True
-            )
-            module.register_forward_hook(lambda module, args, output: self._leave(output if whole else None))
-            form = None if module in queues else plain_form_of(type(module))
-            if form is not None:
-                module.forward = partial(plain_output, self._where, module, form, module.forward)
-        for module, queue in queues.items():
-            module.forward = lambda *args, module=module, queue=queue, **kwargs: self._mixer(
-                queue.pop(0), bound_arguments(module, args, kwargs)
-            )
-
-    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entered = None
-        if name in self._blocks:
-            # The mode of the run counts the functions that the host calls.
-            with torch._C.DisableTorchFunction():
-                stream = first_stream((*args, *kwargs.values()))
-                if stream is not None and stream.requires_grad:
-                    entered = Stream(stream, forward_ad.unpack_dual(stream).tangent)
-            self._entry = self._entry or entered
-            # The code before the first block of a list may scale the embeddings.
-            if entered is not None and name.rpartition(".")[2].isdigit() and not self._began:
-                self._began = True
-                self._mode.enter_stream(entered.value)
-        self._path.append((name, module, entered))
-
-    def _leave(self, output: Any) -> None:
-        for tensor in tensors(output):
-            if self._suspect is None and tensor.requires_grad:
-                with torch._C.DisableTorchFunction():
-                    value, tangent = forward_ad.unpack_dual(tensor)
-                    missing = (value if tangent is None else value - tangent).detach().norm()
-                    if not float(missing) <= layer_tolerance(value.dtype) * float(value.detach().norm()):
-                        self._suspect = self._where()
-        self._path.pop()
-
-    def _where(self) -> str:
-        name, module, _ = self._path[-1]
-        return f"{name or 'the model'} ({type(module).__name__})"
-
-    def _mixer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
-        """Return a layer's result in the trace, with the tensors that depend on tokens in the graph."""
-        numbered = (stream for name, _, stream in self._path if name.rpartition(".")[2].isdigit())
-        self._streams.append(next((stream for stream in numbered if stream is not None), None))
-        returned = self._layer(layer, arguments)
-        architecture = architecture_of(type(layer.module))
-        if architecture is None or architecture.shared_values is None:
-            return returned
-        values = architecture.shared_values(layer.module, arguments)
-        return mapped(returned, lambda t: values if t.shape == values.shape and not t.requires_grad else t)
-
-    def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
-        """Return a layer's result in the trace, with its output in the graph."""
-        mixed: list[GradientEdge] = []
-        if self._rule == "half":
-            output, mixed = live_output(layer, arguments)
-        with torch._C.DisableTorchFunction():
-            if self._rule == "freeze":
-                output = frozen_output(layer, arguments)
-            self.mixed.append(mixed)
-            self.outputs.append(output)
-            return mapped(layer.structure, lambda tensor: output if tensor is MAIN else tensor)
-
-    def _marker(self, whole: bool) -> Callable[[Any, Any, Any], Any]:
-        """Return the function that makes tokens' vectors carried, from a function, its arguments and its result."""
-        place, ids = self._place, TokenIds(self._given) if self._place is None else None
-        is_place = place.finder() if isinstance(place, TokenCall) else lambda func, result: False
-
-        def mark(func: Any, args: Any, result: Any) -> Any:
-            if ids is None:
-                return self._leaf(result, whole) if is_place(func, result) else result
-            ids.follow(args, result)
-            if not ids.looked_up(func, args):
-                return result
-            return self._leaf(ids.by_token(result), whole).reshape(result.shape)
-
-        return mark
-
-
-def _tangent(tensor: Tensor) -> Tensor:
-    """Return a tensor's tangent; a constant is a source, a carried tensor without a tangent has none."""
-    if not tensor.is_floating_point():
-        return tensor
-    value, tangent = forward_ad.unpack_dual(tensor)
-    if tangent is None:
-        return torch.zeros_like(value) if tensor.requires_grad else value.detach()
-    return tangent.detach().clone()
+        return FrozenPass(self._spec, whole=True).suspect
 
 
 def frozen(trace: Trace, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> FrozenRun:
@@ -443,10 +280,6 @@ def one_frozen_run(trace: Trace, targets: Sequence[Target]) -> Iterator[None]:
 
 def _frozen(trace: Trace, targets: Sequence[Target] | None, rule: str) -> FrozenRun:
     trace.require_whole("frozen runs")
-    given = trace.arguments
-    if targets is not None:
-        wanted = partial(logits_at, trace.host, given, lambda: [trace.positions(t) for t in targets], above=0)
-        given = in_gradient_mode(False, wanted)
-    kept = kept_positions(given, trace.layers[-1].output.shape[1])
+    arguments, kept = trace.explained_logit.arguments(trace.host, targets)
     choose = partial(trace.explained_logit.scalar, kept=kept)
-    return FrozenRun(trace.host, given, trace.layers, choose, trace.explained_logit.observed, rule=rule)
+    return FrozenRun(trace.host, arguments, trace.layers, choose, trace.explained_logit.observed, rule=rule)

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import CACHES
-from unilinattn.host.isolation import current_run
 from unilinattn.host.module_calls import first_tensor
 from unilinattn.host.nested import mapped
 from unilinattn.host.recorder import captured
-from unilinattn.host.substitution import Forward, through_operators, within
+from unilinattn.host.substitution import functional, through_operators
 from unilinattn.memory import return_free_pages
-from unilinattn.registry import architecture_of
 
 BLOCK = "transformers.modeling_layers.GradientCheckpointingLayer"
 """The base class of blocks that transformers declares fit for recomputation."""
@@ -28,29 +27,27 @@ def recomputing(model: nn.Module) -> Iterator[None]:
 
     A segment is a block that its package declares fit for recomputation, or a registered mixer outside of such a block,
     unless it is called with a cache. The backward pass computes the segments again, one after the other; it must run
-    inside `through_operators` and `captures`. `isolated` restores the modules' forwards.
+    inside `through_operators` and `captures`.
     """
     entered: list[nn.Module] = []
 
-    def segmented(module: nn.Module, own: Forward) -> Forward:
+    def segmented(path: str, module: nn.Module, host: Forward) -> Forward | None:
+        if functional(module) is None and not is_block(module):
+            return None
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             if entered or any(kwargs.get(cache) is not None for cache in CACHES):
-                return own(*args, **kwargs)
+                return host(*args, **kwargs)
             entered.append(module)
             try:
-                run = _Segment(module, own, args, kwargs)
+                run = _Segment(module, host, args, kwargs)
                 return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
             finally:
                 entered.pop()
 
         return forward
 
-    with constant_parameters(model), through_operators(model):
-        for module in model.modules():
-            architecture = architecture_of(type(module))
-            functional = architecture is not None and not architecture.needs_capture
-            if functional or is_block(module):
-                module.forward = within(current_run(), segmented(module, module.forward), module.forward)
+    with constant_parameters(model), through_operators(model), replaced_forwards(model, segmented):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +11,16 @@ from torch.overrides import TorchFunctionMode
 from unilinattn.call import Captured
 from unilinattn.errors import ModelStateError
 from unilinattn.host.inputs import CACHES, bound_arguments, refuse_states
-from unilinattn.host.isolation import current_run
 from unilinattn.host.module_calls import OPAQUE, CallRecord, Prefix, first_tensor, tensors_in
 from unilinattn.host.nested import mapped
+from unilinattn.host.observer import Inputs, Observer
 from unilinattn.registry import Architecture, Mark, architecture_of, list_architectures
 
 MAIN = torch.empty(0)
 """Marks the place of a layer's output in the nesting that the layer returned (`CallRecord.structure`)."""
 
 
-class Recorder:
+class Recorder(Observer[CallRecord]):
     """Records every call of every module while attached, and the calls of token-mixing modules as layers."""
 
     def __init__(
@@ -36,23 +35,16 @@ class Recorder:
         `locate(layer, block)` is called for each layer and each finished block around it, until it returns True: it
         reads what the modules of the block exchanged.
         """
-        self.model = model
+        super().__init__(model)
         self.opaque = frozenset(opaque)
         self.layers: list[CallRecord] = []
         self._locate = locate
-        self._run: object = None
-        self._stack: list[CallRecord] = []
         self._unplaced: list[CallRecord] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Record the current run's calls of the model's modules; `isolated` removes the hooks."""
-        self._run = current_run()
-        for name, module in self.model.named_modules():
-            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True, prepend=True)
-            module.register_forward_hook(self._leave)
-        with ExitStack() as stack:
-            stack.enter_context(captured(self.model, self._marker))
+        """Record the current run's calls of the model's modules."""
+        with super().attached(), captured(self.model, self._marker):
             yield
 
     def on_layer(self, output: Any, result: Tensor) -> Any:
@@ -61,42 +53,35 @@ class Recorder:
 
     def note_prefix(self, module: nn.Module, prefix: Prefix) -> None:
         """Record that an operator replaces the forward of a module during its present call, with its check."""
-        frame = next(f for f in reversed(self._stack) if f.module is module)
+        frame = next(f for f in reversed(self.stack) if f.module is module)
         frame.prefix = prefix
 
     def _marker(self, architecture: Architecture) -> Mark:
         def mark(module: nn.Module, record: Any) -> None:
-            frame = next((f for f in reversed(self._stack) if f.module is module), None)
-            if frame is None or self._elsewhere():
+            frame = next((f for f in reversed(self.stack) if f.module is module), None)
+            if frame is None or self.elsewhere():
                 return
             frame.architecture = frame.architecture or architecture
             frame.outermost.seen.append(Captured(module, frame.arguments, record))
 
         return mark
 
-    def _elsewhere(self) -> bool:
-        """Tell whether a call is outside the recorded run: in another thread or in a run inside this one."""
-        return current_run() is not self._run
-
-    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._elsewhere():
-            return
-        parent = self._stack[-1] if self._stack else None
-        architecture = architecture_of(type(module)) or (OPAQUE if name in self.opaque else None)
-        frame = CallRecord(module, name, bound_arguments(module, args, kwargs), parent, architecture)
+    def frame(self, path: str, module: nn.Module, inputs: Inputs) -> CallRecord:
+        """Return the record of a call, with a copy of a layer's input."""
+        parent = self.stack[-1] if self.stack else None
+        architecture = architecture_of(type(module)) or (OPAQUE if path in self.opaque else None)
+        record = CallRecord(module, path, bound_arguments(module, *inputs), parent, architecture)
         if parent is not None:
-            parent.children.append(frame)
+            parent.children.append(record)
         # A wrapper may pass a cache to its model; the other names also pass states between layers of a host.
-        refuse_states(frame.arguments, name, CACHES[:2])
-        if frame.architecture is not None and frame.input is not None:
+        refuse_states(record.arguments, path, CACHES[:2])
+        if record.architecture is not None and record.input is not None:
             # A host may write into its argument.
-            frame.entered = frame.input.detach().clone()
-        self._stack.append(frame)
+            record.entered = record.input.detach().clone()
+        return record
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._elsewhere():
-            return None
-        frame = self._stack.pop()
+    def leaving(self, frame: CallRecord, module: nn.Module, inputs: Inputs, output: Any) -> Any:
+        """Complete the record of a call; of a layer, return the replacement of its output."""
         frame.output = main_tensor(output)
         if frame.output is not None:
             # Other returned tensors, such as attention weights, are too large to keep.

@@ -9,11 +9,10 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from unilinattn.call import Call
-from unilinattn.call.entries import Entries
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import FactorError, InputError, UncoveredError
+from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import CACHES, bound_arguments
-from unilinattn.host.isolation import LOCK, current_run, owned, release
 from unilinattn.host.module_calls import Prefix, first_tensor
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.reconstruction import worst_error
@@ -27,8 +26,6 @@ SUBSTITUTE_ABOVE = 8192
 PREFIX = 2048
 """Number of first tokens on which an operator that replaces a host's forward is checked against it."""
 
-Forward = Callable[..., Any]
-
 
 @contextmanager
 def through_operators(model: nn.Module) -> Iterator[None]:
@@ -39,7 +36,11 @@ def through_operators(model: nn.Module) -> Iterator[None]:
     Calls of the model from other threads use the operators too; traces in other threads wait for the block to end.
     """
 
-    def stand_in(name: str, module: nn.Module, architecture: Architecture, own: Forward) -> Forward:
+    def operator_of(name: str, module: nn.Module, host: Forward) -> Forward | None:
+        architecture = functional(module)
+        if architecture is None:
+            return None
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             arguments = bound_arguments(module, args, kwargs)
             x = first_tensor(arguments.values())
@@ -49,7 +50,7 @@ def through_operators(model: nn.Module) -> Iterator[None]:
 
         return forward
 
-    with standing_in(model, stand_in):
+    with replaced_forwards(model, operator_of):
         yield
 
 
@@ -68,19 +69,23 @@ def operators_at_length(
     sequence has no real token to check.
     """
 
-    def stand_in(name: str, module: nn.Module, architecture: Architecture, own: Forward) -> Forward:
+    def operator_of(name: str, module: nn.Module, host: Forward) -> Forward | None:
+        architecture = functional(module)
+        if architecture is None:
+            return None
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             arguments = bound_arguments(module, args, kwargs)
             x = first_tensor(arguments.values())
             cached = any(arguments.get(cache) is not None for cache in CACHES)
             if x is None or x.shape[1] <= above or cached:
-                return own(*args, **kwargs)
+                return host(*args, **kwargs)
             first = _on_prefix(architecture, called_on(module, name, _cut(arguments, x.shape[1], copy=False)))
             if first is None:
-                return own(*args, **kwargs)
+                return host(*args, **kwargs)
             real = _real(mask, x, first.shape[1], name)
             # The host may write into its arguments, so it gets copies and not views of the whole ones.
-            expected = own(*_cut(args, x.shape[1]), **_cut(kwargs, x.shape[1]))
+            expected = host(*_cut(args, x.shape[1]), **_cut(kwargs, x.shape[1]))
             expected = first_tensor(expected if isinstance(expected, (tuple, list)) else (expected,))
             assert expected is not None
             _require_same(first.to(x.dtype), expected, real, name, above)
@@ -91,15 +96,15 @@ def operators_at_length(
             prefix = output[:, : first.shape[1]]
             if not worst_error(prefix, first.to(x.dtype), real) <= layer_tolerance(x.dtype):
                 # The first outputs depend on the input's length (a kernel normalised over it): a prefix is no check.
-                return own(*args, **kwargs)
+                return host(*args, **kwargs)
             note(module, Prefix(expected.detach().clone(), worst_error(prefix, expected, real), ports))
             step()
             return returned(output, architecture, module)
 
         return forward
 
-    count = sum(_architecture(module) is not None for module in model.modules())
-    with counter("trace", count) as step, standing_in(model, stand_in):
+    count = sum(functional(module) is not None for module in model.modules())
+    with counter("trace", count) as step, replaced_forwards(model, operator_of):
         yield
 
 
@@ -135,52 +140,7 @@ def build_flow(architecture: Architecture, call: Call) -> Flow:
     return flow
 
 
-@contextmanager
-def standing_in(
-    model: nn.Module, stand_in: Callable[[str, nn.Module, Architecture, Forward], Forward]
-) -> Iterator[None]:
-    """Replace the forwards of registered mixers, and restore them at the end, also after an exception.
-
-    Inside an isolated run the replacements apply to that run only; other calls use the host's own forwards.
-    """
-    run, waits = current_run(), not owned()
-    before = Entries(())
-
-    def restore() -> None:
-        # After an interrupt the garbage collector may call this, long after the run has ended.
-        if current_run() is run:
-            before.put_back()
-        if waits:
-            release()
-
-    try:
-        try:
-            if waits:
-                LOCK.acquire()
-            modules = [(name, module, _architecture(module)) for name, module in model.named_modules()]
-            before = Entries((vars(module), "forward") for _, module, adapter in modules if adapter is not None)
-            for name, module, architecture in modules:
-                if architecture is not None:
-                    own = module.forward
-                    module.forward = within(run, stand_in(name, module, architecture, own), own)
-            yield
-        finally:
-            restore()
-    finally:
-        # An interrupt may have ended the first attempt early.
-        restore()
-
-
-def within(run: object, ours: Forward, own: Forward) -> Forward:
-    """Return a forward that calls `ours` in `run`, or everywhere if it is None, and `own` for other calls."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return (ours if run is None or current_run() is run else own)(*args, **kwargs)
-
-    return forward
-
-
-def _architecture(module: nn.Module) -> Architecture | None:
+def functional(module: nn.Module) -> Architecture | None:
     """Return the adapter whose operator can replace a module's forward, None if there is none."""
     architecture = architecture_of(type(module))
     return None if architecture is None or architecture.needs_capture else architecture

@@ -48,16 +48,14 @@ def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estima
         steps = composable_steps(trace, "alti", layers)
         return estimated("alti", layers, target, options, of, held=held, extras=len(steps) * numbers)
 
-    def of_rows(layer: Layer) -> tuple[int, int]:
+    def of_rows(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None else 1
         apart = batch * rows * keys * layer.output.element_size() if options.layers == "mean" else 0
         if options.is_through_heads:
             split = through_heads("alti", layer, options.heads, by_head=options.by_head)
-            size, operations = head_tiles_cost(split, rows, exact=exact, products=True)
-        else:
-            size, operations = shares_cost((layer,), rows, exact=exact)
-        return apart + size, operations
+            return apart + head_tiles_cost(split, rows, exact=exact, products=True)
+        return apart + shares_cost((layer,), rows, exact=exact)
 
     extras = (1 if options.layers == "mean" else len(layers)) * numbers
     return estimated("alti", layers, target, options, of_rows, heads=axis, extras=extras)

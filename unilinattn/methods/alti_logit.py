@@ -26,7 +26,6 @@ from unilinattn.methods.selection import (
     query_rows,
 )
 from unilinattn.methods.vectors import contribution_tiles, shares_cost
-from unilinattn.operator.cost import apply_cost
 from unilinattn.options import Alti, AltiLogit
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
@@ -47,18 +46,8 @@ def cost(trace: Trace, options: AltiLogit, *, target: Target | None = None) -> E
     batch, queries, keys = map_shape(layers[0])
     rows, width = queries if target is None else 1, layers[0].output.element_size()
 
-    def of_step(step: Sequence[Layer]) -> tuple[int, int]:
-        size, operations = shares_cost(step, queries, exact=True)
-        if target is None:
-            return size, 2 * operations
-        passes = [apply_cost(op.chains, op.inputs) for op in map(only_port, step)]
-        return size, operations + 2 * sum(one.operations for one in passes)
-
-    of, held = product_cost(trace, NAME, layers, target, of_step)
-    run = trace.frozen_cost(rows)
-    # The head's backward pass, once for each row.
-    head = rows * (run.operations - trace.frozen_cost(0).operations)
-    before = LayerCost("frozen run", "forward pass", run.bytes, run.operations + head)
+    of, held = product_cost(trace, NAME, layers, target, lambda step: shares_cost(step, queries, exact=True))
+    before = LayerCost("frozen run", "forward pass", trace.frozen_cost(rows))
     # The unembedding of every row, and one row for each number of the extras in float64.
     held += batch * rows * keys * width + layers[0].output.numel() * width
     return estimated(NAME, layers, target, None, of, held=held, extras=8 * batch * rows * len(EXTRAS), before=[before])

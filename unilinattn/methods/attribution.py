@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from math import prod
 
 import torch
 from jaxtyping import Float, Int
@@ -10,13 +9,12 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import composed_cost, estimated, head_cost, map_cost, vecmat_cost
+from unilinattn.methods.costs import estimated, head_cost, map_cost, postprocess_cost, vecmat_cost
 from unilinattn.methods.maps import (
     ONE_ROW,
     Weight,
     attention_map,
     map_bytes,
-    map_shape,
     step_blocks,
     sum_on_first,
     unit_rows,
@@ -51,29 +49,23 @@ def cost(trace: Trace, options: weighted.Attribution, *, target: Target | None =
     """
     layers = layers_from(trace, "attribution", options.start_layer)
     composable_steps(trace, "attribution", layers)
-    gradient = trace.gradient_cost(options.scalar)
-    maps, passes = 0, 1
     weights = sum(layer.output.shape[0] * layer.output.shape[1] * layer.output.element_size() for layer in layers)
-    length = layers[0].output.shape[1]
-    if target is None:
-        one = one_scalar(trace, options.scalar)
-        kept = [] if options.is_linear or options.by_head else layers
-        maps, passes = (map_bytes(layers[0]), 1) if one else (sum(map(map_bytes, kept)), length)
+    one_map, maps = target is None and one_scalar(trace, options.scalar), 0
+    if one_map:
+        maps = map_bytes(layers[0])
+    elif target is None and not (options.is_linear or options.by_head):
+        maps = sum(map(map_bytes, layers))
 
-    def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> int:
         if options.by_head:
-            size, operations = head_cost(layer, options)
-            rows = length if target is None and passes == 1 else 1
-            return size, passes * (operations + rows * prod(map_shape(layer)))
-        if target is not None:
+            return head_cost(layer, options)
+        if one_map:
+            return postprocess_cost(layer, options)
+        if target is not None or options.is_linear:
             return vecmat_cost(layer, options)
-        if passes == 1:
-            return composed_cost(layer, options)
-        size, operations = vecmat_cost(layer, options, known=not options.is_linear)
-        filling, once = (0, 0) if options.is_linear else map_cost(layer, options)
-        return max(size, filling), once + passes * operations
+        return max(vecmat_cost(layer, options, computed=True), map_cost(layer, options))
 
-    passed = LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)
+    passed = LayerCost("gradients", "forward and backward pass", trace.gradient_cost(options.scalar))
     return estimated("attribution", layers, target, options, of, held=maps + weights, before=[passed])
 
 

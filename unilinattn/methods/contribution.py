@@ -23,7 +23,7 @@ from unilinattn.methods.selection import (
     query_rows,
 )
 from unilinattn.methods.vectors import contribution_tiles, shares_cost
-from unilinattn.operator.cost import apply_cost
+from unilinattn.operator.cost import apply_elements
 from unilinattn.options import Contribution
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
@@ -42,21 +42,16 @@ def cost(trace: Trace, options: Contribution, *, target: Target | None = None) -
     """
     layers = layers_from(trace, "contribution", options.start_layer)
     composable_steps(trace, "contribution", layers)
-    gradient = trace.gradient_cost(options.scalar)
-    passes = 1 if target is not None or one_scalar(trace, options.scalar) else layers[0].output.shape[1]
+    one_row = target is not None or not one_scalar(trace, options.scalar)
 
-    def of(layer: Layer) -> tuple[int, int]:
-        batch, queries, keys = map_shape(layer)
-        if options.sign == "keep" and (target is not None or passes > 1):
+    def of(layer: Layer) -> int:
+        if options.sign == "keep" and one_row:
             op = only_port(layer)
-            adjoint = apply_cost(op.chains, op.inputs)
-            return adjoint.elements * layer.output.element_size(), passes * adjoint.operations
-        size, operations = shares_cost((layer,), queries, exact=True, products=True)
-        rows = queries if target is None and passes == 1 else 1
-        return size, passes * (operations + batch * rows * queries * keys)
+            return apply_elements(op.chains, op.inputs) * layer.output.element_size()
+        return shares_cost((layer,), map_shape(layer)[1], exact=True)
 
     held = sum(layer.output.nbytes for layer in trace.layers)
-    before = [LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)]
+    before = [LayerCost("gradients", "forward and backward pass", trace.gradient_cost(options.scalar))]
     return estimated("contribution", layers, target, options, of, held=held, before=before)
 
 

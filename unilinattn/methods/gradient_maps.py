@@ -26,12 +26,11 @@ from unilinattn.methods.selection import (
 )
 from unilinattn.mixers import CoreMixer
 from unilinattn.mixers.cost import cost_of
-from unilinattn.operator.cost import BLOCK_ROWS, apply_cost
+from unilinattn.operator.cost import BLOCK_ROWS
 from unilinattn.operator.stages import Branch, Chain, Mix, walk
 from unilinattn.options.bases import GradientMapOptions, ScalarOptions
 from unilinattn.progress import progress
 from unilinattn.results.estimate import Estimate, LayerCost
-from unilinattn.tracing.gradient_cost import LIVE, GradientCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -213,34 +212,23 @@ def gradient_rollout_cost(
     options: GradientMapOptions,
     *,
     factors: int,
-    relevance: GradientCost | None = None,
+    relevance: int = 0,
 ) -> Estimate:
     """Return the cost of `gradient_rollout` with weights of `factors` gradients, and of the runs that give them.
 
-    `relevance` is the cost of a frozen run, whose graph is kept while the maps are computed.
+    `relevance`: bytes of a frozen run, whose graph is kept while the maps are computed.
     """
     layers = layers_from(trace, method, options.start_layer)
     composable_steps(trace, method, layers)
-    gradient, once = trace.gradient_cost(options.scalar), one_scalar(trace, options.scalar)
-    passes = 1 if target is not None or once else layers[0].output.shape[1]
-    runs = [LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)]
-    held = map_bytes(layers[0]) if target is None and once else 0
+    runs = [LayerCost("gradients", "forward and backward pass", trace.gradient_cost(options.scalar))]
+    held = relevance + (map_bytes(layers[0]) if target is None and one_scalar(trace, options.scalar) else 0)
     held += factors * sum(
         layer.output[..., 0].numel() * layer.operator.width * layer.output.element_size() for layer in layers
     )
-    if relevance is not None:
-        runs.append(LayerCost("frozen run", "forward and backward pass", 0, (1 + 2 * passes) * relevance.operations))
-        held += relevance.bytes
 
-    def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> int:
         mixers = core_mixers(layer)
         rows, heads = block_shape(layer, mixers, None)
-        batch, queries, keys = map_shape(layer)
-        weighted = batch * queries * keys * (factors * layer.operator.width + 1) * len(mixers)
-        operations = sum(cost_of(mixer).map_operations(1) for mixer in mixers) + weighted
-        composed = batch * queries**2 * keys if target is None and once else 0
-        # The gradient passes from the layer's output to its cores once the layer's flow is built, for all targets.
-        built = LIVE * apply_cost(layer.operator.chains, layer.operator.inputs).operations
-        return block_bytes(layer, mixers, rows, heads), passes * operations + composed + built
+        return block_bytes(layer, mixers, rows, heads)
 
     return estimated(method, layers, target, None, of, held=held, before=runs)

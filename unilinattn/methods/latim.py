@@ -22,7 +22,6 @@ from unilinattn.methods.vectors import (
     head_tiles_cost,
     shares_cost,
 )
-from unilinattn.operator.cost import apply_cost
 from unilinattn.options import Latim
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
@@ -51,30 +50,28 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
     axis = head_axis("latim", layers, options.heads) if options.by_head else None
     if options.compose == "rollout":
 
-        def of_step(step: Sequence[Layer]) -> tuple[int, int]:
-            size, operations = shares_cost(step, map_shape(step[0])[1], exact=exact)
-            return max(size, postprocess_bytes(map_shape(step[0]), width, options.discard)), operations
+        def of_step(step: Sequence[Layer]) -> int:
+            shape = map_shape(step[0])
+            return max(shares_cost(step, shape[1], exact=exact), postprocess_bytes(shape, width, options.discard))
 
         of_layer, held = product_cost(trace, "latim", layers, target, of_step)
         extras = len(composable_steps(trace, "latim", layers)) * (8 + numbers)
         return estimated("latim", layers, target, options, of_layer, held=held, extras=extras)
 
-    def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None or extremes else 1
         apart = batch * rows * keys * layer.output.element_size() if options.layers == "mean" or target else 0
         if options.is_through_heads:
             split = through_heads("latim", layer, options.heads, by_head=options.by_head)
             apart *= split.count
-            size, operations = head_tiles_cost(split, rows, exact=exact, products=False)
-            # Two passes check the decomposition.
-            operations += 2 * apply_cost(split.operator.chains, split.operator.inputs).operations
+            size = head_tiles_cost(split, rows, exact=exact, products=False)
         elif options.sketch is not None:
-            size, operations = sketch_cost(layer, options.sketch, options.exact_keys)
+            size = sketch_cost(layer, options.sketch, options.exact_keys)
         else:
-            size, operations = shares_cost((layer,), rows, exact=exact)
+            size = shares_cost((layer,), rows, exact=exact)
         treatment = postprocess_bytes((batch, rows, keys), layer.output.element_size(), options.discard)
-        return apart + max(size, treatment), operations
+        return apart + max(size, treatment)
 
     extras = 8 * len(layers) + numbers * (1 if options.layers == "mean" else len(layers))
     return estimated("latim", layers, target, options, of, heads=axis, extras=extras)

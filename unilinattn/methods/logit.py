@@ -41,11 +41,7 @@ def shares_estimate(
     target = only_target(trace, target, options.scalar)
     sizes, dtype = result_shape(layers, target, options)
     shape = tuple(sizes.values())
-    queries = shape[-2]
-    run = trace.frozen_cost(queries, rule=rule)
-    passes = 2 * queries if by == "layer" else queries
-    operations = run.operations + passes * trace.frozen_cost(queries).operations
-    row = LayerCost("frozen run", "forward and backward pass", run.bytes, operations)
+    row = LayerCost("frozen run", "forward and backward pass", trace.frozen_cost(shape[-2], rule=rule))
     doubles = prod(shape[:-1]) * len(EXTRAS[by]) + (prod(shape) if by == "tokens" else 0)
     result = prod(shape) * dtype.itemsize + doubles * torch.float64.itemsize
     shape = shape if target is None else (*shape[:-2], shape[-1])

@@ -9,7 +9,7 @@ from unilinattn.methods.heads import head_axis
 from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import only_port, stackable_layers
-from unilinattn.operator.cost import heads_cut, map_operations, rows_cost
+from unilinattn.operator.cost import heads_cut, rows_elements
 from unilinattn.options import Raw
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
@@ -26,7 +26,7 @@ def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimat
     extremes = options.normalize == "min-max"
     axis = head_axis("raw", layers, options.selected_heads, options.scope) if options.by_head else None
 
-    def of_heads(layer: Layer) -> tuple[int, int]:
+    def of_heads(layer: Layer) -> int:
         assert axis is not None
         batch, queries, keys = map_shape(layer)
         rows, width = queries if target is None or extremes else 1, layer.output.element_size()
@@ -34,24 +34,22 @@ def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimat
         apart = batch * count * rows * keys * width if rows < queries or target is not None else 0
         if rows == queries:
             _, _, size = heads_cut(scope)
-            operations = map_operations(scope, list(axis.heads))
         else:
-            elements, operations = rows_cost(scope.chain, batch * keys, scope.groups, rows)
+            elements = rows_elements(scope.chain, batch * keys, scope.groups, rows)
             size = (elements + batch * count * rows * keys) * width
         treatment = postprocess_bytes((batch, rows, keys), width, options.discard)
-        return apart + max(size, treatment), operations
+        return apart + max(size, treatment)
 
-    def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows, width = queries if target is None or extremes else 1, layer.output.element_size()
         apart = batch * rows * keys * width if options.layers == "mean" or rows < queries or target is not None else 0
         if rows == queries:
-            size, operations = map_cost(layer, options)
+            size = map_cost(layer, options)
         else:
             scope = only_port(layer).scoped_map(options.scope)
-            elements, operations = rows_cost(scope.chain, batch * keys, scope.groups, rows)
-            size = elements * width
-        return apart + max(size, postprocess_bytes((batch, rows, keys), width, options.discard)), operations
+            size = rows_elements(scope.chain, batch * keys, scope.groups, rows) * width
+        return apart + max(size, postprocess_bytes((batch, rows, keys), width, options.discard))
 
     return estimated("raw", layers, target, options, of if axis is None else of_heads, heads=axis)
 

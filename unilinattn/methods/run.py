@@ -20,6 +20,7 @@ from unilinattn.host.labels import labels_of_ids
 from unilinattn.host.logits import has_logits
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.costs import trace_bytes
 from unilinattn.methods.needs import advised
 from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
@@ -113,11 +114,10 @@ def estimate(
     trust: Trust = "require",
     **options: Any,
 ) -> Estimate:
-    """Estimate `explain` with the same arguments: bytes of the result, bytes in addition to it, multiply-adds.
+    """Estimate the memory of `explain` with the same arguments: that of the result, that in addition to it, the trace.
 
     A model runs once, to be traced, and its operators are built and checked. Nothing else is allocated, and nothing is
-    refused for its size. Bytes and operations are within a factor of two of the measured ones at lengths where they
-    matter.
+    refused for its size. Bytes are within a factor of two of the measured ones at lengths where they matter.
 
     Raises `UncoveredError` for a method without an estimate (`knockout` and the methods of captum, which run the model
     many times), and the errors of `explain` for invalid arguments.
@@ -137,7 +137,7 @@ def estimate(
         assert entry.cost is not None
         note = _default_note(entry, name)
         with advised(traced, target, entry, options, note=note, costed=True), full_precision():
-            return entry.cost(traced, target=target, **options)
+            return replace(entry.cost(traced, target=target, **options), trace=trace_bytes(traced))
 
 
 def compare(

@@ -26,7 +26,8 @@ from unilinattn.host.wrappers import unwrapped
 from unilinattn.operator.edges import Edges, Groups, Listed, Pairs, Selection, along, core_channels
 from unilinattn.tracing.discovery import refuse, remembered_mixers
 from unilinattn.tracing.layer import Layer, LayerBuilder
-from unilinattn.tracing.trace import Trace, recorded_run, trace
+from unilinattn.tracing.recording import recorded_run
+from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import require_exact
 
 Replace = Literal["zero", "mean"]
@@ -210,7 +211,7 @@ class _CutRecorder(Recorder):
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Return `call()` with the cuts; raise `OptionError` if a cut names layers that did not run."""
-        output = recorded_run(self, call, self._given, progress=False, above=SUBSTITUTE_ABOVE)
+        output = recorded_run(self, call, self._given, above=SUBSTITUTE_ABOVE)
         for wanted in (layer for one in self._cuts for layer in one.layers or ()):
             if isinstance(wanted, str) and wanted not in self._names:
                 raise OptionError(f"cut: no layer {wanted!r}" + nearest(wanted, self._names))
@@ -220,9 +221,9 @@ class _CutRecorder(Recorder):
 
     def inside(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `own(*args, **kwargs)`, recorded as a call of the model: the hooks come too late for one under way."""
-        self._enter("", self.model, args, kwargs)
+        self.enter("", self.model, args, kwargs)
         output = own(*args, **kwargs)
-        replaced = self._leave(self.model, args, output)
+        replaced = self.leave(self.model, args, kwargs, output)
         return output if replaced is None else replaced
 
     def on_layer(self, output: Any, result: Tensor) -> Any:

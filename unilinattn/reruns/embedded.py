@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.inputs import call_host, token_ids, vocabulary_size
-from unilinattn.host.isolation import Result, in_gradient_mode, isolated
+from unilinattn.host.isolation import Result, in_gradient_mode
 from unilinattn.host.logits import kept_positions, logits_at
 from unilinattn.host.nested import tensors
 from unilinattn.host.recomputation import constant_parameters
-from unilinattn.host.recorder import refuse_dropout
-from unilinattn.host.wrappers import plain_run, require_gradients
+from unilinattn.host.run import run
+from unilinattn.host.wrappers import require_gradients
 from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.token_source import AtCall, find_vectors
@@ -76,15 +76,15 @@ class EmbeddedModel:
         self._found.weights.require_same(self._model, self._found.model, "its scores would be those of another model")
         require_gradients(self._model)
 
-        def run() -> Result:
-            refuse_dropout(self._model)
+        def checked() -> Result:
             for name, module in self._model.named_modules():
                 if hasattr(module, "weight") and not isinstance(module, nn.Embedding):
                     module.register_forward_hook(partial(_require_gradient, name), with_kwargs=True)
-            with plain_run(self._model), constant_parameters(self._model):
-                return compute()
+            return compute()
 
-        return isolated(self._model, run)
+        mixers = constant_parameters(self._model)
+        result: Result = run(self._model, checked, gradients=torch.is_grad_enabled(), mixers=mixers)
+        return result
 
     def run(
         self,

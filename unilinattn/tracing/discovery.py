@@ -24,12 +24,10 @@ from torch import Tensor, nn
 
 from unilinattn.errors import UnknownArchitectureError
 from unilinattn.host import substitution
-from unilinattn.host.inputs import call_host
-from unilinattn.host.isolation import in_gradient_mode, isolated
 from unilinattn.host.logits import KEEP
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.recorder import Recorder
-from unilinattn.host.wrappers import plain_run
+from unilinattn.host.run import run
 from unilinattn.registry import list_architectures
 from unilinattn.tracing.completeness import Leak, find_leak
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
@@ -99,12 +97,7 @@ def unregistered_mixers(
 def _layers_of(model: nn.Module, given: Mapping[str, Any]) -> list[CallRecord]:
     """Run the model and return the calls of its layers."""
     recorder = Recorder(model)
-
-    def run() -> None:
-        with plain_run(model), recorder.attached():
-            call_host(model, given)
-
-    in_gradient_mode(False, lambda: isolated(model, run))
+    run(model, given, observer=recorder.attached())
     return recorder.layers
 
 

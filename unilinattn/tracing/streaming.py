@@ -12,20 +12,19 @@ from torch import Tensor, nn
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host import substitution
-from unilinattn.host.inputs import bound_arguments, call_host, real_tokens
-from unilinattn.host.isolation import in_gradient_mode, isolated
+from unilinattn.host.forwards import Forward, replaced_forwards
+from unilinattn.host.inputs import bound_arguments, real_tokens
 from unilinattn.host.logits import logits_at
 from unilinattn.host.module_calls import OPAQUE, CallRecord, Prefix, ResidualSite
 from unilinattn.host.nested import tensors
-from unilinattn.host.recorder import Recorder, refuse_dropout
-from unilinattn.host.substitution import Forward, build_flow, called_on, returned, standing_in
-from unilinattn.host.wrappers import plain_run
+from unilinattn.host.recorder import Recorder
+from unilinattn.host.run import run
+from unilinattn.host.substitution import build_flow, called_on, functional, returned
 from unilinattn.operator.carry import Carry, States, carried_by
 from unilinattn.operator.piecewise import Piece
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
-from unilinattn.registry import Architecture
 from unilinattn.tracing.residual import group_parallel, locate_in_stream
 from unilinattn.tracing.streams import Stream
 
@@ -114,13 +113,8 @@ class _Run:
         recorder, model = Recorder(self._model, locate=locate_in_stream), self._model
         piece = logits_at(model, _cut(given, tokens), lambda: [torch.tensor([-1])], above=0)
         self._calls = 0
-
-        def run() -> Any:
-            refuse_dropout(model)
-            with plain_run(model), standing_in(model, partial(self._stand_in, tokens)), recorder.attached():
-                return call_host(model, piece)
-
-        output = in_gradient_mode(False, lambda: isolated(model, run))
+        mixers = replaced_forwards(model, partial(self._carried, tokens))
+        output = run(model, piece, mixers=mixers, observer=recorder.attached())
         if [record.name for record in recorder.layers] != [record.name for record in self._records]:
             raise UncoveredError(
                 f"{type(model).__name__} runs other layers on tokens {tokens.start} to {tokens.stop - 1} than on the "
@@ -172,9 +166,12 @@ class _Run:
             ),
         )
 
-    def _stand_in(
-        self, tokens: slice, name: str, module: nn.Module, architecture: Architecture, own: Forward
-    ) -> Forward:
+    def _carried(self, tokens: slice, name: str, module: nn.Module, host: Forward) -> Forward | None:
+        """Return the forward of a mixer that carries its state from piece to piece."""
+        architecture = functional(module)
+        if architecture is None:
+            return None
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = called_on(module, name, bound_arguments(module, args, kwargs))
             layer = self._layers[self._calls]

@@ -10,10 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host, token_ids
-from unilinattn.host.isolation import in_gradient_mode, isolated, with_own_random_numbers
+from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import logits_in
 from unilinattn.host.nested import mapped, tensors
-from unilinattn.host.wrappers import plain_run
+from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.perturbation import TOLERANCE
@@ -139,14 +139,8 @@ def _explained(output: Any) -> list[Any]:
 
 def _run(model: nn.Module, given: dict[str, Any], hold: Hold, read: Read) -> list[Tensor] | None:
     """Return what a run computes, None if it fails."""
-
-    def run() -> list[Any]:
-        with plain_run(model), hold(given):
-            return read(call_host(model, given))
-
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
-        values = with_own_random_numbers(devices, lambda: isolated(model, run))
+        values = run(model, lambda: read(call_host(model, given)), observer=hold(given), seed=torch.get_rng_state())
     # The model may accept no other image or code.
     except Exception:
         return None
@@ -192,12 +186,7 @@ def _hold(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer], s
         return lambda arguments: nullcontext()
     if source is not None:
         return lambda arguments: AtCall(source, source.vectors)
-
-    def find() -> Lookups:
-        with plain_run(model):
-            return Lookups(model, given, [layer.name for layer in layers])
-
-    lookups = isolated(model, find)
+    lookups: Lookups = run(model, lambda: Lookups(model, given, [layer.name for layer in layers]))
     return lambda arguments: lookups.replaced(arguments, lookups.vectors)
 
 

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host
-from unilinattn.host.isolation import isolated
-from unilinattn.host.wrappers import plain_run
+from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
 
 NAMED = 4
@@ -90,13 +89,12 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
         if stream is not None and (_in_list(name) or stream.shape[-1] in widths):
             raise Entered(stream)
 
-    def run() -> Tensor:
+    def first_entered() -> Tensor:
         for name, module in model.named_modules():
             if name in blocks:
                 module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
         try:
-            with plain_run(model), Record():
-                call_host(model, given)
+            call_host(model, given)
         except Entered as entered:
             return entered.args[0]
         raise UncoveredError(
@@ -104,7 +102,7 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
             "tokens, which its layers have, so the vectors of its tokens are unknown."
         )
 
-    stream = isolated(model, run)
+    stream: Tensor = run(model, first_entered, observer=Record())
     argument = next((name for name, value in given.items() if value is stream), None)
     if argument is not None:
         return argument

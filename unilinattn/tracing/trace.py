@@ -1,8 +1,7 @@
 """`trace`: run a host model once and return its token-mixing layers as exact operators."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,30 +14,28 @@ from torch.utils._pytree import tree_map_only
 
 from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.host.image import image_tokens, is_image, processed
-from unilinattn.host.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
-from unilinattn.host.isolation import Result, in_gradient_mode, isolated
-from unilinattn.host.logits import KEEP, Logit, kept_positions, logits_at, logits_in, logits_of, positions_of
+from unilinattn.host.inputs import host_arguments, token_ids
+from unilinattn.host.isolation import in_gradient_mode
+from unilinattn.host.logits import Logit, positions_of
 from unilinattn.host.module_calls import require_covered_calls
-from unilinattn.host.recomputation import captures, recomputing
-from unilinattn.host.recorder import GradientRecorder, Recorder, refuse_dropout
+from unilinattn.host.recorder import Recorder
 from unilinattn.host.substitution import (
     PREFIX,
     SUBSTITUTE_ABOVE,
     may_be_long,
-    operators_at_length,
-    through_operators,
 )
 from unilinattn.host.text import Text, encoded, is_text, tokenized
-from unilinattn.host.wrappers import plain_run, require_gradients, unwrapped
-from unilinattn.progress import bars
+from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import compared_with_call
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.explained import ExplainedLogit
-from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
+from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
+from unilinattn.tracing.gradients import gradient_of
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.padding import warn_of_leaks
-from unilinattn.tracing.residual import group_parallel, locate_in_stream
+from unilinattn.tracing.recording import recorded
+from unilinattn.tracing.residual import group_parallel
 from unilinattn.tracing.streaming import first_tokens, run_in_pieces
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
@@ -158,66 +155,24 @@ class Trace:
 
     def _gradient(self, target: Target, logit: Logit) -> tuple[Float[Tensor, "batch query out"], ...]:
         self.weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
-        require_gradients(self.host)
-        recorder, given = GradientRecorder(self.host, opaque=self.opaque), self.arguments
-        if not callable(logit):
-            # The logits of all tokens and their gradients may take more memory than all layers.
-            wanted = partial(logits_at, self.host, given, lambda: [self.positions(target)], above=0)
-            given = in_gradient_mode(False, wanted)
-        kept = kept_positions(given, self.layers[-1].output.shape[1])
-
-        def forward() -> Any:
-            refuse_dropout(self.host)
-            with plain_run(self.host), recomputing(self.host), recorder.attached():
-                return call_host(self.host, given)
-
-        def backward(output: Any) -> tuple[Tensor | None, ...]:
-            with plain_run(self.host), captures(self.host):
-                chosen = self.explained_logit.scalar(output, target, logit, kept).sum()
-                if not chosen.requires_grad:
-                    raise UncoveredError("the explained number does not depend on the outputs of the model's layers.")
-                return torch.autograd.grad(chosen, recorder.outputs, allow_unused=True)
-
-        def both() -> tuple[Tensor | None, ...]:
-            output = isolated(self.host, forward)
-            # Outside of the isolated run, so that the segments of the backward pass use the operators too.
-            with through_operators(self.host):
-                return isolated(self.host, partial(backward, output))
-
-        grads = in_gradient_mode(True, both)
-        # The graph refers to the recorder through its segments; the cycle would wait for the garbage collector.
-        recorder.outputs.clear()
-        return tuple(
-            torch.zeros_like(layer.output) if g is None else g.to(layer.output)
-            for layer, g in zip(self.layers, grads, strict=True)
-        )
+        return gradient_of(self.host, self.layers, self.opaque, self.explained_logit, target, logit)
 
     def require_whole(self, what: str) -> None:
         """Raise `UncoveredError` if the trace was made in pieces."""
         if any(layer.in_pieces for layer in self.layers):
             raise UncoveredError(f"{what} run the model on all tokens at once; trace without stream_to=.")
 
-    def gradient_cost(self, logit: Logit = None) -> GradientCost:
-        """Return the bytes and multiply-adds of `gradient` for one target, without running the model.
+    def gradient_cost(self, logit: Logit = None) -> int:
+        """Return the peak bytes of `gradient` for one target, without running the model.
 
         Raises `InputError` for a model without logits, unless `logit` is a function.
         """
-        logits = logits_in(self.output) if callable(logit) else logits_of(self.output, self.model)
-        numbers = 0 if logits is None else logits.numel()
-        if logits is not None and logits.ndim == 3 and not callable(logit):
-            targets = logits_at(self.host, self.arguments, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
-            numbers = numbers // logits.shape[1] if targets is not logits else numbers
-        operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
-        return gradient_cost(self.host, operators, numbers)
+        return gradient_cost(self.host, self.layers, self.explained_logit.elements(self.host, logit))
 
-    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> GradientCost:
-        """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
-        logits = logits_in(self.output)
-        elements = 0 if logits is None else logits.numel()
-        if logits is not None and logits.ndim == 3:
-            elements = elements // logits.shape[1] * targets
-        operators = {layer.name: layer.operator for layer in self.layers}
-        return frozen_cost(self.host, operators, elements, live=rule == "half")
+    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> int:
+        """Return the peak bytes of `frozen` for `targets` positions, without running the model."""
+        elements = self.explained_logit.elements_at(targets)
+        return frozen_cost(self.host, self.layers, elements, live=rule == "half")
 
 
 def trace(
@@ -301,15 +256,15 @@ def trace(
     mixers = remembered_mixers(model, first, above)
     if mixers:
         refuse(model, (), mixers, first, strict=strict)
-    recorded = partial(_recorded, model, first, progress=progress, above=above)
+    record = partial(recorded, model, first, progress=progress, above=above)
     seed = torch.get_rng_state()
-    recorder, output = recorded([mixer.path for mixer in mixers or ()])
+    recorder, output = record([mixer.path for mixer in mixers or ()])
     if mixers is None:
         mixers = unregistered_mixers(model, first, recorder.layers, above)
         refuse(model, recorder.layers, mixers, first, strict=strict)
         if mixers:
             seed = torch.get_rng_state()
-            recorder, output = recorded([mixer.path for mixer in mixers])
+            recorder, output = record([mixer.path for mixer in mixers])
     refuse(model, recorder.layers, (), first, strict=strict)
     require_covered_calls(recorder.layers, strict=strict)
     if stream_to is not None:
@@ -321,41 +276,6 @@ def trace(
         call = {name: value for name, value in given.items() if name in named}
         traced.warnings = compared_with_call(model, call, given, output, seed)
     return traced
-
-
-def _recorded(
-    model: nn.Module, given: Mapping[str, Any], opaque: Collection[str], *, progress: bool, above: int
-) -> tuple[Recorder, Any]:
-    """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
-    recorder = Recorder(model, opaque=opaque, locate=locate_in_stream)
-    last = [last_real(real_tokens(given))]
-
-    def call() -> Any:
-        return call_host(model, logits_at(model, given, lambda: last, above=above))
-
-    return recorder, recorded_run(recorder, call, given, progress=progress, above=above)
-
-
-def recorded_run(
-    recorder: Recorder, call: Callable[[], Result], given: Mapping[str, Any], *, progress: bool, above: int
-) -> Result:
-    """Return `call()`, a run of the recorder's model on `given` without gradients, and restore the model.
-
-    Causal mixers run through their operators on more than `above` tokens.
-
-    Raises `ModelStateError` at active dropout, and the errors of `operators_at_length`.
-    """
-    model = recorder.model
-
-    def run() -> Result:
-        refuse_dropout(model)
-        with bars(progress), plain_run(model), ExitStack() as stack:
-            if may_be_long(given, above):
-                stack.enter_context(operators_at_length(model, real_tokens(given), recorder.note_prefix, above))
-            stack.enter_context(recorder.attached())
-            return call()
-
-    return in_gradient_mode(False, lambda: isolated(model, run))
 
 
 @cache

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import package_version
 from unilinattn.host.inputs import call_host
-from unilinattn.host.isolation import in_gradient_mode, isolated
-from unilinattn.host.wrappers import plain_run
+from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.run import run
 from unilinattn.registry import list_architectures
 from unilinattn.tracing.completeness import Leak
 
@@ -126,24 +126,26 @@ def probable_mixers(model: nn.Module, given: Mapping[str, Any]) -> list[Refused]
 
     The functions are `MIXING`, convolutions whose windows overlap, and linear maps over a transposed axis.
     """
-    paths: list[str] = [""]
     mixing: dict[str, None] = {}
+
+    class Paths(Observer[str]):
+        def frame(self, path: str, module: nn.Module, inputs: Inputs) -> str:
+            return path
+
+    paths = Paths(model)
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             with torch._C.DisableTorchFunction():
                 if _mixes(getattr(func, "__name__", ""), args, kwargs or {}):
-                    mixing[paths[-1]] = None
+                    mixing[paths.stack[-1] if paths.stack else ""] = None
             return func(*args, **(kwargs or {}))
 
-    def run() -> None:
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda *_, name=name: paths.append(name))
-            module.register_forward_hook(lambda *_: paths.pop() and None, always_call=True)
-        with plain_run(model), Watch():
+    def watched() -> None:
+        with Watch():
             call_host(model, given)
 
-    in_gradient_mode(False, lambda: isolated(model, run))
+    run(model, watched, observer=paths.attached())
     modules = dict(_holder(model, path, model.get_submodule(path), _is_basic) for path in mixing)
     first = {type(module): (path, module) for path, module in reversed(modules.items())}
     return list(first.values())[::-1]
