@@ -94,9 +94,11 @@ OBJECTS = [
 def test_an_object_is_the_name_with_its_options(method: Options) -> None:
     trace = traced("mamba2")
     result = explain(trace, method=method, target=-1)
-    same = explain(trace, method=method.name, target=-1, **method.given)
+    same = explain(trace, method=method.name, target=-1, **method.keywords)
     assert torch.equal(result.scores, same.scores) and result.options == same.options
-    assert estimate(trace, method=method, target=-1) == estimate(trace, method=method.name, target=-1, **method.given)
+    assert estimate(trace, method=method, target=-1) == estimate(
+        trace, method=method.name, target=-1, **method.keywords
+    )
     compared = compare({"a": trace}, methods=[method, method.name], target=-1)["a"]
     assert torch.equal(compared[method.label].scores, result.scores)
     assert list(compared) == list(dict.fromkeys([method.label, method.name]))
@@ -170,7 +172,7 @@ def test_invalid_options_are_refused_with_the_accepted_values(name: str, options
 def test_an_object_of_invalid_options_is_refused_alike(name: str, options: dict[str, Any], message: str) -> None:
     model = list_methods()[name].options
     with pytest.raises(OptionError, match=message):
-        list_methods()[name].function(traced("mamba2"), **model(**options).given)
+        list_methods()[name].function(traced("mamba2"), **model(**options).keywords)
 
 
 @pytest.mark.parametrize("name", ["raw", "latim", "alti", "knockout"])

@@ -192,7 +192,7 @@ class _Running:
         for name in methods:
             self._explain(found, name, name, target, {})
             if name == COMPOSED.name:
-                self._explain(found, f"{name} (composed)", name, target, COMPOSED.given)
+                self._explain(found, f"{name} (composed)", name, target, COMPOSED.keywords)
         for draw in range(DRAWS):
             # Equal scores are removed in a random order.
             self._delete(found, RANDOM, torch.zeros(1, self.tokens[-1]), self.seed + draw)

@@ -138,7 +138,7 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
 
 def _entry(given: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
     if isinstance(given, Options):
-        return given.name, given.given
+        return given.name, given.keywords
     if isinstance(given, str) or callable(given):
         return given, {}
     if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping):

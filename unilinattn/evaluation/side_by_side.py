@@ -139,7 +139,7 @@ def forms(methods: Sequence[Method]) -> dict[str, Form]:
     for method in methods:
         rows[method.name] = Form(method)
         if method.name == COMPOSED.name:
-            rows[f"{method.name} (composed)"] = Form(method, COMPOSED.given)
+            rows[f"{method.name} (composed)"] = Form(method, COMPOSED.keywords)
     return rows
 
 

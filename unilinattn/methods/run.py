@@ -245,7 +245,7 @@ def named(method: str | Options, options: Mapping[str, Any]) -> tuple[str, dict[
                 f"{method!r} has its options; give {', '.join(options)} to {type(method).__name__}, or the name "
                 f"{method.name!r} with all of them."
             )
-        return registered(method.name).name, method.given
+        return registered(method.name).name, method.keywords
     return registered(method).name, dict(options)
 
 
@@ -255,7 +255,7 @@ def chosen_method(name: str | None, options: dict[str, Any], found: Trace) -> tu
         return registered(name), options
     if has_logits(found.output) or callable(options.get("logit")):
         return registered("logit"), options
-    return registered(COMPOSED.name), {**COMPOSED.given, **options}
+    return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
 
 
 def _default_note(method: Method, named: str | None) -> str:

@@ -52,35 +52,35 @@ class Options(BaseModel):
         if "name" not in vars(cls):
             cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         try:
-            super().__init__(**given)
+            super().__init__(**options)
         except ValidationError as error:
-            raise OptionError(_message(type(self), given, error)) from None
-        # A validator may have added options that the given ones imply.
-        object.__setattr__(self, "__pydantic_fields_set__", set(given))
+            raise OptionError(_message(type(self), options, error)) from None
+        # Validators add options that others imply, such as those of compose="rollout".
+        object.__setattr__(self, "__pydantic_fields_set__", set(options))
 
     def __str__(self) -> str:
         return repr(self)
 
     def __repr_args__(self) -> Any:
-        return self.given.items()
+        return self.keywords.items()
 
     @model_validator(mode="before")
     @classmethod
-    def _plain_numbers(cls, given: Any) -> Any:
+    def _plain_numbers(cls, options: Any) -> Any:
         """Convert numbers and arrays of NumPy and torch to plain Python values."""
-        return {name: _plain(value) for name, value in given.items()}
+        return {name: _plain(value) for name, value in options.items()}
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The options that were given, without the defaults."""
+    def keywords(self) -> dict[str, Any]:
+        """The options of the call that made the object, without the defaults."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     @property
     def label(self) -> str:
-        """The name of the method, with the given options."""
-        return label_of(self.name, self.given)
+        """The name of the method, with the options of the call."""
+        return label_of(self.name, self.keywords)
 
     @property
     def has_layer_axis(self) -> bool:
@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _message(method: type[Options], given: Mapping[str, Any], error: ValidationError) -> str:
+def _message(method: type[Options], options: Mapping[str, Any], error: ValidationError) -> str:
     finding = error.errors()[0]
     option = str(finding["loc"][0]) if finding["loc"] else ""
     if finding["type"] == "extra_forbidden":
@@ -117,7 +117,7 @@ def _message(method: type[Options], given: Mapping[str, Any], error: ValidationE
     reason = finding["msg"].removeprefix("Value error, ")
     if option not in method.model_fields:
         return f"{method.name}: {reason}."
-    field, value = method.model_fields[option], given[option]
+    field, value = method.model_fields[option], options[option]
     choices = _choices(field.annotation)
     tail = nearest(value, choices) if isinstance(value, str) and choices else f": {reason}."
     return f"{method.name} does not accept {option}={value!r}{tail} {option}: {field.description}."

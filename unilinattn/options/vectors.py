@@ -143,18 +143,18 @@ class Latim(ThroughHeads):
 
     @model_validator(mode="before")
     @classmethod
-    def _composed(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _composed(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Include the stream and normalise rows for compose="rollout", and refuse other values."""
-        if given.get("compose") != "rollout":
-            return given
+        if options.get("compose") != "rollout":
+            return options
         needed = {"residual": True, "normalize": "rows"}
         for name, value in needed.items():
-            if given.get(name, value) != value:
+            if options.get(name, value) != value:
                 raise ValueError(
                     "compose='rollout' multiplies maps that include the residual stream and whose rows sum to 1: leave "
-                    f"{name}={given[name]!r} out"
+                    f"{name}={options[name]!r} out"
                 )
-        return {**given, **needed}
+        return {**options, **needed}
 
     @model_validator(mode="after")
     def _l2_only(self) -> Self:

@@ -85,8 +85,8 @@ class Attribution(ScalarOptions, MapOptions, Composed):
 
     @model_validator(mode="before")
     @classmethod
-    def _published(cls, given: Any) -> Any:
-        return {"gradient_axis": "key", **given} if given.get("variant") == "published-code" else given
+    def _published(cls, options: Any) -> Any:
+        return {"gradient_axis": "key", **options} if options.get("variant") == "published-code" else options
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
