@@ -1,8 +1,8 @@
 """Seed faults in a copy of the package, one at a time, and tell which of them the tests notice.
 
 `python -m tools.mutants` applies each fault of mutants.toml to a temporary copy of the repository and runs the tests
-that the fault lists: those of `make test`, and if they pass those of `make slow` too. mutants.json records which of
-both noticed it.
+that the fault lists: those of `make test`, if they pass those of `make slow`, and then the first with checked
+signatures. mutants.json records which of these noticed it.
 """
 
 import argparse
@@ -25,8 +25,8 @@ PACKAGE = "unilinattn"
 COPIED = (PACKAGE, "tests", "tools", "evidence", "benchmarks", "docs")
 """Folders that tests read; the files beside them are copied too."""
 
-SUITES = {"test": "not slow", "slow": "slow"}
-"""Markers of the tests by make's target, in the order in which they run."""
+SUITES = {"test": ["-m", "not slow"], "slow": ["-m", "slow"], "thorough": ["-m", "not slow", "--thorough"]}
+"""Options of pytest by suite, in the order in which they run; `.ci/run` has all of them."""
 
 LIVED = "lived"
 
@@ -69,14 +69,14 @@ def verdict(mutant: Mutant, copy: Path, tests: Sequence[str] = ()) -> str:
     path = module_of(mutant, texts)
     path.write_text(texts[path].replace(mutant.text, mutant.new), encoding="utf-8")
     try:
-        return next((suite for suite, marker in SUITES.items() if _fails(copy, tests or mutant.tests, marker)), LIVED)
+        return next((suite for suite in SUITES if _fails(copy, tests or mutant.tests, suite)), LIVED)
     finally:
         path.write_text(texts[path], encoding="utf-8")
 
 
-def _fails(copy: Path, tests: Sequence[str], marker: str) -> bool:
+def _fails(copy: Path, tests: Sequence[str], suite: str) -> bool:
     """Run tests until one fails; raise `RuntimeError` if they cannot run."""
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", marker]
+    options = ["-q", "-x", "-p", "no:cacheprovider", *SUITES[suite]]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)

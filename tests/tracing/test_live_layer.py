@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM, MambaForCausalLM
 
 import unilinattn as ula
 from tests.hosts import tables
+from tests.shared import exact_trace
 from tests.tracing.detached import (
     llama_model,
     mamba_model,
@@ -50,10 +51,8 @@ WITHOUT_BIASES = {"basic/mamba, no conv bias", "basic/llama, grouped queries", "
 
 
 def _relevance(host: Host, rule: str = "half") -> Shares:
-    inputs = host.inputs()
-    inputs = inputs.double() if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
+    trace = exact_trace(host)
     with promoted():
-        trace = ula.trace(host.model().double(), inputs, progress=False)
         return trace.frozen(rule=rule).shares(-1, scalar_of(trace))
 
 
