@@ -55,7 +55,9 @@ vision: .venv-vision/.installed
 oldest: .venv-oldest/.installed
 	@echo "Running the tests of the adapters on the oldest transformers."
 	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" \
-	    tests/architectures tests/operator tests/tracing tests/testing tests/tools \
+	    tests/architectures $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal \
+	    tests/operator tests/tracing tests/testing tests/tools \
 	    $(patsubst %,--ignore=tests/tracing/test_%.py,isolation discovery threads trust) $(ARGS)
 
 setups: .venv-setups/.installed

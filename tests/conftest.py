@@ -19,7 +19,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from hypothesis import settings
-from jaxtyping import install_import_hook
 
 import tests.signatures
 from tests.margins import Recorder
@@ -30,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="check shapes and types at the first calls of every function in each test, and draw more examples, as CI does",
+        help="check shapes and types at the first calls of each function in a test, and draw more examples, as CI does",
     )
     parser.addoption("--threads", type=int, default=1, help="number of torch's threads (default: %(default)s)")
     parser.addoption(
@@ -48,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         loaded = [name for name in sys.modules if name.split(".")[0] == "unilinattn"]
         if loaded:
             raise pytest.UsageError(f"--thorough cannot check modules that are already imported: {loaded[:3]}.")
-        install_import_hook("unilinattn", f"{tests.signatures.__name__}.check")
+        tests.signatures.install("unilinattn")
     if config.getoption("--margins"):
         config.pluginmanager.register(Recorder(config.getoption("--margins")))
 

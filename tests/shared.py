@@ -28,7 +28,6 @@ def shared(make: Callable[P, Trace]) -> Callable[P, Trace]:
         _in_use.setdefault(id(result), (f"{make.__module__}.{make.__name__}{arguments}", versions))
         return result
 
-    once.cache_clear = made.cache_clear  # type: ignore[attr-defined]  # as that of `cache`
     return once
 
 

@@ -1,21 +1,24 @@
 """The checker of signatures: the first calls of a function in each test."""
 
+import jaxtyping
 import pytest
-from beartype.roar import BeartypeCallHintParamViolation, BeartypeCallHintReturnViolation
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from tests import signatures
 
 
-def half(number: int) -> int:
-    return number / 2  # type: ignore[return-value]  # a wrong annotation
+@signatures.first_calls(typechecker=signatures.check)
+def transposed(x: Float[Tensor, "row col"]) -> Float[Tensor, "row col"]:
+    return x.T  # a wrong annotation
 
 
 def test_a_wrong_annotation_is_found_in_the_first_calls_of_each_test() -> None:
-    checked = signatures.check(half)
     for _ in range(signatures.CALLS):
-        with pytest.raises(BeartypeCallHintReturnViolation):
-            checked(3)
-    assert checked(3) == 1.5
+        with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
+            transposed(torch.zeros(2, 3))
+    assert transposed(torch.zeros(2, 3)).shape == (3, 2)
     signatures.next_test()
-    with pytest.raises(BeartypeCallHintParamViolation):
-        checked("3")
+    with pytest.raises(jaxtyping.TypeCheckError, match="parameters"):
+        transposed(torch.zeros(3))

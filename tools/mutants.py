@@ -63,13 +63,13 @@ def module_of(mutant: Mutant, texts: Mapping[Path, str]) -> Path:
     return next(path for path, text in texts.items() if mutant.text in text)
 
 
-def verdict(mutant: Mutant, copy: Path, tests: Sequence[str] = ()) -> str:
+def verdict(mutant: Mutant, copy: Path, tests: Sequence[str] = (), suites: Sequence[str] = tuple(SUITES)) -> str:
     """Apply a mutant to a copy of the repository, and return the suite whose tests fail, or `LIVED`."""
     texts = sources(copy)
     path = module_of(mutant, texts)
     path.write_text(texts[path].replace(mutant.text, mutant.new), encoding="utf-8")
     try:
-        return next((suite for suite in SUITES if _fails(copy, tests or mutant.tests, suite)), LIVED)
+        return next((suite for suite in suites if _fails(copy, tests or mutant.tests, suite)), LIVED)
     finally:
         path.write_text(texts[path], encoding="utf-8")
 
@@ -102,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description="Tell which seeded faults tests find.")
     parser.add_argument("--only", metavar="WORD", default="", help="mutants whose name contains this word")
     parser.add_argument("--tests", nargs="+", default=(), metavar="PATH", help="tests to run instead of those listed")
+    parser.add_argument(
+        "--suites", nargs="+", choices=SUITES, default=tuple(SUITES), help="suites to run, in this order"
+    )
     parser.add_argument("--write", action="store_true", help="write the verdicts into mutants.json")
     options = parser.parse_args(arguments)
     chosen = [mutant for mutant in mutants() if options.only in mutant.name]
@@ -114,12 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copy = copied(Path(folder))
         for mutant in chosen:
             start, before = monotonic(), record.get(mutant.name)
-            record[mutant.name] = verdict(mutant, copy, options.tests)
+            record[mutant.name] = verdict(mutant, copy, options.tests, options.suites)
             is_lost = record[mutant.name] == LIVED != (before or LIVED)
             lost += is_lost
             note = f", and was noticed by make {before}" if is_lost else ""
             print(f"{record[mutant.name]:5}  {mutant.name} ({monotonic() - start:.0f} s){note}", flush=True)
             if options.write:
+                record = {mutant.name: record[mutant.name] for mutant in mutants() if mutant.name in record}
                 RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return int(lost > 0)
 
