@@ -42,9 +42,10 @@ def require_unwritten() -> None:
 @shared
 def exact_trace(host: Host) -> Trace:
     """Trace a host in float64 on its inputs."""
-    inputs: Any = host.inputs()
+    # Inside of `promoted` the weights would be drawn in float64, which are others.
+    model, inputs = host.model().double(), host.inputs()
     with promoted():
-        return trace(host.model().double(), inputs.double() if inputs.is_floating_point() else inputs, progress=False)
+        return trace(model, inputs.double() if inputs.is_floating_point() else inputs, progress=False)
 
 
 def _tensors(made: Trace) -> Iterator[Tensor]:
