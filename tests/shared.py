@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import pytest
 from torch import Tensor
