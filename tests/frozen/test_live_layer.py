@@ -20,6 +20,7 @@ from tests.frozen.detached import (
     token_ids,
 )
 from tests.hosts import tables
+from tests.shared import exact_trace
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen import passes
 from unilinattn.frozen.freezing import Freezing, carried
@@ -49,10 +50,8 @@ WITHOUT_BIASES = {"basic/mamba, no conv bias", "basic/llama, grouped queries", "
 
 
 def _relevance(host: Host, rule: str = "half") -> Shares:
-    inputs = host.inputs()
-    inputs = inputs.double() if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
+    trace = exact_trace(host)
     with promoted():
-        trace = ula.trace(host.model().double(), inputs, progress=False)
         return trace.frozen(rule=rule).shares(-1, scalar_of(trace))
 
 

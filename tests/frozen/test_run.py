@@ -19,6 +19,7 @@ from tests.frozen.detached import (
     worst,
 )
 from tests.hosts import cases, tables
+from tests.shared import exact_trace
 from unilinattn.errors import ExactnessError, UncoveredError
 from unilinattn.frozen import freezing
 from unilinattn.frozen.forms import as_source
@@ -30,10 +31,8 @@ HOSTS = [case for name, table in tables().items() for case in cases(table, prefi
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_shares_and_biases_add_up(host: Host) -> None:
-    inputs = host.inputs()
-    inputs = inputs.double() if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
+    trace = exact_trace(host)
     with promoted():
-        trace = ula.trace(host.model().double(), inputs, progress=False)
         run = trace.frozen()
         shares = run.shares(-1, scalar_of(trace))
     assert float((shares.gap / shares.size).max()) <= 1e-12

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.host.interrupts import Interrupts, first_and_last
+from tests.hosts import turn_of
 from tests.tracing.models import Block, Model, added, ids
 from unilinattn import through_operators, trace
 from unilinattn.host import isolation
@@ -219,7 +220,7 @@ def test_a_host_collects_the_same_outputs_after_a_trace(name: str, where: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("name", [name for name in HOSTS if turn_of(name) == 0])
 def test_hosts_are_unchanged_with_any_collected_outputs(name: str) -> None:
     host = HOSTS[name]
     for collected in outputs_collected(host):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import unilinattn as ula
 from tests.hosts import LARGE, every_host
+from tests.shared import exact_trace
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import trace
 from unilinattn.call.exactness import layer_tolerance
@@ -18,7 +19,7 @@ from unilinattn.errors import InputError, UncoveredError
 from unilinattn.host import substitution
 from unilinattn.models import S4D
 from unilinattn.operator.reconstruction import worst_error
-from unilinattn.testing import HOSTS, left_as_found, promoted, relative_error, rounding_limit
+from unilinattn.testing import HOSTS, left_as_found, relative_error, rounding_limit
 from unilinattn.testing.hosts import Host, delta, host, latent, mamba, recurrent, reference
 
 EVERY_HOST = [
@@ -50,15 +51,14 @@ def ordinary(monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: object, 
         return trace(model, inputs, **options)
 
 
-@every_host(EVERY_HOST, "entry", usual=("mamba, biases", "s4d, two poles, slow"), large=LARGE)
+@every_host(EVERY_HOST, "entry", usual=("mamba, biases", "s4d, two poles, slow"), large=LARGE, turn=1)
 def test_substitution_gives_the_trace_of_the_host(entry: Host, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if entry.name == "xlstm, training kernel":
         # This host accepts only multiples of its chunk of 8 tokens.
         monkeypatch.setattr(substitution, "PREFIX", 8)
     model, x = entry.model(), entry.inputs()
     plain, host_trace = ordinary(monkeypatch, model, x), trace(model, x)
-    with promoted():
-        exact = ordinary(monkeypatch, copy.deepcopy(model).double(), x.double() if x.is_floating_point() else x)
+    exact = exact_trace(entry)
     assert [layer.name for layer in host_trace.layers] == [layer.name for layer in plain.layers]
     assert [len(step.layers) for step in host_trace.steps] == [len(step.layers) for step in plain.steps]
     for one, two, true in zip(plain.layers, host_trace.layers, exact.layers, strict=True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import unilinattn as ula
-from tests.memory.hosts import NAMES, linear, traced
+from tests.memory.hosts import NAMES, linear, new_trace, traced
 from unilinattn.errors import InputError, MemoryLimitError, OptionError, UncoveredError
 from unilinattn.methods.maps import Weight
 from unilinattn.testing.hosts import host
@@ -49,8 +49,7 @@ def measured(trace: Trace, **arguments: Any) -> tuple[int, Peak]:
 def compared(name: str, length: int, **arguments: Any) -> None:
     estimate = ula.estimate(traced(name, length), **arguments)
     # A new trace, because an estimate includes the check of every layer, which a trace caches.
-    traced.cache_clear()
-    result, counted = measured(traced(name, length), **arguments)
+    result, counted = measured(new_trace(name, length), **arguments)
     assert estimate.result == result
     assert 0.5 <= estimate.beside / (counted.peak - result) <= 2, (estimate.beside, counted.peak - result)
 

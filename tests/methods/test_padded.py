@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from tests.methods.values import Chosen, option_values
+from tests.shared import shared
 from unilinattn import Attribution, list_methods, trace
 from unilinattn.errors import UncoveredError, UnilinattnError
 from unilinattn.methods.run import run_method
@@ -71,7 +72,7 @@ def model_of(name: str) -> torch.nn.Module:
     return host(name).model().double()
 
 
-@cache
+@shared
 def traced(name: str, side: str, text: int | None = None, *, seed: int = 0) -> Trace:
     """Trace the padded batch, or one text by itself; `seed` draws the words."""
     longest = max(LENGTHS)
