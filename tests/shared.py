@@ -6,8 +6,8 @@ from typing import ParamSpec
 
 import pytest
 from torch import Tensor
-from unilinattn.tracing.nested import tensors
 
+from unilinattn.host.nested import tensors
 from unilinattn.testing import Host, promoted
 from unilinattn.tracing.trace import Trace, trace
 
