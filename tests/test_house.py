@@ -22,7 +22,7 @@ SURFACE = "__init__"
 GROUND = ("errors", "memory", "optional", "progress", "startup")
 LAYERS = (
     GROUND,
-    ("call", "kernels", "viz"),
+    ("call", "kernels", "options", "viz"),
     ("mixers", "models", "results"),
     ("operator",),
     ("registry",),
@@ -275,7 +275,7 @@ def test_the_public_surface() -> None:
     assert set(PUBLIC) <= set(unilinattn.__all__)
     assert [name for name in unilinattn.__all__ if not hasattr(unilinattn, name)] == []
     assert sorted(name for names in unilinattn._HOMES.values() for name in names) == [
-        name for name in unilinattn.__all__ if name != "analysis"
+        name for name in unilinattn.__all__ if name not in ("analysis", "methods")
     ]
     for home, names in unilinattn._HOMES.items():
         module = importlib.import_module(f"unilinattn.{home}")

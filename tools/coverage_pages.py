@@ -10,8 +10,8 @@ from typing import Any
 from tools import hybrids, sweep_pages
 from tools.families import FAMILIES, GROUPS
 from tools.markers import MissingSectionError, markers, replace_section
-from unilinattn.methods.described import option_texts
 from unilinattn.operator.scopes import SCOPES
+from unilinattn.options.described import option_texts
 from unilinattn.registry import Architecture, Method, list_architectures, list_methods
 from unilinattn.testing.hosts import Host
 
@@ -111,7 +111,7 @@ def package_methods() -> dict[str, Method]:
 def _options_table(method: Method) -> str:
     rows = [
         (f"`{text.name}`", f"`{text.default}`", re.sub(r"'[^']*'|None", r"`\g<0>`", text.accepted), text.meaning)
-        for text in option_texts(method)
+        for text in option_texts(method.options)
     ]
     return _table(("option", "default", "accepted", "meaning"), rows)
 

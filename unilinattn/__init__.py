@@ -1,10 +1,10 @@
 """unilinattn: the attention matrix hidden in linear RNNs and Transformers, extracted exactly and explained.
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
-turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory and operations of
-`explain` beforehand. `explain_generation` explains every token that a model generates. `cut` runs a model without some
-edges between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has measurements of layers
-and models beyond scores.
+turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory of `explain`
+beforehand. `explain_generation` explains every token that a model generates. `cut` runs a model without some edges
+between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has measurements of layers and
+models beyond scores.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from unilinattn import startup as _startup  # noqa: F401  the import installs th
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unilinattn import analysis
+    from unilinattn import analysis, methods
     from unilinattn.errors import UnilinattnError
     from unilinattn.evaluation.evaluate import evaluate
     from unilinattn.host.substitution import through_operators
@@ -49,6 +49,7 @@ __all__ = [
     "explain_generation",
     "list_architectures",
     "list_methods",
+    "methods",
     "register_architecture",
     "register_method",
     "through_operators",

@@ -75,7 +75,6 @@ def test_the_estimate_counts_the_backward_pass(name: str, length: int) -> None:
     (first, *_) = estimate.layers
     assert (first.name, first.kind) == ("gradients", "forward and backward pass")
     assert 0.5 <= first.bytes / peak.peak <= 2, (first.bytes, peak.peak)
-    assert 0.5 <= first.operations / peak.multiplications <= 2, (first.operations, peak.multiplications)
     assert "gradients" in repr(estimate)
 
 

@@ -17,7 +17,7 @@ from unilinattn.errors import InputError, OptionError, UncoveredError, nearest
 from unilinattn.evaluation.masking import Masking
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve, PerturbationTest
 from unilinattn.memory import max_memory as limited_to
-from unilinattn.methods.run import COMPOSED, COMPOSED_OPTIONS, explain
+from unilinattn.methods.run import COMPOSED, explain
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import list_methods
@@ -191,8 +191,8 @@ class _Running:
                 self.unmeasured = str(reason)
         for name in methods:
             self._explain(found, name, name, target, {})
-            if name == COMPOSED:
-                self._explain(found, f"{name} (composed)", name, target, COMPOSED_OPTIONS)
+            if name == COMPOSED.name:
+                self._explain(found, f"{name} (composed)", name, target, COMPOSED.given)
         for draw in range(DRAWS):
             # Equal scores are removed in a random order.
             self._delete(found, RANDOM, torch.zeros(1, self.tokens[-1]), self.seed + draw)

@@ -20,6 +20,7 @@ from unilinattn.evaluation.samples import Sample, fingerprint
 from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
 from unilinattn.evaluation.table import PARTS, Table, pool
+from unilinattn.options import Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
@@ -36,7 +37,7 @@ Choice = dict[str, list[Any] | None]
 def evaluate(
     models: Mapping[str, Model],
     data: Any,
-    methods: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry],
+    methods: Sequence[str | Options | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry | Options],
     metrics: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry],
     *,
     selection: Any = None,
@@ -67,8 +68,8 @@ def evaluate(
         data: the samples, with different names if they have any; or a file of texts, a folder of images or a data set,
             which `evaluation.read_samples` reads. Images get the patches of the model if there is one model, given as a
             module.
-        methods: names of methods, (name, options), or a mapping from labels to either or to a function
-            `f(trace, sample)` that returns scores (key,) or (query, key), or an `Attribution`.
+        methods: methods such as `methods.Latim(p=1)`, names, (name, options), or a mapping from labels to one of them
+            or to a function `f(trace, sample)` that returns scores (key,) or (query, key), or an `Attribution`.
         metrics: names of metrics (`evaluation.measures.METRICS`), (name, options), or a mapping from labels to either
             or to a function from a `Case` to a number. `completeness_gap` has rows for methods that decompose a logit.
         selection: other samples, on which layers are chosen.

@@ -17,7 +17,7 @@ from unilinattn.evaluation.metrics import RankCorrelation, RowScores, earlier_ke
 from unilinattn.evaluation.plan import seed_of
 from unilinattn.evaluation.scorers import BASELINES, random_scores
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED, Task, TaskBatch
-from unilinattn.methods.run import COMPOSED, COMPOSED_OPTIONS
+from unilinattn.methods.run import COMPOSED
 from unilinattn.registry import Method
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace, trace
@@ -138,8 +138,8 @@ def forms(methods: Sequence[Method]) -> dict[str, Form]:
     rows: dict[str, Form] = {}
     for method in methods:
         rows[method.name] = Form(method)
-        if method.name == COMPOSED:
-            rows[f"{method.name} (composed)"] = Form(method, COMPOSED_OPTIONS)
+        if method.name == COMPOSED.name:
+            rows[f"{method.name} (composed)"] = Form(method, COMPOSED.given)
     return rows
 
 

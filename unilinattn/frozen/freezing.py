@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.forms import FORMS, as_source, frozen_slope, linear_in
 from unilinattn.host.nested import mapped, tensors
+from unilinattn.mixers.base import checked_factors
 
 
 def _names(text: str) -> frozenset[str]:
@@ -325,6 +326,11 @@ class Freezing(TorchFunctionMode):
     def _glu(self, x: Tensor, dim: int = -1) -> Tensor:
         value, gate = x.chunk(2, dim)
         return self._ranked(value * torch.sigmoid(gate.detach()), 1)
+
+    @_rule("checked_factors")
+    def _constant_factors(self, **factors: Tensor | None) -> tuple[Any, ...]:
+        # The matrix of a token mixer is a frozen factor as a whole.
+        return checked_factors(**mapped(factors, torch.detach))
 
     def _slope(self, name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         args, kwargs = mapped((args, kwargs), torch.detach)

@@ -14,7 +14,6 @@ from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.host.module_calls import first_tensor
 from unilinattn.memory import return_free_pages
-from unilinattn.mixers.base import constant_factors
 from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.stages import Branch, Scale, Stage
 from unilinattn.tracing.layer import Layer
@@ -141,7 +140,7 @@ def live_output(layer: Layer, arguments: Mapping[str, Any]) -> tuple[Tensor, lis
     if not x.requires_grad or tuple(layer.ports) != ("x",):
         with torch._C.DisableTorchFunction():
             return frozen_output(layer, arguments), []
-    with evaluated_by(_evaluate), constant_factors():
+    with evaluated_by(_evaluate):
         flow = _flow(layer, x.to(layer.input.dtype))
         computed, mixed = flow.value, [get_gradient_edge(value()) for value in flow.mixed]
     with torch._C.DisableTorchFunction():

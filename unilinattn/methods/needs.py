@@ -23,7 +23,8 @@ from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.selection import composable_steps, only_target, query_rows, stackable_layers, stream_groups
 from unilinattn.methods.vectors import contribution_tiles
 from unilinattn.operator.edges import Outgoing
-from unilinattn.registry import Method, Need, list_methods
+from unilinattn.options.base import Need
+from unilinattn.registry import Method, list_methods
 from unilinattn.reruns.cut import Cut
 from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.reruns.rerun import rerun

@@ -30,7 +30,7 @@ from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import compared_with_call
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.explained import ExplainedLogit
-from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
+from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.gradients import gradient_of
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
 from unilinattn.tracing.padding import warn_of_leaks
@@ -162,15 +162,15 @@ class Trace:
         if any(layer.in_pieces for layer in self.layers):
             raise UncoveredError(f"{what} run the model on all tokens at once; trace without stream_to=.")
 
-    def gradient_cost(self, logit: Logit = None) -> GradientCost:
-        """Return the bytes and multiply-adds of `gradient` for one target, without running the model.
+    def gradient_cost(self, logit: Logit = None) -> int:
+        """Return the peak bytes of `gradient` for one target, without running the model.
 
         Raises `InputError` for a model without logits, unless `logit` is a function.
         """
         return gradient_cost(self.host, self.layers, self.explained_logit.elements(self.host, logit))
 
-    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> GradientCost:
-        """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
+    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> int:
+        """Return the peak bytes of `frozen` for `targets` positions, without running the model."""
         elements = self.explained_logit.elements_at(targets)
         return frozen_cost(self.host, self.layers, elements, live=rule == "half")
 

@@ -5,9 +5,8 @@ import types
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-
-from unilinattn.registry import Method
 
 
 class OptionText(NamedTuple):
@@ -19,12 +18,12 @@ class OptionText(NamedTuple):
     meaning: str
 
 
-def option_texts(method: Method) -> list[OptionText]:
+def option_texts(options: type[BaseModel] | None) -> list[OptionText]:
     """Return the texts of a method's options, in the order in which they apply; none for a plugin without a model."""
-    given = {} if method.options is None else method.options.model_fields
+    fields = {} if options is None else options.model_fields
     return [
         OptionText(name, accepted(info.annotation, info.metadata), repr(info.default), info.description or "")
-        for name, info in given.items()
+        for name, info in fields.items()
     ]
 
 
@@ -53,10 +52,7 @@ def accepted(annotation: Any, limits: Iterable[Any] = ()) -> str:
     return " ".join([annotation.__name__, ", ".join(bounds)]).strip()
 
 
-def signature_text(methods: Iterable[Method]) -> str:
-    """Return a line for each option of each method: its name, accepted values and default."""
-    lines = []
-    for method in methods:
-        lines.append(f"{method.name}: {method.summary}")
-        lines += [f"    {text.name} = {text.default}: {text.accepted}" for text in option_texts(method)]
-    return "\n".join(lines)
+def signature_text(name: str, summary: str, options: type[BaseModel] | None) -> str:
+    """Return a line for a method, and one for each of its options: its name, accepted values and default."""
+    texts = [f"    {text.name} = {text.default}: {text.accepted}" for text in option_texts(options)]
+    return "\n".join([f"{name}: {summary}", *texts])

@@ -1,22 +1,12 @@
-"""Bases of the options of methods: each has a default and a description, is checked, and is stored in every result."""
+"""Options that several methods share, as bases of their classes."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, Self
 
-import numpy as np
-import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_serializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_serializer, field_validator, model_validator
 
-from unilinattn.errors import OptionError, nearest
-from unilinattn.tracing.trace import Target
+from unilinattn.errors import OptionError
+from unilinattn.options.base import Options
 
 Activation = Literal["exact", "silu", "relu", "identity", "taylor1", "taylor2"]
 Discard = Annotated[
@@ -35,46 +25,19 @@ Normalize = Annotated[
         "or less; 'min-max' rescales the absolute values of each sequence's map to 0..1 (HMA ACL 4.1)"
     ),
 ]
-
-
-class Options(BaseModel):
-    """Base class of every method's options: frozen, without unknown names and without silent conversions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain_numbers(cls, given: Any) -> Any:
-        """Convert numbers and arrays of NumPy and torch to plain Python values."""
-        return {name: _plain(value) for name, value in given.items()}
-
-    @property
-    def has_layer_axis(self) -> bool:
-        """Whether the method's scores have a layer axis."""
-        return False
-
-    @classmethod
-    def of(cls, method: str, given: Mapping[str, Any]) -> Self:
-        """Check the options given to a method.
-
-        Raises `OptionError` with the method, the given value, the accepted ones and the nearest of them.
-        """
-        try:
-            return cls.model_validate(dict(given))
-        except ValidationError as error:
-            raise OptionError(_message(cls, method, given, error)) from None
-
-    def stored(self, target: Target | None) -> dict[str, Any]:
-        """Return the options and the target as plain Python values, for the result."""
-        plain = torch.as_tensor(target).tolist() if target is not None else None
-        return {**self.model_dump(), "target": plain}
+Sign = Literal["keep", "clamp", "abs"]
+Baseline = Annotated[
+    Literal["zero", "mean-embedding"] | Annotated[int, Field(ge=0)],
+    Field(description="vector of an absent token: zero, the mean of the vectors of all ids, or that of a token id"),
+]
+Seed = Annotated[int, Field(ge=0, description="seed of the random numbers")]
 
 
 class MapOptions(Options):
     """The L x L map of a layer and its postprocessing; the options apply in the order of the fields."""
 
     scope: Literal["core", "mixer", "unified"] = Field(
-        "core",
+        default="core",
         description="stages that form the attention matrix; the entries of 'layer' are vectors: see 'latim', 'alti'",
     )
     heads: (
@@ -82,13 +45,13 @@ class MapOptions(Options):
         | int
         | Annotated[Sequence[int], Field(min_length=1)]
     ) = Field(
-        "mean",
+        default="mean",
         description="reduction over heads (channels in 'unified'), one head, or a list of heads to average "
         "(HMA ACL Tables 5 and 9); 'geometric-mean' is the root of the size of the product over the heads, with the "
         "product's sign, and never underflows",
     )
-    sign: Literal["keep", "clamp", "abs"] = Field(
-        "keep", description="negative scores kept, set to zero, or made positive (HMA ACL Table 6)"
+    sign: Sign = Field(
+        default="keep", description="negative scores kept, set to zero, or made positive (HMA ACL Table 6)"
     )
     discard: Discard = 0.0
     normalize: Normalize = "none"
@@ -108,7 +71,7 @@ class Layerwise(Options):
     """Options of methods that keep a layer axis."""
 
     layers: Literal["all", "mean"] | int | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
-        "all", description="every layer, the mean over all of them, an index, or a list of indices or names"
+        default="all", description="every layer, the mean over all of them, an index, or a list of indices or names"
     )
 
     @property
@@ -121,11 +84,11 @@ class Composable(Layerwise):
     """Options of methods that keep a layer axis, and can keep a head axis or compose the layers."""
 
     compose: Literal["none", "rollout"] = Field(
-        "none",
+        default="none",
         description="'none' keeps a layer axis; 'rollout' multiplies the steps' maps, the last one leftmost",
     )
     by_head: bool = Field(
-        False, description="whether the scores have a head axis (channels where a head is one channel wide)"
+        default=False, description="whether the scores have a head axis (channels where a head is one channel wide)"
     )
 
     @model_validator(mode="after")
@@ -148,7 +111,7 @@ class ThroughHeads(Composable):
     """Options of methods that reduce the contributions which pass through heads."""
 
     heads: int | Annotated[Sequence[int], Field(min_length=1)] | None = Field(
-        None,
+        default=None,
         description="one head or a list of heads: only the part of each contribution that passes through them, summed "
         "unless `by_head`; None for whole contributions, or with `by_head` for every head",
     )
@@ -173,16 +136,18 @@ class ThroughHeads(Composable):
 class Composed(Options):
     """Options of methods that compose layers."""
 
-    start_layer: int = Field(0, ge=0, description="index of the first layer; the layers before it are the identity")
+    start_layer: int = Field(
+        default=0, ge=0, description="index of the first layer; the layers before it are the identity"
+    )
 
 
 class ScalarOptions(Options):
     """Options of methods that explain a scalar of the model's output."""
 
-    logit: int | tuple[int, int] | Callable[[Any], Any] | None = Field(
-        None,
-        description="a token or class id, a pair of them for the difference, a scalar function of the model's output, "
-        "or None for the model's own prediction",
+    logit: int | str | tuple[int | str, int | str] | Callable[[Any], Any] | None = Field(
+        default=None,
+        description="a token or class id, the text of a token, a pair of them for the difference, a scalar function of "
+        "the model's output, or None for the model's own prediction",
     )
 
     @field_validator("logit", mode="before")
@@ -192,30 +157,27 @@ class ScalarOptions(Options):
         return tuple(logit) if isinstance(logit, list) else logit
 
     @field_serializer("logit")
-    def _named(self, logit: Any) -> Any:
+    def _function_name(self, logit: Any) -> Any:
         return getattr(logit, "__qualname__", repr(logit)) if callable(logit) else logit
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value))
-    return value.tolist() if isinstance(value, np.generic | np.ndarray | torch.Tensor) else value
-
-
-def _message(model: type[Options], method: str, given: Mapping[str, Any], error: ValidationError) -> str:
-    finding = error.errors()[0]
-    name = str(finding["loc"][0]) if finding["loc"] else ""
-    if finding["type"] == "extra_forbidden":
-        return f"{method} takes no option {name!r}" + nearest(name, model.model_fields)
-    reason = finding["msg"].removeprefix("Value error, ")
-    if name not in model.model_fields:
-        return f"{method}: {reason}."
-    field, value = model.model_fields[name], given[name]
-    choices = _choices(field.annotation)
-    tail = nearest(value, choices) if isinstance(value, str) and choices else f": {reason}."
-    return f"{method} does not accept {name}={value!r}{tail} {name}: {field.description}."
+    @property
+    def scalar(self) -> int | tuple[int, int] | Callable[[Any], Any] | None:
+        """The explained scalar, `logit` without texts; raises `OptionError` for a text that no tokenizer has read."""
+        match self.logit:
+            case (int() as first, int() as second):
+                return first, second
+            case str() | (_, _):
+                raise OptionError(
+                    f"{self.name} does not accept logit={self.logit!r} without a tokenizer, which turns a text into "
+                    f"its id. logit: {type(self).model_fields['logit'].description}."
+                )
+            case logit:
+                return logit
 
 
-def _choices(annotation: Any) -> list[str]:
-    """Return the strings among the literals of a type, unions included."""
-    return [choice for part in get_args(annotation) for choice in ([part] if isinstance(part, str) else _choices(part))]
+class GradientMapOptions(ScalarOptions, Composed):
+    """Options of methods that weight attention matrices by their gradients."""
+
+    sign: Sign = Field(
+        default="clamp", description="negative weighted entries of each head kept, set to zero, or made positive"
+    )
