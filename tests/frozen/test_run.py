@@ -118,7 +118,7 @@ def test_a_mixer_run_by_the_rules_instead_of_its_operator_is_refused(monkeypatch
 def test_a_lost_bias_is_detected_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = ula.trace(llama_model(), token_ids(), progress=False)
     # Biases of linear layers are added without a tangent.
-    monkeypatch.setattr(freezing, "as_source", lambda x, like: x if isinstance(x, Tensor) else as_source(x, like))
+    monkeypatch.setattr(freezing, "as_source", lambda x, *rest: x if isinstance(x, Tensor) else as_source(x, *rest))
     with pytest.raises(
         ExactnessError, match=r"miss the logit by .* not affine in the frozen run: model\.layers\.0\.mlp"
     ):

@@ -82,7 +82,7 @@ def test_the_embedding_has_the_part_of_the_positions() -> None:
 
 def test_shares_that_miss_the_logit_are_kept_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = traced("gpt2")
-    monkeypatch.setattr(freezing, "as_source", lambda x, like: x if isinstance(x, Tensor) else as_source(x, like))
+    monkeypatch.setattr(freezing, "as_source", lambda x, *rest: x if isinstance(x, Tensor) else as_source(x, *rest))
     with pytest.raises(ExactnessError, match=r"miss the logit by .* pass trust='warn' to get them with this warning"):
         ula.explain(trace)
     with pytest.warns(ExactnessWarning, match="miss the logit by") as caught:

@@ -107,9 +107,16 @@ class Freezing(TorchFunctionMode):
         last_sum: the latest sum of two carried tensors (batch, length, channel), None if there is none.
     """
 
-    def __init__(self, where: Callable[[], str], mark: Callable[[Any, Any, Any], Any], *, half: bool = False) -> None:
+    def __init__(
+        self,
+        where: Callable[[], str],
+        mark: Callable[[Any, Any, Any], Any],
+        *,
+        half: bool = False,
+        record: Callable[[Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._where, self._mark, self._half = where, mark, half
+        self._where, self._mark, self._half, self._record = where, mark, half, record
         self._ranks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._factors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.shared: set[str] = set()
@@ -149,6 +156,9 @@ class Freezing(TorchFunctionMode):
             return self._in_place(name, *args, **kwargs)
         return self._apply(name, func, args, kwargs)
 
+    def _as_source(self, value: Any, like: Tensor) -> Any:
+        return as_source(value, like, self._record)
+
     def _source(self, value: Any, like: Tensor) -> Any:
         """Return a constant as a source; raise `UncoveredError` for a factor, which depends on the tokens."""
         if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors:
@@ -157,14 +167,15 @@ class Freezing(TorchFunctionMode):
                 "frozen run has a rule for this function in products only, so its output would count as a bias. "
                 "Report the model's class."
             )
-        return as_source(value, like)
+        return self._as_source(value, like)
 
     def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rank = max((self.rank(tensor) for tensor in tensors((args, kwargs))), default=0)
         if name in _RULES:
             return _RULES[name](self, *args, **kwargs)
         if name in FORMS:
-            return FORMS[name](*args, **kwargs)
+            result, constant = FORMS[name](*args, **kwargs)
+            return result if constant is None else result + self._as_source(constant, result)
         if name in LINEAR:
             result = self._ranked(func(*args, **kwargs), rank)
             if name in CASTS and args and self.in_stream(args[0]):
@@ -214,7 +225,7 @@ class Freezing(TorchFunctionMode):
 
     def _in_place(self, name: str, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if name in ("zero", "fill"):
-            value = as_source(torch.full_like(target, args[0] if args else 0).detach(), target)
+            value = self._as_source(torch.full_like(target, args[0] if args else 0).detach(), target)
         elif name == "copy":
             value = self._source(args[0], target)
         else:
@@ -303,7 +314,7 @@ class Freezing(TorchFunctionMode):
         padded = functional.pad(x, pad, mode=mode)
         if value:
             constants = functional.pad(torch.zeros_like(x, requires_grad=False), pad, value=value)
-            padded = padded + as_source(constants, x)
+            padded = padded + self._as_source(constants, x)
         return self._ranked(padded, self.rank(x))
 
     @_rule("addmm", "baddbmm")
@@ -327,7 +338,7 @@ class Freezing(TorchFunctionMode):
         through = linear_in(x, torch.mul, (x, slope), {})
         if bool(level == 0):
             return self._ranked(through, max(name not in LIMITS, self.rank(x)))
-        return self._ranked(through + as_source(level, x), 2)
+        return self._ranked(through + self._as_source(level, x), 2)
 
     def _affine(
         self, func: Callable[..., Tensor], position: int, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,10 +13,8 @@ from torch.autograd.graph import GradientEdge
 
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import UncoveredError
-from unilinattn.frozen.forms import recording_sources
 from unilinattn.frozen.freezing import Freezing
-from unilinattn.frozen.layers import frozen_output
-from unilinattn.frozen.live_layer import live_output
+from unilinattn.frozen.layers import frozen_output, live_output
 from unilinattn.frozen.modules import plain_output
 from unilinattn.frozen.shares import Stream
 from unilinattn.host.forwards import Forward, replaced_forwards
@@ -75,7 +73,7 @@ class FrozenPass(Observer[_Call]):
         tangents: the tangents of its tensors: the parts of them that come from constants.
         leaves: the vectors of the tokens.
         outputs: the layers' outputs.
-        mixed: the edges of the graph after each layer's cores, if the rule is "half" (see `live_layer`).
+        mixed: the edges of the graph after each layer's cores, if the rule is "half" (see `live_output`).
         entry: the stream that enters the first block, None without one.
         streams: the stream that enters each layer's numbered block, None without one.
         last_stream: the stream after the last sum, None if the layers are not all added to one.
@@ -110,19 +108,19 @@ class FrozenPass(Observer[_Call]):
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
-        def record(leaf: Tensor) -> None:
-            self.sources.append((self.stack[-1].path, leaf))
-
-        recording = recording_sources(record if self._records_sources else None)
-        with self.attached(), captures(self.model), forward_ad.dual_level(), recording:
+        with self.attached(), captures(self.model), forward_ad.dual_level():
             yield
+
+    def _record(self, leaf: Tensor) -> None:
+        self.sources.append((self.stack[-1].path, leaf))
 
     def _compute(self) -> tuple[Any, Any]:
         """Return the output of the host and its tangents."""
         arguments, source = dict(self._spec.arguments), self._spec.source
         if isinstance(source, str):
             arguments[source] = self._leaf(arguments[source])
-        with Freezing(self._where, self._marker(), half=self._spec.rule == "half") as mode:
+        half, record = self._spec.rule == "half", self._record if self._records_sources else None
+        with Freezing(self._where, self._marker(), half=half, record=record) as mode:
             self._mode = mode
             try:
                 output = call_host(self.model, arguments)

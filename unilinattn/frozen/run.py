@@ -1,14 +1,13 @@
 """`FrozenRun`: a host run as one affine map of its tokens, whose shares and biases add up to its output."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from unilinattn.call.exactness import layer_tolerance
@@ -28,10 +27,9 @@ from unilinattn.frozen.shares import (
     embedding_part,
     linearized,
 )
-from unilinattn.host.isolation import in_gradient_mode
+from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit, one_each
 from unilinattn.host.wrappers import require_gradients
-from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.token_source import find_source, require_alone
 from unilinattn.tracing.tokens import block_names
 from unilinattn.tracing.trace import Target, Trace
@@ -42,12 +40,6 @@ By = Literal["tokens", "depth", "layer"]
 
 RULES = ("freeze", "half")
 """Freeze the activated one of two factors, or let both share the relevance of their product."""
-
-Observe = Callable[[Any, Logit], Float[Tensor, " batch"] | None]
-"""The same scalar of the traced output, None if the model did not compute it."""
-
-Choose = Callable[[Any, Any, Logit], Float[Tensor, " batch"]]
-"""The scalar of an output that a target and a `Logit` name, for each sequence."""
 
 
 class FrozenRun:
@@ -62,64 +54,43 @@ class FrozenRun:
     one backward pass.
 
     Args:
-        model: the host model.
-        given: its arguments.
-        layers: the traced layers in order of execution.
-        choose: returns the scalar that a target and a `Logit` name, from an output.
-        observe: returns this scalar in the trace.
+        trace: the trace.
+        targets: positions whose logits the run computes, if the model accepts `logits_to_keep`; None for all.
         rule: how a product of two factors of different rank is frozen (see `Freezing`).
 
     Attributes:
+        outputs, mixed, shared: those of the `FrozenPass` whose graph the run keeps.
         doubt: the first warning of `complete_shares` about shares that do not add up, None if there is none.
 
     Raises `UncoveredError` for a function without a rule, for opaque layers and for models with two streams of tokens.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        given: Mapping[str, Any],
-        layers: Sequence[Layer],
-        choose: Choose,
-        observe: Observe,
-        *,
-        rule: str = "freeze",
-    ) -> None:
+    def __init__(self, trace: Trace, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> None:
         """Run the host."""
         if rule not in RULES:
             raise OptionError(f"unknown rule {rule!r}" + nearest(rule, RULES))
+        trace.require_whole("frozen runs")
+        model, layers = trace.host, trace.layers
+        self._layers, self._explained = layers, trace.explained_logit
+        arguments, self._kept = self._explained.arguments(model, targets)
         require_covered(model, layers)
         require_gradients(model)
-        self._layers, self._choose, self._observe = layers, choose, observe
         self.doubt: str | None = None
-        source = find_source(model, given, layers)
-        self._spec = FrozenSpec(model, given, layers, rule, source, block_names(model, layers))
+        source = find_source(model, arguments, layers)
+        self._spec = FrozenSpec(model, arguments, layers, rule, source, block_names(model, layers))
         for layer in layers:
             # An operator that replaced the host's forward is built when it is needed, one at a time.
             if layer.prefix_error is None:
                 _ = layer.operator
         self._pass = FrozenPass(self._spec)
+        self.outputs, self.mixed, self.shared = self._pass.outputs, self._pass.mixed, self._pass.shared
         if not self._pass.leaves:
             raise UncoveredError(
                 f"{type(model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
                 "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
             )
 
-    @property
-    def outputs(self) -> list[Tensor]:
-        """The layers' outputs in the run's graph."""
-        return self._pass.outputs
-
-    @property
-    def mixed(self) -> list[list[GradientEdge]]:
-        """The edges of the run's graph after each layer's cores, if the rule is "half" (see `live_layer`)."""
-        return self._pass.mixed
-
-    @property
-    def shared(self) -> frozenset[str]:
-        """Names of functions that multiplied two factors of equal rank, each of which got half."""
-        return self._pass.shared
-
+    @runs_in_gradient_mode(True)
     def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
         """Return the parts of a logit, or of another scalar of the output: one backward pass.
 
@@ -130,38 +101,6 @@ class FrozenRun:
         Raises `InputError` for a target or logit that does not fit, `OptionError` for an unknown `by`, and
         `UncoveredError` if the scalar does not depend on the tokens or a layer's block has no stream of tokens.
         """
-        return in_gradient_mode(True, lambda: self._shares(target, logit, by))
-
-    def unembedding(self, target: Any = -1, logit: Logit = None) -> Unembedding:
-        """Return a logit, or another scalar of the output, as a function of the last residual stream.
-
-        The stream is the last sum of two carried tensors of one shape (batch, length, channel): every layer is added to
-        it, and the final norm reads it. Raises the errors of `shares`, and `UncoveredError` if the stream is normed or
-        multiplied between two layers, so that layers are not all added to the same stream.
-        """
-        return in_gradient_mode(True, lambda: self._unembedding(target, logit))
-
-    def _unembedding(self, target: Any, logit: Logit) -> Unembedding:
-        stream = self._pass.last_stream
-        if stream is None:
-            raise UncoveredError(
-                f"{type(self._spec.model).__name__} norms or multiplies its residual stream between its layers, or its "
-                "last residual sum is hidden in a kernel, so its layers are not added to one stream that the final "
-                "norm reads, and their contributions to a logit cannot be told apart there."
-            )
-        scalar = self._linearized(target, logit, self._pass)
-        (slope,) = scalar.gradients([stream.value])
-        gradient = torch.zeros_like(stream.value) if slope is None else slope
-        constant = 0 if stream.tangent is None else by_token(stream.tangent, gradient).sum(1)
-        bias, remainder = scalar.constant - constant, scalar.value - scalar.linear
-        return Unembedding(stream.value.detach(), gradient, bias, remainder, self._value(scalar, target, logit))
-
-    def _value(self, scalar: Linearized, target: Any, logit: Logit) -> Float[Tensor, " batch"]:
-        """Return the scalar of the traced output, or that of this run if the trace did not compute it."""
-        observed = self._observe(target, logit)
-        return scalar.value if observed is None else observed.detach().to(scalar.value)
-
-    def _shares(self, target: Any, logit: Logit, by: By) -> Shares:
         if by not in get_args(By):
             raise OptionError(f"unknown shares by {by!r}" + nearest(by, get_args(By)))
         run = self._pass
@@ -187,6 +126,33 @@ class FrozenRun:
             parts,
         )
 
+    @runs_in_gradient_mode(True)
+    def unembedding(self, target: Any = -1, logit: Logit = None) -> Unembedding:
+        """Return a logit, or another scalar of the output, as a function of the last residual stream.
+
+        The stream is the last sum of two carried tensors of one shape (batch, length, channel): every layer is added to
+        it, and the final norm reads it. Raises the errors of `shares`, and `UncoveredError` if the stream is normed or
+        multiplied between two layers, so that layers are not all added to the same stream.
+        """
+        stream = self._pass.last_stream
+        if stream is None:
+            raise UncoveredError(
+                f"{type(self._spec.model).__name__} norms or multiplies its residual stream between its layers, or its "
+                "last residual sum is hidden in a kernel, so its layers are not added to one stream that the final "
+                "norm reads, and their contributions to a logit cannot be told apart there."
+            )
+        scalar = self._linearized(target, logit, self._pass)
+        (slope,) = scalar.gradients([stream.value])
+        gradient = torch.zeros_like(stream.value) if slope is None else slope
+        constant = 0 if stream.tangent is None else by_token(stream.tangent, gradient).sum(1)
+        bias, remainder = scalar.constant - constant, scalar.value - scalar.linear
+        return Unembedding(stream.value.detach(), gradient, bias, remainder, self._value(scalar, target, logit))
+
+    def _value(self, scalar: Linearized, target: Any, logit: Logit) -> Float[Tensor, " batch"]:
+        """Return the scalar of the traced output, or that of this run if the trace did not compute it."""
+        observed = self._explained.observed(target, logit)
+        return scalar.value if observed is None else observed.detach().to(scalar.value)
+
     def complete_shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
         """Return `shares` after checking that they add up.
 
@@ -202,6 +168,7 @@ class FrozenRun:
             self.doubt = f"{doubt}."
         return shares
 
+    @runs_in_gradient_mode(True)
     def bias_by_source(self, target: Any = -1, logit: Logit = None) -> dict[str, Float[Tensor, " batch"]]:
         """Return the parts of `Shares.bias` by the module that adds them, which sum to it: path to (batch,), float64.
 
@@ -210,27 +177,24 @@ class FrozenRun:
         bias is the same tensor for all of them.
         """
         run = FrozenPass(self._spec, records_sources=True)
-
-        def parts() -> dict[str, Tensor]:
-            scalar = self._linearized(target, logit, run)
-            return biases(scalar, run.sources, self._layers, run.outputs, run.entry)
-
-        return in_gradient_mode(True, parts)
+        scalar = self._linearized(target, logit, run)
+        return biases(scalar, run.sources, self._layers, run.outputs, run.entry)
 
     def _linearized(self, target: Any, logit: Logit, run: FrozenPass) -> Linearized:
         batch, spec = len(self._layers[-1].output), self._spec
         if callable(logit):
-            require_alone(spec.model, spec.arguments, spec.source, self._layers, logit)
-        return linearized(run.output, run.tangents, lambda output: one_each(self._choose(output, target, logit), batch))
+            require_alone(spec.model, spec.arguments, spec.source, self._layers, lambda output: [logit(output)])
 
+        def scalar(output: Any) -> Tensor:
+            return one_each(self._explained.scalar(output, target, logit, self._kept), batch)
+
+        return linearized(run.output, run.tangents, scalar)
+
+    @runs_in_gradient_mode(True)
     def gradients(self, edges: Sequence[GradientEdge], target: Any = -1, logit: Logit = None) -> tuple[Tensor, ...]:
         """Return the gradients of a scalar of the output at edges of the run's graph: one backward pass."""
-
-        def run() -> tuple[Tensor, ...]:
-            scalar = self._linearized(target, logit, self._pass)
-            return torch.autograd.grad(scalar.outputs, edges, scalar.slopes, retain_graph=True)
-
-        return in_gradient_mode(True, run)
+        scalar = self._linearized(target, logit, self._pass)
+        return torch.autograd.grad(scalar.outputs, edges, scalar.slopes, retain_graph=True)
 
     def culprit(self) -> str | None:
         """Return the first module whose output is not the affine map of its tokens, None if every output is.
@@ -253,10 +217,10 @@ def frozen(trace: Trace, targets: Sequence[Target] | None = None, *, rule: str =
     """
     trace.weights.require_same(trace.host, trace.model, "its shares would not be those of the traced model")
     if targets is None or trace not in _shared:
-        return _frozen(trace, targets, rule)
+        return FrozenRun(trace, targets, rule=rule)
     every, runs = _shared[trace]
     if rule not in runs:
-        runs[rule] = _frozen(trace, every, rule)
+        runs[rule] = FrozenRun(trace, every, rule=rule)
     return runs[rule]
 
 
@@ -276,10 +240,3 @@ def one_frozen_run(trace: Trace, targets: Sequence[Target]) -> Iterator[None]:
         yield
     finally:
         del _shared[trace]
-
-
-def _frozen(trace: Trace, targets: Sequence[Target] | None, rule: str) -> FrozenRun:
-    trace.require_whole("frozen runs")
-    arguments, kept = trace.explained_logit.arguments(trace.host, targets)
-    choose = partial(trace.explained_logit.scalar, kept=kept)
-    return FrozenRun(trace.host, arguments, trace.layers, choose, trace.explained_logit.observed, rule=rule)

@@ -8,7 +8,8 @@ may be interrupted anywhere, and so may the restoration: it is idempotent and is
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, copy_context
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from unilinattn.call.entries import Entries
 from unilinattn.errors import ModelStateError
 
 Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
 
 ATTEMPTS = 3
 """Largest number of attempts at a restoration, which survives one interrupt fewer."""
@@ -95,6 +97,19 @@ def in_gradient_mode(enabled: bool, compute: Callable[[], Result]) -> Result:
 
     outermost = outside_inference if torch.is_inference_mode_enabled() else run
     return finished(outermost, lambda: torch.set_grad_enabled(before))
+
+
+def runs_in_gradient_mode(enabled: bool) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function whose calls run `in_gradient_mode`."""
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @wraps(function)
+        def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            return in_gradient_mode(enabled, lambda: function(*args, **kwargs))
+
+        return run
+
+    return decorate
 
 
 def with_own_random_numbers(devices: Iterable[torch.device], compute: Callable[[], Result]) -> Result:

@@ -167,16 +167,26 @@ def kept_positions(given: Mapping[str, Any], length: int) -> Int[Tensor, " posit
     return keep.cpu() % length
 
 
-def places_of(positions: Int[Tensor, " batch"], kept: Int[Tensor, " position"]) -> Int[Tensor, " batch"]:
-    """Return the index of each of `positions` in `kept`; raise `InputError` for one that is not in it."""
-    matches = positions[:, None] == kept
-    missing = positions[~matches.any(1)].tolist()
-    if missing:
-        raise InputError(
-            f"the model computed no logits for position {missing[0]}: the inputs have {KEEP} without it. Add "
-            "it there, or leave the argument out."
-        )
-    return matches.long().argmax(1)
+def at_positions(
+    logits: Float[Tensor, "batch position token"],
+    positions: Int[Tensor, " batch"],
+    kept: Int[Tensor, " position"] | None,
+) -> Float[Tensor, "batch token"]:
+    """Return the logits at one position of each sequence; `kept` are the positions that have logits, None for all.
+
+    Raises `InputError` for a position without logits.
+    """
+    places = positions
+    if kept is not None:
+        matches = positions[:, None] == kept
+        missing = positions[~matches.any(1)].tolist()
+        if missing:
+            raise InputError(
+                f"the model computed no logits for position {missing[0]}: the inputs have {KEEP} without it. Add "
+                "it there, or leave the argument out."
+            )
+        places = matches.long().argmax(1)
+    return logits[torch.arange(len(logits), device=logits.device), places.to(logits.device)]
 
 
 def chosen_ids(logits: Float[Tensor, "*batch token"], logit: Logit) -> Int[Tensor, "*batch id"]:

@@ -1,11 +1,12 @@
-"""`Observer`: follows the calls of a model's modules in one run."""
+"""`Observer` follows the calls of a model's modules in one run, and `Functions` those of torch's functions."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from unilinattn.host.isolation import current_run
 
@@ -73,3 +74,17 @@ class Observer(Generic[Frame]):
         replacement = self.leaving(self.stack[-1], module, (args, kwargs), output)
         self.stack.pop()
         return replacement
+
+
+class Functions(TorchFunctionMode):
+    """Passes each function of torch that is called inside, its arguments and its result through `change`."""
+
+    def __init__(self, change: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Any]) -> None:
+        """Prepare for a block; `change(function, args, kwargs, result)` returns the result or another one."""
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function and return what `change` returns."""
+        kwargs = kwargs or {}
+        return self._change(func, args, kwargs, func(*args, **kwargs))

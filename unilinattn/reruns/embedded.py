@@ -20,7 +20,7 @@ from unilinattn.host.run import run
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.tracing.lookups import Lookups
-from unilinattn.tracing.token_source import AtCall, find_vectors
+from unilinattn.tracing.token_source import at_call, find_vectors, replaced_at_call
 from unilinattn.tracing.trace import Trace
 
 
@@ -137,10 +137,14 @@ class EmbeddedModel:
         if self._place is None:
             self._lookups = Lookups(self._model, arguments, [layer.name for layer in self._found.layers])
             return self._lookups.vectors
-        record = AtCall(self._place, None)
-        with record:
+        vectors: list[Tensor] = []
+
+        def record(result: Tensor) -> Tensor:
+            vectors.append(result.detach().clone())
+            return result
+
+        with at_call(self._place, record):
             call_host(self._model, arguments)
-        vectors = [] if record.vectors is None else [record.vectors]
         for each in vectors:
             self._place.require_same(each)
         return vectors
@@ -153,7 +157,7 @@ class EmbeddedModel:
         if isinstance(self._place, str):
             given[self._place] = vectors.to(given[self._place], copy=True)
         elif self._place is not None:
-            replaced = AtCall(self._place, vectors)
+            replaced = replaced_at_call(self._place, vectors)
         elif self._lookups is not None:
             replaced = self._lookups.replaced(given, [vectors[..., part] for part in self._parts])
         with replaced:
@@ -163,7 +167,7 @@ class EmbeddedModel:
 
 def _require_gradient(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Raise `UncoveredError` if a module's input carries a gradient and its output does not."""
-    # `AtCall` counts the functions that the host calls.
+    # `at_call` counts the functions that the host calls.
     with torch._C.DisableTorchFunction():
         given = any(x.requires_grad for x in tensors((args, kwargs)))
         lost = torch.is_grad_enabled() and given and not any(x.requires_grad for x in tensors(output))

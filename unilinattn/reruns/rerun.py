@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.host.inputs import call_host
-from unilinattn.host.logits import KEEP, kept_positions, logits_at, logits_of, places_of
+from unilinattn.host.logits import KEEP, at_positions, kept_positions, logits_at, logits_of
 from unilinattn.reruns.cut import Cut, run_without
 from unilinattn.tracing.trace import Trace
 
@@ -38,9 +38,7 @@ class Rerun:
             if self.kept is not None:
                 raise InputError(f"the inputs have {KEEP}, so not every position has logits; leave it out.")
             return logits
-        places = positions if self.kept is None else places_of(positions, self.kept)
-        at = torch.arange(len(logits), device=logits.device)
-        return logits[at, places.to(logits.device)].unsqueeze(1)
+        return at_positions(logits, positions, self.kept).unsqueeze(1)
 
 
 def rerun(

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from unilinattn.call.attention_interface import configurations
 from unilinattn.host.inputs import call_host, real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.nested import mapped, tensors
-from unilinattn.host.observer import Inputs
+from unilinattn.host.observer import Functions, Inputs
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Held, Run, noisy
 
@@ -216,7 +215,7 @@ class _Probe(Run):
 
     def call_host(self, given: Mapping[str, Any]) -> None:
         """Call the model under a function mode, and compare its output."""
-        with _Functions(self):
+        with Functions(self.called):
             output = call_host(self.model, given)
         logits = logits_in(output)  # Also of an object of another kind.
         results = [*tensors(output), *([] if logits is None else [logits])]
@@ -286,18 +285,6 @@ class _Probe(Run):
             self.entries[key] = Entry(values, size, TOLERANCE.get(t.dtype, 0.05), tuple(t.shape))
         elif key in self.entries:
             self.entries[key].compare(self._number, values)
-
-
-class _Functions(TorchFunctionMode):
-    """Passes the result of every function to a probe."""
-
-    def __init__(self, probe: _Probe) -> None:
-        super().__init__()
-        self._probe = probe
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return self._probe.called(func, args, kwargs, func(*args, **kwargs))
 
 
 def _half(shape: Shape) -> Bool[Tensor, "batch token"]:

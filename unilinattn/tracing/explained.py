@@ -12,6 +12,7 @@ from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import (
     KEEP,
     Logit,
+    at_positions,
     chosen_ids,
     has_logits,
     kept_positions,
@@ -20,7 +21,6 @@ from unilinattn.host.logits import (
     logits_of,
     one_each,
     picked,
-    places_of,
 )
 
 
@@ -143,8 +143,4 @@ class ExplainedLogit:
     ) -> Float[Tensor, "batch *query token"]:
         """Return the logits of an output at a target, at every position for None."""
         logits = logits_of(output, self._model, self._tokens, kept)
-        if logits.ndim != 3 or target is None:
-            return logits
-        positions = self._positions(target)
-        places = positions if kept is None else places_of(positions, kept)
-        return logits[torch.arange(len(logits), device=logits.device), places.to(logits.device)]
+        return logits if logits.ndim != 3 or target is None else at_positions(logits, self._positions(target), kept)

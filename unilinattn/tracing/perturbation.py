@@ -94,7 +94,7 @@ class Run(Observer[Call]):
         return Call(path, number, parent)
 
     def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """Follow a call that begins; a run may inspect the functions that the host calls, and these are not."""
+        """Follow a call that begins; the functions called here are not those of the host, which a run may inspect."""
         with torch._C.DisableTorchFunction():
             return super().enter(path, module, args, kwargs)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host
+from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
 
@@ -73,10 +73,9 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
     widths = {layer.input.shape[-1] for layer in layers}
     calls: list[tuple[Any, Any]] = []
 
-    class Record(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.append((func, func(*args, **(kwargs or {}))))
-            return calls[-1][1]
+    def record(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        calls.append((func, result))
+        return result
 
     class Entered(Exception):
         pass
@@ -102,7 +101,7 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
             "tokens, which its layers have, so the vectors of its tokens are unknown."
         )
 
-    stream: Tensor = run(model, first_entered, observer=Record())
+    stream: Tensor = run(model, first_entered, observer=Functions(record))
     argument = next((name for name, value in given.items() if value is stream), None)
     if argument is not None:
         return argument

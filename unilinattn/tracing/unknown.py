@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import package_version
-from unilinattn.host.inputs import call_host
-from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.run import run
 from unilinattn.registry import list_architectures
 from unilinattn.tracing.completeness import Leak
@@ -134,18 +132,13 @@ def probable_mixers(model: nn.Module, given: Mapping[str, Any]) -> list[Refused]
 
     paths = Paths(model)
 
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            with torch._C.DisableTorchFunction():
-                if _mixes(getattr(func, "__name__", ""), args, kwargs or {}):
-                    mixing[paths.stack[-1] if paths.stack else ""] = None
-            return func(*args, **(kwargs or {}))
+    def watch(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            if _mixes(getattr(func, "__name__", ""), args, kwargs):
+                mixing[paths.stack[-1] if paths.stack else ""] = None
+        return result
 
-    def watched() -> None:
-        with Watch():
-            call_host(model, given)
-
-    run(model, watched, observer=paths.attached())
+    run(model, given, mixers=paths.attached(), observer=Functions(watch))
     modules = dict(_holder(model, path, model.get_submodule(path), _is_basic) for path in mixing)
     first = {type(module): (path, module) for path, module in reversed(modules.items())}
     return list(first.values())[::-1]
