@@ -130,7 +130,9 @@ def test_an_interrupt_on_some_lines_of_a_run(name: str, what: str) -> None:
 @pytest.mark.parametrize("name", SWEPT)
 def test_an_interrupt_on_any_line_of_a_run(name: str, what: str) -> None:
     model, x = HOSTS[name].model(), HOSTS[name].inputs()
-    assert sweep(model, runs(model, x)[what], FILES, None) > 300
+    # Most lines are those of every host. The adapter of RWKV changes the module in a trace.
+    every = name == SWEPT[0] or (name, what) == ("rwkv", "trace")
+    assert sweep(model, runs(model, x)[what], FILES, None if every else 100) >= (300 if every else 100)
 
 
 def test_a_second_interrupt_during_the_restoration() -> None:
