@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.measures import METRICS, Metric, function_metric, metric, require_fields
 from unilinattn.evaluation.samples import Sample, fingerprint, function_name
-from unilinattn.evaluation.scorers import Scorer, baseline, scorer
+from unilinattn.evaluation.scorers import BASELINES, Scorer, baseline, scorer
 from unilinattn.tracing.trust import Trust
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that loads it when its turn comes."""
 
 Entry = str | tuple[str, Mapping[str, Any]] | Callable[..., Any]
-"""A method or a metric: its name, its name and options, or a function."""
+"""A method or a metric: its name, its name and options, a function, or a `Scorer` or `Metric`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Plan:
     seed: int
     trust: Trust
     max_memory: int | None
-    save_results: bool = False
+    save_results: bool
+    batch_size: int
+    tokenizer: Any
 
     @classmethod
     def of(
@@ -45,15 +47,21 @@ class Plan:
         data: Iterable[Sample],
         methods: Any,
         metrics: Any,
-        selection: Iterable[Sample] | None,
-        select_by: str | None,
-        baselines: Sequence[str],
-        seed: int,
-        trust: Trust,
-        max_memory: int | None,
+        *,
+        selection: Iterable[Sample] | None = None,
+        select_by: str | None = None,
+        baselines: Sequence[str] = BASELINES,
+        seed: int = 0,
+        trust: Trust = "require",
+        max_memory: int | None = None,
         save_results: bool = False,
+        batch_size: int = 1,
+        tokenizer: Any = None,
     ) -> "Plan":
-        """Check the arguments of `evaluate`; see there for the errors."""
+        """Check the arguments of `evaluate`; see there for the errors.
+
+        `tokenizer`: the tokenizer of samples whose inputs are a text.
+        """
         if not isinstance(models, Mapping) or not models:
             raise InputError("models must be a mapping from names to models, with at least one.")
         for name, model in models.items():
@@ -62,7 +70,13 @@ class Plan:
                     f"model {name!r} is a {type(model).__name__}; give a model or a function that loads it."
                 )
         samples = _samples(data, "data")
-        chosen = {label: _metric(*entry) for label, entry in _labelled(metrics, "metrics").items()}
+        if batch_size < 1:
+            raise OptionError(f"batch_size={batch_size}; give 1 or more samples.")
+        asked, rows = _labelled(metrics, "metrics"), _labelled(methods, "methods")
+        for label, (entry, _) in (asked | rows).items():
+            if batch_size > 1 and callable(entry) and not isinstance(entry, Metric):
+                raise OptionError(f"{label} is a function, which takes one sample at a time; use batch_size=1.")
+        chosen = {label: _metric(*entry) for label, entry in asked.items()}
         select_by = next(iter(chosen)) if select_by is None else select_by
         if select_by not in chosen and select_by not in METRICS:
             raise OptionError(
@@ -77,12 +91,24 @@ class Plan:
             require_fields([chooser], others)
             _require_disjoint(samples, others)
         scorers = [*map(baseline, baselines)]
-        scorers += [scorer(label, *entry) for label, entry in _labelled(methods, "methods").items()]
+        scorers += [scorer(label, *entry) for label, entry in rows.items()]
         for one in scorers:
             if [other.label for other in scorers].count(one.label) > 1:
                 raise OptionError(f"two rows are called {one.label!r}; give a mapping with another label for one.")
         return cls(
-            models, samples, others, tuple(scorers), chosen, select_by, chooser, seed, trust, max_memory, save_results
+            models,
+            samples,
+            others,
+            tuple(scorers),
+            chosen,
+            select_by,
+            chooser,
+            seed,
+            trust,
+            max_memory,
+            save_results,
+            batch_size,
+            tokenizer,
         )
 
     def configuration(self) -> dict[str, Any]:
@@ -99,6 +125,7 @@ class Plan:
             "seed": self.seed,
             # Numbers that were computed without result files would not be computed again.
             **({"save_results": True} if self.save_results else {}),
+            **({"batch_size": self.batch_size} if self.batch_size > 1 else {}),
             "versions": {"unilinattn": version("unilinattn"), "torch": torch.__version__},
         }
 
@@ -109,6 +136,27 @@ class Plan:
     def seed_of(self, *path: object) -> int:
         """Return the seed of a unit of work, from the seed of the evaluation."""
         return seed_of(self.seed, *path)
+
+
+def batches(samples: Sequence[Sample], most: int) -> list[list[int]]:
+    """Return the indices of consecutive samples of token ids, of one length and target, in batches of at most `most`.
+
+    Other samples are batches of one.
+    """
+    found: list[list[int]] = []
+    previous: tuple[Any, ...] | None = None
+    for at in range(len(samples)):
+        # With one sample a batch, a lazy sequence of samples is not read beforehand.
+        sample = samples[at] if most > 1 else None
+        alike = None
+        if sample is not None and isinstance(sample.inputs, Tensor) and not sample.inputs.is_floating_point():
+            alike = (sample.inputs.shape, sample.inputs.dtype, sample.target)
+        if alike is not None and alike == previous and len(found[-1]) < most:
+            found[-1].append(at)
+        else:
+            found.append([at])
+        previous = alike
+    return found
 
 
 def seed_of(seed: int, *path: object) -> int:
@@ -126,6 +174,9 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
     labelled = {}
     for given in entries:
         name, options = _entry(given, kind)
+        if isinstance(name, Scorer | Metric):
+            labelled[name.label if isinstance(name, Scorer) else name.name] = name, options
+            continue
         if callable(name):
             raise OptionError(f"{kind} holds the function {name!r}; give it a label in a mapping.")
         label = f"{name} ({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
@@ -136,7 +187,7 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
 
 
 def _entry(given: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
-    if isinstance(given, str) or callable(given):
+    if isinstance(given, str | Scorer) or callable(given):
         return given, {}
     if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping):
         return given[0], given[1]
@@ -144,6 +195,8 @@ def _entry(given: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _metric(name: Any, options: Mapping[str, Any]) -> Metric:
+    if isinstance(name, Metric):
+        return name
     return function_metric(name) if callable(name) else metric(name, options)
 
 

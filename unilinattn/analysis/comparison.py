@@ -1,21 +1,23 @@
-"""`ModelComparison`: the measurements of models on texts or images without known answers, with their tables."""
+"""`ModelComparison`: the measurements of models on texts, images or the sequences of a task, with their tables."""
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
+from torch import Tensor
 
 from unilinattn.analysis.pictures import curve_lines, draw, text_table
 from unilinattn.analysis.similarity import LayerSimilarity
 from unilinattn.analysis.statistics import STATISTICS, LayerStatistics
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.perturbation import PerturbationCurve
+from unilinattn.evaluation.trained import CORRELATION, Counts
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.scores import count_kinds
 from unilinattn.viz.blocks import cell_text
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RANDOM = "random"
-"""Row of the deletion curve of random orders, to compare with."""
+"""Row of the deletion curve of random scores, to compare with."""
 
-DRAWS = 4
-"""Random orders of a text or image, over which the row `RANDOM` is averaged."""
+RANKINGS = {"hit_at_1": "hit@1", "ap": "AP", "auc": "AUC", CORRELATION: "corr."}
+"""The metrics of scores on sequences with known answers, and the names of their columns."""
 
 AXES = {
     "text": ("tokens removed, %", "probability of the predicted token"),
@@ -42,8 +44,39 @@ Row = tuple[object, ...]
 
 
 @dataclass(frozen=True)
+class Score:
+    """Metrics of one row's scores on the sequences of a task.
+
+    Attributes:
+        values: the metrics by name.
+        layers: names of the scored layers: the chosen one, all for a method that composes layers, or none for a row
+            that reads no operator.
+        selection: the metric that chooses the layer by layer, on other sequences; empty for a row without the choice.
+    """
+
+    values: Mapping[str, float]
+    layers: tuple[str, ...]
+    selection: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """The task of a comparison on sequences with known answers.
+
+    Attributes:
+        task: name of the task.
+        counts: numbers of sequences.
+        expected: the known answer of the first sequence.
+    """
+
+    task: str
+    counts: Counts
+    expected: Bool[Tensor, "query key"]
+
+
+@dataclass(frozen=True)
 class ModelMeasurements:
-    """The measurements of one model on all texts or images.
+    """The measurements of one model on all texts, images or sequences.
 
     Attributes:
         host: class of the model.
@@ -58,6 +91,8 @@ class ModelMeasurements:
         deletion: the deletion curve of each method, with an axis of texts or images; or a message on why the model
             has none.
         versions: package versions by name.
+        accuracy: share of right answers, from 0 to 1; None without known answers.
+        scores: the metrics of each row against the known answers; empty without them.
     """
 
     host: str
@@ -69,11 +104,20 @@ class ModelMeasurements:
     statistics: tuple[LayerStatistics, ...] | str
     deletion: Mapping[str, PerturbationCurve | str]
     versions: Mapping[str, str]
+    accuracy: float | None = None
+    scores: Mapping[str, Score] = field(default_factory=dict)
 
     @property
     def worst_error(self) -> float | None:
         """The largest reconstruction error of a layer, None if no layer has one; a NaN counts as the largest."""
         return worst(self.reconstruction_error.values())
+
+    def layer_text(self, row: str) -> str:
+        """Return the index of a row's layer from 0, "all" if the row composes layers, or "-" if it reads none."""
+        layers = self.scores[row].layers
+        if len(layers) != 1:
+            return "all" if layers else "-"
+        return str(self.layers.index(layers[0]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +139,7 @@ class ImageResults:
 
 @dataclass(frozen=True, repr=False)
 class ModelComparison:
-    """Models side by side on texts or images.
+    """Models side by side on texts, images or the sequences of a task.
 
     Attributes:
         texts: the texts, empty for images.
@@ -110,6 +154,7 @@ class ModelComparison:
         on_images: the results on the first images.
         scope: scope of the maps.
         masking: the values in place of a removed token.
+        known: the task and its known answers; None for texts and images.
     """
 
     texts: tuple[str, ...]
@@ -122,6 +167,7 @@ class ModelComparison:
     on_images: tuple[ImageResults, ...]
     scope: str
     masking: str
+    known: Known | None = None
 
     @property
     def unit(self) -> str:
@@ -135,6 +181,8 @@ class ModelComparison:
 
     def __repr__(self) -> str:
         """Show the tables and the missing measurements."""
+        if self.known is not None:
+            return known_table([self])
         tables = [_text(rows(self)) for rows in (model_rows, layer_rows, similarity_rows, area_rows)]
         return "\n\n".join([*tables, *(textwrap.fill(remark, WIDTH) for remark in remarks(self))])
 
@@ -213,12 +261,14 @@ def model_rows(found: ModelComparison) -> Iterator[Row]:
 
 def layer_rows(found: ModelComparison) -> Iterator[Row]:
     """Yield the head and a row for each layer, its statistics averaged over heads."""
-    yield "model", "layer", "mixer", "error", *STATISTICS
+    # Sequences of a task are measured without statistics.
+    names = STATISTICS if found.known is None else ()
+    yield "model", "layer", "mixer", "error", *names
     for name, one in found.models.items():
         measured = {} if isinstance(one.statistics, str) else {each.layer: each for each in one.statistics}
         for layer, kind in zip(one.layers, one.kinds, strict=True):
             each = measured.get(layer)
-            values = ("-" if each is None else float(getattr(each, key).mean()) for key in STATISTICS)
+            values = ("-" if each is None else float(getattr(each, key).mean()) for key in names)
             yield name, layer, kind, _or_dash(one.reconstruction_error[layer]), *values
 
 
@@ -237,6 +287,47 @@ def area_rows(found: ModelComparison) -> Iterator[Row]:
     for row in sorted(rows, key=lambda row: row != RANDOM):
         curves = (one.deletion.get(row) for one in found.models.values())
         yield row, *(each.area if isinstance(each, PerturbationCurve) else "-" for each in curves)
+
+
+def known_rows(found: ModelComparison) -> Iterator[Row]:
+    """Yield the head and a row for each model and method, with the metrics against the known answers."""
+    yield "model", "mixer", "accuracy", "method", *RANKINGS.values(), "layer"
+    for name, one in found.models.items():
+        leading = name, kind_text(one.kinds), f"{one.accuracy:.1%}"
+        for row, score in one.scores.items():
+            yield *leading, row, *(score.values[metric] for metric in RANKINGS), one.layer_text(row)
+            leading = "", "", ""
+
+
+def kind_text(kinds: Sequence[str]) -> str:
+    """Return the kinds of mixers of a model without repetition."""
+    return ", ".join(dict.fromkeys(kinds))
+
+
+def known_table(comparisons: Sequence[ModelComparison]) -> str:
+    """Return an aligned text table of several tasks, with a line for each model and method.
+
+    A model's first line has its accuracy and its worst reconstruction error.
+    """
+    header = ("task", "model", "mixer", "accuracy", "worst error", "method", *RANKINGS.values(), "layer")
+    lines: list[tuple[str, ...]] = []
+    for found in comparisons:
+        assert found.known is not None
+        errors = {name: cell_text(_or_dash(one.worst_error)) for name, one in found.models.items()}
+        for model, kind, accuracy, method, hits, *ranks, layer in list(known_rows(found))[1:]:
+            leading = (found.known.task, model, kind, accuracy, errors[model]) if model else ("",) * 5
+            lines.append((*leading, method, f"{hits:.1%}", *(f"{value:.3f}" for value in ranks), layer))
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    numeric = {header.index(name) for name in ("accuracy", "worst error", *RANKINGS.values(), "layer")}
+
+    def aligned(line: Sequence[str]) -> str:
+        cells = [c.rjust(w) if j in numeric else c.ljust(w) for j, (c, w) in enumerate(zip(line, widths, strict=True))]
+        return "  ".join(cells).rstrip()
+
+    out = [aligned(header), "  ".join("-" * width for width in widths)]
+    for line in lines:
+        out += ["", aligned(line)] if line[0] and len(out) > 2 else [aligned(line)]
+    return "\n".join(out)
 
 
 def remarks(found: ModelComparison) -> Iterator[str]:
