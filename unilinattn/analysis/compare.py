@@ -9,16 +9,7 @@ import torch
 from torch import nn
 
 from unilinattn import examples
-from unilinattn.analysis.comparison import (
-    RANDOM,
-    RANKINGS,
-    ImageResults,
-    Known,
-    ModelComparison,
-    ModelMeasurements,
-    Score,
-    worst,
-)
+from unilinattn.analysis.comparison import RANDOM, ImageResults, ModelComparison, ModelMeasurements, worst
 from unilinattn.analysis.inputs import image_read, model_pairs, named_images, named_texts, prediction, samples_of
 from unilinattn.analysis.similarity import SampleSimilarity, unique
 from unilinattn.analysis.statistics import STATISTICS, LayerStatistics, map_statistics
@@ -26,7 +17,6 @@ from unilinattn.errors import InputError, OptionError, UncoveredError, Unilinatt
 from unilinattn.evaluation.evaluate import Observer, run
 from unilinattn.evaluation.masking import Masking
 from unilinattn.evaluation.measures import deletion_curve
-from unilinattn.evaluation.perturbation import PerturbationCurve
 from unilinattn.evaluation.plan import Plan
 from unilinattn.evaluation.table import PARTS, Table
 from unilinattn.evaluation.trained import CORRELATION, INTERVENTION, Counts, Intervention, known_samples
@@ -44,6 +34,9 @@ from unilinattn.tracing.trace import Trace, trace
 
 METHODS = ("logit", "raw", "rollout", "attribution", "latim", "alti")
 """Default methods of `compare_models`."""
+
+RANKINGS = ("hit_at_1", "ap", "auc")
+"""Metrics of scores on sequences with known answers, beside the rank correlation."""
 
 SHOWN_IMAGES = 6
 """Largest number of images whose results are kept for the page."""
@@ -95,56 +88,45 @@ def compare_models(
         got = "neither" if texts is None else "both"
         raise OptionError(f"models are compared on texts or on images, and {got} came; give texts=... or images=...")
     pairs = model_pairs(models, "tokenizer" if images is None else "processor", processor)
-    if isinstance(methods, str) or not methods:
-        raise OptionError(f"methods={methods!r}; give a list of method names" + nearest(methods, list_methods()))
     names, sources = named_texts(texts) if images is None else named_images(images)
     unit, most = ("text", 1) if images is None else ("image", SHOWN_IMAGES)
-    observers = {name: _Unlabelled(reader, unit, most, scope) for name, (_, reader) in pairs.items()}
-    samples, tables = {}, {}
+    rows, metrics = method_rows(methods), {"deletion": ("deletion", {"masking": masking})}
     with limited_to(max_memory), bars(progress):
+        recorders, samples = {}, {}
         for name, (host, reader) in steps(pairs.items(), "models"):
             samples[name] = samples_of(name, host, reader, names, sources, unit)
-            plan = Plan.of(
-                {name: host},
-                samples[name],
-                method_rows(methods),
-                {"deletion": ("deletion", {"masking": masking})},
-                baselines=(RANDOM,),
-                seed=seed,
-                max_memory=max_memory,
-                tokenizer=reader,
-            )
-            tables[name] = run(plan, observer=observers[name], progress=progress)
+            recorders[name] = _Recorder(unit, scope, most, reader)
+            settings = {"seed": seed, "max_memory": max_memory, "tokenizer": reader}
+            plan = Plan.of({name: host}, samples[name], rows, metrics, baselines=(RANDOM,), **settings)
+            recorders[name].table = run(plan, observer=recorders[name], progress=progress)
         similarity = SampleSimilarity(scope)
         for at in range(len(names)):
-            traces = {}
-            for name, (host, reader) in pairs.items():
-                inputs = samples[name][at].inputs
-                traces[name] = trace(host, inputs, tokenizer=reader if unit == "text" else None, progress=False)
+            traces = {name: one.first for name, one in recorders.items()}
+            if at:
+                for name, (host, reader) in pairs.items():
+                    tokenizer = reader if unit == "text" else None
+                    traces[name] = trace(host, samples[name][at].inputs, tokenizer=tokenizer, progress=False)
             similarity.add(traces)
     results = [
-        {name: one.shown[at] for name, one in observers.items() if one.shown[at]} for at in range(min(most, len(names)))
+        {name: one.shown[at] for name, one in recorders.items() if one.shown[at]} for at in range(min(most, len(names)))
     ]
     shown = [Comparison(by_model) if by_model else None for by_model in results]
-    return ModelComparison(
+    return _comparison(
+        recorders,
+        similarity,
         texts=names if unit == "text" else (),
         images=names if unit == "image" else (),
-        models={name: one.unlabelled(tables[name]) for name, one in observers.items()},
-        similarity=similarity.mean({name: one.layers for name, one in observers.items()}),
-        compared=similarity.counts,
-        not_compared=similarity.refused,
         shown=shown[0],
         on_images=tuple(
             ImageResults(
                 name,
                 by_model,
-                {model: one.read[at] for model, one in observers.items()},
-                {model: one.predicted[at] for model, one in observers.items()},
+                {model: one.read[at] for model, one in recorders.items()},
+                {model: one.predicted[at] for model, one in recorders.items()},
             )
             for at, (name, by_model) in enumerate(zip(names, shown, strict=False))
             if unit == "image"
         ),
-        scope=scope,
         masking=masking,
     )
 
@@ -155,25 +137,23 @@ def compare_trained(
     """Measure the trained examples of a task side by side on sequences whose answers are known.
 
     The command `evaluate` has the same numbers. Rows: the baselines, the methods, and the ground truth by intervention.
-    A method that keeps layers is scored at the layer that is best on other sequences. Operators are in float32, and the
-    reconstruction error is the worst over the scored sequences.
+    A method that keeps layers is scored at the layer that is best on other sequences.
     """
     counts = counts or Counts()
     problem, truth, samples = examples.TASKS[task], Intervention(task, counts.scored), known_samples(task, counts)
-    first = samples["data"][0]
+    metrics = {**{name: name for name in RANKINGS}, CORRELATION: truth.correlation}
+    rows = {**method_rows(methods), INTERVENTION: truth.row}
+    batch = problem.sample(counts.scored, HELD_OUT_SEED)
     separator = getattr(problem, "separator", None)
-    texts = ["sep" if token == separator else str(token) for token in first.inputs[0].tolist()]
-    metrics = {**{name: name for name in RANKINGS}, "recall_at_k": "recall_at_k", CORRELATION: truth.correlation}
-    measured, shown = {}, {}
+    texts = ["sep" if token == separator else str(token) for token in batch.input_ids[0].tolist()]
+    similarity, recorders, shown = SampleSimilarity("core"), {}, {}
     for name in steps(models, task):
-        host, observer = examples.load(task, name), _Labelled()
-        plan = Plan.of(
-            {name: host}, methods={**method_rows(methods), INTERVENTION: truth.row}, metrics=metrics, **samples
-        )
-        table = run(plan, observer=observer, progress=False)
-        accuracy = examples.accuracy(host, problem.sample(counts.accuracy, HELD_OUT_SEED))
-        measured[name] = observer.labelled(table, accuracy)
-        effects = Attribution(scores=truth.effects(host, first), dims=("query", "key"), method=INTERVENTION)
+        host, recorder = examples.load(task, name), _Recorder("sequence", "core")
+        recorder.accuracy = examples.accuracy(host, problem.sample(counts.accuracy, HELD_OUT_SEED))
+        recorder.table = run(Plan.of({name: host}, methods=rows, metrics=metrics, **samples), observer=recorder)
+        effects = truth.effects(host, samples["data"][0])
+        recorder.shown[0][INTERVENTION] = Attribution(scores=effects, dims=("query", "key"), method=INTERVENTION)
+        recorders[name] = recorder
         shown[name] = {
             label: replace(
                 result,
@@ -182,21 +162,10 @@ def compare_trained(
                 model=f"{task}/{name}",
                 tokens=[texts],
             )
-            for label, result in {**observer.shown[0], INTERVENTION: effects}.items()
+            for label, result in recorder.shown[0].items()
         }
-    return ModelComparison(
-        texts=(),
-        images=(),
-        models=measured,
-        similarity=None,
-        compared={},
-        not_compared={},
-        shown=Comparison(shown),
-        on_images=(),
-        scope="core",
-        masking="",
-        known=Known(task, counts, problem.sample(counts.scored, HELD_OUT_SEED).relevant[0]),
-    )
+    similarity.add({name: recorder.first for name, recorder in recorders.items()})
+    return _comparison(recorders, similarity, shown=Comparison(shown), task=task, expected=batch.relevant[0])
 
 
 def method_rows(methods: Sequence[str]) -> dict[str, Any]:
@@ -214,92 +183,59 @@ def method_rows(methods: Sequence[str]) -> dict[str, Any]:
     return rows
 
 
+def _comparison(recorders: Mapping[str, "_Recorder"], similarity: SampleSimilarity, **others: Any) -> ModelComparison:
+    kept = {"texts": (), "images": (), "on_images": (), "masking": "zero", **others}
+    return ModelComparison(
+        models={name: one.measurements() for name, one in recorders.items()},
+        table=Table([row for one in recorders.values() for row in one.rows()]),
+        similarity=similarity.mean({name: one.layers for name, one in recorders.items()}),
+        compared=similarity.counts,
+        not_compared=similarity.refused,
+        scope=similarity.scope,
+        **kept,
+    )
+
+
 class _Recorder(Observer):
-    """Measures the layers of one model, and keeps its results on the first samples."""
+    """Measures the layers of one model in an evaluation, and keeps its results on the first `most` samples.
 
-    def __init__(self, most: int = 1) -> None:
-        self.first: Trace | None = None
+    On texts and images each method is averaged over its layers. A `reader` is the model's tokenizer or processor.
+    """
+
+    first: Trace
+    table: Table
+    accuracy: float | None = None
+
+    def __init__(self, unit: str, scope: str, most: int = 1, reader: Any = None) -> None:
+        self._unit, self._scope, self._most, self._reader = unit, scope, most, reader
         self.layers: tuple[str, ...] = ()
-        self.tokens: list[int] = []
-        self.errors: dict[str, float | None] = {}
         self.shown: list[dict[str, Attribution]] = []
-        self._most = most
-
-    def traced(self, trace: Trace) -> None:
-        self.first = self.first or trace
-        self.layers = unique(layer.name for layer in trace.layers)
-        self.tokens.append(trace.layers[-1].output.shape[1])
-        if len(self.shown) < self._most:
-            self.shown.append({})
-        for name, layer in zip(self.layers, trace.layers, strict=True):
-            self.errors[name] = worst([self.errors.get(name), _error(layer)])
-
-    def scored(self, trace: Trace, label: str, result: Attribution) -> Attribution:
-        if len(self.tokens) == len(self.shown):
-            self.shown[-1][label] = result
-        return result
-
-    def measurements(self, **others: Any) -> ModelMeasurements:
-        """Return the measurements of the model, with `others` that the table of `evaluate` has."""
-        assert self.first is not None
-        return ModelMeasurements(
-            host=self.first.model,
-            layers=self.layers,
-            kinds=tuple(layer.kind for layer in self.first.layers),
-            tokens=tuple(self.tokens),
-            reconstruction_error=self.errors,
-            versions=self.first.versions,
-            **others,
-        )
-
-
-class _Labelled(_Recorder):
-    """Follows the evaluation of a model on sequences with known answers, which are one batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._selection: dict[str, Sequence[float]] = {}
-
-    def scored(self, trace: Trace, label: str, result: Attribution) -> Attribution:
-        super().scored(trace, label, result.select(batch=0))
-        return result
-
-    def chosen(self, label: str, by_layer: Sequence[float]) -> None:
-        self._selection[label] = by_layer
-
-    def labelled(self, table: Table, accuracy: float) -> ModelMeasurements:
-        """Return the measurements with the scores of the table."""
-        rows: dict[str, dict[str, float]] = {}
-        layers: dict[str, tuple[str, ...]] = {}
-        for row in table.summary():
-            rows.setdefault(row["method"], {})[row["metric"]] = row["value"]
-            layers[row["method"]] = self.layers if row["layer"] == "all" else (row["layer"],) if row["layer"] else ()
-        selection = {label: dict(zip(self.layers, values, strict=True)) for label, values in self._selection.items()}
-        scores = {label: Score(values, layers[label], selection.get(label, {})) for label, values in rows.items()}
-        return self.measurements(patches="", statistics=(), deletion={}, accuracy=accuracy, scores=scores)
-
-
-class _Unlabelled(_Recorder):
-    """Follows the evaluation of a model on texts or images, each method averaged over its layers."""
-
-    def __init__(self, reader: Any, unit: str, most: int, scope: str) -> None:
-        super().__init__(most)
         self.read: list[np.ndarray] = []
         self.predicted: list[str] = []
-        self._reader, self._unit, self._scope = reader, unit, scope
+        self._batches: list[tuple[int, int]] = []
+        self._errors: dict[str, float | None] = {}
         self._statistics: list[tuple[LayerStatistics, ...]] = []
         self._unmeasured: str | None = None
         self._uncovered: dict[str, str] = {}
+        self._selection: dict[str, Sequence[float]] = {}
 
     def traced(self, trace: Trace) -> None:
-        if self._unit == "text" and trace.layers[-1].output.shape[1] < 2:
+        batch, length = trace.layers[-1].output.shape[:2]
+        if self._unit == "text" and length < 2:
             raise InputError("it has 1 token; two or more are needed, the last of which is explained.")
-        if self._unit == "image" and not (has_logits(trace.output) and logits_of(trace.output, trace.model).ndim == 2):
+        is_image = self._unit == "image"
+        if is_image and not (has_logits(trace.output) and logits_of(trace.output, trace.model).ndim == 2):
             raise InputError(f"{trace.model} returns no logits of classes, whose prediction could be explained.")
-        super().traced(trace)
-        if self._unit == "image" and len(self.tokens) == len(self.shown):
-            self.read.append(image_read(trace, self._reader))
-            self.predicted.append(prediction(trace))
+        if not self._batches:
+            self.first, self.layers = trace, unique(layer.name for layer in trace.layers)
+        self._batches.append((batch, length))
+        if len(self.shown) < self._most:
+            self.shown.append({})
+            if is_image:
+                self.read.append(image_read(trace, self._reader))
+                self.predicted.append(prediction(trace))
+        for name, layer in zip(self.layers, trace.layers, strict=True):
+            self._errors[name] = worst([self._errors.get(name), _error(layer)])
         if self._unmeasured is None:
             try:
                 self._statistics.append(map_statistics(trace, scope=self._scope).models[trace.model])
@@ -311,33 +247,50 @@ class _Unlabelled(_Recorder):
             raise UncoveredError(
                 f"the patches of {trace.model} are unknown; register them by `registry.register_image_tokens`."
             )
-        if "query" in result.dims:
+        if self._unit != "sequence" and "query" in result.dims:
             raise UncoveredError(f"the class logits of {trace.model} read several tokens, so no row is explained.")
-        super().scored(trace, label, result)
-        if "layer" not in result.dims:
+        if len(self._batches) == len(self.shown):
+            self.shown[-1][label] = result.select(batch=0) if self._unit == "sequence" else result
+        if self._unit == "sequence" or "layer" not in result.dims:
             return result
         return replace(result, scores=result.scores.mean(0), dims=result.dims[1:], extras={})
 
+    def chosen(self, label: str, by_layer: Sequence[float]) -> None:
+        self._selection[label] = by_layer
+
     def refused(self, label: str, error: UnilinattnError) -> None:
-        # The error without the place in the evaluation, which is that of the first sample.
+        if self._unit == "sequence":
+            raise error
+        # The cause has the message without the place in the evaluation, which is the first sample.
         self._uncovered[label] = str(error.__cause__ or error)
 
-    def unlabelled(self, table: Table) -> ModelMeasurements:
-        """Return the measurements with the deletion curves of the table."""
+    def rows(self) -> list[Mapping[str, Any]]:
+        """Return the rows of the table, without those of methods that do not cover every sample."""
+        return [row for row in self.table if row["method"] not in self._uncovered]
+
+    def measurements(self) -> ModelMeasurements:
+        """Return the measurements of the model."""
         parts: dict[str, list[Any]] = {}
-        for row in sorted(table, key=lambda row: row["method"] == RANDOM):
-            parts.setdefault(row["method"], []).append(row[PARTS])
-        curves: dict[str, PerturbationCurve | str] = {label: deletion_curve(rows) for label, rows in parts.items()}
-        assert self.first is not None
+        for row in sorted(self.rows(), key=lambda row: row["method"] == RANDOM):
+            if row["metric"] == "deletion":
+                parts.setdefault(row["method"], []).append(row[PARTS])
         tokens = self.first.image_tokens if self._unit == "image" else None
-        return self.measurements(
-            patches="" if tokens is None else grid_text(tokens.grid, len(tokens.cls)),
+        return ModelMeasurements(
+            host=self.first.model,
+            layers=self.layers,
+            kinds=tuple(layer.kind for layer in self.first.layers),
+            tokens=tuple(length for batch, length in self._batches for _ in range(batch)),
+            patches="" if tokens is None else _grid_text(tokens.grid, len(tokens.cls)),
+            reconstruction_error=self._errors,
             statistics=self._unmeasured or tuple(map(_over_samples, zip(*self._statistics, strict=True))),
-            deletion={**curves, **self._uncovered},
+            deletion={**{label: deletion_curve(rows) for label, rows in parts.items()}, **self._uncovered},
+            versions=self.first.versions,
+            accuracy=self.accuracy,
+            selection={label: dict(zip(self.layers, each, strict=True)) for label, each in self._selection.items()},
         )
 
 
-def grid_text(grid: tuple[int, int], count: int) -> str:
+def _grid_text(grid: tuple[int, int], count: int) -> str:
     """Return the grid of patches and the number of class tokens as a text."""
     return f"{grid[0]} x {grid[1]} patches, {count} class token{'s' if count != 1 else ''}"
 

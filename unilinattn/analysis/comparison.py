@@ -1,7 +1,7 @@
-"""`ModelComparison`: the measurements of models on texts, images or the sequences of a task, with their tables."""
+"""`ModelComparison`: the measurements of models on the same samples, with their tables."""
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations_with_replacement
@@ -17,7 +17,7 @@ from unilinattn.analysis.similarity import LayerSimilarity
 from unilinattn.analysis.statistics import STATISTICS, LayerStatistics
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.perturbation import PerturbationCurve
-from unilinattn.evaluation.trained import CORRELATION, Counts
+from unilinattn.evaluation.table import Table
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.scores import count_kinds
 from unilinattn.viz.blocks import cell_text
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 RANDOM = "random"
 """Row of the deletion curve of random scores, to compare with."""
-
-RANKINGS = {"hit_at_1": "hit@1", "ap": "AP", "auc": "AUC", CORRELATION: "corr."}
-"""The metrics of scores on sequences with known answers, and the names of their columns."""
 
 AXES = {
     "text": ("tokens removed, %", "probability of the predicted token"),
@@ -44,55 +41,25 @@ Row = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Score:
-    """Metrics of one row's scores on the sequences of a task.
-
-    Attributes:
-        values: the metrics by name.
-        layers: names of the scored layers: the chosen one, all for a method that composes layers, or none for a row
-            that reads no operator.
-        selection: the metric that chooses the layer by layer, on other sequences; empty for a row without the choice.
-    """
-
-    values: Mapping[str, float]
-    layers: tuple[str, ...]
-    selection: Mapping[str, float]
-
-
-@dataclass(frozen=True, eq=False)
-class Known:
-    """The task of a comparison on sequences with known answers.
-
-    Attributes:
-        task: name of the task.
-        counts: numbers of sequences.
-        expected: the known answer of the first sequence.
-    """
-
-    task: str
-    counts: Counts
-    expected: Bool[Tensor, "query key"]
-
-
-@dataclass(frozen=True)
 class ModelMeasurements:
-    """The measurements of one model on all texts, images or sequences.
+    """The measurements of one model on all samples.
 
     Attributes:
         host: class of the model.
         layers: names of its layers.
         kinds: kind of mixer of each layer.
-        tokens: number of tokens of each text or image.
-        patches: grid of patches and number of class tokens of an image, as a text; empty for texts and if unknown.
-        reconstruction_error: ||op(x) - y|| / ||y|| by layer, the worst text or image; None for a layer whose adapter
-            covers only its core.
-        statistics: statistics of each layer's maps, averaged over heads and over the rows of all texts or images; or a
-            message on why the model has none.
-        deletion: the deletion curve of each method, with an axis of texts or images; or a message on why the model
-            has none.
+        tokens: number of tokens of each sample.
+        patches: grid of patches and number of class tokens of an image, as a text; empty for other samples and if
+            unknown.
+        reconstruction_error: ||op(x) - y|| / ||y|| by layer, the worst sample; None for a layer whose adapter covers
+            only its core.
+        statistics: statistics of each layer's maps, averaged over heads and over the rows of all samples; or a message
+            on why the model has none.
+        deletion: the deletion curve of each method, with an axis of samples, or a message on why the model has none;
+            empty for samples with known answers.
         versions: package versions by name.
         accuracy: share of right answers, from 0 to 1; None without known answers.
-        scores: the metrics of each row against the known answers; empty without them.
+        selection: the metric that chose the layer of each method by layer, on other samples.
     """
 
     host: str
@@ -105,19 +72,12 @@ class ModelMeasurements:
     deletion: Mapping[str, PerturbationCurve | str]
     versions: Mapping[str, str]
     accuracy: float | None = None
-    scores: Mapping[str, Score] = field(default_factory=dict)
+    selection: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def worst_error(self) -> float | None:
         """The largest reconstruction error of a layer, None if no layer has one; a NaN counts as the largest."""
         return worst(self.reconstruction_error.values())
-
-    def layer_text(self, row: str) -> str:
-        """Return the index of a row's layer from 0, "all" if the row composes layers, or "-" if it reads none."""
-        layers = self.scores[row].layers
-        if len(layers) != 1:
-            return "all" if layers else "-"
-        return str(self.layers.index(layers[0]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,24 +102,27 @@ class ModelComparison:
     """Models side by side on texts, images or the sequences of a task.
 
     Attributes:
-        texts: the texts, empty for images.
-        images: the names of the images, empty for texts.
+        texts: the texts, empty for other samples.
+        images: the names of the images, empty for other samples.
         models: the measurements of each model.
-        similarity: similarity of the maps of every two layers, averaged over the rows of a text or image and then over
-            those that `compared` counts; NaN for layers of models that were never compared. None if no model has maps.
-        compared: number of texts on which the maps of two models were compared, those that both models read as the same
-            tokens; or of images, of which both have the same grid of patches and number of class tokens.
+        table: the metrics of each model, method and sample, as `unilinattn.evaluate` returns them.
+        similarity: similarity of the maps of every two layers, averaged over the rows of a sample and then over those
+            that `compared` counts; NaN for layers of models that were never compared. None if no model has maps.
+        compared: number of samples on which the maps of two models were compared: those that both models read as the
+            same tokens, or images of which both have the same grid of patches and number of class tokens.
         not_compared: a message for each model without maps that can be compared.
-        shown: the results on the first text or image, by model and method; None if no method covers any model.
+        shown: the results on the first sample, by model and method; None if no method covers any model.
         on_images: the results on the first images.
         scope: scope of the maps.
         masking: the values in place of a removed token.
-        known: the task and its known answers; None for texts and images.
+        task: name of the task; empty for texts and images.
+        expected: the known answer of a task's first sequence.
     """
 
     texts: tuple[str, ...]
     images: tuple[str, ...]
     models: Mapping[str, ModelMeasurements]
+    table: Table
     similarity: LayerSimilarity | None
     compared: Mapping[tuple[str, str], int]
     not_compared: Mapping[str, str]
@@ -167,24 +130,23 @@ class ModelComparison:
     on_images: tuple[ImageResults, ...]
     scope: str
     masking: str
-    known: Known | None = None
+    task: str = ""
+    expected: Bool[Tensor, "query key"] | None = None
 
     @property
     def unit(self) -> str:
-        """The kind of the samples: "text" or "image"."""
-        return "image" if self.images else "text"
+        """The kind of the samples: "text", "image" or "sequence"."""
+        return "sequence" if self.task else "image" if self.images else "text"
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """The texts, or the names of the images."""
-        return self.images or self.texts
+        """The texts, or the names of the images or sequences."""
+        return self.images or self.texts or tuple(dict.fromkeys(row["sample"] for row in self.table))
 
     def __repr__(self) -> str:
         """Show the tables and the missing measurements."""
-        if self.known is not None:
-            return known_table([self])
-        tables = [_text(rows(self)) for rows in (model_rows, layer_rows, similarity_rows, area_rows)]
-        return "\n\n".join([*tables, *(textwrap.fill(remark, WIDTH) for remark in remarks(self))])
+        tables = [_text(rows(self)) for rows in (model_rows, layer_rows, similarity_rows)]
+        return "\n\n".join([*tables, str(self.table), *(textwrap.fill(remark, WIDTH) for remark in remarks(self))])
 
     def between(self, first: str, second: str) -> tuple[float, float] | None:
         """Return the rank correlation and the divergence of two models, or of the layers of one.
@@ -253,22 +215,22 @@ def _text(rows: Iterable[Row]) -> str:
 
 def model_rows(found: ModelComparison) -> Iterator[Row]:
     """Yield the head and a row for each model."""
-    yield "model", "class", "mixers", *(["patches"] if found.images else []), "tokens", "worst error"
+    more = "patches" if found.images else "accuracy" if found.task else ""
+    yield "model", "class", "mixers", *([more] if more else []), "tokens", "worst error"
     for name, one in found.models.items():
-        patches = [one.patches or "unknown"] if found.images else []
-        yield name, one.host, count_kinds(one.kinds), *patches, sum(one.tokens), _or_dash(one.worst_error)
+        value = one.patches or "unknown" if found.images else f"{one.accuracy or 0:.1%}"
+        values = [value] if more else []
+        yield name, one.host, count_kinds(one.kinds), *values, sum(one.tokens), _or_dash(one.worst_error)
 
 
 def layer_rows(found: ModelComparison) -> Iterator[Row]:
     """Yield the head and a row for each layer, its statistics averaged over heads."""
-    # Sequences of a task are measured without statistics.
-    names = STATISTICS if found.known is None else ()
-    yield "model", "layer", "mixer", "error", *names
+    yield "model", "layer", "mixer", "error", *STATISTICS
     for name, one in found.models.items():
         measured = {} if isinstance(one.statistics, str) else {each.layer: each for each in one.statistics}
         for layer, kind in zip(one.layers, one.kinds, strict=True):
             each = measured.get(layer)
-            values = ("-" if each is None else float(getattr(each, key).mean()) for key in names)
+            values = ("-" if each is None else float(getattr(each, key).mean()) for key in STATISTICS)
             yield name, layer, kind, _or_dash(one.reconstruction_error[layer]), *values
 
 
@@ -278,56 +240,6 @@ def similarity_rows(found: ModelComparison) -> Iterator[Row]:
     for first, second in combinations_with_replacement(found.models, 2):
         values = found.between(first, second) or ("-", "-")
         yield first, "its other layers" if first == second else second, found.compared.get((first, second), 0), *values
-
-
-def area_rows(found: ModelComparison) -> Iterator[Row]:
-    """Yield the head and a row for each method, with the areas of its deletion curves."""
-    yield "area of deletion", *found.models
-    rows = dict.fromkeys(row for one in found.models.values() for row in one.deletion)
-    for row in sorted(rows, key=lambda row: row != RANDOM):
-        curves = (one.deletion.get(row) for one in found.models.values())
-        yield row, *(each.area if isinstance(each, PerturbationCurve) else "-" for each in curves)
-
-
-def known_rows(found: ModelComparison) -> Iterator[Row]:
-    """Yield the head and a row for each model and method, with the metrics against the known answers."""
-    yield "model", "mixer", "accuracy", "method", *RANKINGS.values(), "layer"
-    for name, one in found.models.items():
-        leading = name, kind_text(one.kinds), f"{one.accuracy:.1%}"
-        for row, score in one.scores.items():
-            yield *leading, row, *(score.values[metric] for metric in RANKINGS), one.layer_text(row)
-            leading = "", "", ""
-
-
-def kind_text(kinds: Sequence[str]) -> str:
-    """Return the kinds of mixers of a model without repetition."""
-    return ", ".join(dict.fromkeys(kinds))
-
-
-def known_table(comparisons: Sequence[ModelComparison]) -> str:
-    """Return an aligned text table of several tasks, with a line for each model and method.
-
-    A model's first line has its accuracy and its worst reconstruction error.
-    """
-    header = ("task", "model", "mixer", "accuracy", "worst error", "method", *RANKINGS.values(), "layer")
-    lines: list[tuple[str, ...]] = []
-    for found in comparisons:
-        assert found.known is not None
-        errors = {name: cell_text(_or_dash(one.worst_error)) for name, one in found.models.items()}
-        for model, kind, accuracy, method, hits, *ranks, layer in list(known_rows(found))[1:]:
-            leading = (found.known.task, model, kind, accuracy, errors[model]) if model else ("",) * 5
-            lines.append((*leading, method, f"{hits:.1%}", *(f"{value:.3f}" for value in ranks), layer))
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-    numeric = {header.index(name) for name in ("accuracy", "worst error", *RANKINGS.values(), "layer")}
-
-    def aligned(line: Sequence[str]) -> str:
-        cells = [c.rjust(w) if j in numeric else c.ljust(w) for j, (c, w) in enumerate(zip(line, widths, strict=True))]
-        return "  ".join(cells).rstrip()
-
-    out = [aligned(header), "  ".join("-" * width for width in widths)]
-    for line in lines:
-        out += ["", aligned(line)] if line[0] and len(out) > 2 else [aligned(line)]
-    return "\n".join(out)
 
 
 def remarks(found: ModelComparison) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The report of a comparison: a text, and a folder with a page, a JSON file and, for tasks, a picture."""
+"""The report of comparisons: a text, and a folder with a page, a JSON file and, for tasks, a picture."""
 
 import json
 import os
@@ -8,12 +8,13 @@ import textwrap
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unilinattn.analysis.comparison import (
     AXES,
@@ -22,20 +23,16 @@ from unilinattn.analysis.comparison import (
     ModelComparison,
     ModelMeasurements,
     Row,
-    area_rows,
-    kind_text,
-    known_rows,
-    known_table,
     layer_rows,
     model_rows,
     remarks,
     similarity_rows,
 )
-from unilinattn.analysis.statistics import STATISTICS
 from unilinattn.errors import ResultFileError
+from unilinattn.evaluation.measures import METRICS
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve
 from unilinattn.evaluation.scorers import BASELINES, DRAWS
-from unilinattn.evaluation.trained import CHOSEN_BY, INTERVENTION, INTERVENTION_SEED, REPLACEMENTS, Counts
+from unilinattn.evaluation.trained import CORRELATION, INTERVENTION, REPLACEMENTS
 from unilinattn.examples import TASKS
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.optional import import_extra
@@ -53,102 +50,97 @@ if TYPE_CHECKING:
 
 FORMAT = "unilinattn.report"
 FORMAT_VERSION = "3"
-"""Version 3: one list of layers for both kinds of comparison."""
+"""Version 3: the fields of `ModelMeasurements`, and the table of `evaluate`."""
 
 PAGE, PICTURE, NUMBERS = "index.html", "compare.png", "compare.json"
 """The files of a report; its folder holds no others."""
 
 DEFINITIONS = {
-    "error": "||op(x) - y|| / ||y|| of a layer's frozen operator and the model's own output y, on the worst {unit}",
+    "accuracy": "share of right answers on 512 sequences",
+    "error": "||op(x) - y|| / ||y|| of a layer's frozen operator and the model's own output y, on the worst sample; 0 "
+    "means equal bit for bit",
     "distance": "mean over rows i of sum_j p_ij |i - j|, in tokens, where p_ij = |a_ij| / sum_j |a_ij|",
     "entropy": "mean over rows of -sum_j p_ij log p_ij, in nats",
     "sparsity": "Hoyer's (sqrt(n) - ||a_i||_1 / ||a_i||_2) / (sqrt(n) - 1) of a row of n keys, 0 for even weights",
     "memory": "smallest distance within which a row has 90 % of its mass, in tokens",
     "rank correlation": "Spearman's correlation of the absolute weights of each row of two maps, averaged over rows, "
-    "then over {unit}s, then over all pairs of a layer of each model",
+    "then over samples, then over all pairs of a layer of each model",
     "divergence": "Jensen-Shannon divergence of each row's distributions, in bits from 0 to 1, averaged alike",
-    "deletion": "probability of {prediction} removed, the highest scores first; its area over the fraction removed, "
-    "averaged over {unit}s. It is small for a method that finds the {parts} on which the prediction depends",
+    "deletion": "area under the probability of the model's own prediction while tokens or patches are removed, the "
+    "highest scores first, averaged over samples. It is small for a method that finds those on which the prediction "
+    "depends",
+    "hit_at_1": "how often the best key is the one that holds the answer, averaged over queries like the next metrics; "
+    "the candidates of a query are the keys before it",
+    "ap": "average precision of the ranked keys",
+    "auc": "the chance that the key of the answer scores above another key",
+    CORRELATION: "rank correlation with the row intervention. Most keys have next to no effect, and their order lowers "
+    "it even for scores that find the answer",
+    "layer": "the scored layer, the best by ap on other sequences; all: the method composes or averages the layers",
+    RANDOM: f"random scores, the mean of {DRAWS} draws",
+    "recency": "a key's position",
+    "primacy": "the negative of a key's position",
+    INTERVENTION: "how much the log-probability of the answer falls if the key's token is replaced, the mean over "
+    f"{REPLACEMENTS} other tokens",
 }
-"""Definition of each number, on texts or on images."""
-
-UNITS = {
-    "text": {
-        "unit": "text",
-        "prediction": "the model's own prediction after the last token, while the tokens before it are",
-        "parts": "tokens",
-    },
-    "image": {
-        "unit": "image",
-        "prediction": "the class that the model predicts, while patches of the image are",
-        "parts": "patches",
-    },
-}
-"""The words of the definitions."""
-
-
-MEANING = {
-    "hit@1": "how often the best key is the one that holds the answer",
-    "AP": "average precision of the ranked keys",
-    "AUC": "the chance that the key of the answer scores above another key",
-    "corr.": "rank correlation with the effect on the answer of replacing each token",
-}
-"""Meaning of each score column, averaged over queries; the candidates are the keys before the query."""
-
-ABOUT_ERRORS = (
-    "||op(x) - y|| / ||y|| in float32 against the host's own output y: the worst scored sequence of each layer; 0 "
-    "means equal bit for bit."
-)
-
-REFERENCES = (*BASELINES, INTERVENTION)
-"""Rows of the table that are not methods."""
-
-ABOUT_REFERENCES = (
-    f"To compare with: random scores, the mean of {DRAWS} draws; recency, a key's position; primacy, its "
-    "negative; and intervention, how much the log-probability of the answer falls if the key's token is replaced, the "
-    f"mean over {REPLACEMENTS} other tokens. Most keys have next to no effect, and their order lowers corr. even for "
-    "scores that find the answer."
-)
+"""Definitions of the numbers and of the rows that are no methods."""
 
 
 def definitions(found: ModelComparison) -> dict[str, str]:
-    """Return the definition of each number."""
-    if found.known is not None:
-        return MEANING
-    return {name: meaning.format(**UNITS[found.unit]) for name, meaning in DEFINITIONS.items()}
+    """Return the definitions of the numbers in a comparison."""
+    named = {row[name] for row in found.table for name in ("metric", "method")}
+    absent = {*METRICS, CORRELATION, *BASELINES, INTERVENTION} - named | (set() if found.task else {"accuracy"})
+    return {name: meaning for name, meaning in DEFINITIONS.items() if name not in absent}
 
 
 def text(comparisons: Sequence[ModelComparison]) -> str:
-    """Return the tables of a comparison on texts or images, or of several tasks, and the definitions of the numbers."""
+    """Return the tables of comparisons, of tasks under their names, and the definitions of the numbers."""
+    tables = "\n\n".join(f"{found.task}\n\n{found}" if found.task else str(found) for found in comparisons)
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in definitions(comparisons[0]).items())
-    if (known := comparisons[0].known) is None:
-        return f"{comparisons[0]}\n\n{textwrap.fill(f'{meanings}.', WIDTH)}"
-    counts = known.counts
-    caption = (
-        f"Over {counts.scored} held-out sequences of each task; the candidates of a query are the keys before it, its "
-        f"own left out. {meanings}. {ABOUT_REFERENCES} accuracy: over {counts.accuracy} sequences. worst error: "
-        "||op(x) - y|| / ||y|| of the worst layer, in float32. layer: the one with the best AP on "
-        f"{counts.selection} other sequences, counted from 0; all: the method composes them; -: none is read."
-    )
-    return f"{known_table(comparisons)}\n\n{textwrap.fill(caption, WIDTH)}"
+    return f"{tables}\n\n{textwrap.fill(f'{meanings}.', WIDTH)}"
 
 
 def numbers(comparisons: Sequence[ModelComparison]) -> dict[str, Any]:
     """Return the content of `compare.json`: plain values, without the machine's name or paths."""
-    named = {_key(found, name): (found, one) for found in comparisons for name, one in found.models.items()}
-    known = comparisons[0].known
+    measured = [one for found in comparisons for one in found.models.values()]
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "definitions": definitions(comparisons[0]),
-        "models": {key: _model(found, one) for key, (found, one) in named.items()},
-        **(_unlabelled(comparisons[0]) if known is None else _labelled(named, known.counts)),
+        "comparisons": [
+            {
+                "task": found.task or None,
+                f"{found.unit}s": list(found.samples),
+                "models": {
+                    name: {**_plain(one), "worst_error": _plain(one.worst_error)} for name, one in found.models.items()
+                },
+                "table": [dict(row) for row in found.table.summary()],
+                "similarity": _plain(found.similarity),
+                "compared": [{"models": list(pair), "samples": count} for pair, count in found.compared.items()],
+                "not_compared": dict(found.not_compared),
+                "options": {"scope": found.scope, "masking": found.masking},
+            }
+            for found in comparisons
+        ],
+        "seeds": {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED},
         "versions": {
             "python": platform.python_version(),
-            **{name: version for _, one in named.values() for name, version in one.versions.items()},
+            **{name: version for one in measured for name, version in one.versions.items()},
         },
         "machine": machine(),
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON values of a dataclass and its fields, with None for NaN."""
+    if is_dataclass(value):
+        value = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None if value != value else value
 
 
 def machine() -> dict[str, Any]:
@@ -163,25 +155,38 @@ def machine() -> dict[str, Any]:
 
 
 def page(comparisons: Sequence[ModelComparison]) -> str:
-    """Return the report as a self-contained HTML page: the scores first, then the tables."""
+    """Return the report as a self-contained HTML page."""
     found = comparisons[0]
-    if found.known is None:
-        title, sections = f"{', '.join(found.models)} side by side", _unlabelled_sections(found)
-        count, parts = len(found.samples), UNITS[found.unit]["parts"]
-        lead = (
-            f"{count} {found.unit}{'s' if count > 1 else ''}, for which no answer is known. Each model is measured "
-            f"by itself: how exact its operators are, its maps, and which {parts} its prediction depends on."
-        )
-    else:
-        title, sections = (
-            f"Trained models side by side: {', '.join(map(_task, comparisons))}",
-            _known_sections(comparisons),
-        )
+    tasks = [each.task for each in comparisons if each.task]
+    if tasks:
+        title = f"Trained models side by side: {', '.join(tasks)}"
         lead = (
             "Small models, each trained on a task whose answer is known for every query (outlined). The first held-out "
             "sequence of each task; a query's own key is blank."
         )
-    return blocks.page(title, sections, lead=lead)
+    else:
+        count, title = len(found.samples), f"{', '.join(found.models)} side by side"
+        lead = f"{count} {found.unit}{'s' if count > 1 else ''}, for which no answer is known."
+    sections = [
+        (f"{each.task}: {heading}" if len(tasks) > 1 else heading, body)
+        for each in comparisons
+        for heading, body in _sections(each)
+    ]
+    about = [*map(blocks.paragraph, (remark for each in comparisons for remark in remarks(each)))]
+    about += [blocks.facts(definitions(found)), _environment(comparisons)]
+    if not tasks:
+        about.append(blocks.details(f"{found.unit.title()}s", *map(blocks.paragraph, found.samples)))
+    return blocks.page(title, [*sections, ("How it was measured", "".join(about))], lead=lead)
+
+
+def _environment(comparisons: Sequence[ModelComparison]) -> str:
+    report = numbers(comparisons)
+    return blocks.facts(
+        {
+            name: ", ".join(f"{key} {value}" for key, value in report[name].items())
+            for name in ("seeds", "versions", "machine")
+        }
+    )
 
 
 def picture(comparisons: Sequence[ModelComparison], path: Path) -> None:
@@ -201,7 +206,7 @@ def write(folder: Path, comparisons: Sequence[ModelComparison]) -> None:
     Raises `MissingExtraError` if matplotlib is missing.
     """
     (folder / PAGE).write_text(page(comparisons), encoding="utf-8")
-    if comparisons[0].known is not None:
+    if comparisons[0].task:
         picture(comparisons, folder / PICTURE)
     plain = json.dumps(numbers(comparisons), indent=2, allow_nan=False)
     (folder / NUMBERS).write_text(plain + "\n", encoding="utf-8")
@@ -254,118 +259,41 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _task(found: ModelComparison) -> str:
-    assert found.known is not None
-    return found.known.task
-
-
-def _key(found: ModelComparison, name: str) -> str:
-    """Return the name of a model in the JSON file."""
-    return name if found.known is None else f"{found.known.task}/{name}"
-
-
-def _model(found: ModelComparison, one: ModelMeasurements) -> dict[str, Any]:
-    measured = {} if isinstance(one.statistics, str) else {each.layer: each for each in one.statistics}
-    return {
-        **({} if found.known is None else {"task": found.known.task, "accuracy": one.accuracy}),
-        "class": one.host,
-        "kind": count_kinds(one.kinds),
-        "tokens": list(one.tokens),
-        "patches": one.patches or None,
-        "reconstruction_error": _number(one.worst_error),
-        "layers": [
-            {
-                "name": layer,
-                "kind": kind,
-                "reconstruction_error": _number(one.reconstruction_error[layer]),
-                "statistics": {key: [float(value) for value in getattr(measured[layer], key)] for key in STATISTICS}
-                if layer in measured
-                else None,
-            }
-            for layer, kind in zip(one.layers, one.kinds, strict=True)
-        ],
-        "deletion": {
-            row: {"area": curve.area, "mean": curve.mean.tolist(), "texts": curve.values.tolist()}
-            for row, curve in one.deletion.items()
-            if isinstance(curve, PerturbationCurve)
-        },
-        "not_measured": {
-            **({"statistics": one.statistics} if isinstance(one.statistics, str) else {}),
-            **{row: reason for row, reason in one.deletion.items() if isinstance(reason, str)},
-        },
-    }
-
-
-def _labelled(named: Mapping[str, tuple[ModelComparison, ModelMeasurements]], counts: Counts) -> dict[str, Any]:
-    """Return the numbers of models by "task/model" on sequences with known answers."""
-    return {
-        "scores": {
-            key: {
-                row: {**score.values, "layers": list(score.layers), f"selection_{CHOSEN_BY}": dict(score.selection)}
-                for row, score in one.scores.items()
-            }
-            for key, (_, one) in named.items()
-        },
-        "seeds": {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED, "intervention": INTERVENTION_SEED},
-        "options": {
-            "sequences": asdict(counts),
-            "candidates": "the keys j < i of query i",
-            "replacements": REPLACEMENTS,
-            "random_draws": DRAWS,
-            "layer_chosen_by": f"{CHOSEN_BY} on the selection sequences",
-        },
-    }
-
-
-def _unlabelled(found: ModelComparison) -> dict[str, Any]:
-    """Return the numbers of models on texts or images."""
-    names, similarity = f"{found.unit}s", found.similarity
-    return {
-        names: list(found.samples),
-        "similarity": None
-        if similarity is None
-        else {
-            "layers": list(similarity.names),
-            "rank_correlation": [[*map(_number, row)] for row in similarity.rank_correlation.tolist()],
-            "divergence": [[*map(_number, row)] for row in similarity.divergence.tolist()],
-            names: [{"models": list(pair), names: count} for pair, count in found.compared.items()],
-        },
-        "not_compared": dict(found.not_compared),
-        "options": {"scope": found.scope, "masking": found.masking, "fractions": list(TENTHS), "random_draws": DRAWS},
-    }
-
-
-def _number(value: float | None) -> float | None:
-    """Return a number, None for NaN, which JSON lacks."""
-    return None if value != value else value
-
-
-def _unlabelled_sections(found: ModelComparison) -> Iterator[tuple[str, str]]:
-    """Yield the sections on texts or images: scores of the first, models, deletion curves, similarity, layers."""
+def _sections(found: ModelComparison) -> Iterator[tuple[str, str]]:
+    """Yield the headings and the bodies of a comparison: scores, models, methods, similarity of maps, layers."""
     if found.images:
         names = [one.name for one in found.on_images]
         heading = "Scores on the images" if len(names) == len(found.images) else f"Scores on {len(names)} images"
         predictions = [(one.name, *one.predicted.values()) for one in found.on_images]
         yield heading, blocks.table(["predicted class of", *found.models], predictions) + _image_board(found)
     elif found.shown is not None:
-        yield "Scores on the first text", pages.comparison(found.shown)
+        yield f"Scores on the first {found.unit}", _task_board(found) if found.task else pages.comparison(found.shown)
     yield "Models", _table(model_rows(found))
-    tables = [_table(_curves(name, one)) for name, one in found.models.items()]
-    yield (
-        f"Which {UNITS[found.unit]['parts']} the prediction depends on",
-        _plots(found)
-        + _table(area_rows(found))
-        + blocks.details("Probability of the prediction by fraction removed", *tables),
-    )
+    if found.task:
+        yield "Which method finds the answer", _methods(found)
+    else:
+        tables = [_table(_curves(name, one)) for name, one in found.models.items()]
+        folded = blocks.details("Probability of the prediction by fraction removed", *tables)
+        yield (
+            f"Which {AXES[found.unit][0].split()[0]} the prediction depends on",
+            _plots(found) + _methods(found) + folded,
+        )
     matrices = blocks.details("Every two layers", *map(_table, _matrices(found)))
     yield "Similarity of the maps", _table(similarity_rows(found)) + matrices
     yield "Layers", _table(layer_rows(found))
-    yield (
-        "How it was measured",
-        "".join(blocks.paragraph(remark) for remark in remarks(found))
-        + blocks.facts(definitions(found))
-        + blocks.details(f"{found.unit.title()}s", *(blocks.paragraph(name) for name in found.samples)),
-    )
+
+
+def _methods(found: ModelComparison) -> str:
+    """Return the table of the metrics, in which the best method of each model by each metric is emphasised."""
+    head, *rows = found.table.cells()
+    methods = [at for at, row in enumerate(rows) if row[1] not in (*BASELINES, INTERVENTION)]
+    strong = set()
+    for column, name in enumerate(head[3:], 3):
+        best = max if name == CORRELATION or METRICS[name].larger_is_better else min
+        for model in found.models:
+            values = {at: rows[at][column] for at in methods if rows[at][0] == model}
+            strong |= {(at, column) for at, value in values.items() if value == best(values.values())}
+    return blocks.table(head, rows, strong=strong)
 
 
 def _image_board(found: ModelComparison) -> str:
@@ -392,14 +320,14 @@ def _image_board(found: ModelComparison) -> str:
 def _plots(found: ModelComparison) -> str:
     """Return the deletion curves of each model as plots."""
     names = AXES[found.unit]
-    plots = []
+    drawn = []
     for model, one in found.models.items():
         lines = {row: curve for row, curve in one.deletion.items() if isinstance(curve, PerturbationCurve)}
         series = {row: curve.mean.tolist() for row, curve in lines.items()}
         notes = {row: f"area {curve.area:.3f}" for row, curve in lines.items()}
         if series:
-            plots.append(Curves(model, series, [100 * fraction for fraction in TENTHS], names, RANDOM, notes))
-    return curves(plots)
+            drawn.append(Curves(model, series, [100 * fraction for fraction in TENTHS], names, RANDOM, notes))
+    return curves(drawn)
 
 
 def _table(rows: Iterable[Row]) -> str:
@@ -426,78 +354,42 @@ def _matrix(title: str, names: Sequence[str], values: Sequence[Sequence[float]])
         yield name, *("-" if value != value else value for value in line)
 
 
-def _known_sections(comparisons: Sequence[ModelComparison]) -> Iterator[tuple[str, str]]:
-    """Yield the sections on tasks: the maps of each, the scores of every method, layers."""
-    for found in comparisons:
-        yield _task(found), _task_board(found)
-    meaning = "; ".join(f"{name}: {words}" for name, words in MEANING.items())
-    about = (
-        f"Averages over queries, whose candidates are the keys before the query. {meaning}. A method that scores layer "
-        'by layer shows the layer, counted from 0, with the best AP on sequences of another seed; "all" composes the '
-        "layers. Stressed: each model's best method by AP."
-    )
-    tables = (blocks.group(_task(found), _known_table(found)) for found in comparisons)
-    yield "Which method finds the answer", "".join([*map(blocks.paragraph, (about, ABOUT_REFERENCES)), *tables])
-    errors = (blocks.group(_task(found), _table(layer_rows(found))) for found in comparisons)
-    yield "How exact the operators are", blocks.paragraph(ABOUT_ERRORS) + "".join(errors)
-    report = numbers(comparisons)
-    listed = {
-        name: ", ".join(f"{key} {value}" for key, value in values.items())
-        for name, values in {
-            "sequences": report["options"]["sequences"],
-            **{name: report[name] for name in ("seeds", "versions", "machine")},
-        }.items()
-    }
-    yield "How it was measured", blocks.facts(listed)
-
-
-def _known_table(found: ModelComparison) -> str:
-    """Return the scores of each method, with the best of each model emphasised."""
-    head, *rows = known_rows(found)
-    strong = set()
-    scores = [(one, row) for one in found.models.values() for row in one.scores]
-    for one in found.models.values():
-        precisions = {row: score.values["ap"] for row, score in one.scores.items() if row not in REFERENCES}
-        for at, (other, row) in enumerate(scores):
-            if other is one and precisions.get(row) == max(precisions.values()):
-                strong |= {(at, 3), (at, 5)}
-    return blocks.table([str(name) for name in head], rows, strong=strong)
-
-
 def _task_board(found: ModelComparison) -> str:
     """Return the maps of a task: models in columns, methods in rows, each at its scored layer first."""
-    assert found.known is not None and found.shown is not None
+    assert found.shown is not None
+    precisions = {(row["model"], row["method"]): row for row in found.table.summary().select(metric="ap")}
     cells = []
     for row in found.shown.methods:
-        for model, one in found.models.items():
-            result, score = found.shown[model][row], one.scores[row]
-            notes, start = [f"AP over all sequences {score.values['ap']:.3f}"], 0
+        for model in found.models:
+            result, scored = found.shown[model][row], precisions[model, row]
+            notes, start = [f"AP over all sequences {scored['value']:.3f}"], 0
             if "layer" in result.dims:
-                start = result.layers.index(score.layers[0])
+                start = result.layers.index(scored["layer"])
                 notes = [notes[0] if at == start else "layer not scored" for at in range(len(result.layers))]
-            made = cell(result, row, model, batches=[0], expected=found.known.expected, start=start, notes=notes)
+            made = cell(result, row, model, batches=[0], expected=found.expected, start=start, notes=notes)
             # The own key is blank, so there is none to leave out of the scale.
             cells.append(replace(made, apart=False))
-    columns = {name: f"{kind_text(one.kinds)}, accuracy {one.accuracy:.1%}" for name, one in found.models.items()}
+    columns = {name: f"{count_kinds(one.kinds)}, accuracy {one.accuracy:.1%}" for name, one in found.models.items()}
     return board(cells, columns=columns, layer_hint="compare fewer models or methods for all scores")
 
 
 def _task_figure(found: ModelComparison) -> "Figure":
-    assert found.known is not None and found.shown is not None
+    assert found.shown is not None
+    scored = {(row["model"], row["method"]): row["layer"] for row in found.table}
     # Panels of all tasks have one size only without labels of tokens.
     chosen = {
         model: {
             row: replace(
-                result.select(layer=found.models[model].scores[row].layers[0]) if "layer" in result.dims else result,
+                result.select(layer=scored[model, row]) if "layer" in result.dims else result,
                 tokens=None,
             )
             for row, result in results.items()
         }
         for model, results in found.shown.items()
     }
-    figure = plots.comparison(Comparison(chosen), expected=found.known.expected)
-    length = TASKS[_task(found)].length
-    title = f"{_task(found)}, {length} tokens: each method at its scored layer, the known answer outlined"
+    figure = plots.comparison(Comparison(chosen), expected=found.expected)
+    length = TASKS[found.task].length
+    title = f"{found.task}, {length} tokens: each method at its scored layer, the known answer outlined"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     return figure
 

@@ -171,7 +171,7 @@ class SampleSimilarity:
     sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
     def add(self, traces: Mapping[str, Trace]) -> None:
-        """Add the similarities on one text or image, given each model's trace."""
+        """Add the similarities on one sample, or on a batch of samples, given each model's trace."""
         groups: dict[Hashable, dict[str, Trace]] = {}
         orders = {}
         for name, trace in traces.items():
@@ -183,15 +183,16 @@ class SampleSimilarity:
         for group in groups.values():
             if (similar := self._measured(group, orders)) is None:
                 continue
+            batch = len(next(iter(group.values())).layers[-1].output)
             # The names of a single model's layers have no model in front.
             (only, *others) = group
             names = unique(similar.names if others else [f"{only}: {name}" for name in similar.names])
             for i, a in enumerate(names):
                 for j, b in enumerate(names):
                     pair = torch.stack((similar.rank_correlation[i, j], similar.divergence[i, j]))
-                    self.sums[a, b] = self.sums.get((a, b), torch.zeros_like(pair)) + pair
+                    self.sums[a, b] = self.sums.get((a, b), torch.zeros_like(pair)) + pair * batch
             for first, second in product(group, group):
-                self.counts[first, second] = self.counts.get((first, second), 0) + 1
+                self.counts[first, second] = self.counts.get((first, second), 0) + batch
 
     def _measured(self, group: dict[str, Trace], orders: Mapping[str, Sequence[int]]) -> LayerSimilarity | None:
         """Return the similarities in a group, from which models without maps that fit are removed."""
@@ -244,9 +245,9 @@ def _alignment(model: str, trace: Trace) -> tuple[Hashable, Sequence[int] | None
     Two models read the same parts of a text at the same positions if the texts of their tokens are equal. Images have
     the same grid of patches and number of class tokens, in the order class tokens, then patches.
     """
-    if trace.text is not None:
-        assert trace.ids is not None
-        return tuple(token_text(trace.text.tokenizer, token) for token in trace.ids[0].tolist()), None
+    if trace.ids is not None:
+        reader = None if trace.text is None else trace.text.tokenizer
+        return tuple(token_text(reader, token) if reader else token for token in trace.ids.flatten().tolist()), None
     if (tokens := trace.image_tokens) is None:
         return model, None
     return (tokens.grid, len(tokens.cls)), (*tokens.cls, *tokens.patches)

@@ -93,6 +93,6 @@ def _reported(out: Path) -> Iterator[list[ModelComparison]]:
     with report.staged(out) as folder:
         yield comparisons
         report.write(folder, comparisons)
-    files = [report.PAGE, *([report.PICTURE] if comparisons[0].known else []), report.NUMBERS]
+    files = [report.PAGE, *([report.PICTURE] if comparisons[0].task else []), report.NUMBERS]
     seconds = time.perf_counter() - start
     print(f"{report.text(comparisons)}\n\nReport: {out / files[0]}, {', '.join(files[1:])} ({seconds:.0f} s)")
