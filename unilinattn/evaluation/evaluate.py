@@ -9,14 +9,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError
 from unilinattn.evaluation.measures import Case, Part
-from unilinattn.evaluation.plan import Entry, Model, Plan, batches
+from unilinattn.evaluation.plan import Entry, Model, Plan, batches, described
 from unilinattn.evaluation.processes import Processes
 from unilinattn.evaluation.readers import OnError, read_samples
-from unilinattn.evaluation.samples import Sample, fingerprint
+from unilinattn.evaluation.samples import Sample
 from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
 from unilinattn.evaluation.table import PARTS, Table, pool
@@ -25,9 +25,6 @@ from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import Trust
-
-VALUES = 4096
-"""Number of values of each weight that the hash of a model reads."""
 
 Choice = dict[str, list[Any] | None]
 """Parts of the metric that chooses a layer, by method and layer; None for a method that keeps no layer axis."""
@@ -191,7 +188,7 @@ class _Work:
     def _require_same(self, host: nn.Module) -> None:
         """Store the description of the model, or require that it is the stored one."""
         if self._store.folder is not None:
-            self._store.agree(f"models/{self._at}", {self._name: _described(host)})
+            self._store.agree(f"models/{self._at}", {self._name: described(host)})
 
     def choose_layers(self) -> dict[str, int]:
         """Return the index of the best layer of each method that keeps a layer axis, by the samples of `selection`."""
@@ -392,15 +389,3 @@ def _has_layers(result: Attribution) -> bool:
 def _summed(measured: Sequence[Sequence[Part]]) -> list[Part]:
     """Return the sums of each part's numerators and denominators."""
     return [(sum(top for top, _ in part), sum(bottom for _, bottom in part)) for part in zip(*measured, strict=True)]
-
-
-def _described(host: nn.Module) -> dict[str, str]:
-    """Return the class of a model, and a hash of up to 4096 values of each of its weights."""
-    digest = []
-    for name, weight in [*host.named_parameters(), *host.named_buffers()]:
-        digest.append(f"{name} {tuple(weight.shape)} {weight.dtype}")
-        # Quantised and sharded weights have their own classes; only their shapes are compared.
-        if type(weight) in (Tensor, nn.Parameter) and weight.device.type != "meta" and weight.layout == torch.strided:
-            flat = weight.detach().flatten()
-            digest.append(fingerprint(flat[:: max(1, -(-len(flat) // VALUES))]))
-    return {"class": type(host).__name__, "weights": fingerprint(*digest)}

@@ -15,6 +15,9 @@ from unilinattn.evaluation.samples import Sample, fingerprint, function_name
 from unilinattn.evaluation.scorers import BASELINES, Scorer, baseline, scorer
 from unilinattn.tracing.trust import Trust
 
+VALUES = 4096
+"""Number of values of each weight that the hash of a model reads."""
+
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that loads it when its turn comes."""
 
@@ -33,12 +36,12 @@ class Plan:
     metrics: Mapping[str, Metric]
     select_by: str
     chooser: Metric
-    seed: int
-    trust: Trust
-    max_memory: int | None
-    save_results: bool
-    batch_size: int
-    tokenizer: Any
+    seed: int = 0
+    trust: Trust = "require"
+    max_memory: int | None = None
+    save_results: bool = False
+    batch_size: int = 1
+    tokenizer: Any = None
 
     @classmethod
     def of(
@@ -51,16 +54,12 @@ class Plan:
         selection: Iterable[Sample] | None = None,
         select_by: str | None = None,
         baselines: Sequence[str] = BASELINES,
-        seed: int = 0,
-        trust: Trust = "require",
-        max_memory: int | None = None,
-        save_results: bool = False,
         batch_size: int = 1,
-        tokenizer: Any = None,
+        **settings: Any,
     ) -> "Plan":
         """Check the arguments of `evaluate`; see there for the errors.
 
-        `tokenizer`: the tokenizer of samples whose inputs are a text.
+        `settings`: the other fields; `tokenizer` is that of samples whose inputs are a text.
         """
         if not isinstance(models, Mapping) or not models:
             raise InputError("models must be a mapping from names to models, with at least one.")
@@ -95,21 +94,8 @@ class Plan:
         for one in scorers:
             if [other.label for other in scorers].count(one.label) > 1:
                 raise OptionError(f"two rows are called {one.label!r}; give a mapping with another label for one.")
-        return cls(
-            models,
-            samples,
-            others,
-            tuple(scorers),
-            chosen,
-            select_by,
-            chooser,
-            seed,
-            trust,
-            max_memory,
-            save_results,
-            batch_size,
-            tokenizer,
-        )
+        settings["batch_size"] = batch_size
+        return cls(models, samples, others, tuple(scorers), chosen, select_by, chooser, **settings)
 
     def configuration(self) -> dict[str, Any]:
         """Return the request as JSON values: results of the same configuration belong together."""
@@ -233,3 +219,15 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return fingerprint(value) if isinstance(value, Tensor) else function_name(value)
+
+
+def described(host: nn.Module) -> dict[str, str]:
+    """Return the class of a model, and a hash of up to 4096 values of each of its weights."""
+    digest = []
+    for name, weight in [*host.named_parameters(), *host.named_buffers()]:
+        digest.append(f"{name} {tuple(weight.shape)} {weight.dtype}")
+        # Quantised and sharded weights have their own classes; only their shapes are compared.
+        if type(weight) in (Tensor, nn.Parameter) and weight.device.type != "meta" and weight.layout == torch.strided:
+            flat = weight.detach().flatten()
+            digest.append(fingerprint(flat[:: max(1, -(-len(flat) // VALUES))]))
+    return {"class": type(host).__name__, "weights": fingerprint(*digest)}
