@@ -144,7 +144,8 @@ def test_the_numbers_are_plain_and_name_neither_the_machine_nor_a_path() -> None
     numbers = report.numbers(compared())
     text = json.dumps(numbers, allow_nan=False)
     assert json.loads(text) == numbers and numbers["format_version"] == "3"
-    assert numbers["seeds"] == {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED}
+    assert numbers["seeds"] == {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED, "intervention": 1}
+    assert numbers["sequences"] == {"accuracy": 8, "selection": 4, "scored": 4}
     assert [stored["task"] for stored in numbers["comparisons"]] == ["copying", "induction"]
     for stored, found in zip(numbers["comparisons"], compared(), strict=True):
         assert stored["table"] == [dict(row) for row in found.table.summary()]
@@ -186,7 +187,15 @@ def test_the_page_and_the_picture(tmp_path: Path) -> None:
         assert cell["pictures"][cell["start"]]["title"] == scored
         assert cell["notes"][cell["start"]] == f"AP over all sequences {values(found, model)['raw']:.3f}"
         assert cell["notes"][1 - cell["start"]] == "layer not scored"
-    for words in ("recency", "primacy", "intervention", "hit_at_1", "induction: Layers", "Similarity of the maps"):
+    for words in (
+        "recency",
+        "primacy",
+        "intervention",
+        "hit_at_1",
+        "induction: Layers",
+        "scored 4",
+        "Similarity of the maps",
+    ):
         assert words in page
     assert f"accuracy {induction.models['s4d'].accuracy:.1%}" in page
     assert page.index('class="ula-board"') < page.index("<table>")

@@ -165,7 +165,9 @@ def compare_trained(
             for label, result in recorder.shown[0].items()
         }
     similarity.add({name: recorder.first for name, recorder in recorders.items()})
-    return _comparison(recorders, similarity, shown=Comparison(shown), task=task, expected=batch.relevant[0])
+    return _comparison(
+        recorders, similarity, shown=Comparison(shown), task=task, counts=counts, expected=batch.relevant[0]
+    )
 
 
 def method_rows(methods: Sequence[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from unilinattn.analysis.statistics import STATISTICS, LayerStatistics
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.perturbation import PerturbationCurve
 from unilinattn.evaluation.table import Table
+from unilinattn.evaluation.trained import Counts
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.scores import count_kinds
 from unilinattn.viz.blocks import cell_text
@@ -116,6 +117,7 @@ class ModelComparison:
         scope: scope of the maps.
         masking: the values in place of a removed token.
         task: name of the task; empty for texts and images.
+        counts: numbers of a task's sequences.
         expected: the known answer of a task's first sequence.
     """
 
@@ -131,6 +133,7 @@ class ModelComparison:
     scope: str
     masking: str
     task: str = ""
+    counts: Counts | None = None
     expected: Bool[Tensor, "query key"] | None = None
 
     @property

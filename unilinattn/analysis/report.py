@@ -32,7 +32,7 @@ from unilinattn.errors import ResultFileError
 from unilinattn.evaluation.measures import METRICS
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve
 from unilinattn.evaluation.scorers import BASELINES, DRAWS
-from unilinattn.evaluation.trained import CORRELATION, INTERVENTION, REPLACEMENTS
+from unilinattn.evaluation.trained import CORRELATION, INTERVENTION, INTERVENTION_SEED, REPLACEMENTS
 from unilinattn.examples import TASKS
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.optional import import_extra
@@ -56,7 +56,7 @@ PAGE, PICTURE, NUMBERS = "index.html", "compare.png", "compare.json"
 """The files of a report; its folder holds no others."""
 
 DEFINITIONS = {
-    "accuracy": "share of right answers on 512 sequences",
+    "accuracy": "share of right answers on held-out sequences",
     "error": "||op(x) - y|| / ||y|| of a layer's frozen operator and the model's own output y, on the worst sample; 0 "
     "means equal bit for bit",
     "distance": "mean over rows i of sum_j p_ij |i - j|, in tokens, where p_ij = |a_ij| / sum_j |a_ij|",
@@ -121,7 +121,8 @@ def numbers(comparisons: Sequence[ModelComparison]) -> dict[str, Any]:
             }
             for found in comparisons
         ],
-        "seeds": {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED},
+        "sequences": _plain(comparisons[0].counts),
+        "seeds": {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED, "intervention": INTERVENTION_SEED},
         "versions": {
             "python": platform.python_version(),
             **{name: version for one in measured for name, version in one.versions.items()},
@@ -181,12 +182,8 @@ def page(comparisons: Sequence[ModelComparison]) -> str:
 
 def _environment(comparisons: Sequence[ModelComparison]) -> str:
     report = numbers(comparisons)
-    return blocks.facts(
-        {
-            name: ", ".join(f"{key} {value}" for key, value in report[name].items())
-            for name in ("seeds", "versions", "machine")
-        }
-    )
+    names = (*(("sequences", "seeds") if comparisons[0].task else ()), "versions", "machine")
+    return blocks.facts({name: ", ".join(f"{key} {value}" for key, value in report[name].items()) for name in names})
 
 
 def picture(comparisons: Sequence[ModelComparison], path: Path) -> None:
