@@ -22,7 +22,7 @@ from tools.versions import Unavailable, model_of, trace_of
 from unilinattn.call import package_version
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
-from unilinattn.evaluation.side_by_side import quiet_hosts
+from unilinattn.evaluation.checkpoints import quiet_hosts
 from unilinattn.host.inputs import host_arguments
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import SCOPES

@@ -25,7 +25,7 @@ class Sample:
 
     Attributes:
         inputs: the model's inputs as `unilinattn.trace` takes them, with a batch axis of 1: ids (1, length), pixels
-            (1, channel, height, width), or a mapping of the model's keyword arguments.
+            (1, channel, height, width), a mapping of the model's keyword arguments, or a text.
         target: the explained position, counted over real tokens, negative from their end; None explains every query.
         relevant: (query, key), or (key,) for one target: True at the relevant keys; the sure gold links of an
             alignment.

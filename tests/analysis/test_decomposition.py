@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import unilinattn as ula
 from tests.methods.hosts import real_tokens, references, traced
+from unilinattn.analysis import DecompositionErrors, decomposition, decomposition_errors
 from unilinattn.errors import InputError, OptionError, ResultFileError
-from unilinattn.evaluation import DecompositionErrors, decomposition, decomposition_errors
 from unilinattn.operator.contributions import TAP_FUNCTIONS
 
 CASES = [("mamba", "none"), ("mamba2", "left"), ("mamba2", "right"), ("hybrid", "none"), ("delta rule", "none")]

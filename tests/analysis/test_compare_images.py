@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from tests.analysis.plain import shares, spearman
 from tests.host.test_image import picture, processor, transform, vision, vit
 from unilinattn import explain, trace
-from unilinattn.analysis import own_models, own_report
-from unilinattn.analysis.own_inputs import Images
-from unilinattn.analysis.own_models import SHOWN_IMAGES, compare_models
-from unilinattn.analysis.own_results import DRAWS, RANDOM, ModelComparison
+from unilinattn.analysis import compare, report
+from unilinattn.analysis.compare import SHOWN_IMAGES, compare_models
+from unilinattn.analysis.comparison import RANDOM, ModelComparison
+from unilinattn.analysis.inputs import named_images
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation.perturbation import TENTHS
+from unilinattn.evaluation.scorers import DRAWS
 from unilinattn.models.vim import VisionMamba
 from unilinattn.testing import promoted
 from unilinattn.tracing.trace import Trace
@@ -134,7 +135,7 @@ def test_the_image_that_each_model_read_is_kept() -> None:
 
 
 def test_the_page_draws_every_image_as_its_model_read_it() -> None:
-    page = own_report.page(compared())
+    page = report.page([compared()])
     (data,) = [json.loads(text.split("</script>")[0]) for text in page.split('<script type="application/json">')[1:]]
     assert data["sequences"] == {"word": "Image", "names": ["image 0", "image 1"]}
     # The models read the same pixels, and each picture names those beneath it.
@@ -143,9 +144,9 @@ def test_the_page_draws_every_image_as_its_model_read_it() -> None:
             assert entry["grid"] == ([4, 4] if cell["column"] == "fine" else [2, 2]) and "image" in entry
         assert {entry.get("sequence", 0) for entry in cell["pictures"]} == {0, 1}
     assert "<b> (" not in page and "patches removed, %" in page and page.count("<figure>") == 3
-    numbers = own_report.numbers(compared())
-    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers and "texts" not in numbers
-    assert numbers["images"] == ["image 0", "image 1"] and "on the worst image" in numbers["definitions"]["error"]
+    numbers = report.numbers([compared()])
+    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers and "texts" not in numbers["comparisons"][0]
+    assert numbers["comparisons"][0]["images"] == ["image 0", "image 1"]
 
 
 def test_a_method_that_needs_one_class_token_is_reported_in_its_place() -> None:
@@ -162,14 +163,14 @@ def test_unknown_patches_leave_the_other_measurements(monkeypatch: pytest.Monkey
     assert "register_image_tokens" in found.models["a"].deletion["raw"] and found.models["a"].patches == ""
     assert found.compared == {("a", "a"): 1, ("b", "b"): 1} and found.models["a"].worst_error < 1e-5
     assert "a (unknown patches) and b (unknown patches) are not compared" in " ".join(repr(found).split())
-    assert "Layers" in own_report.page(found)
+    assert "Layers" in report.page([found])
 
 
 def test_few_images_are_kept_for_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_models, "SHOWN_IMAGES", 1)
+    monkeypatch.setattr(compare, "SHOWN_IMAGES", 1)
     found = compare_models({"vit": (vit(), processor())}, images=list(PICTURES), methods=["raw"])
     assert [one.name for one in found.on_images] == ["image 0"] and len(found.images) == 2 and SHOWN_IMAGES > 1
-    assert "Scores on 1 image" in own_report.page(found)
+    assert "Scores on 1 image" in report.page([found])
 
 
 def test_curves_are_drawn_by_model_with_the_random_orders() -> None:
@@ -202,8 +203,8 @@ def test_curves_are_drawn_by_model_with_the_random_orders() -> None:
         ({"images": [torch.rand(3, 8, 8)]}, InputError, "image 0 is a Tensor"),
         ({"processor": None}, InputError, r"give a pair \(model, processor\), or also processor="),
         ({"processor": transform, "images": None, "texts": "a"}, OptionError, "processor is for images"),
-        ({"models": {"a": (vit(), None)}}, InputError, "image 0 with 'a': the input is an image, with no processor"),
-        ({"processor": processor(size={"height": 8, "width": 12})}, InputError, "image 0 with 'a': .* 8 x 12 pixels"),
+        ({"models": {"a": (vit(), None)}}, InputError, "images with 'a': the input is an image, with no processor"),
+        ({"processor": processor(size={"height": 8, "width": 12})}, InputError, "images with 'a': .* 8 x 12 pixels"),
         ({"models": {"a": (vision("ViTModel", "ViTConfig"), processor())}}, InputError, "no logits of classes"),
         ({"masking": "token"}, OptionError, "mask_token_id"),
     ],
@@ -222,7 +223,7 @@ def test_the_images_of_a_folder_are_read_by_name(tmp_path: Path) -> None:
     for name in ("b.png", "a.jpg"):
         Image.fromarray(PICTURES[0]).save(tmp_path / name)
     (tmp_path / "notes.txt").write_text("no image")
-    assert Images.of(tmp_path).names == ("a.jpg", "b.png")
+    assert named_images(tmp_path)[0] == ("a.jpg", "b.png")
     found = compare_models({"vit": (vit(), processor())}, images=str(tmp_path), methods=["raw"])
     assert found.images == ("a.jpg", "b.png")
     content = (tmp_path / "b.png").read_bytes()
@@ -233,4 +234,4 @@ def test_the_images_of_a_folder_are_read_by_name(tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         path.rename(path.with_suffix(".txt"))
     with pytest.raises(InputError, match="holds no images; files with these endings"):
-        Images.of(tmp_path)
+        named_images(tmp_path)

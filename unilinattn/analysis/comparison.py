@@ -1,21 +1,24 @@
-"""`ModelComparison`: the measurements of models on texts or images without known answers, with their tables."""
+"""`ModelComparison`: the measurements of models on the same samples, with their tables."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
+from torch import Tensor
 
 from unilinattn.analysis.pictures import curve_lines, draw, text_table
 from unilinattn.analysis.similarity import LayerSimilarity
 from unilinattn.analysis.statistics import STATISTICS, LayerStatistics
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.perturbation import PerturbationCurve
+from unilinattn.evaluation.table import Table
+from unilinattn.evaluation.trained import Counts
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.scores import count_kinds
 from unilinattn.viz.blocks import cell_text
@@ -25,10 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RANDOM = "random"
-"""Row of the deletion curve of random orders, to compare with."""
-
-DRAWS = 4
-"""Random orders of a text or image, over which the row `RANDOM` is averaged."""
+"""Row of the deletion curve of random scores, to compare with."""
 
 AXES = {
     "text": ("tokens removed, %", "probability of the predicted token"),
@@ -43,21 +43,24 @@ Row = tuple[object, ...]
 
 @dataclass(frozen=True)
 class ModelMeasurements:
-    """The measurements of one model on all texts or images.
+    """The measurements of one model on all samples.
 
     Attributes:
         host: class of the model.
         layers: names of its layers.
         kinds: kind of mixer of each layer.
-        tokens: number of tokens of each text or image.
-        patches: grid of patches and number of class tokens of an image, as a text; empty for texts and if unknown.
-        reconstruction_error: ||op(x) - y|| / ||y|| by layer, the worst text or image; None for a layer whose adapter
-            covers only its core.
-        statistics: statistics of each layer's maps, averaged over heads and over the rows of all texts or images; or a
-            message on why the model has none.
-        deletion: the deletion curve of each method, with an axis of texts or images; or a message on why the model
-            has none.
+        tokens: number of tokens of each sample.
+        patches: grid of patches and number of class tokens of an image, as a text; empty for other samples and if
+            unknown.
+        reconstruction_error: ||op(x) - y|| / ||y|| by layer, the worst sample; None for a layer whose adapter covers
+            only its core.
+        statistics: statistics of each layer's maps, averaged over heads and over the rows of all samples; or a message
+            on why the model has none.
+        deletion: the deletion curve of each method, with an axis of samples, or a message on why the model has none;
+            empty for samples with known answers.
         versions: package versions by name.
+        accuracy: share of right answers, from 0 to 1; None without known answers.
+        selection: the metric that chose the layer of each method by layer, on other samples.
     """
 
     host: str
@@ -69,6 +72,8 @@ class ModelMeasurements:
     statistics: tuple[LayerStatistics, ...] | str
     deletion: Mapping[str, PerturbationCurve | str]
     versions: Mapping[str, str]
+    accuracy: float | None = None
+    selection: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def worst_error(self) -> float | None:
@@ -95,26 +100,31 @@ class ImageResults:
 
 @dataclass(frozen=True, repr=False)
 class ModelComparison:
-    """Models side by side on texts or images.
+    """Models side by side on texts, images or the sequences of a task.
 
     Attributes:
-        texts: the texts, empty for images.
-        images: the names of the images, empty for texts.
+        texts: the texts, empty for other samples.
+        images: the names of the images, empty for other samples.
         models: the measurements of each model.
-        similarity: similarity of the maps of every two layers, averaged over the rows of a text or image and then over
-            those that `compared` counts; NaN for layers of models that were never compared. None if no model has maps.
-        compared: number of texts on which the maps of two models were compared, those that both models read as the same
-            tokens; or of images, of which both have the same grid of patches and number of class tokens.
+        table: the metrics of each model, method and sample, as `unilinattn.evaluate` returns them.
+        similarity: similarity of the maps of every two layers, averaged over the rows of a sample and then over those
+            that `compared` counts; NaN for layers of models that were never compared. None if no model has maps.
+        compared: number of samples on which the maps of two models were compared: those that both models read as the
+            same tokens, or images of which both have the same grid of patches and number of class tokens.
         not_compared: a message for each model without maps that can be compared.
-        shown: the results on the first text or image, by model and method; None if no method covers any model.
+        shown: the results on the first sample, by model and method; None if no method covers any model.
         on_images: the results on the first images.
         scope: scope of the maps.
         masking: the values in place of a removed token.
+        task: name of the task; empty for texts and images.
+        counts: numbers of a task's sequences.
+        expected: the known answer of a task's first sequence.
     """
 
     texts: tuple[str, ...]
     images: tuple[str, ...]
     models: Mapping[str, ModelMeasurements]
+    table: Table
     similarity: LayerSimilarity | None
     compared: Mapping[tuple[str, str], int]
     not_compared: Mapping[str, str]
@@ -122,21 +132,24 @@ class ModelComparison:
     on_images: tuple[ImageResults, ...]
     scope: str
     masking: str
+    task: str = ""
+    counts: Counts | None = None
+    expected: Bool[Tensor, "query key"] | None = None
 
     @property
     def unit(self) -> str:
-        """The kind of the samples: "text" or "image"."""
-        return "image" if self.images else "text"
+        """The kind of the samples: "text", "image" or "sequence"."""
+        return "sequence" if self.task else "image" if self.images else "text"
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """The texts, or the names of the images."""
-        return self.images or self.texts
+        """The texts, or the names of the images or sequences."""
+        return self.images or self.texts or tuple(dict.fromkeys(row["sample"] for row in self.table))
 
     def __repr__(self) -> str:
         """Show the tables and the missing measurements."""
-        tables = [_text(rows(self)) for rows in (model_rows, layer_rows, similarity_rows, area_rows)]
-        return "\n\n".join([*tables, *(textwrap.fill(remark, WIDTH) for remark in remarks(self))])
+        tables = [_text(rows(self)) for rows in (model_rows, layer_rows, similarity_rows)]
+        return "\n\n".join([*tables, str(self.table), *(textwrap.fill(remark, WIDTH) for remark in remarks(self))])
 
     def between(self, first: str, second: str) -> tuple[float, float] | None:
         """Return the rank correlation and the divergence of two models, or of the layers of one.
@@ -205,10 +218,12 @@ def _text(rows: Iterable[Row]) -> str:
 
 def model_rows(found: ModelComparison) -> Iterator[Row]:
     """Yield the head and a row for each model."""
-    yield "model", "class", "mixers", *(["patches"] if found.images else []), "tokens", "worst error"
+    more = "patches" if found.images else "accuracy" if found.task else ""
+    yield "model", "class", "mixers", *([more] if more else []), "tokens", "worst error"
     for name, one in found.models.items():
-        patches = [one.patches or "unknown"] if found.images else []
-        yield name, one.host, count_kinds(one.kinds), *patches, sum(one.tokens), _or_dash(one.worst_error)
+        value = one.patches or "unknown" if found.images else f"{one.accuracy or 0:.1%}"
+        values = [value] if more else []
+        yield name, one.host, count_kinds(one.kinds), *values, sum(one.tokens), _or_dash(one.worst_error)
 
 
 def layer_rows(found: ModelComparison) -> Iterator[Row]:
@@ -228,15 +243,6 @@ def similarity_rows(found: ModelComparison) -> Iterator[Row]:
     for first, second in combinations_with_replacement(found.models, 2):
         values = found.between(first, second) or ("-", "-")
         yield first, "its other layers" if first == second else second, found.compared.get((first, second), 0), *values
-
-
-def area_rows(found: ModelComparison) -> Iterator[Row]:
-    """Yield the head and a row for each method, with the areas of its deletion curves."""
-    yield "area of deletion", *found.models
-    rows = dict.fromkeys(row for one in found.models.values() for row in one.deletion)
-    for row in sorted(rows, key=lambda row: row != RANDOM):
-        curves = (one.deletion.get(row) for one in found.models.values())
-        yield row, *(each.area if isinstance(each, PerturbationCurve) else "-" for each in curves)
 
 
 def remarks(found: ModelComparison) -> Iterator[str]:

@@ -1,25 +1,30 @@
 """The command `unilinattn evaluate`: methods and metrics on the trained examples or on local checkpoints."""
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unilinattn import examples
+from unilinattn.cli.values import entry, names
 from unilinattn.errors import OptionError
-from unilinattn.evaluation.checkpoints import DTYPES, load_checkpoint
+from unilinattn.evaluation.checkpoints import DTYPES, load_checkpoint, one_thread, quiet_hosts
 from unilinattn.evaluation.evaluate import evaluate
 from unilinattn.evaluation.measures import METRICS
-from unilinattn.evaluation.plan import Model
 from unilinattn.evaluation.processes import Processes
 from unilinattn.evaluation.readers import read_samples
-from unilinattn.evaluation.samples import task_samples
 from unilinattn.evaluation.scorers import BASELINES
-from unilinattn.evaluation.side_by_side import CHOSEN_BY, Counts, one_thread, quiet_hosts, select
 from unilinattn.evaluation.table import Table
-from unilinattn.examples.tasks import SELECTION_SEED
+from unilinattn.evaluation.trained import (
+    CHOSEN_BY,
+    CORRELATION,
+    INTERVENTION,
+    Counts,
+    Intervention,
+    known_samples,
+    select,
+)
 
 DEFAULT_METRICS = ("hit_at_1", "ap", "auc")
 
@@ -31,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser, methods: Sequence[str]) -> No
     """Add the arguments of the command to its parser; `methods` are its default methods."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
-        f"metrics: {', '.join(METRICS)}\n\n"
+        f"metrics: {', '.join(METRICS)};\nof trained models also {CORRELATION}, and the method {INTERVENTION}\n\n"
         "Options of a method or metric follow its name: alti:compose=rollout, latim:p=1:layers=mean,\n"
         "positive_perturbation:masking=token:mask_token_id=0"
     )
@@ -56,17 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser, methods: Sequence[str]) -> No
 
 def run(options: argparse.Namespace) -> None:
     """Evaluate, and print the summary of the table."""
-    asked = {
-        "methods": [entry(text) for text in options.methods or options.default_methods],
-        "metrics": [entry(text) for text in options.metrics or DEFAULT_METRICS],
-        "baselines": options.baselines,
-        "seed": options.seed,
-    }
+    methods = [entry(text) for text in options.methods or options.default_methods]
+    metrics = [entry(text) for text in options.metrics or DEFAULT_METRICS]
+    shared = {"baselines": options.baselines, "seed": options.seed}
     if options.data is None:
         with one_thread(), quiet_hosts():
-            for task, arguments in _tasks(options):
+            for task, arguments in _tasks(options, methods, metrics):
                 out = options.out / task if options.task == "all" and options.out is not None else options.out
-                table = evaluate(**arguments, **asked, select_by=CHOSEN_BY, out=out)
+                table = evaluate(**arguments, **shared, out=out)
                 _print(table, task, f"by {CHOSEN_BY} on {Counts.selection} other sequences", out)
         return
     if options.task is not None or options.target is not None:
@@ -82,21 +84,28 @@ def run(options: argparse.Namespace) -> None:
             out = options.out
             if out is not None and len(options.models) > 1:
                 out = out / path.name
-            table = evaluate({path.name: host}, data, **asked, selection=others, out=out)
+            table = evaluate({path.name: host}, data, methods, metrics, **shared, selection=others, out=out)
             _print(table, str(options.data), "by the first metric on other samples", out)
 
 
-def _tasks(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the models and the samples of each task."""
+def _tasks(
+    options: argparse.Namespace, methods: Sequence[Any], metrics: Sequence[Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the arguments of `evaluate` for each task."""
     if options.selection is not None:
         raise OptionError("--selection is for --data; a task has its own sequences for the choice of layers.")
-    by_task: dict[str, dict[str, Model]] = {}
-    for task, model in select(options.task or TASK, names(options.models)):
-        by_task.setdefault(task, {})[model] = partial(examples.load, task, model)
-    for task, models in by_task.items():
-        data = task_samples(task, options.samples, target=options.target)
-        selection = task_samples(task, Counts.selection, seed=SELECTION_SEED, target=options.target)
-        yield task, {"models": models, "data": data, "selection": selection}
+    counts = Counts(scored=options.samples)
+    for task, models in select(options.task or TASK, names(options.models)).items():
+        truth = Intervention(task, counts.scored)
+        yield (
+            task,
+            {
+                "models": {model: partial(examples.load, task, model) for model in models},
+                "methods": [truth.row if method == INTERVENTION else method for method in methods],
+                "metrics": [truth.correlation if metric == CORRELATION else metric for metric in metrics],
+                **known_samples(task, counts, target=options.target),
+            },
+        )
 
 
 def _print(table: Table, data: str, choice: str, out: Path | None) -> None:
@@ -108,31 +117,3 @@ def _print(table: Table, data: str, choice: str, out: Path | None) -> None:
         f"\nlayer: the best {choice}; all: the method composes the layers"
         + (f"\nTables: {out / 'table.csv'}, {out / 'table.json'}\n" if out is not None else "\n")
     )
-
-
-def names(given: Sequence[str] | None) -> list[str]:
-    """Return the names of a list separated by spaces or commas, without repetitions."""
-    return list(dict.fromkeys(name for part in given or () for name in part.split(",") if name))
-
-
-def entry(text: str) -> str | tuple[str, Mapping[str, Any]]:
-    """Return a name, or the name and the options of NAME:OPTION=VALUE:OPTION=VALUE.
-
-    Raises `OptionError` for an option without a value.
-    """
-    name, *pairs = text.split(":")
-    return (name, dict(option(text, pair) for pair in pairs)) if pairs else name
-
-
-def option(where: str, pair: str) -> tuple[str, Any]:
-    """Return the name and the value, as JSON or text, of NAME=VALUE.
-
-    Raises `OptionError`, which begins with `where`, for another text.
-    """
-    name, equals, value = pair.partition("=")
-    if not equals:
-        raise OptionError(f"{where} {pair!r} is not NAME=VALUE, such as p=1.")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value

@@ -16,12 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.analysis.plain import shares, spearman
 from tests.texts import PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn import explain, trace
-from unilinattn.analysis import own_models, own_report
-from unilinattn.analysis.own_models import METHODS, compare_models, unique
-from unilinattn.analysis.own_results import DRAWS, RANDOM, ModelComparison, worst
+from unilinattn.analysis import compare, report, similarity
+from unilinattn.analysis.compare import METHODS, compare_models
+from unilinattn.analysis.comparison import RANDOM, ModelComparison, worst
+from unilinattn.analysis.similarity import unique
 from unilinattn.cli import arguments
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.evaluation.perturbation import TENTHS
+from unilinattn.evaluation.scorers import DRAWS
 from unilinattn.registry import Method, list_methods, overridden
 from unilinattn.testing import promoted
 
@@ -79,7 +81,7 @@ def test_statistics_are_averaged_over_the_rows_of_all_texts() -> None:
             assert float(each.distance[head]) == pytest.approx(sum(distances) / len(rows), abs=1e-10)
 
 
-def similarity(a: Tensor, b: Tensor) -> tuple[float, float]:
+def plain_similarity(a: Tensor, b: Tensor) -> tuple[float, float]:
     """Rank correlation and divergence of two causal maps (query, key), averaged over rows of two or more keys."""
     ranks, divergences = [], []
     for i in range(1, len(a)):
@@ -95,14 +97,14 @@ def test_similarities_are_averaged_over_texts_and_pairs_of_layers() -> None:
     with promoted():
         ours, theirs = ([maps(doubled(model), text) for text in compared().texts] for model in (mamba(), llama()))
     values = [
-        similarity(a.mean(0), b.mean(0))
+        plain_similarity(a.mean(0), b.mean(0))
         for first, second in zip(ours, theirs, strict=True)
         for a in first
         for b in second
     ]
     expected = [sum(column) / len(values) for column in zip(*values, strict=True)]
     assert compared().between("mamba", "llama") == pytest.approx(expected, abs=1e-10)
-    within = [similarity(first[0].mean(0), first[1].mean(0)) for first in ours]
+    within = [plain_similarity(first[0].mean(0), first[1].mean(0)) for first in ours]
     expected = [sum(column) / len(within) for column in zip(*within, strict=True)]
     assert compared().between("mamba", "mamba") == pytest.approx(expected, abs=1e-10)
     # One layer has no other.
@@ -173,8 +175,8 @@ def test_an_uncovered_method_or_measurement_is_reported_in_its_place(monkeypatch
     def unmeasured(*arguments: Any, **options: Any) -> Any:
         raise UncoveredError("no maps here.")
 
-    monkeypatch.setattr(own_models, "map_statistics", unmeasured)
-    monkeypatch.setattr(own_models, "layer_similarity", unmeasured)
+    monkeypatch.setattr(compare, "map_statistics", unmeasured)
+    monkeypatch.setattr(similarity, "layer_similarity", unmeasured)
     with overridden(Method("mine", "Refuses.", refuses)):
         found = compare_models(
             {"a": (mamba(), tokenizer()), "b": (llama(), tokenizer())}, PARIS, methods=["mine", "raw"]
@@ -185,21 +187,20 @@ def test_an_uncovered_method_or_measurement_is_reported_in_its_place(monkeypatch
     printed = repr(found)
     for line in ("No statistics of a: no maps here.", "No mine of b: mine covers", "No similarity of b: no maps here."):
         assert line in printed
-    numbers = own_report.numbers(found)
-    missing = numbers["models"]["a"]["not_measured"]
-    assert missing["statistics"] == "no maps here." and missing["mine"].startswith("mine covers nothing.")
-    assert "<h2>Layers</h2>" in own_report.page(found)
+    stored = report.numbers([found])["comparisons"][0]["models"]["a"]
+    assert stored["statistics"] == "no maps here." and stored["deletion"]["mine"].startswith("mine covers nothing.")
+    assert "<h2>Layers</h2>" in report.page([found])
 
 
 def test_a_model_without_maps_leaves_the_others_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = own_models.layer_similarity
+    measure = similarity.layer_similarity
 
     def partly(traces: Any, **options: Any) -> Any:
         if "b" in traces:
             raise UncoveredError("b has no maps.")
         return measure(traces, **options)
 
-    monkeypatch.setattr(own_models, "layer_similarity", partly)
+    monkeypatch.setattr(similarity, "layer_similarity", partly)
     pairs = {name: (model, tokenizer()) for name, model in (("a", mamba()), ("b", llama()), ("c", llama()))}
     found = compare_models(pairs, PARIS, methods=["raw"])
     assert found.not_compared == {"b": "b has no maps."}
@@ -208,14 +209,15 @@ def test_a_model_without_maps_leaves_the_others_compared(monkeypatch: pytest.Mon
 
 
 def test_the_numbers_are_plain_values_and_texts_are_escaped() -> None:
-    numbers = own_report.numbers(compared())
+    numbers = report.numbers([compared()])
     assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
-    assert numbers["similarity"]["divergence"][0][3] is None
-    assert numbers["models"]["words"]["layers"][0]["statistics"]["memory"] == [
+    (stored,) = numbers["comparisons"]
+    assert stored["similarity"]["divergence"][0][3] is None
+    assert stored["models"]["words"]["statistics"][0]["memory"] == [
         float(value) for value in compared().models["words"].statistics[0].memory
     ]
     unsafe = compare_models({"<b>": (llama(), tokenizer())}, "<script>alert(1)</script>", methods=["raw"])
-    page = own_report.page(unsafe)
+    page = report.page([unsafe])
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page and "<b> side" not in page
 
 
@@ -223,8 +225,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"models": {}}, InputError, "models is empty or no mapping"),
     ({"texts": []}, InputError, "there are no texts"),
     ({"texts": [PARIS, ""]}, InputError, "text 1 is empty; give a text"),
-    ({"texts": ["T"]}, InputError, "text 0 with 'a': it has 1 token; two or more"),
-    ({"models": {"a": (llama(9), tokenizer())}}, InputError, "text 0 with 'a': .*ids"),
+    ({"texts": ["T"]}, InputError, "model a, sample text 0: it has 1 token; two or more"),
+    ({"models": {"a": (llama(9), tokenizer())}}, InputError, "model a, sample text 0: .*ids"),
     ({"methods": ["rolout"]}, OptionError, "did you mean 'rollout'"),
     ({"methods": "raw"}, OptionError, "give a list of method names"),
     ({"scope": "cores"}, OptionError, "did you mean 'core'"),
