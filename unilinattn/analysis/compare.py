@@ -23,7 +23,7 @@ from unilinattn.evaluation.trained import CORRELATION, INTERVENTION, Counts, Int
 from unilinattn.examples.tasks import HELD_OUT_SEED
 from unilinattn.host.logits import has_logits, logits_of
 from unilinattn.memory import max_memory as limited_to
-from unilinattn.methods.run import COMPOSED, COMPOSED_OPTIONS
+from unilinattn.methods.run import COMPOSED
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import list_methods
@@ -180,8 +180,8 @@ def method_rows(methods: Sequence[str]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name in methods:
         rows[name] = name
-        if name == COMPOSED:
-            rows[f"{name} (composed)"] = name, COMPOSED_OPTIONS
+        if name == COMPOSED.name:
+            rows[f"{name} (composed)"] = COMPOSED
     return rows
 
 
