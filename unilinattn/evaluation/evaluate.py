@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -242,6 +243,12 @@ class _Work:
             if one.label in composed or not one.reads_model:
                 continue
             with self._located(f"{where}, {one.label}"):
+                # The scores of one target have the same axes, and take a fraction of the time.
+                if len(batch) > 1 and not _has_layers(
+                    self._run(one, traced, "axes", first, replace(sample, target=-1))[0]
+                ):
+                    composed.add(one.label)
+                    continue
                 results = [draws[0] for draws in self._results(one, traced, batch, "selection")]
                 if not _has_layers(results[0]):
                     composed.add(one.label)
@@ -330,20 +337,19 @@ class _Work:
 
     def _results(self, one: Scorer, traced: Trace, batch: Mapping[int, Sample], kind: str) -> list[list[Attribution]]:
         """Return the results of each sample of a batch, several for random draws."""
-        devices = {weight.device.index for weight in self._host.parameters() if weight.is_cuda}
-
-        def seeded(at: int, sample: Sample) -> list[Attribution]:
-            # The seed depends on the sample and the row; the caller's generators are restored.
-            with torch.random.fork_rng(devices=sorted(devices)):
-                torch.manual_seed(self._plan.seed_of(kind, at, one.label))
-                return one.function(traced, sample, trust=self._plan.trust, max_memory=self._plan.max_memory)
-
         if not one.reads_model:
-            return [seeded(at, sample) for at, sample in batch.items()]
-        result = seeded(*next(iter(batch.items())))[0]
+            return [self._run(one, traced, kind, at, sample) for at, sample in batch.items()]
+        result = self._run(one, traced, kind, *next(iter(batch.items())))[0]
         if kind == "data":
             result = self._observer.scored(traced, one.label, result)
         return [[result]] if len(batch) == 1 else [[result.select(batch=row)] for row in range(len(batch))]
+
+    def _run(self, one: Scorer, traced: Trace, kind: str, at: int, sample: Sample) -> list[Attribution]:
+        devices = {weight.device.index for weight in self._host.parameters() if weight.is_cuda}
+        # The seed depends on the sample and the row; the caller's generators are restored.
+        with torch.random.fork_rng(devices=sorted(devices)):
+            torch.manual_seed(self._plan.seed_of(kind, at, one.label))
+            return one.function(traced, sample, trust=self._plan.trust, max_memory=self._plan.max_memory)
 
     def _cases(
         self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Sequence[Attribution]]
