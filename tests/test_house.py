@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "unilinattn"
 
 SURFACE = "__init__"
-GROUND = ("errors", "memory", "optional", "progress", "startup")
+GROUND = ("aligned", "errors", "memory", "optional", "progress", "startup")
 LAYERS = (
     GROUND,
     ("call", "kernels", "options", "viz"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
+from unilinattn.aligned import aligned
 from unilinattn.errors import InputError, OptionError, ResultFileError, UncoveredError, nearest
 from unilinattn.methods.selection import only_port, stackable_layers
 from unilinattn.options.bases import Activation
@@ -112,17 +113,11 @@ def text_table(errors: Mapping[str, DecompositionErrors]) -> str:
     """Return an aligned table of the differences of several models: a line for each layer, a column for each f."""
     activations = _shared_activations(errors)
     lines = [("model", "layer", "mixer", *activations)]
-    for model, found in errors.items():
-        for layer, kind, row in zip(found.layers, found.kinds, found.difference, strict=True):
+    for model, measured in errors.items():
+        for layer, kind, row in zip(measured.layers, measured.kinds, measured.difference, strict=True):
             lines.append((model, layer, kind, *("-" if error is None else f"{error:.2g}" for error in row)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(c.ljust(w) if at < 3 else c.rjust(w) for at, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in (lines[0], tuple("-" * width for width in widths), *lines[1:])
-    ]
-    return "\n".join(
-        [*(line.rstrip() for line in aligned), "", f"{DEFINITION} (LaTIM Fig. 4); -: no activation to split"]
-    )
+    table = aligned(lines, right=range(3, len(lines[0])))
+    return f"{table}\n\n{DEFINITION} (LaTIM Fig. 4); -: no activation to split"
 
 
 def plot(errors: Mapping[str, DecompositionErrors]) -> "Figure":

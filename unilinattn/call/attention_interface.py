@@ -255,7 +255,10 @@ def _keeping(eager: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        dropped = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        # Eager functions compute the softmax in float32, where the lowest number of float64 is infinite, and a query
+        # without any key NaN.
+        lowest = max(torch.finfo(query.dtype).min, torch.finfo(torch.float32).min)
+        dropped = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
         context, weights = eager(module, query, key, value, dropped, **options)
         has_keys = mask.any(-1, keepdim=True)
         return context * has_keys.transpose(1, 2), None if weights is None else weights * has_keys

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from unilinattn.aligned import aligned
 from unilinattn.cli.values import option
 from unilinattn.errors import ExactnessWarning, OptionError, ResultFileError, SinkWarning, UncoveredError
 from unilinattn.evaluation.checkpoints import load_checkpoint, quiet_hosts
@@ -87,12 +88,12 @@ def _run_generation(options: argparse.Namespace) -> None:
     print(f"{result.method}: largest scores for each generated token, {column}")
     assert result.tokens is not None and result.query_tokens is not None
     texts, made = result.tokens[0], result.query_tokens[0]
-    wide = max(len(repr(text)) for text in made)
-    first, sinks = len(texts) - len(made), () if result.sinks is None else result.sinks[0]
-    for place, (text, row) in enumerate(zip(made, scores.view(len(made), -1), strict=True), first):
+    rows, sinks = [], () if result.sinks is None else result.sinks[0]
+    for position, (text, row) in enumerate(zip(made, scores.view(len(made), -1), strict=True), len(texts) - len(made)):
         ranking = [key for key in row.abs().argsort(descending=True).tolist() if key not in sinks]
         named = "   ".join(f"{texts[key]!r} {float(row[key]):.3g}" for key in ranking[:LARGEST])
-        print(f"  {place:>4}  {repr(text).ljust(wide)}  {named}")
+        rows.append((f"{position:>4}", repr(text), named))
+    print(aligned(rows, indent=2))
     _finish(result, options.out)
 
 
@@ -150,14 +151,9 @@ def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:
 
 
 def _layer_lines(observed: Trace) -> str:
-    names = [layer.name for layer in observed.layers]
-    kinds = [layer.kind for layer in observed.layers]
-    wide, kind_wide = max(map(len, names)), max(map(len, kinds))
-    lines = [f"  {'layer'.ljust(wide + 4)}  {'mixer'.ljust(kind_wide)}  reconstruction error"]
-    for index, layer in enumerate(observed.layers):
-        error = _error_text(layer)
-        lines.append(f"  {index:>2}  {layer.name.ljust(wide)}  {layer.kind.ljust(kind_wide)}  {error}")
-    return "\n".join(lines)
+    rows = [("layer", "mixer", "reconstruction error")]
+    rows += [(f"{at:>2}  {layer.name}", layer.kind, _error_text(layer)) for at, layer in enumerate(observed.layers)]
+    return aligned(rows, indent=2)
 
 
 def _error_text(layer: Layer) -> str:
@@ -178,15 +174,12 @@ def bar_chart(texts: Sequence[str], scores: Tensor, own: int, own_name: str, sin
     `own` and the attention sinks have no bar.
     """
     shown = [text if text.isprintable() and text == text.strip() else repr(text) for text in texts]
-    wide = max(map(len, shown))
-    others = [place for place in range(len(shown)) if place != own]
-    largest = max((abs(float(scores[place])) for place in others if place not in sinks), default=0.0) or 1.0
-    lines = [f"  {own:>4}  {shown[own].ljust(wide)}  {float(scores[own]):>10.4g}  {own_name}, no bar"]
-    for place in others:
-        score = float(scores[place])
-        bar = ("#" if score >= 0 else "-") * round(BAR * abs(score) / largest) if place not in sinks else SINK
-        lines.append(f"  {place:>4}  {shown[place].ljust(wide)}  {score:>10.4g}  {bar}".rstrip())
-    return "\n".join(lines)
+    values = [float(score) for score in scores]
+    others = [key for key in range(len(shown)) if key != own]
+    largest = max((abs(values[key]) for key in others if key not in sinks), default=0.0) or 1.0
+    bars = {key: ("#" if values[key] >= 0 else "-") * round(BAR * abs(values[key]) / largest) for key in others}
+    bars |= dict.fromkeys(sinks, SINK) | {own: f"{own_name}, no bar"}
+    return aligned([(f"{key:>4}", shown[key], f"{values[key]:>10.4g}", bars[key]) for key in [own, *others]], indent=2)
 
 
 def _sum_line(result: Attribution) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
+from unilinattn.aligned import aligned
 from unilinattn.errors import OptionError
 from unilinattn.optional import ENTRY_POINT_GROUPS
 from unilinattn.options import METHODS
@@ -99,9 +100,7 @@ def _overview(architectures: Iterable[Adapter], methods: Iterable[Listed]) -> st
     for architecture in architectures:
         lines += [f"  {line}" for line in _architecture(architecture)]
     lines += ["", "Methods (`unilinattn list NAME` prints the options of one)"]
-    width = max((len(method.name) for method in methods), default=0)
-    lines += [f"  {method.name.ljust(width)}  {method.summary}" for method in methods]
-    return "\n".join(lines)
+    return "\n".join([*lines, aligned([(method.name, method.summary) for method in methods], indent=2)])
 
 
 def _architecture(architecture: Adapter) -> Iterator[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import pstdev
 from typing import TYPE_CHECKING, Any, Self
 
+from unilinattn.aligned import aligned
 from unilinattn.errors import InputError, OptionError, ResultFileError, nearest
 from unilinattn.evaluation.store import replace_text
 from unilinattn.optional import import_extra
@@ -156,13 +157,7 @@ class Table(Sequence[Mapping[str, Any]]):
         """Return the summary as text: a line for each model and method, and a column for each metric."""
         head, *rows = self.cells()
         lines = [head, *([cell if isinstance(cell, str) else f"{cell:.4g}" for cell in row] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                c.rjust(w) if at > 2 else c.ljust(w) for at, (c, w) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return aligned(lines, right=range(3, len(head)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {len(self)} rows of {', '.join(self.columns)}"

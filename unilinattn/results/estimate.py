@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from unilinattn.aligned import aligned
 from unilinattn.memory import in_words
 
 
@@ -48,13 +49,10 @@ class Estimate:
 
     def __repr__(self) -> str:
         """Show the totals, then each layer on a line."""
-        width = max(len(layer.name) for layer in self.layers)
-        lines = [
+        head = (
             f"Estimate of {self.method}: result {self.shape}, {in_words(self.result)}; {in_words(self.beside)} beside "
             f"it at the peak; trace and operators {in_words(self.trace)}; max_memory is {in_words(self.allowed)}"
-        ]
-        if self.held:
-            lines.append(f"  {'all along':<{width}}  {in_words(self.held):>10}")
-        for layer in self.layers:
-            lines.append(f"  {layer.name:<{width}}  {in_words(layer.bytes):>10}  {layer.kind}")
-        return "\n".join(lines)
+        )
+        rows = [("all along", in_words(self.held), "")] if self.held else []
+        rows += [(layer.name, in_words(layer.bytes), layer.kind) for layer in self.layers]
+        return f"{head}\n{aligned(rows, right=[1], indent=2)}"

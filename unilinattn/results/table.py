@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from unilinattn.aligned import aligned
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.optional import import_extra
 from unilinattn.results.labels import encodable
@@ -85,9 +86,7 @@ class ScoreTable(_Named[Mapping[str, Result]], Generic[Result]):
             axes = axes_text(result)
             error = f"{worst[1]:.1e}" if (worst := result.worst_error) is not None else "-"
             rows.append((model, count_kinds(result.kinds) or "-", method, result.scope or "-", axes, error))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        return aligned(rows)
 
     def __repr__(self) -> str:
         return f"Comparison of {len(self)} models, {len(self.methods)} methods\n{self.table()}"
