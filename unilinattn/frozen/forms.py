@@ -51,6 +51,19 @@ def linear_in(live: Tensor, func: Callable[..., Tensor], args: Any, kwargs: Any)
     return forward_ad.make_dual(result, moved)
 
 
+def name_of(func: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
+    """Return a function's name without underscores, and whether it writes into its first argument."""
+    name = func.__name__
+    if name in ("__get__", "__set__"):
+        return func.__self__.__name__, False
+    if name.startswith("__"):
+        name = name.strip("_")
+        in_place = name in ("iadd", "isub", "imul", "idiv", "itruediv")
+        return (name[1:] if in_place else name), in_place
+    in_place = name.endswith("_") or kwargs.pop("inplace", False)
+    return name.rstrip("_"), in_place
+
+
 def layer_norm(
     x: Tensor,
     normalized_shape: Sequence[int],

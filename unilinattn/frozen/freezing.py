@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unilinattn.errors import UncoveredError
-from unilinattn.frozen.forms import FORMS, as_source, frozen_slope, linear_in
+from unilinattn.frozen.forms import FORMS, as_source, frozen_slope, linear_in, name_of
 from unilinattn.host.nested import mapped, tensors
 from unilinattn.mixers.base import checked_factors
 
@@ -126,7 +126,7 @@ class Freezing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply the rule of a function; raise `UncoveredError` if it has none."""
         kwargs = kwargs or {}
-        name, in_place = _name(func, dict(kwargs))
+        name, in_place = name_of(func, dict(kwargs))
         if name == "requires_grad" and in_place:
             # A host that switches gradients on or off does not change which tensors are carried.
             return args[0]
@@ -393,16 +393,3 @@ class Freezing(TorchFunctionMode):
 def carried(value: Any) -> bool:
     """Tell whether a tensor requires a gradient, or one of a nested value."""
     return any(tensor.requires_grad for tensor in tensors(value))
-
-
-def _name(func: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
-    """Return a function's name without underscores, and whether it writes into its first argument."""
-    name = func.__name__
-    if name in ("__get__", "__set__"):
-        return func.__self__.__name__, False
-    if name.startswith("__"):
-        name = name.strip("_")
-        in_place = name in ("iadd", "isub", "imul", "idiv", "itruediv")
-        return (name[1:] if in_place else name), in_place
-    in_place = name.endswith("_") or kwargs.pop("inplace", False)
-    return name.rstrip("_"), in_place
