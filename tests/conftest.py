@@ -7,6 +7,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from hypothesis import settings
-from jaxtyping import install_import_hook
 
 import tests.signatures
 from tests.margins import Recorder
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="check shapes and types at every call of a function of the package, and draw more examples, as CI does",
+        help="check shapes and types at the first calls of each function in a test, and draw more examples, as CI does",
     )
     parser.addoption("--threads", type=int, default=1, help="number of torch's threads (default: %(default)s)")
     parser.addoption(
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         loaded = [name for name in sys.modules if name.split(".")[0] == "unilinattn"]
         if loaded:
             raise pytest.UsageError(f"--thorough cannot check modules that are already imported: {loaded[:3]}.")
-        install_import_hook("unilinattn", f"{tests.signatures.__name__}.check")
+        tests.signatures.install("unilinattn")
     if config.getoption("--margins"):
         config.pluginmanager.register(Recorder(config.getoption("--margins")))
 
@@ -63,8 +63,13 @@ for name, examples in (("quick", 6), ("thorough", 20)):
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Seed all random generators before every test."""
+def seeded() -> Iterator[None]:
+    """Seed all random generators before every test; afterwards shared traces must be what they were."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    tests.signatures.next_test()
+    yield
+    # Imported late, because a thorough run checks modules of the package that are imported after its configuration.
+    if "tests.shared" in sys.modules:
+        sys.modules["tests.shared"].require_unwritten()

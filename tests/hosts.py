@@ -3,6 +3,7 @@
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from zlib import crc32
 
 import pytest
 
@@ -25,17 +26,37 @@ def tables() -> Mapping[str, Sequence[Host]]:
 
 
 def cases(
-    hosts: Sequence[Host], usual: Iterable[str] = (), prefix: str = "", *, large: Iterable[str] = ()
+    hosts: Sequence[Host],
+    usual: Iterable[str] = (),
+    prefix: str = "",
+    *,
+    large: Iterable[str] = (),
+    turn: int | None = None,
 ) -> list[object]:
-    """Return a parameter for each host; slow except for `usual` and the first of each architecture without `large`."""
+    """Return a parameter for each host; slow except for `usual` and the first of each architecture without `large`.
+
+    With a `turn` only those slow hosts are left that have it: tests that ask for different questions on one run of a
+    host share the hosts, while `check_architecture` runs on all of them.
+    """
     first = {host.architecture: host.name for host in reversed(hosts)}
     quick = {*first.values(), *usual} - {*large}
     slow = pytest.mark.slow
-    return [pytest.param(host, id=prefix + host.name, marks=() if host.name in quick else slow) for host in hosts]
+    chosen = [host for host in hosts if host.name in quick or turn in (None, turn_of(host.name))]
+    return [pytest.param(host, id=prefix + host.name, marks=() if host.name in quick else slow) for host in chosen]
+
+
+def turn_of(name: str) -> int:
+    """Return which of three tests runs the host of this name: `isolation` (0), `length` (1) or `cut` (2)."""
+    return crc32(name.encode()) % 3
 
 
 def every_host(
-    hosts: Sequence[Host], name: str = "host", *, usual: Iterable[str] = (), large: Iterable[str] = ()
+    hosts: Sequence[Host],
+    name: str = "host",
+    *,
+    usual: Iterable[str] = (),
+    large: Iterable[str] = (),
+    turn: int | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrise a test with a table of hosts (see `cases`)."""
-    return pytest.mark.parametrize(name, cases(hosts, usual, large=large))
+    return pytest.mark.parametrize(name, cases(hosts, usual, large=large, turn=turn))

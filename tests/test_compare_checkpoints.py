@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.host.test_image import picture, processor, vit
 from tests.test_cli import TEXT, WORDS, fails, save_tokenizer
 from tests.test_cli import checkpoints as checkpoints  # a fixture
-from tests.tracing.test_image import picture, processor, vit
 from unilinattn import cli
 from unilinattn.analysis import report
 from unilinattn.errors import InputError

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.analysis.plain import shares, spearman
-from tests.tracing.test_image import picture, processor, transform, vision, vit
+from tests.host.test_image import picture, processor, transform, vision, vit
 from unilinattn import explain, trace
 from unilinattn.analysis import compare, report
 from unilinattn.analysis.compare import SHOWN_IMAGES, compare_models

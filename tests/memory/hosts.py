@@ -1,9 +1,9 @@
 """Hosts of any length, one for each structure on which the costs of the methods are tested."""
 
 from dataclasses import replace
-from functools import cache
 from importlib import import_module
 
+from tests.shared import shared
 from unilinattn.testing.hosts import transformers_model
 from unilinattn.tracing.trace import Trace, trace
 
@@ -37,8 +37,7 @@ WIDE = {
 _GPT2 = dict(n_embd=16, n_layer=2, n_head=4, n_positions=1024, vocab_size=31, bos_token_id=None, eos_token_id=None)
 
 
-@cache
-def traced(name: str, length: int) -> Trace:
+def new_trace(name: str, length: int) -> Trace:
     """Trace a host on one sequence and build its operators, including deferred factors."""
     host = next(entry for entry in HOSTS if entry.name == (name if name not in WIDE else "mamba"))
     build = transformers_model("GPT2LMHeadModel", "GPT2Config", **_GPT2) if name == "gpt2" else host.build
@@ -48,6 +47,9 @@ def traced(name: str, length: int) -> Trace:
     for layer in host_trace.layers:
         layer.operator.apply(layer.input)
     return host_trace
+
+
+traced = shared(new_trace)
 
 
 def linear(host_trace: Trace) -> int:

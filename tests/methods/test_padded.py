@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from tests.methods.values import Chosen, option_values
+from tests.shared import shared
 from unilinattn import Attribution, list_methods, trace
 from unilinattn.errors import UncoveredError, UnilinattnError
 from unilinattn.methods.run import run_method
@@ -71,7 +72,7 @@ def model_of(name: str) -> torch.nn.Module:
     return host(name).model().double()
 
 
-@cache
+@shared
 def traced(name: str, side: str, text: int | None = None, *, seed: int = 0) -> Trace:
     """Trace the padded batch, or one text by itself; `seed` draws the words."""
     longest = max(LENGTHS)
@@ -108,8 +109,9 @@ def resolved(method: str, option: str, value: Any, name: str, side: str, text: i
     if value.kind is Callable:
         assert option in FUNCTIONS, f"{method}: give a function for the option {option!r} in FUNCTIONS"
         return FUNCTIONS[option](side)
-    assert value.kind is Trace, f"{method}: no value is known for {option!r}, a {value.kind}"
-    return traced(name, side, text, seed=1)
+    other = traced(name, side, text, seed=1)
+    assert isinstance(other, value.kind), f"{method}: no value is known for {option!r}, a {value.kind}"
+    return other
 
 
 Outcome = Attribution | UnilinattnError

@@ -4,15 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.mixers import (
-    laws,
-    test_delta_rule,
-    test_exclusive_bonus,
-    test_low_rank_update,
-    test_mlstm,
-    test_normalized_exponential,
-    test_substep,
-)
+from tests.mixers import laws
+from tests.mixers.memories import MEMORIES, substep
 from unilinattn.kernels.backend import using
 from unilinattn.memory import max_memory
 from unilinattn.mixers import NormalizedExponential, chunked
@@ -21,11 +14,14 @@ from unilinattn.mixers.cost import cost_of
 from unilinattn.testing.peak import Peak, peak_of
 
 CASES = {
-    "delta rule": test_delta_rule.case("head"),
-    "low-rank update": test_low_rank_update.case(),
-    "exclusive bonus": test_exclusive_bonus.CASE,
-    "normalised exponential": test_normalized_exponential.CASE,
-    "mLSTM": test_mlstm.CASE,
+    name: MEMORIES[name]
+    for name in (
+        "delta rule, decay by head",
+        "low-rank update, decay by head",
+        "exclusive bonus",
+        "normalised exponential",
+        "mLSTM",
+    )
 }
 
 every = pytest.mark.parametrize("name", CASES)
@@ -111,7 +107,7 @@ def test_a_long_pass_saves_states_but_not_matrices_for_its_gradient(
     assert counted.live <= 1.25 * passed_on.nbytes
 
 
-EVERY = CASES | {"sub-steps": test_substep.case(1)}
+EVERY = CASES | {"sub-steps": substep(1)}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -179,7 +175,7 @@ def test_the_documented_memory_covers_chunks_side_by_side(
     mixer = CASES[name].build(CASES[name].draw(5 * Chunked.tokens))
     expected, value = cost_of(mixer), laws.values(mixer, channels=8)
     measured = {
-        "pass": (expected.pass_cost(8).elements, peak_of(lambda: mixer.apply(value)).peak),
+        "pass": (expected.pass_elements(8), peak_of(lambda: mixer.apply(value)).peak),
         "map": (expected.reduced_elements(64, 1), peak_of(lambda: [None for _ in mixer.reduced_rows(64)]).peak),
         "tile": (expected.tile_elements(320, 320, mixer.heads), peak_of(mixer.tile).peak),
     }

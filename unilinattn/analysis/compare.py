@@ -21,15 +21,15 @@ from unilinattn.evaluation.plan import Plan
 from unilinattn.evaluation.table import PARTS, Table
 from unilinattn.evaluation.trained import CORRELATION, INTERVENTION, Counts, Intervention, known_samples
 from unilinattn.examples.tasks import HELD_OUT_SEED
+from unilinattn.host.logits import has_logits, logits_of
 from unilinattn.memory import max_memory as limited_to
-from unilinattn.methods.run import COMPOSED, COMPOSED_OPTIONS
+from unilinattn.methods.run import COMPOSED
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import list_methods
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import has_logits, logits_of
 from unilinattn.tracing.trace import Trace, trace
 
 METHODS = ("logit", "raw", "rollout", "attribution", "latim", "alti")
@@ -180,8 +180,8 @@ def method_rows(methods: Sequence[str]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name in methods:
         rows[name] = name
-        if name == COMPOSED:
-            rows[f"{name} (composed)"] = name, COMPOSED_OPTIONS
+        if name == COMPOSED.name:
+            rows[f"{name} (composed)"] = COMPOSED
     return rows
 
 

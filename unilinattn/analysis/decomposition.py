@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, ResultFileError, UncoveredError, nearest
-from unilinattn.methods.options import Activation
 from unilinattn.methods.selection import only_port, stackable_layers
+from unilinattn.options.bases import Activation
 from unilinattn.results import plots
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace

@@ -11,9 +11,9 @@ from torch import nn
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation.readers import image_files, open_image, with_patches
 from unilinattn.evaluation.samples import Sample
-from unilinattn.tracing.image import is_image, processed
-from unilinattn.tracing.inputs import pixels
-from unilinattn.tracing.logits import logits_of
+from unilinattn.host.image import is_image, processed
+from unilinattn.host.inputs import pixels
+from unilinattn.host.logits import logits_of
 from unilinattn.tracing.trace import Trace
 
 

@@ -15,11 +15,11 @@ from unilinattn.analysis.maps import candidate_keys, row_distributions
 from unilinattn.analysis.pictures import Where, draw, heat_map, text_table
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.evaluation.metrics import rank_correlation
+from unilinattn.host.labels import token_text
 from unilinattn.memory import reserved
 from unilinattn.methods.maps import map_bytes
 from unilinattn.methods.selection import only_port
 from unilinattn.operator.edges import is_causal
-from unilinattn.tracing.labels import token_text
 from unilinattn.tracing.trace import Trace
 
 if TYPE_CHECKING:

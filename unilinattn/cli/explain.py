@@ -12,13 +12,13 @@ from torch import Tensor
 from unilinattn.cli.values import option
 from unilinattn.errors import ExactnessWarning, OptionError, ResultFileError, SinkWarning, UncoveredError
 from unilinattn.evaluation.checkpoints import load_checkpoint, quiet_hosts
+from unilinattn.host.labels import token_text
 from unilinattn.methods.generation import explain_generation
 from unilinattn.methods.run import explain
 from unilinattn.methods.targets import position_of
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.panels import counts_residual
-from unilinattn.tracing.labels import token_text
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace
 

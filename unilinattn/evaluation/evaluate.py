@@ -21,6 +21,7 @@ from unilinattn.evaluation.samples import Sample
 from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
 from unilinattn.evaluation.table import PARTS, Table, pool
+from unilinattn.options import Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
@@ -54,7 +55,7 @@ class Observer:
 def evaluate(
     models: Mapping[str, Model],
     data: Any,
-    methods: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry],
+    methods: Sequence[str | Options | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry | Options],
     metrics: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry],
     *,
     selection: Any = None,
@@ -86,8 +87,8 @@ def evaluate(
         data: the samples, with different names if they have any; or a file of texts, a folder of images or a data set,
             which `evaluation.read_samples` reads. Images get the patches of the model if there is one model, given as a
             module.
-        methods: names of methods, (name, options), or a mapping from labels to either or to a function
-            `f(trace, sample)` that returns scores (key,) or (query, key), or an `Attribution`.
+        methods: methods such as `methods.Latim(p=1)`, names, (name, options), or a mapping from labels to one of them
+            or to a function `f(trace, sample)` that returns scores (key,) or (query, key), or an `Attribution`.
         metrics: names of metrics (`evaluation.measures.METRICS`), (name, options), or a mapping from labels to either
             or to a function from a `Case` to a number. `completeness_gap` has rows for methods that decompose a logit.
         selection: other samples, on which layers are chosen.

@@ -13,6 +13,7 @@ from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.measures import METRICS, Metric, function_metric, metric, require_fields
 from unilinattn.evaluation.samples import Sample, fingerprint, function_name
 from unilinattn.evaluation.scorers import BASELINES, Scorer, baseline, scorer
+from unilinattn.options.base import Options, label_of
 from unilinattn.tracing.trust import Trust
 
 VALUES = 4096
@@ -165,7 +166,7 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
             continue
         if callable(name):
             raise OptionError(f"{kind} holds the function {name!r}; give it a label in a mapping.")
-        label = f"{name} ({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
+        label = label_of(name, options)
         if label in labelled:
             raise OptionError(f"{kind} names {label!r} twice.")
         labelled[label] = (name, options)
@@ -173,11 +174,16 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
 
 
 def _entry(given: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
+    if isinstance(given, Options):
+        return given.name, given.keywords
     if isinstance(given, str | Scorer) or callable(given):
         return given, {}
     if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping):
         return given[0], given[1]
-    raise OptionError(f"{kind} holds {given!r}; give a name, (name, options) with a mapping, or a labelled function.")
+    raise OptionError(
+        f"{kind} holds {given!r}; give a name, a method with options, (name, options) with a mapping, or a labelled "
+        "function."
+    )
 
 
 def _metric(name: Any, options: Mapping[str, Any]) -> Metric:

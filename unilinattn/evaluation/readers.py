@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
 from unilinattn.evaluation.metrics import gold_links
 from unilinattn.evaluation.samples import Sample
+from unilinattn.host.image import processed
 from unilinattn.optional import import_extra
 from unilinattn.registry import ImageTokens
-from unilinattn.tracing.image import processed
 from unilinattn.tracing.trace import trace
 
 OnError = Literal["stop", "skip"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.metrics import earlier_keys, tensor_text
 from unilinattn.examples.tasks import HELD_OUT_SEED, NO_ANSWER, TASKS, Task
-from unilinattn.tracing.inputs import token_ids
+from unilinattn.host.inputs import token_ids
 
 MASKS = ("relevant", "possible", "valid")
 """Fields of a `Sample` with one boolean for each key, or for each query and key."""

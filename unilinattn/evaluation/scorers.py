@@ -10,8 +10,8 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.samples import Sample, function_name
 from unilinattn.methods.maps import map_shape
-from unilinattn.methods.options import Options
 from unilinattn.methods.run import explain
+from unilinattn.options import Options
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace
@@ -53,7 +53,7 @@ def scorer(label: str, method: str | Callable[[Trace, Sample], Any], options: Ma
     entry = registered(method)
     described = dict(options)
     if entry.options is not None and issubclass(entry.options, Options):
-        described = entry.options.of(method, options).model_dump()
+        described = entry.options(**options).model_dump()
 
     def run(trace: Trace, sample: Sample, *, trust: Trust, max_memory: int | None) -> list[Attribution]:
         arguments = {"trust": trust, "max_memory": max_memory, "progress": False, **options}
