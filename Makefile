@@ -57,8 +57,8 @@ oldest: .venv-oldest/.installed
 	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" \
 	    tests/architectures $(ARGS)
 	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal \
-	    tests/operator tests/tracing tests/testing tests/tools \
-	    $(patsubst %,--ignore=tests/tracing/test_%.py,isolation discovery threads trust) $(ARGS)
+	    tests/operator tests/host tests/tracing tests/frozen tests/reruns tests/testing tests/tools \
+	    $(patsubst %,--ignore=tests/%.py,host/test_isolation tracing/test_discovery host/test_threads tracing/test_trust) $(ARGS)
 
 setups: .venv-setups/.installed
 	@echo "Running the set-ups of docs/hosts.md."

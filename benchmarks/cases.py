@@ -22,10 +22,11 @@ from benchmarks.rivals import (
     row_steps,
     vectors_floor,
 )
-from unilinattn.methods.attribution import AttributionOptions, gradient_weights
+from unilinattn.host.substitution import through_operators
+from unilinattn.methods.attribution import gradient_weights
 from unilinattn.methods.maps import Weight, unit_rows, vecmat
 from unilinattn.methods.selection import query_rows
-from unilinattn.tracing.substitution import through_operators
+from unilinattn.options import weighted
 from unilinattn.tracing.trace import Trace
 
 
@@ -145,7 +146,7 @@ def attribution(structure: str, length: int, place: Place) -> Prepared:
     layer, operator = trace.layers[0], place.operator(structure, length)
     weight = last_weights(trace)
     rows = query_rows(trace, layer, -1)
-    row, options = unit_rows(rows, layer), AttributionOptions()
+    row, options = unit_rows(rows, layer), weighted.Attribution()
 
     def call() -> Tensor:
         return row + vecmat(row, trace, layer, options, target=rows, weight=weight)
@@ -155,7 +156,7 @@ def attribution(structure: str, length: int, place: Place) -> Prepared:
 
 def last_weights(trace: Trace) -> Weight:
     """Return the gradients of the last token that weight the rows of a map in `attribution`."""
-    return next(gradient_weights(trace, trace.layers, [-1], AttributionOptions()))[trace.layers[0].name]
+    return next(gradient_weights(trace, trace.layers, [-1], weighted.Attribution()))[trace.layers[0].name]
 
 
 def gradient(structure: str, length: int, place: Place) -> Prepared:

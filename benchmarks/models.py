@@ -8,12 +8,12 @@ import transformers
 from torch import Tensor, nn
 
 from unilinattn.call import Call
+from unilinattn.host.substitution import build_flow
 from unilinattn.mixers import DeltaRule
 from unilinattn.models.s4 import S4DConfig, S4DForCausalLM
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.stages import Mix
 from unilinattn.registry import architecture_of
-from unilinattn.tracing.substitution import build_flow
 from unilinattn.tracing.trace import Trace, trace
 
 VOCABULARY = 64

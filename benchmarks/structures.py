@@ -114,7 +114,7 @@ def counted(operation: str, structure: str, length: int) -> Counted:
 def table() -> str:
     """Return the table in Markdown."""
     lines = [
-        "| structure | mean map | mean map with weights | T_ij x_j of all pairs | row of a target | Triton |",
+        "| structure | mean map | mean map with weights | $T_{ij} x_j$ of all pairs | row of a target | Triton |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for structure in STRUCTURES:

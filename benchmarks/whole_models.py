@@ -67,8 +67,7 @@ def measured(
 
     The row of a method also has the times "again", with the operators of an earlier call.
 
-    `rates`: multiply-adds per second of each method at a shorter length, to which those of this length are added, and
-    of a matrix product under "".
+    `rates`: seconds of each method at a shorter length for each pair of tokens; those of this length replace them.
     """
     ids = tokens(model, length)
 
@@ -90,7 +89,7 @@ def measured(
         prediction = {"bytes": 0 if call in ("host", "trace") else kept, "seconds": 0.0}
         if call in estimates:
             prediction["bytes"] += estimates[call].beside + estimates[call].result
-            prediction["seconds"] = float(f"{estimates[call].operations / rates.get(call, rates['']):.2g}")
+            prediction["seconds"] = float(f"{rates.get(call, 0.0) * length**2:.2g}")
         rows[call] = {"predicted": prediction}
         if prediction["bytes"] <= limits.bytes and prediction["seconds"] <= limits.seconds:
             with suppress(MemoryLimitError):
@@ -115,7 +114,7 @@ def measured(
         rows["latim-all"]["floor"] = _rounded([sum(parts) for parts in rounds])
     for call, row in rows.items():
         if call in estimates and call in in_turns:
-            rates[call] = estimates[call].operations / median(row["seconds"])
+            rates[call] = median(row["seconds"]) / length**2
         yield {"model": name, "length": length, "call": call, **row}
 
 
@@ -145,13 +144,6 @@ def kept_bytes(trace: Trace) -> int:
 def estimated(trace: Trace, methods: Sequence[str]) -> dict[str, Estimate]:
     """Return the library's estimate of each method, which does not count the operators; builds them."""
     return {name: ula.estimate(trace, method=METHODS[name][0], target=METHODS[name][1]) for name in methods}
-
-
-def product_rate() -> float:
-    """Return the multiply-adds per second of a matrix product."""
-    left = torch.randn(1024, 1024)
-    times = interleaved({"": lambda: left @ left}, rounds=5, least=5, seconds=0, device="cpu")
-    return float(1024**3 / median(times[""]))
 
 
 def fresh(trace: Trace) -> Trace:
@@ -188,9 +180,8 @@ def everything(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for method in sorted({METHODS[call][0] for call in options.methods}):
             checks.append(checked(model, method))
             print(f"checked  {model:<20} {method:<14} error {checks[-1]['error']:.1e}", flush=True)
-    product = product_rate()
     for name in options.models:
-        model, rates = SHAPES[name].build(narrow=options.quick), {"": product}
+        model, rates = SHAPES[name].build(narrow=options.quick), dict[str, float]()
         for length in sorted(options.lengths):
             rows = []
             for row in measured(name, model, length, options.methods, limits, rates):

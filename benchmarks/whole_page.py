@@ -102,7 +102,7 @@ def _relative(row: Row | None, host: Row, goal: float | None, call: str) -> str:
         return ""
     if "predicted" in row:
         seconds, size = row["predicted"]["seconds"], in_bytes(row["predicted"]["bytes"])
-        # Without the operators in memory there is no estimate of the time.
+        # The time follows from that of a shorter length, if there is one.
         return f"not run: {_seconds(seconds)}, {size}" if seconds else f"not run: {size}"
     ratio = median(row["seconds"]) / median(host["seconds"])
     again = f" / {median(row['again']) / median(host['seconds']):.2f}" if "again" in row else ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from evidence.questions import Questions
 from unilinattn.evaluation import Case, Sample, row_scores
 from unilinattn.examples.tasks import NO_ANSWER
-from unilinattn.tracing.substitution import through_operators
+from unilinattn.host.substitution import through_operators
 
 SCORED_LENGTHS = (48, 64, 80, 96)
 """Lengths of the scored contexts."""

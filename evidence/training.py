@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unilinattn.errors import CheckpointError
+from unilinattn.host.substitution import through_operators
 from unilinattn.progress import progress
-from unilinattn.tracing.substitution import through_operators
 
 STEPS_OF_A_SEED = 1_000_000
 """Seeds of training batches of one model: those from its seed times this number."""

@@ -30,7 +30,10 @@ FACTOR = 2.0
 TESTS = (
     "tests/architectures",
     "tests/operator",
+    "tests/host",
     "tests/tracing",
+    "tests/frozen",
+    "tests/reruns",
     "tests/testing",
     "tests/kernels",
     "tests/laws",

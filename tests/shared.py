@@ -7,8 +7,8 @@ from typing import ParamSpec
 import pytest
 from torch import Tensor
 
+from unilinattn.host.nested import tensors
 from unilinattn.testing import Host, promoted
-from unilinattn.tracing.nested import tensors
 from unilinattn.tracing.trace import Trace, trace
 
 P = ParamSpec("P")

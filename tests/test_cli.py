@@ -17,6 +17,7 @@ from unilinattn.cli import explain as explain_command
 from unilinattn.cli import listing
 from unilinattn.cli.arguments import METHODS
 from unilinattn.evaluation.checkpoints import load_checkpoint
+from unilinattn.examples import names
 from unilinattn.results.attribution import Attribution
 
 WORDS = ["[UNK]", "<s>", "the", "cat", "sat", "on", "a", "mat"]
@@ -63,11 +64,12 @@ def test_compare_writes_a_report_and_prints_the_table(tmp_path: Path, capsys: py
     assert printed.err == ""
     assert (logging.get_verbosity(), torch.get_num_threads()) == (verbosity, threads)
     report = json.loads((out / "compare.json").read_text())
-    assert list(report["models"]) == ["induction/transformer", "induction/s4d"]
+    (stored,) = report["comparisons"]
+    assert (stored["task"], list(stored["models"])) == ("induction", ["transformer", "s4d"])
     rows = ["random", "recency", "primacy", "raw", "rollout", "intervention"]
-    assert list(report["scores"]["induction/s4d"]) == rows
+    assert list(dict.fromkeys(row["method"] for row in stored["table"] if row["model"] == "s4d")) == rows
     assert all(f"  {row} " in printed.out for row in rows)
-    assert report["models"]["induction/transformer"]["accuracy"] >= 0.9
+    assert stored["models"]["transformer"]["accuracy"] >= 0.9
     assert report["seeds"]["selection"] != report["seeds"]["held_out"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report"]
 
@@ -79,15 +81,18 @@ def test_compare_needs_no_arguments(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["compare"]) == 0
     report = json.loads(Path("unilinattn-report/compare.json").read_text())
-    assert len(report["models"]) == 8
     rows = ["random", "recency", "primacy", *METHODS, "alti (composed)", "intervention"]
-    assert all(list(scores) == rows for scores in report["scores"].values())
-    for model in report["models"].values():
-        assert model["reconstruction_error"] <= 1e-5
-        if model["model"] != "s4d":
-            assert model["accuracy"] >= {"copying": 0.99, "induction": 0.9}[model["task"]]
+    models = {(stored["task"], name): one for stored in report["comparisons"] for name, one in stored["models"].items()}
+    assert list(models) == names()
+    for stored in report["comparisons"]:
+        for name in stored["models"]:
+            assert list(dict.fromkeys(row["method"] for row in stored["table"] if row["model"] == name)) == rows
+    for (task, name), one in models.items():
+        assert one["worst_error"] <= 1e-5
+        if name != "s4d":
+            assert one["accuracy"] >= {"copying": 0.99, "induction": 0.9}[task]
     # HMA ACL Theorem 1: a fixed mixer cannot retrieve an answer whose position depends on the tokens.
-    assert report["models"]["induction/s4d"]["accuracy"] < 0.9
+    assert models["induction", "s4d"]["accuracy"] < 0.9
 
 
 def test_compare_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,9 +347,10 @@ def test_compare_takes_methods_beyond_its_default(tmp_path: Path) -> None:
     out = tmp_path / "report"
     arguments = ["--task", "copying", "--models", "s4d", "--out", str(out), "--methods", "knockout", "logit"]
     assert cli.main(["compare", *arguments]) == 0
-    scores = json.loads((out / "compare.json").read_text())["scores"]["copying/s4d"]
+    table = json.loads((out / "compare.json").read_text())["comparisons"][0]["table"]
+    scores = {row["method"]: row["value"] for row in table if row["metric"] == "auc"}
     assert list(scores) == ["random", "recency", "primacy", "knockout", "logit", "intervention"]
-    assert 0.5 < scores["knockout"]["auc"] <= 1
+    assert 0.5 < scores["knockout"] <= 1
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.host.test_image import picture, processor, vit
 from tests.test_cli import TEXT, WORDS, fails, save_tokenizer
 from tests.test_cli import checkpoints as checkpoints  # a fixture
-from tests.tracing.test_image import picture, processor, vit
 from unilinattn import cli
-from unilinattn.analysis import own_report
+from unilinattn.analysis import report
 from unilinattn.errors import InputError
 from unilinattn.evaluation import read_texts
 
@@ -27,12 +27,13 @@ def test_checkpoints_are_compared_in_tables_a_page_and_a_file(
     printed = capsys.readouterr()
     assert printed.err == "" and f"Report: {out / 'index.html'}, compare.json" in printed.out
     numbers = json.loads((out / "compare.json").read_text())
-    assert numbers["texts"] == [TEXT, "the cat sat"]
-    assert list(numbers["models"]) == ["mamba", "llama"]
-    assert numbers["models"]["llama"]["tokens"] == [6, 3]
-    assert all(model["reconstruction_error"] < 1e-5 for model in numbers["models"].values())
-    area = numbers["models"]["mamba"]["deletion"]["raw"]["area"]
-    assert any(line.split()[:2] == ["raw", f"{area:.3f}"] for line in printed.out.splitlines())
+    (stored,) = numbers["comparisons"]
+    assert stored["texts"] == [TEXT, "the cat sat"]
+    assert list(stored["models"]) == ["mamba", "llama"]
+    assert stored["models"]["llama"]["tokens"] == [6, 3]
+    assert all(model["worst_error"] < 1e-5 for model in stored["models"].values())
+    (area,) = (row["value"] for row in stored["table"] if (row["model"], row["method"]) == ("mamba", "raw"))
+    assert any(line.split() == ["mamba", "raw", "all", f"{area:.4g}"] for line in printed.out.splitlines())
     page = (out / "index.html").read_text()
     assert (
         "backbone.layers.0.mixer" in page and f"{area:.3f}" in page and "http" not in page.replace("http://www.w3", "")
@@ -40,7 +41,7 @@ def test_checkpoints_are_compared_in_tables_a_page_and_a_file(
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "index.html"]
     # A report replaces an earlier one.
     assert cli.main(["compare", paths[1], "--text", "the cat", *chosen]) == 0
-    assert list(json.loads((out / "compare.json").read_text())["models"]) == ["llama"]
+    assert list(json.loads((out / "compare.json").read_text())["comparisons"][0]["models"]) == ["llama"]
 
 
 def test_bad_arguments_are_refused_and_nothing_is_written(
@@ -60,7 +61,7 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
     assert "is not a folder" in refused(tmp_path / "nowhere", "--text", TEXT)
     assert "no tokenizer" in refused(checkpoints / "silent", "--text", TEXT)
     assert "text 1 is empty" in refused(mamba, "--text", TEXT, "--text", " ")
-    assert "text 0 with 'mamba': it has 1 token" in refused(mamba, "--text", "cat")
+    assert "model mamba, sample text 0: it has 1 token" in refused(mamba, "--text", "cat")
     assert "cannot be read" in refused(mamba, "--texts", texts)
     texts.write_text('{"text": "the cat"}\n{"text": 3}\n')
     assert f"{texts}, line 2 is no JSON object with a text" in refused(mamba, "--texts", texts)
@@ -82,7 +83,7 @@ def test_an_interrupted_comparison_leaves_the_earlier_report(
     def interrupted(found: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(own_report, "numbers", interrupted)
+    monkeypatch.setattr(report, "numbers", interrupted)
     assert cli.main(arguments) == 130
     assert capsys.readouterr().err == "unilinattn compare: interrupted\n"
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
@@ -103,7 +104,7 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_tokenizer(tmp_path, [*WORDS, "dog"])
     message = fails(capsys, "compare", tmp_path, "--text", "the dog sat", "--out", tmp_path / "out")
-    assert "text 0 with" in message and "8" in message
+    assert "sample text 0: " in message and "8" in message
 
 
 def test_a_text_is_read_from_each_line(tmp_path: Path) -> None:
@@ -141,8 +142,9 @@ def test_image_classifiers_are_compared_on_a_folder(
     printed = capsys.readouterr()
     assert printed.err == "" and "2 x 2 patches, 1 class token" in printed.out
     numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert numbers["images"] == ["a.png", "b.png"] and list(numbers["models"]) == ["vit", "fine"]
-    assert numbers["models"]["fine"]["patches"] == "4 x 4 patches, 1 class token"
+    (stored,) = numbers["comparisons"]
+    assert stored["images"] == ["a.png", "b.png"] and list(stored["models"]) == ["vit", "fine"]
+    assert stored["models"]["fine"]["patches"] == "4 x 4 patches, 1 class token"
     assert "a.png" in (tmp_path / "out" / "index.html").read_text()
 
 

@@ -22,11 +22,13 @@ SURFACE = "__init__"
 GROUND = ("errors", "memory", "optional", "progress", "startup")
 LAYERS = (
     GROUND,
-    ("call", "kernels", "viz"),
+    ("call", "kernels", "options", "viz"),
     ("mixers", "models", "results"),
     ("operator",),
     ("registry",),
-    ("architectures", "tracing"),
+    ("architectures", "host"),
+    ("tracing",),
+    ("frozen", "reruns"),
     ("methods",),
     ("examples",),
     ("evaluation",),
@@ -145,7 +147,7 @@ def test_layers_lists_every_room() -> None:
         ("unilinattn.mixers.dense", "from ..operator import MixerOperator", "above it"),
         ("unilinattn.mixers.dense", "from .. import operator", "above it"),
         ("unilinattn.mixers.dense", "from unilinattn import explain", "above it"),
-        ("unilinattn.tracing.trace", "def f():\n    from unilinattn.architectures import mamba", "in the same row"),
+        ("unilinattn.host.inputs", "def f():\n    from unilinattn.architectures import mamba", "in the same row"),
         ("unilinattn.kernels.map.tiled", "from ...mixers.base import CoreMixer", "above it"),
         ("unilinattn.tracing.trace", "def f():\n    from unilinattn.methods import rollout", "above it"),
         ("unilinattn.tracing.trace", "if TYPE_CHECKING:\n    from unilinattn.evaluation import report", "above it"),
@@ -273,7 +275,7 @@ def test_the_public_surface() -> None:
     assert set(PUBLIC) <= set(unilinattn.__all__)
     assert [name for name in unilinattn.__all__ if not hasattr(unilinattn, name)] == []
     assert sorted(name for names in unilinattn._HOMES.values() for name in names) == [
-        name for name in unilinattn.__all__ if name != "analysis"
+        name for name in unilinattn.__all__ if name not in ("analysis", "methods")
     ]
     for home, names in unilinattn._HOMES.items():
         module = importlib.import_module(f"unilinattn.{home}")

@@ -8,12 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from tests.tracing.models import Block, Model, added, ids
-from unilinattn import list_architectures, register_architecture, registry, trace
+from unilinattn import (
+    Attribution,
+    Trace,
+    explain,
+    list_architectures,
+    register_architecture,
+    register_method,
+    registry,
+    trace,
+)
 from unilinattn.call import Call
 from unilinattn.errors import OptionError
 from unilinattn.mixers import Toeplitz
 from unilinattn.models import S4D
 from unilinattn.operator.flow import Flow
+from unilinattn.options import Options
+from unilinattn.registry import Method
 from unilinattn.testing import check_architecture
 
 
@@ -89,6 +100,46 @@ def test_a_method_is_registered_once_and_a_misspelt_name_suggests_it() -> None:
         registry.register_method("shares-of-mine")(shares)
     with pytest.raises(OptionError, match="unknown method 'shares-of-min'; did you mean 'shares-of-mine'"):
         registry.method("shares-of-min")
+
+
+class Distance(Options):
+    """The number of tokens between key and query.
+
+    More.
+    """
+
+    needs = ("layers",)
+    power: float = 1.0
+
+
+def distance(trace: Trace, options: Distance, *, target: int | None = None) -> Attribution:
+    """Compute `Distance`."""
+    length = trace.layers[0].output.shape[1]
+    scores = torch.arange(length - 1, -1, -1, dtype=torch.float64)[None] ** options.power
+    return Attribution(scores=scores, dims=("batch", "key"), method="distance", options=options.model_dump())
+
+
+def test_a_class_registers_a_method_with_its_name_summary_options_and_needs() -> None:
+    function = register_method(Distance)(distance)
+    entry = registry.method("distance")
+    assert entry == Method(
+        "distance", "The number of tokens between key and query.", function, Distance, None, ("layers",)
+    )
+    observed = trace(Model(Block(added)), ids())
+    results = [
+        explain(observed, method=Distance(power=2), target=-1),
+        explain(observed, method="distance", power=2, target=-1),
+        function(observed, power=2, target=-1),
+    ]
+    assert all(torch.equal(result.scores, results[0].scores) for result in results)
+    assert results[0].options == {"power": 2.0}
+    with pytest.raises(OptionError, match="distance takes no option 'pwer'; did you mean 'power'"):
+        function(observed, pwer=2)
+
+
+def test_a_class_that_is_not_registered_is_refused() -> None:
+    with pytest.raises(OptionError, match="unknown method 'distance'"):
+        explain(trace(Model(Block(added)), ids()), method=Distance())
 
 
 def test_entry_points_are_loaded_on_the_first_lookup(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`python -m tools.compare_page`: run `unilinattn compare` and write its table and picture into the docs."""
+"""`python -m tools.compare_page`: run `unilinattn compare` and write its tables and picture into the docs."""
 
 import contextlib
 import io
@@ -15,8 +15,8 @@ PICTURE = Path("docs/compare.png")
 
 
 def table_of(output: str) -> str:
-    """Cut the table out of the output of `unilinattn compare`, as a fenced block."""
-    table = output.split("\n\nReport:")[0].split("\n\nOver ")[0].strip()
+    """Cut the tables out of the output of `unilinattn compare`, as a fenced block."""
+    table = output.split("\n\naccuracy: ")[0].strip()
     return f"```text\n{table}\n```"
 
 

@@ -19,8 +19,8 @@ import torch
 import unilinattn
 from tools import coverage_pages
 from tools.coverage_runs import Runs, run, tables
+from unilinattn.analysis.report import machine
 from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
-from unilinattn.evaluation.report import machine
 
 RECORD = Path("docs/coverage.json")
 """Path of the record of runs, relative to the root of the repository."""

@@ -10,8 +10,9 @@ from typing import Any
 from tools import hybrids, sweep_pages
 from tools.families import FAMILIES, GROUPS
 from tools.markers import MissingSectionError, markers, replace_section
-from unilinattn.methods.described import option_texts
+from tools.typeset import typeset
 from unilinattn.operator.scopes import SCOPES
+from unilinattn.options.described import option_texts
 from unilinattn.registry import Architecture, Method, list_architectures, list_methods
 from unilinattn.testing.hosts import Host
 
@@ -25,20 +26,20 @@ DTYPES = ("float32", "float64", "bfloat16")
 FEW = 3
 """Number of host classes named in a row of the short table."""
 
-_HEAD = """\
-# Coverage
+_HEAD = r"""# Coverage
 
-The worst reconstruction error ||op(x) - y|| / ||y|| of each adapter, over configurations of the real host classes with
-small random weights. Columns:
+The worst reconstruction error $\lVert \mathrm{op}(x) - y \rVert / \lVert y \rVert$ of each adapter, over
+configurations of the real host classes with small random weights. Columns:
 
 - *float64*: every float32 computation of the host is promoted to float64.
 - *bfloat16*: the operator computes in float32 from the host's rounded weights and inputs, so the error is the rounding
   of the host.
 - *scopes*: the scopes that every configuration supports.
 - *padding*: the sides on which the host keeps padding out of real tokens, in the newest version.
-- *way*: the functions that computed the layer, besides `forward`.
-- *since*: the oldest version of the package with which the row was measured, followed by the classes that were measured
-  only with newer versions.
+- *since*: the oldest version of the package with which the row was measured.
+
+[Configurations](#configurations) lists the functions that computed the layers of each adapter, besides `forward`, and
+the classes that were measured only with newer versions.
 
 Packages of Triton kernels run only in float32; in float64 the tests compare their adapters with the recurrence of each
 paper.
@@ -58,7 +59,7 @@ def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> t
     problems += [f"tools/families.py has no group for the method {name!r}" for name in ungrouped]
     sections = {
         README: {"families": _families_table(record), "methods": _groups_table(f"{METHODS}/")},
-        WHICH: {"groups": _groups_table(""), "methods": _methods_table()},
+        WHICH: {"groups": _groups_table(""), "methods": _methods_table(root)},
         ARCHITECTURES: {"architectures": _architectures_table(record)},
         **{METHODS / f"{name}.md": {"options": _options_table(method)} for name, method in package_methods().items()},
     }
@@ -109,15 +110,18 @@ def package_methods() -> dict[str, Method]:
 
 
 def _options_table(method: Method) -> str:
-    rows = [
-        (f"`{text.name}`", f"`{text.default}`", re.sub(r"'[^']*'|None", r"`\g<0>`", text.accepted), text.meaning)
-        for text in option_texts(method)
-    ]
+    rows = []
+    for text in option_texts(method.options):
+        accepted = re.sub(r"'[^']*'|None", r"`\g<0>`", text.accepted)
+        rows.append((f"`{text.name}`", f"`{text.default}`", accepted, typeset(text.meaning)))
     return _table(("option", "default", "accepted", "meaning"), rows)
 
 
-def _methods_table() -> str:
-    rows = [(f"[`{name}`]({name}.md)", method.summary) for name, method in package_methods().items()]
+def _methods_table(root: Path) -> str:
+    """Return the methods with the opening paragraphs of their pages."""
+    paths = {name: root / METHODS / f"{name}.md" for name in package_methods()}
+    texts = {name: path.read_text() for name, path in paths.items() if path.is_file()}
+    rows = [(f"[`{name}`]({name}.md)", " ".join(text.split("\n\n")[1].split())) for name, text in texts.items()]
     return _table(("method", "scores"), rows)
 
 
@@ -181,13 +185,14 @@ def _coverage(record: Record, tables: Mapping[str, Sequence[Host]], sweep: Mappi
                 ", ".join(row.scopes),
                 *map(row.error, DTYPES),
                 row.padding,
-                ", ".join(f"`{name}`" for name in row.paths) or "`forward`",
-                row.since,
+                row.oldest,
             )
         )
-        details.append(f"- **{architecture}** ({package}): {'; '.join(row.configurations)}.")
+        ways = ", ".join(f"`{name}`" for name in row.paths) or "`forward`"
+        later = "".join(f" Only since {version}: {', '.join(hosts)}." for version, hosts in row.later.items())
+        details.append(f"- **{architecture}** ({package}), by {ways}: {'; '.join(row.configurations)}.{later}")
     heads = ("architecture", "mixes tokens by", "structure", "host classes", "scopes", *DTYPES)
-    parts = [_HEAD, _table((*heads, "padding", "way", "since"), rows), ""]
+    parts = [_HEAD, _table((*heads, "padding", "since"), rows), ""]
     never = [name for name in package_architectures() if name not in {architecture for architecture, _ in adapter_rows}]
     ran = {name for entry in record.values() for name in entry["runs"] if "layers" in entry["runs"][name]}
     unrun = {
@@ -272,11 +277,6 @@ class _Row:
             if version != self.oldest:
                 classes.setdefault(version, []).append(host)
         return classes
-
-    @property
-    def since(self) -> str:
-        """The oldest version of the row, and that of each class that was run only with newer ones."""
-        return "; ".join([self.oldest, *(f"{version}: {', '.join(hosts)}" for version, hosts in self.later.items())])
 
     def error(self, how: str) -> str:
         """Return the worst error of a dtype, to one digit."""

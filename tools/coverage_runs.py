@@ -22,14 +22,14 @@ from tools.versions import Unavailable, model_of, trace_of
 from unilinattn.call import package_version
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
-from unilinattn.evaluation.side_by_side import quiet_hosts
+from unilinattn.evaluation.checkpoints import quiet_hosts
+from unilinattn.host.inputs import host_arguments
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.testing import hosts
 from unilinattn.testing.hosts import Host
 from unilinattn.testing.promote import promoted
-from unilinattn.tracing.inputs import host_arguments
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from unilinattn.options import METHODS
+
 
 @dataclass(frozen=True)
 class Family:
@@ -68,27 +70,8 @@ class Group:
     methods: tuple[str, ...]
 
 
-GROUPS = (
-    Group(
-        "How much did each token add to this logit? The numbers add up to it",
-        ("logit", "lrp", "alti_logit"),
-    ),
-    Group(
-        "Which tokens or edges, if removed, change the output? The model runs again for each",
-        ("knockout", "occlusion", "kernel_shap"),
-    ),
-    Group(
-        "Where does information flow between the layers? By the vectors that tokens contribute",
-        ("alti", "latim"),
-    ),
-    Group("The same by attention maps", ("raw", "rollout")),
-    Group(
-        "Which of these flows did the logit use? Weighted by its gradient",
-        ("contribution", "attribution", "attention_grad", "transformer_attribution"),
-    ),
-    Group(
-        "Gradients of the logit at the embeddings, by captum",
-        ("gradient", "input_x_gradient", "integrated_gradients", "smoothgrad"),
-    ),
+GROUPS = tuple(
+    Group(question, tuple(method.name for method in METHODS if method.question == question))
+    for question in dict.fromkeys(method.question for method in METHODS)
 )
 """The groups; every method of the package belongs to exactly one."""

@@ -5,12 +5,11 @@ from typing import Any
 
 from unilinattn.tracing.trace import Trace
 
-_HEAD = """\
-# Hybrids
+_HEAD = r"""# Hybrids
 
 Models that mix layers of several kinds, as a trace lists them: small random configurations of the real classes, the
-layers in order of execution, with the error ||op(x) - y|| / ||y|| of each. Layers of one step are added to the stream
-together. Blocks of experts and MLPs in between mix no tokens and are no layers.
+layers in order of execution, with the error $\lVert \mathrm{op}(x) - y \rVert / \lVert y \rVert$ of each. Layers of one
+step are added to the stream together. Blocks of experts and MLPs in between mix no tokens and are no layers.
 
 This page is written by `python -m tools.coverage` with the [table of coverage](coverage.md).
 """

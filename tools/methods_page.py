@@ -33,12 +33,15 @@ METHODS = (
 
 def table_of(numbers: Mapping[str, Any]) -> str:
     """Return the table of hit@1 by row and model, from the numbers of `unilinattn compare`."""
-    scores = numbers["scores"]
-    names = list(scores)
+    shares: dict[str, dict[str, float]] = {}
+    for comparison in numbers["comparisons"]:
+        for row in comparison["table"]:
+            if row["metric"] == "hit_at_1":
+                shares.setdefault(row["method"], {})[f"{comparison['task']}/{row['model']}"] = row["value"]
+    names = list(next(iter(shares.values())))
     lines = [f"| method | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
-    for row in scores[names[0]]:
-        found = (scores[name][row]["hit_at_1"] for name in names)
-        lines.append(f"| {row} | {' | '.join(f'{share:.0%}' for share in found)} |")
+    for method, by_model in shares.items():
+        lines.append(f"| {method} | {' | '.join(f'{by_model[name]:.0%}' for name in names)} |")
     return "\n".join(lines)
 
 

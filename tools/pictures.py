@@ -3,8 +3,10 @@
 A program leaves its picture in the variable `figure`; that of a method, its scores in `result`.
 """
 
+import contextlib
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ def programs() -> Iterator[tuple[Path, list[str]]]:
     """Yield each picture with the blocks of the program that draws it."""
     for page in sorted((DOCS / "analysis").glob("*.md")):
         yield page.with_suffix(".png"), _BLOCK.findall(page.read_text())
-    for page in sorted((DOCS / "howto").glob("*.md")):
+    for page in (DOCS / "your_checkpoint.md", *sorted((DOCS / "howto").glob("*.md"))):
         if f"]({page.stem}.png)" in page.read_text():
             yield page.with_suffix(".png"), _BLOCK.findall(page.read_text())
     for page in sorted((DOCS / "methods").glob("*.md")):
@@ -34,12 +36,13 @@ def programs() -> Iterator[tuple[Path, list[str]]]:
 
 
 def figure_of(blocks: list[str], name: str) -> Any:
-    """Run blocks in one namespace, and return their variable `figure`."""
+    """Run blocks in one namespace in a temporary folder, and return their variable `figure`."""
     if str(DOCS / "examples") not in sys.path:
         sys.path.append(str(DOCS / "examples"))
     names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks:
-        exec(compile(block, name, "exec"), names)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for block in blocks:
+            exec(compile(block, name, "exec"), names)
     return names["figure"]
 
 

@@ -19,7 +19,7 @@ from tools.markers import MissingSectionError, replace_section
 from tools.sweep_pages import OUTCOMES, SECTION, read_record, section, table, write_record
 from tools.sweep_run import Case, run
 from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
-from unilinattn.evaluation.side_by_side import quiet_hosts
+from unilinattn.evaluation.checkpoints import quiet_hosts
 
 PAGE = Path("docs/coverage.md")
 """Page with the table, relative to the root of the repository."""

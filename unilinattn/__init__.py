@@ -1,10 +1,10 @@
 """unilinattn: the attention matrix hidden in linear RNNs and Transformers, extracted exactly and explained.
 
 `trace` runs a model once and returns its token-mixing layers, each an exact `MixerOperator`; `explain` and `compare`
-turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory and operations of
-`explain` beforehand. `explain_generation` explains every token that a model generates. `cut` runs a model without some
-edges between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has measurements of layers
-and models beyond scores.
+turn them into scores, `evaluate` measures methods on a data set, and `estimate` returns the memory of `explain`
+beforehand. `explain_generation` explains every token that a model generates. `cut` runs a model without some edges
+between tokens. `list_architectures` and `list_methods` return the registry. `analysis` has measurements of layers and
+models beyond scores.
 """
 
 import importlib
@@ -17,18 +17,18 @@ from unilinattn import startup as _startup  # noqa: F401  the import installs th
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unilinattn import analysis
+    from unilinattn import analysis, methods
     from unilinattn.errors import UnilinattnError
     from unilinattn.evaluation.evaluate import evaluate
+    from unilinattn.host.substitution import through_operators
     from unilinattn.methods.generation import explain_generation
     from unilinattn.methods.run import compare, estimate, explain
     from unilinattn.operator.flow import Flow
     from unilinattn.operator.operator import MixerOperator
     from unilinattn.registry import list_architectures, list_methods, register_architecture, register_method
+    from unilinattn.reruns.cut import cut
     from unilinattn.results.attribution import Attribution
     from unilinattn.results.comparison import Comparison
-    from unilinattn.tracing.cutting import cut
-    from unilinattn.tracing.substitution import through_operators
     from unilinattn.tracing.trace import Trace, trace
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ __all__ = [
     "explain_generation",
     "list_architectures",
     "list_methods",
+    "methods",
     "register_architecture",
     "register_method",
     "through_operators",
@@ -65,8 +66,8 @@ _HOMES = {
     "registry": ("list_architectures", "list_methods", "register_architecture", "register_method"),
     "results.attribution": ("Attribution",),
     "results.comparison": ("Comparison",),
-    "tracing.cutting": ("cut",),
-    "tracing.substitution": ("through_operators",),
+    "reruns.cut": ("cut",),
+    "host.substitution": ("through_operators",),
     "tracing.trace": ("Trace", "trace"),
 }
 """The public names by the module that defines them, which is imported with torch when a name is first used."""

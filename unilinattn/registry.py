@@ -5,9 +5,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import entry_points
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, TypeVar, overload
 
 from pydantic import BaseModel
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from unilinattn.call import Call
 from unilinattn.errors import OptionError, nearest
 from unilinattn.operator.flow import Flow
 from unilinattn.optional import ENTRY_POINT_GROUPS
+from unilinattn.options.base import Need, Options, first_line
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
 
@@ -44,25 +45,6 @@ PlainForm = Callable[..., Any]
 """Plain torch code of a module without token mixing: `form(module, *args, **kwargs)` returns the result of its call."""
 
 
-Need = Literal[
-    "logit",
-    "one target",
-    "layers",
-    "one stream",
-    "residual",
-    "contributions",
-    "matrices",
-    "gradients",
-    "frozen run",
-    "half rule",
-    "last stream",
-    "cuts",
-    "embeddings",
-    "embedding gradients",
-]
-"""A facility of a trace that a method uses; `methods.needs` states each and tries it."""
-
-
 @dataclass(frozen=True)
 class ImageTokens:
     """Places of an image's tokens in the sequence of a vision model.
@@ -86,6 +68,8 @@ Function = TypeVar("Function", bound=Callable[..., Attribution])
 Form = TypeVar("Form", bound=PlainForm)
 PlacesOf = TypeVar("PlacesOf", bound=Places)
 Entry = TypeVar("Entry")
+MethodOptions = TypeVar("MethodOptions", bound=Options)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -129,9 +113,10 @@ class Architecture:
 class Method:
     """A way to turn operators into scores: `function(trace, *, target, **options)` returns an `Attribution`.
 
-    `options` is the model of its options, None if its plugin gives none. `cost` takes the same arguments and returns an
-    `Estimate`; it is None for a method without a cost model. `needs` are the facilities of a trace that the method uses
-    with its default options; a method that does not state them is never recommended.
+    `options` is the class of the method, or the model of a plugin's options; None if the plugin gives none. `cost`
+    takes the same arguments and returns an `Estimate`; it is None for a method without a cost model. `needs` are the
+    facilities of a trace that the method uses with its default options; a method that does not state them is never
+    recommended.
     """
 
     name: str
@@ -178,7 +163,7 @@ def register_architecture(
             name,
             kind,
             hosts,
-            _first_line(build),
+            first_line(build),
             build,
             capture,
             padding_leak,
@@ -232,29 +217,59 @@ def register_image_tokens(*hosts: str) -> Callable[[PlacesOf], PlacesOf]:
     return decorate
 
 
+@overload
+def register_method(
+    name: type[MethodOptions], *, cost: Callable[Concatenate[Any, MethodOptions, ...], Estimate] | None = None
+) -> Callable[[Callable[Concatenate[Any, MethodOptions, ...], Attribution]], Callable[..., Attribution]]: ...
+@overload
 def register_method(
     name: str,
     *,
     options: type[BaseModel] | None = None,
     cost: Callable[..., Estimate] | None = None,
     needs: tuple[Need, ...] | None = None,
-) -> Callable[[Function], Function]:
-    """Register a method under a name; the first line of its docstring is its summary.
+) -> Callable[[Function], Function]: ...
+def register_method(
+    name: str | type[Options],
+    *,
+    options: type[BaseModel] | None = None,
+    cost: Callable[..., Estimate] | None = None,
+    needs: tuple[Need, ...] | None = None,
+) -> Callable[[Callable[..., Attribution]], Callable[..., Attribution]]:
+    """Register the function of a method: of a class of `unilinattn.options`, or under a name.
 
-    `options` is the pydantic model of its options. `cost(trace, *, target, **options)` returns the `Estimate` of a
-    call, for `estimate`. `needs` are the facilities of a trace that it uses with its default options: errors of other
-    methods recommend it where a trace has them.
+    `function(trace, options, *, target)` of a class takes an object of it, and the class has the name, summary and
+    needs. `function(trace, *, target, **options)` under a name takes keywords; the first line of its docstring is the
+    summary, `options` the pydantic model of its options, and `needs` are the facilities of a trace that it uses with
+    its default options: errors of other methods recommend it where a trace has them. `cost` takes the arguments of the
+    function and returns the `Estimate` of a call, for `estimate`.
 
-    Raises `OptionError` if the name is registered already.
+    Returns the function with keywords. Raises `OptionError` if the name is registered already.
     """
 
-    def decorate(function: Function) -> Function:
-        if name in _methods:
-            raise OptionError(f"method {name!r} is registered already; choose another name.")
-        _methods[name] = Method(name, _first_line(function), function, options, cost, needs)
-        return function
+    def decorate(function: Callable[..., Attribution]) -> Callable[..., Attribution]:
+        if isinstance(name, str):
+            entry = Method(name, first_line(function), function, options, cost, needs)
+        else:
+            costed = None if cost is None else _from_keywords(name, cost)
+            entry = Method(name.name, name.summary(), _from_keywords(name, function), name, costed, name.needs)
+        if entry.name in _methods:
+            raise OptionError(f"method {entry.name!r} is registered already; choose another name.")
+        _methods[entry.name] = entry
+        return entry.function
 
     return decorate
+
+
+def _from_keywords(method: type[Options], function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that takes the options of a method as keywords and calls `function` with an object of them."""
+
+    @wraps(function)
+    def run(trace: Any, *, target: Any = None, **options: Any) -> Result:
+        return function(trace, method(**options), target=target)
+
+    del run.__wrapped__  # Its signature is another.
+    return run
 
 
 def list_architectures() -> dict[str, Architecture]:
@@ -321,10 +336,6 @@ def _nearest_ancestor(table: Mapping[str, Entry], cls: type) -> Entry | None:
     load_entry_points()
     names = (f"{ancestor.__module__}.{ancestor.__qualname__}" for ancestor in cls.__mro__)
     return next((table[name] for name in names if name in table), None)
-
-
-def _first_line(function: Callable[..., object]) -> str:
-    return (function.__doc__ or "").strip().split("\n", 1)[0]
 
 
 @cache

@@ -14,7 +14,7 @@ def layer_of(flow: Flow, x: Tensor, name: str = "a layer") -> Layer:
     """A layer with the operator of a flow, without a host."""
     layer = object.__new__(Layer)
     operator = MixerOperator(flow.chains, inputs=flow.inputs, output=x, name=name)
-    vars(layer).update(name=name, operator=operator, output=x, mask=None, _latest=None, _ports=None)
+    vars(layer).update(name=name, operator=operator, output=x, mask=None, _latest=None, _prefix=None)
     return layer
 
 

@@ -14,9 +14,9 @@ from unilinattn import trace
 from unilinattn.architectures import Call
 from unilinattn.architectures.delta_rule import kimi_delta
 from unilinattn.errors import UncoveredError
+from unilinattn.host.substitution import through_operators
 from unilinattn.testing import Host, promoted, relative_error, tolerance
 from unilinattn.testing.hosts.delta import HOSTS
-from unilinattn.tracing.substitution import through_operators
 
 every_host = hosts.every_host(HOSTS, usual=("glm 5 next",))
 one_of_each = pytest.mark.parametrize(

@@ -120,6 +120,18 @@ def test_the_layer_is_chosen_on_the_selection_alone() -> None:
     assert one_layer[0]["layer"] == "layers.1.mixer" and one_layer[0]["method"] == "raw (layers=[1])"
 
 
+def test_an_object_is_the_row_of_its_name_and_options() -> None:
+    raw = ula.methods.Raw
+    objects = [raw(layers=[1]), raw(layers="mean")]
+    listed = ula.evaluate({"m": tiny.model()}, tiny.data(1), objects, ["ap"], baselines=[])
+    pairs = [("raw", {"layers": [1]}), ("raw", {"layers": "mean"})]
+    assert rows_of(listed) == rows_of(ula.evaluate({"m": tiny.model()}, tiny.data(1), pairs, ["ap"], baselines=[]))
+    labelled = ula.evaluate({"m": tiny.model()}, tiny.data(1), {"mine": raw(layers=[1])}, ["ap"], baselines=[])
+    assert (labelled[0]["method"], labelled[0]["value"]) == ("mine", listed[0]["value"])
+    with pytest.raises(OptionError, match="'latim'"):
+        ula.evaluate({"m": tiny.model()}, tiny.data(1), ["raw"], [ula.methods.Latim()], baselines=[])
+
+
 DRAWN: list[str] = []
 
 

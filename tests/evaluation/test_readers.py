@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 import unilinattn as ula
+from tests.host.test_image import picture, processor, vit
 from tests.texts import LONDON, PARIS, mamba, tokenizer
-from tests.tracing.test_image import picture, processor, vit
 from unilinattn.errors import InputError, OptionError, ResultFileError
 from unilinattn.evaluation import Table, read_samples
 from unilinattn.optional import MissingExtraError

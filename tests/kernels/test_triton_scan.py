@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Select short segments, so that several programs run."""
     monkeypatch.setattr(triton_launch, "LEAST", 32)
-    monkeypatch.setattr(triton_diagonal_pass, "HELD", 128)
+    monkeypatch.setattr(triton_diagonal_pass, "BLOCK_ELEMENTS", 128)
 
 
 def strong(shape: tuple[int, ...]) -> Tensor:

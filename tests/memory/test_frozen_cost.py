@@ -15,4 +15,4 @@ def test_the_estimate_of_a_frozen_run_is_within_a_factor_of_two(name: str) -> No
     trace.frozen([-1]).shares(-1)
     with Peak() as counted:
         trace.frozen([-1]).shares(-1)
-    assert counted.peak / 2 <= trace.frozen_cost(1).bytes <= 2 * counted.peak
+    assert counted.peak / 2 <= trace.frozen_cost(1) <= 2 * counted.peak

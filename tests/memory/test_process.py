@@ -105,7 +105,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import unilinattn as ula
 from unilinattn.kernels.backend import using
-from unilinattn.tracing import recomputation
+from unilinattn.host import recomputation
 
 torch.set_num_threads(1)
 if sys.argv[1] == "kept":

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.frozen.detached import convolved
 from tests.methods.hosts import HOSTS, inputs, references
 from tests.methods.references import delta_map, mamba2_reference, mamba_reference
-from tests.tracing.detached import convolved
 from unilinattn.testing.promote import promoted
 
 Rule = Literal["freeze", "half"]

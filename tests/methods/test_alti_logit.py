@@ -24,10 +24,10 @@ from tests.methods.hosts import (
 )
 from tests.methods.test_alti import mixing
 from unilinattn.errors import ExactnessError, InputError, OptionError, UncoveredError
+from unilinattn.frozen.run import FrozenRun
+from unilinattn.frozen.shares import Unembedding
 from unilinattn.testing import promoted, relative_error
 from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT_HOSTS
-from unilinattn.tracing.frozen import FrozenRun
-from unilinattn.tracing.shares import Unembedding
 from unilinattn.tracing.trace import trace
 
 CASES = [(name, "none") for name in HOSTS] + [("mamba", "left"), ("llama", "right")]

@@ -23,7 +23,8 @@ from tests.methods.hosts import (
     traced,
 )
 from unilinattn.methods import attribution
-from unilinattn.methods.attribution import AttributionOptions, _published, gradient_weights
+from unilinattn.methods.attribution import _published, gradient_weights
+from unilinattn.options import weighted
 from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.trace import Trace, trace
@@ -71,7 +72,7 @@ def test_the_gradient_is_that_of_the_host(name: str, padding: str) -> None:
     host_trace = traced(name, padding)
     positions = host_trace.positions(-2)
     with promoted():
-        weights = next(gradient_weights(host_trace, host_trace.layers, [-2], AttributionOptions()))
+        weights = next(gradient_weights(host_trace, host_trace.layers, [-2], weighted.Attribution()))
     for layer, expected in zip(
         host_trace.layers, host_gradients(name, padding, predictions_at(positions)), strict=True
     ):
@@ -98,7 +99,7 @@ def test_the_gradient_agrees_with_central_differences(name: str) -> None:
             hook.remove()
     host_trace = traced(name)
     with promoted():
-        weight = next(gradient_weights(host_trace, host_trace.layers, [-1], AttributionOptions()))[
+        weight = next(gradient_weights(host_trace, host_trace.layers, [-1], weighted.Attribution()))[
             host_trace.layers[layer].name
         ].values[0, token]
     width = host.projection(host.mixers(model)[layer]).weight.shape[1]

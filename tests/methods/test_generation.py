@@ -24,10 +24,10 @@ from transformers import (
 import unilinattn as ula
 from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn.errors import InputError, ModelStateError, OptionError, UncoveredError, UnilinattnError
+from unilinattn.frozen.run import FrozenRun
 from unilinattn.testing import promoted
 from unilinattn.testing.hosts import basic, delta, latent, recurrent
 from unilinattn.testing.hosts import mamba as mamba_hosts
-from unilinattn.tracing.frozen import FrozenRun
 from unilinattn.viz.colours import shown
 
 PROMPT = "The capital of France"

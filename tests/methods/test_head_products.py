@@ -13,7 +13,7 @@ from unilinattn.examples import TASKS, load
 from unilinattn.kernels.exponents import scaled_product, signed_root, times_power_of_two
 from unilinattn.memory import max_memory
 from unilinattn.methods.maps import attention_map, attention_rows
-from unilinattn.methods.raw import RawOptions
+from unilinattn.options import Raw
 from unilinattn.tracing.trace import Trace
 
 LITTLE = 1 << 14
@@ -41,7 +41,7 @@ def shipped() -> Trace:
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "gpt2", "s4d", "llama"])
 def test_the_geometric_mean_is_its_definition(name: str) -> None:
     for at, reference in enumerate(references(name)):
-        layer, options = traced(name).layers[at], RawOptions(heads="geometric-mean")
+        layer, options = traced(name).layers[at], Raw(heads="geometric-mean")
         rows = torch.arange(reference.alpha.shape[-1]).expand(reference.alpha.shape[0], -1)
         assert close(attention_map(layer, options), geometric_mean(reference.alpha))
         assert close(attention_rows(layer, options, rows), geometric_mean(reference.alpha))

@@ -13,8 +13,8 @@ from tests.methods.hosts import HOSTS, inputs, traced
 from unilinattn.errors import ExactnessError, ExactnessWarning, InputError, OptionError, UncoveredError
 from unilinattn.examples import TASKS, load
 from unilinattn.examples.tasks import HELD_OUT_SEED
-from unilinattn.tracing import freezing
-from unilinattn.tracing.frozen_forms import as_source
+from unilinattn.frozen import freezing
+from unilinattn.frozen.forms import as_source
 
 SIDES = ("none", "left")
 
@@ -82,7 +82,7 @@ def test_the_embedding_has_the_part_of_the_positions() -> None:
 
 def test_shares_that_miss_the_logit_are_kept_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = traced("gpt2")
-    monkeypatch.setattr(freezing, "as_source", lambda x, like: x if isinstance(x, Tensor) else as_source(x, like))
+    monkeypatch.setattr(freezing, "as_source", lambda x, *rest: x if isinstance(x, Tensor) else as_source(x, *rest))
     with pytest.raises(ExactnessError, match=r"miss the logit by .* pass trust='warn' to get them with this warning"):
         ula.explain(trace)
     with pytest.warns(ExactnessWarning, match="miss the logit by") as caught:

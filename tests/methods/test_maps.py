@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tests.methods.hosts import CASES, close, real_map, references, traced
 from unilinattn.methods.maps import Weight, attention_map, attention_rows, map_blocks, postprocess, vecmat
-from unilinattn.methods.raw import RawOptions
-from unilinattn.methods.rollout import RolloutOptions
+from unilinattn.options import Raw, Rollout
 
 BATCH, ROWS, KEYS = 2, 5, 7
 
@@ -126,8 +125,8 @@ def test_heads_are_reduced_by_the_option(heads) -> None:
         "1": reference.alpha[:, 1],
         "[0, 2]": (reference.alpha[:, 0] + reference.alpha[:, 2]) / 2,
     }[str(heads)]
-    assert close(attention_rows(layer, RawOptions(heads=heads), rows), expected)
-    assert close(attention_map(layer, RawOptions(heads=heads)), expected)
+    assert close(attention_rows(layer, Raw(heads=heads), rows), expected)
+    assert close(attention_map(layer, Raw(heads=heads)), expected)
 
 
 @pytest.mark.parametrize("scope", ["core", "mixer", "unified"])
@@ -137,12 +136,12 @@ def test_vecmat_is_the_row_times_the_map(name, padding, scope) -> None:
     layer = trace.layers[1]
     row = torch.randn(layer.output.shape[:2], dtype=torch.float64)
     target = torch.zeros(row.shape[0], 1, dtype=torch.long)
-    options = RolloutOptions(scope=scope)
+    options = Rollout(scope=scope)
     expected = row[:, None] @ (layer.operator.matrix(scope) * real_map(padding))
     assert close(vecmat(row[:, None], trace, layer, options, target=target), expected)
     signed = torch.randn_like(row)
     for sign, axis in product(("keep", "clamp", "abs"), ("row", "key")):
-        options, weight = RolloutOptions(scope=scope, sign=sign), Weight(signed, axis)
+        options, weight = Rollout(scope=scope, sign=sign), Weight(signed, axis)
         weighed = row[:, None] @ torch.cat([b for _, b in map_blocks(trace, layer, options, weight=weight)], 1)
         assert close(vecmat(row[:, None], trace, layer, options, target=target, weight=weight), weighed)
         factor = signed[:, :, None] if axis == "row" else signed[:, None]

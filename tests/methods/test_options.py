@@ -1,19 +1,22 @@
 """Options of the methods: defaults, errors, and reproduction of a result from its stored options."""
 
+import inspect
 from typing import Any, get_args
 
 import pytest
 import torch
 
 from tests.methods.hosts import traced
-from unilinattn import methods
+from unilinattn import methods, options
 from unilinattn.errors import OptionError
-from unilinattn.methods import estimate, explain
-from unilinattn.methods.options import Activation, MapOptions
-from unilinattn.methods.raw import RawOptions
+from unilinattn.frozen.run import By
+from unilinattn.methods import compare, estimate, explain
+from unilinattn.methods.needs import TRIALS
 from unilinattn.operator.contributions import TAP_FUNCTIONS
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.operator.selection import REDUCTIONS
+from unilinattn.options import Need, Options, Raw
+from unilinattn.options.bases import Activation, MapOptions
 from unilinattn.registry import list_methods
 from unilinattn.results.attribution import Attribution
 from unilinattn.testing.promote import promoted
@@ -24,13 +27,23 @@ METHODS = sorted(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_has_a_file_a_function_and_options_of_its_name(name: str) -> None:
+def test_every_method_has_a_file_a_function_and_a_class_of_its_name(name: str) -> None:
     method = list_methods()[name]
     assert method.summary and method.function is getattr(methods, name)
+    assert method.function.__module__ == f"unilinattn.methods.{name}"
     model = method.options
-    assert model is not None and model.__module__ == method.function.__module__ == f"unilinattn.methods.{name}"
-    assert model.__name__ == "".join(map(str.capitalize, name.split("_"))) + "Options"
+    assert model is getattr(methods, "".join(map(str.capitalize, name.split("_")))) and model in options.METHODS
+    assert (model.name, model.needs, model.summary()) == (name, method.needs, method.summary) and model.question
     assert all(field.description for field in model.model_fields.values())
+
+
+def test_an_object_is_printed_as_it_is_written() -> None:
+    for text in ("Latim()", "Latim(p=1.0)", "Alti(compose='rollout')", "Logit(logit=(3, ' Paris'), by='layer')"):
+        assert repr(eval(text, vars(methods))) == str(eval(text, vars(methods))) == text
+    composed = methods.Latim(compose="rollout")
+    assert (repr(composed), composed.residual, composed.normalize) == ("Latim(compose='rollout')", True, "rows")
+    assert composed == methods.Latim(compose="rollout", residual=True) != methods.Latim()
+    assert list(inspect.signature(methods.Latim).parameters) == list(methods.Latim.model_fields)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -66,6 +79,39 @@ def test_a_saved_result_can_be_reproduced_from_its_options(name: str, options: d
         again = explain(trace, method=stored.method, **stored.options)
     assert torch.equal(again.scores, result.scores)
     assert again.options == stored.options == result.options
+
+
+OBJECTS = [
+    methods.Latim(p=1),
+    methods.Latim(compose="rollout"),
+    methods.Raw(heads=[0, 1], layers=[-1]),
+    methods.Logit(logit=(3, 1), by="depth"),
+    methods.Alti(),
+]
+
+
+@pytest.mark.parametrize("method", OBJECTS, ids=repr)
+def test_an_object_is_the_name_with_its_options(method: Options) -> None:
+    trace = traced("mamba2")
+    result = explain(trace, method=method, target=-1)
+    same = explain(trace, method=method.name, target=-1, **method.keywords)
+    assert torch.equal(result.scores, same.scores) and result.options == same.options
+    assert estimate(trace, method=method, target=-1) == estimate(
+        trace, method=method.name, target=-1, **method.keywords
+    )
+    compared = compare({"a": trace}, methods=[method, method.name], target=-1)["a"]
+    assert torch.equal(compared[method.label].scores, result.scores)
+    assert list(compared) == list(dict.fromkeys([method.label, method.name]))
+
+
+def test_an_object_takes_no_options_beside_it() -> None:
+    for run in (
+        lambda: explain(traced("mamba2"), method=methods.Latim(p=1), layers=0),
+        lambda: estimate(traced("mamba2"), method=methods.Latim(p=1), layers=0),
+        lambda: compare({"a": traced("mamba2")}, methods=["raw", methods.Latim(p=1)], layers=0),
+    ):
+        with pytest.raises(OptionError, match=r"Latim\(p=1.0\) has its options; give layers to Latim, or the name 'la"):
+            run()
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -122,6 +168,13 @@ def test_invalid_options_are_refused_with_the_accepted_values(name: str, options
         list_methods()[name].function(traced("mamba2"), **options)
 
 
+@pytest.mark.parametrize(("name", "options", "message"), BAD)
+def test_an_object_of_invalid_options_is_refused_alike(name: str, options: dict[str, Any], message: str) -> None:
+    model = list_methods()[name].options
+    with pytest.raises(OptionError, match=message):
+        list_methods()[name].function(traced("mamba2"), **model(**options).keywords)
+
+
 @pytest.mark.parametrize("name", ["raw", "latim", "alti", "knockout"])
 def test_an_index_selects_one_layer(name: str) -> None:
     trace = traced("mamba2")
@@ -142,8 +195,10 @@ def test_accepted_names_agree_with_the_operators() -> None:
     assert set(scope) == set(SCOPES) - {"layer"}
     assert set(get_args(get_args(MapOptions.model_fields["heads"].annotation)[0])) == set(REDUCTIONS)
     assert set(get_args(Activation)) == {"exact", *TAP_FUNCTIONS}
+    assert get_args(methods.Logit.model_fields["by"].annotation) == get_args(By)
+    assert get_args(Need) == tuple(TRIALS)
 
 
 def test_options_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        RawOptions().scope = "mixer"
+        Raw().scope = "mixer"

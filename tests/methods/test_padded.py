@@ -109,8 +109,9 @@ def resolved(method: str, option: str, value: Any, name: str, side: str, text: i
     if value.kind is Callable:
         assert option in FUNCTIONS, f"{method}: give a function for the option {option!r} in FUNCTIONS"
         return FUNCTIONS[option](side)
-    assert value.kind is Trace, f"{method}: no value is known for {option!r}, a {value.kind}"
-    return traced(name, side, text, seed=1)
+    other = traced(name, side, text, seed=1)
+    assert isinstance(other, value.kind), f"{method}: no value is known for {option!r}, a {value.kind}"
+    return other
 
 
 Outcome = Attribution | UnilinattnError

@@ -19,8 +19,8 @@ from transformers import (
 import unilinattn as ula
 from tests.texts import LONDON, PARIS, VOCABULARY, mamba, tokenizer
 from unilinattn.errors import InputError, OptionError, UnilinattnError
+from unilinattn.host.labels import token_text
 from unilinattn.results.boards import explained as explained_in
-from unilinattn.tracing.labels import token_text
 from unilinattn.viz.colours import shown
 
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
@@ -87,8 +87,10 @@ def test_cls_is_the_token_that_class_logits_read() -> None:
 def test_a_logit_is_named_by_its_text() -> None:
     ids = [tokenizer().convert_tokens_to_ids(token) for token in ("P", "L")]
     assert explained(target=-1, logit="P").options["logit"] == ids[0]
+    assert explained(target=-1, method=ula.methods.Logit(logit="P")).options["logit"] == ids[0]
     pair = explained(target=-1, logit=("P", "L"))
     assert pair.options["logit"] == ids
+    assert explained(target=-1, method=ula.methods.Logit(logit=("P", "L"))).options == pair.options
     assert torch.equal(pair.scores, explained(target=-1, logit=tuple(ids)).scores)
 
 

@@ -175,7 +175,7 @@ def test_the_documented_memory_covers_chunks_side_by_side(
     mixer = CASES[name].build(CASES[name].draw(5 * Chunked.tokens))
     expected, value = cost_of(mixer), laws.values(mixer, channels=8)
     measured = {
-        "pass": (expected.pass_cost(8).elements, peak_of(lambda: mixer.apply(value)).peak),
+        "pass": (expected.pass_elements(8), peak_of(lambda: mixer.apply(value)).peak),
         "map": (expected.reduced_elements(64, 1), peak_of(lambda: [None for _ in mixer.reduced_rows(64)]).peak),
         "tile": (expected.tile_elements(320, 320, mixer.heads), peak_of(mixer.tile).peak),
     }

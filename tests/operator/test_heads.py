@@ -30,8 +30,8 @@ def core(seed: int = 0) -> Chain:
 def test_a_sum_of_cores_with_projections_has_no_heads() -> None:
     summed = operator((Branch("core", (core(), core(7))),))
     with pytest.raises(UncoveredError, match="layer sums several cores with projections of their own"):
-        HeadContributions.of(summed, [0], together=False)
-    around = HeadContributions.of(operator((Branch("core", (core(), ())),)), [0, 1, 2], together=True)
+        HeadContributions.of(summed, [0], joint=False)
+    around = HeadContributions.of(operator((Branch("core", (core(), ())),)), [0, 1, 2], joint=True)
     x = around.operator.inputs["x"]
     torch.testing.assert_close(around.around(), x, rtol=0, atol=1e-13)
 
@@ -43,7 +43,7 @@ def test_a_centring_after_the_core_is_split_if_it_can_be(groups: int, together: 
     into, mix, out = core()
     scale = Scale("norm", random(2, LENGTH, CHANNELS, seed=9))
     layer = operator((into, mix, Center("norm", groups), scale, out))
-    split = HeadContributions.of(layer, [0, 2], together=together)
+    split = HeadContributions.of(layer, [0, 2], joint=together)
     form = split.pairwise()
     assert form is not None and isinstance(mix, Mix) and isinstance(into, Matrix) and isinstance(out, Matrix)
     values = torch.einsum(

@@ -145,7 +145,9 @@ def test_a_row_lists_the_oldest_version_and_the_page_lists_left_out_configuratio
         "transformers 5.23.0": {"machine": machine, "runs": {"hosts/mamba": entry, "hosts/later": later}},
     }
     text = coverage_pages.pages(ROOT, record, {})[0][Path("docs/coverage.md")]
-    assert " | 5.6.2; 5.23.0: LaterMixer |\n" in text
+    assert " | left, right | 5.6.2 |\n" in text
+    (row,) = re.findall(r"^- \*\*mamba\*\* .*$", text, re.M)
+    assert row.endswith(" (2 x 13). Only since 5.23.0: LaterMixer.")
     assert "### Left out with transformers 5.6.2\n\n- later: the class is missing.\n" in text
     assert "### Left out with transformers 5.23.0" not in text
 

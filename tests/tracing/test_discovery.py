@@ -14,9 +14,10 @@ import unilinattn as ula
 from tests.hosts import tables
 from tests.tracing.invented import INVENTED, WIDTH, CumMean, OverTokens, SelectiveScan, TokenShift, hybrid
 from unilinattn.errors import UnknownArchitectureError
+from unilinattn.host import substitution
 from unilinattn.testing import left_as_found
 from unilinattn.testing.hosts import randomize
-from unilinattn.tracing import discovery, substitution
+from unilinattn.tracing import discovery
 from unilinattn.tracing.perturbation import Run
 
 TRACE = sys.modules["unilinattn.tracing.trace"]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from unilinattn.tracing import residual, substitution
+from unilinattn.host import substitution
+from unilinattn.tracing import residual
 from unilinattn.tracing.residual import fit_factors
 
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import unilinattn as ula
 from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.host import substitution
 from unilinattn.mixers import DiagonalDecay, ScalarDecay, Toeplitz
 from unilinattn.operator.carry import Carry, carried_by
 from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.testing import TOLERANCES, left_as_found, relative_error
 from unilinattn.testing.hosts import host
-from unilinattn.tracing import streaming, substitution
+from unilinattn.tracing import streaming
 
 EXACT = 1e-12
 LENGTH = 23

@@ -14,12 +14,13 @@ from torch.nn.utils import parametrizations
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 import unilinattn as ula
+from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import ExactnessError, InputError, ModelStateError
 from unilinattn.registry import Method, overridden
 from unilinattn.results.attribution import Attribution
 from unilinattn.testing import TOLERANCES
 from unilinattn.tracing.trace import Trace
-from unilinattn.tracing.trust import precision_of, tolerance
+from unilinattn.tracing.trust import precision_of
 
 IDS = torch.arange(18).view(2, 9) % 11
 
@@ -139,7 +140,7 @@ def test_hosts_of_every_dtype_stay_far_below_its_tolerance(dtype: torch.dtype) -
     for model in (mamba(), mamba2(), llama()):
         for layer in ula.trace(model.to(dtype), IDS).layers:
             assert layer.precision == dtype
-            assert layer.reconstruction_error() <= tolerance(dtype) / 2
+            assert layer.reconstruction_error() <= layer_tolerance(dtype) / 2
 
 
 def test_the_coarsest_dtype_sets_the_tolerance() -> None:
@@ -171,7 +172,7 @@ def test_a_host_under_autocast_has_the_tolerance_of_the_autocast_dtype() -> None
     with torch.autocast("cpu", torch.bfloat16):
         trace = ula.trace(mamba(), IDS)
     assert all(layer.precision == torch.bfloat16 for layer in trace.layers)
-    assert 1e-4 < max(layer.reconstruction_error() for layer in trace.layers) <= tolerance(torch.bfloat16)
+    assert 1e-4 < max(layer.reconstruction_error() for layer in trace.layers) <= layer_tolerance(torch.bfloat16)
 
 
 class LowRank(nn.Module):

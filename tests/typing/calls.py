@@ -12,25 +12,35 @@ from unilinattn.results.estimate import Estimate
 
 
 def accepted(model: nn.Module, trace: ula.Trace, name: str, options: dict[str, Any]) -> None:
-    """Options of the named method, of the default methods, and of any method by `**options`."""
+    """Methods as objects, names with options, and the default method."""
+    methods = ula.methods
+    assert_type(ula.explain(trace, method=methods.Latim(p=1)), ula.Attribution)
+    assert_type(ula.explain(trace, method=methods.Latim(layers=1, residual=True), target=-1), ula.Attribution)
+    assert_type(
+        ula.explain(model, "a text", tokenizer=object(), method=methods.Logit(logit=" Paris", by="layer")),
+        ula.Attribution,
+    )
+    assert_type(ula.explain(trace, method=methods.Raw(heads=[0, 1], layers=["mixer", 3])), ula.Attribution)
+    assert_type(ula.explain(trace, method=methods.Knockout(replace=trace)), ula.Attribution)
     assert_type(ula.explain(trace, method="latim", p=1), ula.Attribution)
-    assert_type(ula.explain(trace, method="latim", layers=1, residual=True, target=-1), ula.Attribution)
-    assert_type(ula.explain(model, "a text", tokenizer=object(), logit=" Paris", by="layer"), ula.Attribution)
-    assert_type(ula.explain(trace, method="raw", heads=[0, 1], layers=["mixer", 3]), ula.Attribution)
-    assert_type(ula.explain(trace, method=name), ula.Attribution)
     assert_type(ula.explain(trace, method=name, **options), ula.Attribution)
-    assert_type(ula.estimate(trace, method="rollout", start_layer=2), Estimate)
-    assert_type(ula.compare({"a": trace}, methods=["raw", "latim"], latim={"p": 1}, layers=0), ula.Comparison)
+    assert_type(ula.explain(trace, logit=" Paris"), ula.Attribution)
+    assert_type(ula.estimate(trace, method=methods.Rollout(start_layer=2)), Estimate)
+    assert_type(ula.compare({"a": trace}, methods=["raw", methods.Latim(p=1)]), ula.Comparison)
+    assert_type(methods.Latim(p=1).p, float)
+    ula.evaluate({"a": model}, [], ["raw", methods.Latim(p=1)], ["ap"])
+    ula.evaluate({"a": model}, [], {"mine": methods.Latim(p=1), "raw": "raw"}, ["ap"])
 
 
-def refused(model: nn.Module, trace: ula.Trace, name: str) -> None:
+def refused(model: nn.Module, trace: ula.Trace) -> None:
     """Options that the method does not take, and values that the option does not accept."""
-    ula.explain(trace, method="latim", q=1)  # type: ignore[call-overload]
-    ula.explain(trace, method="latim", p="2")  # type: ignore[call-overload]
-    ula.explain(trace, method="rollout", layers=1)  # type: ignore[call-overload]
-    ula.explain(trace, method="raw", heads="median")  # type: ignore[call-overload]
-    ula.explain(trace, start_layer=1)  # type: ignore[call-overload]
-    ula.explain(trace, method=name, p=1)  # type: ignore[call-overload]
-    ula.explain(model, targt=-1)  # type: ignore[call-overload]
-    ula.estimate(trace, method="logit", p=1)  # type: ignore[call-overload]
-    ula.compare({"a": trace}, latim={"q": 1})  # type: ignore[typeddict-unknown-key]
+    methods = ula.methods
+    methods.Latim(q=1)  # type: ignore[call-arg]
+    methods.Latim(p="2")  # type: ignore[arg-type]
+    methods.Rollout(layers=1)  # type: ignore[call-arg]
+    methods.Raw(heads="median")  # type: ignore[arg-type]
+    methods.Logit(p=1)  # type: ignore[call-arg]
+    methods.Ltim()  # type: ignore[attr-defined]
+    ula.explain(trace, method=methods.Latim)  # type: ignore[arg-type]
+    ula.explain(trace, method=1)  # type: ignore[arg-type]
+    ula.compare({"a": trace}, methods=[1])  # type: ignore[list-item]

@@ -1,11 +1,12 @@
 """Measurements of layers and models beyond scores: kinds of mixing, inner matrices, states, statistics of maps."""
 
 from unilinattn.analysis.cls_row import ClsBias, cls_bias
+from unilinattn.analysis.compare import compare_models
+from unilinattn.analysis.comparison import ModelComparison, ModelMeasurements
 from unilinattn.analysis.convolution import ConvolutionTaps, convolution_taps
+from unilinattn.analysis.decomposition import DecompositionErrors, decomposition_errors
 from unilinattn.analysis.inner import InnerMatrices, QueryKeyHistory, inner_matrices, query_key_history
 from unilinattn.analysis.mixing import LayerMixing, Taxonomy, taxonomy
-from unilinattn.analysis.own_models import compare_models
-from unilinattn.analysis.own_results import ModelComparison, ModelMeasurements
 from unilinattn.analysis.similarity import LayerSimilarity, MapSimilarity, layer_similarity, map_similarity
 from unilinattn.analysis.smoothing import Oversmoothing, oversmoothing, token_cosine
 from unilinattn.analysis.statistics import LayerStatistics, MapStatistics, map_statistics
@@ -23,6 +24,7 @@ from unilinattn.analysis.trajectories import Projection, States, project_states,
 __all__ = [
     "ClsBias",
     "ConvolutionTaps",
+    "DecompositionErrors",
     "InnerMatrices",
     "LayerMixing",
     "LayerSimilarity",
@@ -41,6 +43,7 @@ __all__ = [
     "cls_bias",
     "compare_models",
     "convolution_taps",
+    "decomposition_errors",
     "embeddings",
     "inner_matrices",
     "layer_similarity",

@@ -1,8 +1,9 @@
 """Similarity of attention maps: rank correlation and Jensen-Shannon divergence, between layers and models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from math import log
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from unilinattn.analysis.maps import candidate_keys, row_distributions
 from unilinattn.analysis.pictures import Where, draw, heat_map, text_table
-from unilinattn.errors import InputError
+from unilinattn.errors import InputError, UncoveredError
 from unilinattn.evaluation.metrics import rank_correlation
+from unilinattn.host.labels import token_text
 from unilinattn.memory import reserved
 from unilinattn.methods.maps import map_bytes
 from unilinattn.methods.selection import only_port
@@ -150,3 +152,102 @@ def _varies(share: Float[Tensor, "batch query key"], valid: Bool[Tensor, "batch 
     high = share.masked_fill(~valid, -torch.inf).amax(-1, keepdim=True)
     low = share.masked_fill(~valid, torch.inf).amin(-1, keepdim=True)
     return high > low
+
+
+@dataclass
+class SampleSimilarity:
+    """Sums of the similarities of layers over texts or images, for models that read one as the same tokens.
+
+    Attributes:
+        scope: scope of the maps.
+        counts: number of samples on which the maps of two models were compared.
+        refused: a message for each model without maps that can be compared.
+        sums: the sums of rank correlation and divergence of two layers, each named "model: layer".
+    """
+
+    scope: str
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+    def add(self, traces: Mapping[str, Trace]) -> None:
+        """Add the similarities on one sample, or on a batch of samples, given each model's trace."""
+        groups: dict[Hashable, dict[str, Trace]] = {}
+        orders = {}
+        for name, trace in traces.items():
+            if name not in self.refused:
+                alignment, order = _alignment(name, trace)
+                groups.setdefault(alignment, {})[name] = trace
+                if order is not None:
+                    orders[name] = order
+        for group in groups.values():
+            if (similar := self._measured(group, orders)) is None:
+                continue
+            batch = len(next(iter(group.values())).layers[-1].output)
+            # The names of a single model's layers have no model in front.
+            (only, *others) = group
+            names = unique(similar.names if others else [f"{only}: {name}" for name in similar.names])
+            for i, a in enumerate(names):
+                for j, b in enumerate(names):
+                    pair = torch.stack((similar.rank_correlation[i, j], similar.divergence[i, j]))
+                    self.sums[a, b] = self.sums.get((a, b), torch.zeros_like(pair)) + pair * batch
+            for first, second in product(group, group):
+                self.counts[first, second] = self.counts.get((first, second), 0) + batch
+
+    def _measured(self, group: dict[str, Trace], orders: Mapping[str, Sequence[int]]) -> LayerSimilarity | None:
+        """Return the similarities in a group, from which models without maps that fit are removed."""
+        try:
+            return layer_similarity(group, scope=self.scope, orders=orders)
+        except (UncoveredError, InputError) as reason:
+            if len(group) == 1:
+                self.refused[group.popitem()[0]] = str(reason)
+                return None
+            covered = {
+                name: found for name, found in group.items() if self._measured({name: found}, orders) is not None
+            }
+            if len(covered) == len(group):
+                raise
+        for name in group.keys() - covered.keys():
+            del group[name]
+        return self._measured(group, orders) if group else None
+
+    def mean(self, layers: Mapping[str, Sequence[str]]) -> LayerSimilarity | None:
+        """Return the means over the samples on which two models were compared, given the layers of each model."""
+        keys = {
+            f"{name}: {layer}": name
+            for name, names in layers.items()
+            for layer in names
+            if name not in self.refused and any(f"{name}: {layer}" in pair for pair in self.sums)
+        }
+        if not keys:
+            return None
+        values = torch.full((2, len(keys), len(keys)), torch.nan, dtype=torch.float64)
+        for i, (a, first) in enumerate(keys.items()):
+            for j, (b, second) in enumerate(keys.items()):
+                if (a, b) in self.sums:
+                    values[:, i, j] = self.sums[a, b] / self.counts[first, second]
+        return LayerSimilarity(tuple(keys), *values)
+
+
+def unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names with the number of a repetition behind it: a module that is called twice makes two layers."""
+    seen: dict[str, int] = {}
+    out = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        out.append(name if seen[name] == 1 else f"{name} (call {seen[name]})")
+    return tuple(out)
+
+
+def _alignment(model: str, trace: Trace) -> tuple[Hashable, Sequence[int] | None]:
+    """Return a value that is equal for two models which read a sample alike, and the order of its tokens, if known.
+
+    Two models read the same parts of a text at the same positions if the texts of their tokens are equal. Images have
+    the same grid of patches and number of class tokens, in the order class tokens, then patches.
+    """
+    if trace.ids is not None:
+        reader = None if trace.text is None else trace.text.tokenizer
+        return tuple(token_text(reader, token) if reader else token for token in trace.ids.flatten().tolist()), None
+    if (tokens := trace.image_tokens) is None:
+        return model, None
+    return (tokens.grid, len(tokens.cls)), (*tokens.cls, *tokens.patches)

@@ -8,18 +8,6 @@ from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
-HOSTS = tuple(
-    f"transformers.models.{folder}.modeling_{folder}.{prefix}Attention"
-    for folder, prefix in (
-        ("bert", "Bert"),
-        ("roberta", "Roberta"),
-        ("xlm_roberta", "XLMRoberta"),
-        ("camembert", "Camembert"),
-        ("electra", "Electra"),
-        ("ernie", "Ernie"),
-    )
-)
-
 
 def _check(call: Call) -> None:
     if call.host.is_cross_attention:
@@ -30,7 +18,18 @@ def _check(call: Call) -> None:
     require_same_tokens(call)
 
 
-@register_architecture(*HOSTS, name="bert", kind="softmax attention (post-norm)", needs_capture=True, check=_check)
+@register_architecture(
+    "transformers.models.bert.modeling_bert.BertAttention",
+    "transformers.models.roberta.modeling_roberta.RobertaAttention",
+    "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRobertaAttention",
+    "transformers.models.camembert.modeling_camembert.CamembertAttention",
+    "transformers.models.electra.modeling_electra.ElectraAttention",
+    "transformers.models.ernie.modeling_ernie.ErnieAttention",
+    name="bert",
+    kind="softmax attention (post-norm)",
+    needs_capture=True,
+    check=_check,
+)
 def bert(call: Call) -> Flow:
     """BERT's layout: attention, output projection, residual and LayerNorm in one module."""
     host, seen = call.host, only_attention(call)

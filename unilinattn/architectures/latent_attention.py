@@ -10,29 +10,6 @@ from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import register_architecture
 
-HOSTS = tuple(
-    f"transformers.models.{folder}.modeling_{folder}.{name}"
-    for folder, name in (
-        ("axk1", "AXK1Attention"),
-        ("axk2", "AXK2Attention"),
-        ("bailing_hybrid", "BailingHybridAttention"),
-        ("deepseek_v2", "DeepseekV2Attention"),
-        ("deepseek_v3", "DeepseekV3Attention"),
-        ("deepseek_v32", "DeepseekV32Attention"),
-        ("dots3_note", "Dots3NoteTextAttention"),
-        ("glm4_moe_lite", "Glm4MoeLiteAttention"),
-        ("glm5_next", "Glm5NextTextAttention"),
-        ("glm_moe_dsa", "GlmMoeDsaAttention"),
-        ("hy_v4", "HYV4Attention"),
-        ("kimi_linear", "KimiLinearAttention"),
-        ("longcat_flash", "LongcatFlashMLA"),
-        ("minicpm3", "MiniCPM3Attention"),
-        ("mistral4", "Mistral4Attention"),
-        ("mistral_large4", "MistralLarge4TextAttention"),
-        ("youtu", "YoutuAttention"),
-    )
-)
-
 
 def _check(call: Call) -> None:
     call.refuse("past_key_values")
@@ -40,7 +17,27 @@ def _check(call: Call) -> None:
 
 
 @register_architecture(
-    *HOSTS, name="latent_attention", kind="multi-head latent attention (MLA)", needs_capture=True, check=_check
+    "transformers.models.axk1.modeling_axk1.AXK1Attention",
+    "transformers.models.axk2.modeling_axk2.AXK2Attention",
+    "transformers.models.bailing_hybrid.modeling_bailing_hybrid.BailingHybridAttention",
+    "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention",
+    "transformers.models.deepseek_v32.modeling_deepseek_v32.DeepseekV32Attention",
+    "transformers.models.dots3_note.modeling_dots3_note.Dots3NoteTextAttention",
+    "transformers.models.glm4_moe_lite.modeling_glm4_moe_lite.Glm4MoeLiteAttention",
+    "transformers.models.glm5_next.modeling_glm5_next.Glm5NextTextAttention",
+    "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa.GlmMoeDsaAttention",
+    "transformers.models.hy_v4.modeling_hy_v4.HYV4Attention",
+    "transformers.models.kimi_linear.modeling_kimi_linear.KimiLinearAttention",
+    "transformers.models.longcat_flash.modeling_longcat_flash.LongcatFlashMLA",
+    "transformers.models.minicpm3.modeling_minicpm3.MiniCPM3Attention",
+    "transformers.models.mistral4.modeling_mistral4.Mistral4Attention",
+    "transformers.models.mistral_large4.modeling_mistral_large4.MistralLarge4TextAttention",
+    "transformers.models.youtu.modeling_youtu.YoutuAttention",
+    name="latent_attention",
+    kind="multi-head latent attention (MLA)",
+    needs_capture=True,
+    check=_check,
 )
 def latent_attention(call: Call) -> Flow:
     """Softmax attention whose values are a matrix of a latent: input projection, frozen RMS norm, up-projection.

@@ -51,7 +51,7 @@ def _leak(layer: nn.Module, mask: Tensor) -> str | None:
 
 
 @register_architecture(
-    f"{_HOST}.RwkvSelfAttention",
+    "transformers.models.rwkv.modeling_rwkv.RwkvSelfAttention",
     name="rwkv4",
     kind="RWKV-4 (normalised exponential)",
     capture=stand_ins,
@@ -82,7 +82,7 @@ def rwkv4(call: Call) -> Flow:
 
 
 @register_architecture(
-    f"{_HOST}.RwkvFeedForward",
+    "transformers.models.rwkv.modeling_rwkv.RwkvFeedForward",
     name="rwkv4_channel",
     kind="RWKV-4 channel mixing (token shift)",
     padding_leak=_leak,

@@ -58,6 +58,11 @@ def tolerance(comparison: Comparison, dtype: torch.dtype) -> float:
     return TOLERANCES[comparison, dtype]
 
 
+def layer_tolerance(dtype: torch.dtype) -> float:
+    """Return the largest accepted reconstruction error of a host that computes in a dtype: bfloat16's for others."""
+    return TOLERANCES.get(("layer", dtype), TOLERANCES["layer", torch.bfloat16])
+
+
 def relative_error(got: Tensor, expected: Tensor, *, scale: Tensor | None = None) -> float:
     """Return the largest ||got - expected|| / ||expected|| over the first axis, or infinity if an entry is not finite.
 

@@ -15,7 +15,7 @@ from unilinattn.startup import INTERRUPTED, interrupts_raise
 
 _MODULES = {
     "compare": "unilinattn.cli.compare",
-    "evaluate": "unilinattn.evaluation.command",
+    "evaluate": "unilinattn.cli.evaluate",
     "explain": "unilinattn.cli.explain",
     "decomposition": "unilinattn.cli.decomposition",
     "list": "unilinattn.cli.listing",

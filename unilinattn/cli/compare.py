@@ -1,22 +1,22 @@
 """The command `unilinattn compare`: models side by side."""
 
 import argparse
-import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from unilinattn.analysis import own_models, own_report
+from unilinattn.analysis import report
+from unilinattn.analysis.compare import compare_models, compare_trained
+from unilinattn.analysis.comparison import ModelComparison
 from unilinattn.cli.arguments import METHODS
+from unilinattn.cli.values import names
 from unilinattn.errors import OptionError
-from unilinattn.evaluation import command, report
-from unilinattn.evaluation.checkpoints import load_checkpoint, load_image_checkpoint
+from unilinattn.evaluation.checkpoints import load_checkpoint, load_image_checkpoint, one_thread, quiet_hosts
 from unilinattn.evaluation.readers import image_files
-from unilinattn.evaluation.side_by_side import Counts, measure, one_thread, quiet_hosts, select
 from unilinattn.evaluation.texts import read_texts
+from unilinattn.evaluation.trained import select
 from unilinattn.optional import import_extra
 from unilinattn.registry import method as registered
 
@@ -42,7 +42,7 @@ def _refuse(options: argparse.Namespace, reason: str, *names: str) -> None:
 
 def _checkpoints(options: argparse.Namespace) -> None:
     """Measure local checkpoints on texts or images, print the tables and write the report."""
-    methods = command.names(options.methods) or list(METHODS)
+    methods = names(options.methods) or list(METHODS)
     for name in methods:
         registered(name)
     inputs: dict[str, Any]
@@ -57,14 +57,10 @@ def _checkpoints(options: argparse.Namespace) -> None:
         raise OptionError(
             "local checkpoints are measured on texts or images: give --text TEXT, --texts FILE or --images FOLDER."
         )
-    names = _names(options.paths)
-    start = time.perf_counter()
-    with report.staged(options.out) as folder, quiet_hosts(), one_thread():
-        models = {name: load(path, options.dtype) for name, path in names.items()}
-        found = own_models.compare_models(models, **inputs, methods=methods)
-        own_report.write(folder, found)
-    print(f"{found}\n\n{textwrap.fill(own_report.caption(found), 118)}")
-    print(f"\nReport: {options.out / report.PAGE}, {report.NUMBERS} ({time.perf_counter() - start:.0f} s)")
+    paths = _names(options.paths)
+    with _reported(options.out) as comparisons, quiet_hosts(), one_thread():
+        models = {name: load(path, options.dtype) for name, path in paths.items()}
+        comparisons.append(compare_models(models, **inputs, methods=methods))
 
 
 def _names(paths: Sequence[Path]) -> dict[str, Path]:
@@ -80,29 +76,23 @@ def _trained(options: argparse.Namespace) -> None:
     """Measure the trained models, print the table and write the report."""
     for module, extra in (("transformers", "hf"), ("matplotlib.figure", "plot")):
         import_extra(module, extra)
-    wanted = [registered(name) for name in command.names(options.methods) or METHODS]
-    pairs = select(options.task or "all", command.names(options.models))
-    counts = Counts()
+    methods = names(options.methods) or list(METHODS)
+    for name in methods:
+        registered(name)
+    by_task = select(options.task or "all", names(options.models))
+    with _reported(options.out) as comparisons, quiet_hosts(), one_thread():
+        for task, models in by_task.items():
+            comparisons.append(compare_trained(task, models, methods))
+
+
+@contextmanager
+def _reported(out: Path) -> Iterator[list[ModelComparison]]:
+    """Yield a list for comparisons, which are printed and written as a report."""
     start = time.perf_counter()
-    with report.staged(options.out) as folder, one_thread():
-        measured = []
-        with tqdm(pairs, disable=None, leave=False, unit="model") as progress:
-            for task, model in progress:
-                progress.set_description(f"{task}/{model}")
-                measured.append(measure(task, model, wanted, counts))
-        report.write(folder, measured, report.numbers(measured, counts, [method.name for method in wanted]))
-    print(report.text_table(measured))
-    print(f"\n{_caption(counts)}")
-    print(f"\nReport: {options.out / report.PAGE}, {report.PICTURE}, {report.NUMBERS}", end=" ")
-    print(f"({time.perf_counter() - start:.0f} s)")
-
-
-def _caption(counts: Counts) -> str:
-    text = (
-        f"Over {counts.scored} held-out sequences of each task; the candidates of a query are the keys before it, its "
-        f"own left out. {'; '.join(f'{name}: {meaning}' for name, meaning in report.MEANING.items())}. "
-        f"{report.ABOUT_REFERENCES} accuracy: over {counts.accuracy} sequences. worst error: ||op(x) - y|| / ||y|| of "
-        f"the worst layer, in float32. layer: the one with the best AP on {counts.selection} other sequences, counted "
-        "from 0; all: the method composes them; -: none is read."
-    )
-    return textwrap.fill(text, 118)
+    comparisons: list[ModelComparison] = []
+    with report.staged(out) as folder:
+        yield comparisons
+        report.write(folder, comparisons)
+    files = [report.PAGE, *([report.PICTURE] if comparisons[0].task else []), report.NUMBERS]
+    seconds = time.perf_counter() - start
+    print(f"{report.text(comparisons)}\n\nReport: {out / files[0]}, {', '.join(files[1:])} ({seconds:.0f} s)")

@@ -2,11 +2,16 @@
 
 import argparse
 
+from unilinattn import examples
+from unilinattn.analysis import decomposition
+from unilinattn.analysis.decomposition import DecompositionErrors, decomposition_errors
 from unilinattn.errors import OptionError
-from unilinattn.evaluation import decomposition, decomposition_errors
-from unilinattn.evaluation.checkpoints import load_checkpoint
-from unilinattn.evaluation.side_by_side import example_decompositions, one_thread, quiet_hosts
+from unilinattn.evaluation.checkpoints import load_checkpoint, one_thread, quiet_hosts
+from unilinattn.examples.tasks import HELD_OUT_SEED
 from unilinattn.tracing.trace import trace
+
+SEQUENCES = 8
+"""Number of held-out sequences on which the trained models are measured."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -17,7 +22,16 @@ def run(options: argparse.Namespace) -> None:
         if options.path is not None:
             host, tokenizer = load_checkpoint(options.path)
             found = trace(host, options.text, tokenizer=tokenizer)
-        errors = {options.path.name: decomposition_errors(found)} if options.path else example_decompositions()
+        errors = {options.path.name: decomposition_errors(found)} if options.path else _examples()
     print(decomposition.text_table(errors))
     if options.out is not None:
         decomposition.write(errors, options.out)
+
+
+def _examples() -> dict[str, DecompositionErrors]:
+    """Return the decomposition errors of the trained models on held-out sequences, by "task/model"."""
+    errors = {}
+    for task, model in examples.names():
+        batch = examples.TASKS[task].sample(SEQUENCES, HELD_OUT_SEED)
+        errors[f"{task}/{model}"] = decomposition_errors(trace(examples.load(task, model), batch.input_ids))
+    return errors

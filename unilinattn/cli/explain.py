@@ -9,17 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
+from unilinattn.cli.values import option
 from unilinattn.errors import ExactnessWarning, OptionError, ResultFileError, SinkWarning, UncoveredError
-from unilinattn.evaluation import command, report
-from unilinattn.evaluation.checkpoints import load_checkpoint
-from unilinattn.evaluation.side_by_side import quiet_hosts
+from unilinattn.evaluation.checkpoints import load_checkpoint, quiet_hosts
+from unilinattn.host.labels import token_text
 from unilinattn.methods.generation import explain_generation
 from unilinattn.methods.run import explain
 from unilinattn.methods.targets import position_of
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.panels import counts_residual
-from unilinattn.tracing.labels import token_text
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace, trace
 
@@ -118,7 +117,7 @@ def _integer(text: str) -> int | str:
 
 
 def _method_options(options: argparse.Namespace) -> dict[str, Any]:
-    chosen: dict[str, Any] = dict(command.option("--option", pair) for pair in options.option)
+    chosen: dict[str, Any] = dict(option("--option", pair) for pair in options.option)
     if options.scope is not None:
         chosen["scope"] = options.scope
     if options.logit is not None:
@@ -163,7 +162,7 @@ def _layer_lines(observed: Trace) -> str:
 
 def _error_text(layer: Layer) -> str:
     try:
-        return report.error_text(layer.reconstruction_error())
+        return f"{error:.1e}" if (error := layer.reconstruction_error()) else "0"
     except UncoveredError:
         return "not covered: only its core is"
 

@@ -1,27 +1,46 @@
 """The command `unilinattn list`: the registered architectures and methods, and the options of a method.
 
-The entries of this package are read from `registered.json`, which `python -m tools.surface` writes, because the
-registry itself imports torch. It is imported only if another installed package registers entries.
+Methods are listed from their classes, and the adapters of this package from the source of their registration, because
+the modules of adapters import torch. The registry itself is imported only if another installed package registers
+entries.
 """
 
 import argparse
-import json
+import ast
 import textwrap
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from importlib.resources import files
-from typing import Any
+from typing import NamedTuple
+
+from pydantic import BaseModel
 
 from unilinattn.errors import OptionError
 from unilinattn.optional import ENTRY_POINT_GROUPS
+from unilinattn.options import METHODS
+from unilinattn.options.described import option_texts
 
-FILE = "registered.json"
 WIDTH = 118
 CLOSE = 5
 """Number of close names that the error for an unknown name shows."""
 
-Entry = dict[str, Any]
+
+class Adapter(NamedTuple):
+    """An architecture in the list, with the names of `registry.Architecture`."""
+
+    name: str
+    kind: str
+    summary: str
+    hosts: tuple[str, ...]
+
+
+class Listed(NamedTuple):
+    """A method in the list, with the names of `registry.Method`."""
+
+    name: str
+    summary: str
+    options: type[BaseModel] | None
 
 
 def run(options: argparse.Namespace) -> None:
@@ -29,81 +48,79 @@ def run(options: argparse.Namespace) -> None:
 
     Raises `OptionError` for an unknown name.
     """
-    listed = entries()
+    architectures, methods = entries()
     if options.name is None:
-        print(_overview(listed))
+        print(_overview(architectures, methods))
         return
     shown = [
-        *("\n".join(_method(method)) for method in listed["methods"] if method["name"] == options.name),
-        *("\n".join(_architecture(each)) for each in listed["architectures"] if each["name"] == options.name),
+        *("\n".join(_method(method)) for method in methods if method.name == options.name),
+        *("\n".join(_architecture(each)) for each in architectures if each.name == options.name),
     ]
     if not shown:
-        names = [entry["name"] for group in listed.values() for entry in group]
+        names = [each.name for each in architectures] + [each.name for each in methods]
         close = get_close_matches(options.name, names, n=CLOSE)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
         raise OptionError(f"no method or architecture is named {options.name!r}{hint} `unilinattn list` prints all.")
     print("\n\n".join(shown))
 
 
-def entries() -> dict[str, list[Entry]]:
-    """Return the registered architectures and methods as plain values, also those of other installed packages."""
-    stored: dict[str, list[Entry]] = json.loads(files("unilinattn.cli").joinpath(FILE).read_text(encoding="utf-8"))
-    if not any(entry_points(group=group) for group in ENTRY_POINT_GROUPS):
-        return stored
-    questions = {method["name"]: method for method in stored["methods"]}
-    return {
-        kind: [{**questions.get(entry["name"], {}), **entry} if kind == "methods" else entry for entry in found]
-        for kind, found in from_registry().items()
-    }
+def entries() -> tuple[list[Adapter], list[Listed]]:
+    """Return the registered architectures and methods by name, also those of other installed packages."""
+    if any(entry_points(group=group) for group in ENTRY_POINT_GROUPS):
+        return _from_registry()
+    methods = [Listed(method.name, method.summary(), method) for method in METHODS]
+    return sorted(own_adapters()), sorted(methods, key=lambda method: method.name)
 
 
-def from_registry() -> dict[str, list[Entry]]:
-    """Return the entries of the registry as plain values."""
-    from unilinattn.methods.described import option_texts
+def _from_registry() -> tuple[list[Adapter], list[Listed]]:
     from unilinattn.registry import list_architectures, list_methods
 
-    return {
-        "architectures": [
-            {"name": each.name, "kind": each.kind, "summary": each.summary, "hosts": list(each.hosts)}
-            for each in list_architectures().values()
-        ],
-        "methods": [
-            {
-                "name": each.name,
-                "summary": each.summary,
-                "options": [text._asdict() for text in option_texts(each)],
-            }
-            for each in list_methods().values()
-        ],
-    }
+    return (
+        [Adapter(each.name, each.kind, each.summary, each.hosts) for each in list_architectures().values()],
+        [Listed(each.name, each.summary, each.options) for each in list_methods().values()],
+    )
 
 
-def _overview(listed: dict[str, list[Entry]]) -> str:
+def own_adapters() -> Iterator[Adapter]:
+    """Yield the adapters of this package; names, kinds and hosts are literals in the calls that register them."""
+    for file in files("unilinattn").joinpath("architectures").iterdir():
+        tree = ast.parse(file.read_text(encoding="utf-8") if file.name.endswith(".py") else "")
+        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+            for call in function.decorator_list:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "register_architecture":
+                    named = {keyword.arg: keyword.value for keyword in call.keywords}
+                    name, kind = (ast.literal_eval(named[argument]) for argument in ("name", "kind"))
+                    summary = (ast.get_docstring(function) or "").split("\n", 1)[0]
+                    yield Adapter(name, kind, summary, tuple(map(ast.literal_eval, call.args)))
+
+
+def _overview(architectures: Iterable[Adapter], methods: Iterable[Listed]) -> str:
     lines = ["Architectures"]
-    for architecture in listed["architectures"]:
+    for architecture in architectures:
         lines += [f"  {line}" for line in _architecture(architecture)]
     lines += ["", "Methods (`unilinattn list NAME` prints the options of one)"]
-    width = max((len(method["name"]) for method in listed["methods"]), default=0)
-    lines += [f"  {method['name'].ljust(width)}  {method['summary']}" for method in listed["methods"]]
+    width = max((len(method.name) for method in methods), default=0)
+    lines += [f"  {method.name.ljust(width)}  {method.summary}" for method in methods]
     return "\n".join(lines)
 
 
-def _architecture(architecture: Entry) -> Iterator[str]:
-    yield f"{architecture['name']}: {architecture['kind']}"
-    yield f"    {architecture['summary']}"
-    for host in architecture["hosts"] or ("any, known by what it calls",):
+def _architecture(architecture: Adapter) -> Iterator[str]:
+    yield f"{architecture.name}: {architecture.kind}"
+    yield f"    {architecture.summary}"
+    for host in architecture.hosts or ("any, known by what it calls",):
         yield f"    host  {host}"
 
 
-def _method(method: Entry) -> Iterator[str]:
-    yield f"{method['name']}: {method['summary']}"
-    if "question" in method:
-        yield f"    question  {method['question']}"
-        yield f"    page      {method['page']}"
-    yield "Options" if method["options"] else "No options"
-    for option in method["options"]:
-        yield f"  {option['name']} = {option['default']}"
-        yield from _wrapped((f"accepts {option['accepted']}", option["meaning"]))
+def _method(method: Listed) -> Iterator[str]:
+    yield f"{method.name}: {method.summary}"
+    if method.options in METHODS:
+        yield f"    question  {method.options.question}"
+        yield f"    page      docs/methods/{method.name}.md"
+    texts = option_texts(method.options)
+    yield "Options" if texts else "No options"
+    for text in texts:
+        yield f"  {text.name} = {text.default}"
+        yield from _wrapped((f"accepts {text.accepted}", text.meaning))
 
 
 def _wrapped(paragraphs: Iterable[str]) -> Iterator[str]:

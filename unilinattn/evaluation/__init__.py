@@ -1,6 +1,5 @@
 """Metrics of results, against known answers and by changing the input, and tables of them over data sets."""
 
-from unilinattn.evaluation.decomposition import DecompositionErrors, decomposition_errors
 from unilinattn.evaluation.intervention import replacement_effects
 from unilinattn.evaluation.measures import METRICS, Case
 from unilinattn.evaluation.metrics import (
@@ -25,7 +24,6 @@ __all__ = [
     "METRICS",
     "Case",
     "CompletenessGap",
-    "DecompositionErrors",
     "PerturbationCurve",
     "PerturbationTest",
     "RankCorrelation",
@@ -35,7 +33,6 @@ __all__ = [
     "Table",
     "alignment_error_rate",
     "completeness_gap",
-    "decomposition_errors",
     "earlier_keys",
     "gold_links",
     "rank_correlation",

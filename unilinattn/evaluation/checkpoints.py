@@ -1,5 +1,7 @@
 """Local checkpoints of Hugging Face models with their tokenizers or image processors."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +88,30 @@ def _load(path: Path, dtype: str | None, auto: str, what: str, reader: str = "to
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0].rstrip(": ") or type(error).__name__
+
+
+@contextmanager
+def quiet_hosts() -> Iterator[None]:
+    """Silence transformers' warnings about missing CUDA kernels and its loading bars inside the block."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in one thread, which is faster for tensors this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -9,34 +9,52 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from unilinattn.errors import InputError, OptionError, UnilinattnError
-from unilinattn.evaluation.measures import Case, Measurement
-from unilinattn.evaluation.plan import Entry, Model, Plan
+from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError
+from unilinattn.evaluation.measures import Case, Part
+from unilinattn.evaluation.plan import Entry, Model, Plan, batches, described
 from unilinattn.evaluation.processes import Processes
 from unilinattn.evaluation.readers import OnError, read_samples
-from unilinattn.evaluation.samples import Sample, fingerprint
+from unilinattn.evaluation.samples import Sample
 from unilinattn.evaluation.scorers import BASELINES, Scorer
 from unilinattn.evaluation.store import Store
 from unilinattn.evaluation.table import PARTS, Table, pool
+from unilinattn.options import Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import Trust
 
-VALUES = 4096
-"""Number of values of each weight that the hash of a model reads."""
-
 Choice = dict[str, list[Any] | None]
 """Parts of the metric that chooses a layer, by method and layer; None for a method that keeps no layer axis."""
+
+Row = dict[str, Any]
+
+
+class Observer:
+    """Receives the intermediate results of an evaluation of one model; the methods of this class ignore them."""
+
+    def traced(self, trace: Trace) -> None:
+        """Receive the trace of each batch of the data."""
+
+    def scored(self, trace: Trace, label: str, result: Attribution) -> Attribution:
+        """Receive the result of a row on a batch of the data, and return the result to measure."""
+        return result
+
+    def chosen(self, label: str, by_layer: Sequence[float]) -> None:
+        """Receive the metric of each layer of a row on the selection samples."""
+
+    def refused(self, label: str, error: UnilinattnError) -> None:
+        """Receive the error of a row; the row is left out of the table, unless this raises the error."""
+        raise error
 
 
 def evaluate(
     models: Mapping[str, Model],
     data: Any,
-    methods: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry],
+    methods: Sequence[str | Options | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry | Options],
     metrics: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry],
     *,
     selection: Any = None,
@@ -51,10 +69,11 @@ def evaluate(
     trust: Trust = "require",
     max_memory: int | None = None,
     progress: bool = True,
+    batch_size: int = 1,
 ) -> Table:
     """Measure methods on models and samples, and return a row for each model, method, sample and metric.
 
-    Each sample is traced and scored by itself, with its own seed, so that neither an interruption nor the number of
+    By default each sample is traced and scored by itself, with its own seed. Neither an interruption nor the number of
     processes changes a number (with the same number of threads). A program that `accelerate launch` or `torchrun`
     starts in several processes shares the samples among them; each process makes the same call and returns the whole
     table.
@@ -67,8 +86,8 @@ def evaluate(
         data: the samples, with different names if they have any; or a file of texts, a folder of images or a data set,
             which `evaluation.read_samples` reads. Images get the patches of the model if there is one model, given as a
             module.
-        methods: names of methods, (name, options), or a mapping from labels to either or to a function
-            `f(trace, sample)` that returns scores (key,) or (query, key), or an `Attribution`.
+        methods: methods such as `methods.Latim(p=1)`, names, (name, options), or a mapping from labels to one of them
+            or to a function `f(trace, sample)` that returns scores (key,) or (query, key), or an `Attribution`.
         metrics: names of metrics (`evaluation.measures.METRICS`), (name, options), or a mapping from labels to either
             or to a function from a `Case` to a number. `completeness_gap` has rows for methods that decompose a logit.
         selection: other samples, on which layers are chosen.
@@ -82,27 +101,51 @@ def evaluate(
         save_results: whether to store the `Attribution` of every method and sample in the folder `results` of `out`.
         seed: seed of all random choices.
         trust, max_memory, progress: as in `unilinattn.explain`.
+        batch_size: largest number of consecutive samples of token ids, of one length and target, that are traced and
+            scored as one batch. Functions take one sample at a time.
 
-    Raises `OptionError` for an unknown name or option, and for a layer axis without `selection`; `InputError` for data
-    that lack a field that a metric needs, for a metric that is undefined (with model, sample, method and metric), and
-    for a sample in both data and selection; `ResultFileError` for an `out` of another evaluation, naming the
-    differences; and the errors of `explain`.
+    Raises `OptionError` for an unknown name or option, for functions with a `batch_size` above 1, and for a layer axis
+    without `selection`; `InputError` for data that lack a field that a metric needs, for a metric that is undefined
+    (with model, sample, method and metric), and for a sample in both data and selection; `ResultFileError` for an `out`
+    of another evaluation, naming the differences; and the errors of `explain`.
     """
     if save_results and out is None:
         raise OptionError("save_results stores files; name their folder in `out`.")
     read = partial(_read, models=models, tokenizer=tokenizer, processor=processor, on_error=on_error)
     data, selection = read(data), None if selection is None else read(selection)
     plan = Plan.of(
-        models, data, methods, metrics, selection, select_by, baselines, seed, trust, max_memory, save_results
+        models,
+        data,
+        methods,
+        metrics,
+        selection=selection,
+        select_by=select_by,
+        baselines=baselines,
+        seed=seed,
+        trust=trust,
+        max_memory=max_memory,
+        save_results=save_results,
+        batch_size=batch_size,
+        tokenizer=tokenizer,
     )
+    return run(plan, out=out, progress=progress)
+
+
+def run(
+    plan: Plan,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    observer: Observer | None = None,
+    progress: bool = True,
+) -> Table:
+    """Return the table of a checked request; see `evaluate`."""
     processes = Processes()
     store = Store(out, plan.configuration())
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with bars(progress and processes.rank == 0):
         for at, name in enumerate(plan.models):
-            work = _Work(plan, name, at, store, processes)
-            layers = work.choose_layers()
-            rows.extend(row for unit in work.measure(layers) for row in unit)
+            work = _Work(plan, name, at, store, processes, observer or Observer())
+            rows.extend(row for unit in work.measure(work.choose_layers()) for row in unit)
     table = Table(rows)
     if store.folder is not None and processes.rank == 0:
         for ending in ("csv", "json"):
@@ -125,10 +168,11 @@ def _read(data: Any, *, models: Any, tokenizer: Any, processor: Any, on_error: O
 
 
 class _Work:
-    """The samples of one model, in units that are stored and spread over the processes."""
+    """The samples of one model, in batches that are stored and spread over the processes."""
 
-    def __init__(self, plan: Plan, name: str, at: int, store: Store, processes: Processes) -> None:
+    def __init__(self, plan: Plan, name: str, at: int, store: Store, processes: Processes, observer: Observer) -> None:
         self._plan, self._name, self._at, self._store, self._processes = plan, name, at, store, processes
+        self._observer, self._refused = observer, set[str]()
         if isinstance(model := plan.models[name], nn.Module):
             # The model is checked even if nothing is left to compute.
             self._require_same(model)
@@ -145,7 +189,7 @@ class _Work:
     def _require_same(self, host: nn.Module) -> None:
         """Store the description of the model, or require that it is the stored one."""
         if self._store.folder is not None:
-            self._store.agree(f"models/{self._at}", {self._name: _described(host)})
+            self._store.agree(f"models/{self._at}", {self._name: described(host)})
 
     def choose_layers(self) -> dict[str, int]:
         """Return the index of the best layer of each method that keeps a layer axis, by the samples of `selection`."""
@@ -160,75 +204,111 @@ class _Work:
             if all(unit[one.label] is not None for unit in units):
                 pooled = [pool(parts) for parts in zip(*(unit[one.label] for unit in units), strict=True)]
                 layers[one.label] = pooled.index(best(pooled))
+                self._observer.chosen(one.label, pooled)
         return layers
 
-    def measure(self, layers: Mapping[str, int]) -> list[list[dict[str, Any]]]:
-        """Return the rows of each sample."""
+    def measure(self, layers: Mapping[str, int]) -> list[list[Row]]:
+        """Return the rows of each batch."""
         return self._spread("samples", self._plan.samples, partial(self._rows, layers))
 
-    def _spread(self, kind: str, samples: Sequence[Sample], compute: Callable[[int, Sample], Any]) -> list[Any]:
-        def run(units: Sequence[int]) -> dict[int, Any]:
+    def _spread(
+        self, kind: str, samples: Sequence[Sample], compute: Callable[[Mapping[int, Sample]], Any]
+    ) -> list[Any]:
+        units = batches(samples, self._plan.batch_size)
+
+        def run(missing: Sequence[int]) -> dict[int, Any]:
             done = {}
-            for unit in steps(units, f"{self._name}: {kind}"):
+            for unit in steps(missing, f"{self._name}: {kind}"):
                 # In the form that the store returns, so that a stored number equals a computed one.
-                done[unit] = json.loads(json.dumps(compute(unit, samples[unit])))
+                done[unit] = json.loads(json.dumps(compute({at: samples[at] for at in units[unit]})))
                 self._store.write(key(unit), done[unit])
             return done
 
         def key(unit: int) -> str:
-            return f"{kind}/{self._at}-{unit:06d}"
+            return f"{kind}/{self._at}-{units[unit][0]:06d}"
 
-        done = self._processes.spread(range(len(samples)), lambda unit: self._store.read(key(unit)), run)
-        return [done[unit] for unit in range(len(samples))]
+        done = self._processes.spread(range(len(units)), lambda unit: self._store.read(key(unit)), run)
+        return [done[unit] for unit in range(len(units))]
 
-    def _precisions(self, composed: set[str], at: int, sample: Sample) -> Choice:
+    def _precisions(self, composed: set[str], batch: Mapping[int, Sample]) -> Choice:
         """Return the metric that chooses a layer, for each layer; methods in `composed` are not run again."""
         plan = self._plan
         precisions: Choice = {}
-        traced = self._trace(sample, f"selection sample {sample.name or at}")
+        first, sample = next(iter(batch.items()))
+        where = f"selection sample {sample.name or first}"
+        traced = self._trace(batch, where)
         for one in plan.scorers:
             precisions[one.label] = None
-            if one.label in composed:
+            if one.label in composed or not one.reads_model:
                 continue
-            with self._located(f"selection sample {sample.name or at}, {one.label}"):
-                result = self._results(one, traced, sample, "selection", at)[0]
-                if not _has_layers(result):
+            with self._located(f"{where}, {one.label}"):
+                results = [draws[0] for draws in self._results(one, traced, batch, "selection")]
+                if not _has_layers(results[0]):
                     composed.add(one.label)
                     continue
-                parts = []
-                for layer in range(result.sizes["layer"]):
-                    measured = plan.chooser(self._case(traced, sample, result.select(layer=layer), at))
-                    if measured is None:
-                        raise OptionError(f"select_by={plan.select_by!r} is not defined for its scores; name another.")
-                    parts.append(measured.parts)
-                precisions[one.label] = parts
+                precisions[one.label] = [
+                    self._precision(traced, batch, [result.select(layer=layer) for result in results])
+                    for layer in range(results[0].sizes["layer"])
+                ]
         return precisions
 
-    def _rows(self, layers: Mapping[str, int], at: int, sample: Sample) -> list[dict[str, Any]]:
-        """Return the rows of one sample."""
-        plan, name, rows = self._plan, self._plan.name_of(at), []
-        traced = self._trace(sample, f"sample {name}")
+    def _precision(self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Attribution]) -> list[Part]:
+        """Return the parts of the metric that chooses a layer, summed over the batch."""
+        parts = []
+        for case in self._cases(traced, batch, [[result] for result in results]):
+            if (measured := self._plan.chooser(case[0])) is None:
+                raise OptionError(f"select_by={self._plan.select_by!r} is not defined for its scores; name another.")
+            parts.append(measured.parts)
+        return _summed(parts)
+
+    def _rows(self, layers: Mapping[str, int], batch: Mapping[int, Sample]) -> list[Row]:
+        """Return the rows of the samples of a batch."""
+        plan = self._plan
+        first = plan.name_of(next(iter(batch)))
+        rows: dict[int, list[Row]] = {at: [] for at in batch}
+        traced = self._trace(batch, f"sample {first}")
+        with self._located(f"sample {first}"):
+            self._observer.traced(traced)
         for one in plan.scorers:
-            with self._located(f"sample {name}, {one.label}"):
-                results = [
-                    self._one_layer(one, result, layers) for result in self._results(one, traced, sample, "data", at)
-                ]
-            if plan.save_results and len(results) == 1:
-                self._save(results[0], at, one.label)
-            layer = results[0].layers[0] if len(results[0].layers) == 1 else "all" if results[0].layers else ""
-            # One result for each draw of the random scores. Metrics share the values that a case caches.
-            cases = [self._case(traced, sample, result, at) for result in results]
+            if one.label in self._refused:
+                continue
+            try:
+                for at, measured in self._measured(one, traced, batch, layers).items():
+                    rows[at] += measured
+            except (InputError, UncoveredError) as error:
+                self._observer.refused(one.label, error)
+                self._refused.add(one.label)
+        for label in plan.metrics:
+            if not self._refused and all(row["metric"] != label for sample in rows.values() for row in sample):
+                raise InputError(
+                    f"no method has a {label}: it is defined for methods that decompose a logit, such as 'logit'."
+                )
+        return [row for sample in rows.values() for row in sample]
+
+    def _measured(
+        self, one: Scorer, traced: Trace, batch: Mapping[int, Sample], layers: Mapping[str, int]
+    ) -> dict[int, list[Row]]:
+        """Return the rows of one method on each sample of a batch."""
+        plan = self._plan
+        with self._located(f"sample {plan.name_of(next(iter(batch)))}, {one.label}"):
+            results = [
+                [self._one_layer(one, result, layers) for result in draws]
+                for draws in self._results(one, traced, batch, "data")
+            ]
+        rows: dict[int, list[Row]] = {}
+        for at, draws, cases in zip(batch, results, self._cases(traced, batch, results), strict=True):
+            if plan.save_results and len(draws) == 1:
+                self._save(draws[0], at, one.label)
+            name, scored = plan.name_of(at), draws[0].layers
+            layer = scored[0] if len(scored) == 1 else "all" if scored else ""
+            rows[at] = []
             for label, measure in plan.metrics.items():
                 with self._located(f"sample {name}, {one.label}, {label}"):
                     measured = [found for case in cases if (found := measure(case)) is not None]
                 if measured:
                     row = {"model": self._name, "method": one.label, "layer": layer, "sample": name, "metric": label}
-                    rows.append({**row, **_merged(measured)})
-        for label in plan.metrics:
-            if all(row["metric"] != label for row in rows):
-                raise InputError(
-                    f"no method has a {label}: it is defined for methods that decompose a logit, such as 'logit'."
-                )
+                    value = sum(m.value for m in measured) / len(measured)
+                    rows[at].append({**row, "value": value, PARTS: _summed([m.parts for m in measured])})
         return rows
 
     def _save(self, result: Attribution, at: int, label: str) -> None:
@@ -238,24 +318,51 @@ class _Work:
         (self._store.folder / "results").mkdir(parents=True, exist_ok=True)
         result.save(self._store.folder / "results" / name)
 
-    def _trace(self, sample: Sample, where: str) -> Trace:
+    def _trace(self, batch: Mapping[int, Sample], where: str) -> Trace:
+        inputs = [sample.inputs for sample in batch.values()]
         with self._located(where):
-            traced = trace(self._host, sample.inputs, progress=False)
-            if (batch := traced.layers[-1].output.shape[0]) != 1:
-                raise InputError(f"a sample is one sequence or image; its inputs hold {batch}.")
+            joined = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
+            tokenizer = self._plan.tokenizer if isinstance(joined, str) else None
+            traced = trace(self._host, joined, tokenizer=tokenizer, progress=False)
+            if (size := traced.layers[-1].output.shape[0]) != len(batch):
+                raise InputError(f"a sample is one sequence or image; its inputs hold {size}.")
         return traced
 
-    def _results(self, one: Scorer, traced: Trace, sample: Sample, kind: str, at: int) -> list[Attribution]:
+    def _results(self, one: Scorer, traced: Trace, batch: Mapping[int, Sample], kind: str) -> list[list[Attribution]]:
+        """Return the results of each sample of a batch, several for random draws."""
         devices = {weight.device.index for weight in self._host.parameters() if weight.is_cuda}
-        # The seed depends on the sample and the row; the caller's generators are restored.
-        with torch.random.fork_rng(devices=sorted(devices)):
-            torch.manual_seed(self._plan.seed_of(kind, at, one.label))
-            return one.run(traced, sample, trust=self._plan.trust, max_memory=self._plan.max_memory)
 
-    def _case(self, traced: Trace, sample: Sample, result: Attribution, at: int) -> Case:
-        if "layer" in result.dims:
-            result = result.select(layer=0)
-        return Case(self._host, sample, traced, result, self._plan.seed_of("metric", at))
+        def seeded(at: int, sample: Sample) -> list[Attribution]:
+            # The seed depends on the sample and the row; the caller's generators are restored.
+            with torch.random.fork_rng(devices=sorted(devices)):
+                torch.manual_seed(self._plan.seed_of(kind, at, one.label))
+                return one.function(traced, sample, trust=self._plan.trust, max_memory=self._plan.max_memory)
+
+        if not one.reads_model:
+            return [seeded(at, sample) for at, sample in batch.items()]
+        result = seeded(*next(iter(batch.items())))[0]
+        if kind == "data":
+            result = self._observer.scored(traced, one.label, result)
+        return [[result]] if len(batch) == 1 else [[result.select(batch=row)] for row in range(len(batch))]
+
+    def _cases(
+        self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Sequence[Attribution]]
+    ) -> list[list[Case]]:
+        """Return a case for each result of each sample. Metrics share the values that a case caches."""
+        return [
+            [
+                Case(
+                    self._host,
+                    sample,
+                    traced,
+                    result.select(layer=0) if "layer" in result.dims else result,
+                    self._plan.seed_of("metric", at),
+                    row,
+                )
+                for result in draws
+            ]
+            for row, ((at, sample), draws) in enumerate(zip(batch.items(), results, strict=True))
+        ]
 
     def _one_layer(self, one: Scorer, result: Attribution, layers: Mapping[str, int]) -> Attribution:
         if not _has_layers(result):
@@ -280,21 +387,6 @@ def _has_layers(result: Attribution) -> bool:
     return "layer" in result.dims and result.sizes["layer"] > 1
 
 
-def _merged(measured: Sequence[Measurement]) -> dict[str, Any]:
-    """Return the mean over draws, and the sums of the parts."""
-    parts = [
-        [sum(numbers) for numbers in zip(*part, strict=True)] for part in zip(*(m.parts for m in measured), strict=True)
-    ]
-    return {"value": sum(m.value for m in measured) / len(measured), PARTS: parts}
-
-
-def _described(host: nn.Module) -> dict[str, str]:
-    """Return the class of a model, and a hash of up to 4096 values of each of its weights."""
-    digest = []
-    for name, weight in [*host.named_parameters(), *host.named_buffers()]:
-        digest.append(f"{name} {tuple(weight.shape)} {weight.dtype}")
-        # Quantised and sharded weights have their own classes; only their shapes are compared.
-        if type(weight) in (Tensor, nn.Parameter) and weight.device.type != "meta" and weight.layout == torch.strided:
-            flat = weight.detach().flatten()
-            digest.append(fingerprint(flat[:: max(1, -(-len(flat) // VALUES))]))
-    return {"class": type(host).__name__, "weights": fingerprint(*digest)}
+def _summed(measured: Sequence[Sequence[Part]]) -> list[Part]:
+    """Return the sums of each part's numerators and denominators."""
+    return [(sum(top for top, _ in part), sum(bottom for _, bottom in part)) for part in zip(*measured, strict=True)]

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.metrics import tensor_text
-from unilinattn.tracing.inputs import input_embedding, token_ids, vocabulary_size
+from unilinattn.host.inputs import input_embedding, token_ids, vocabulary_size
 
 Masking = Literal["zero", "mean", "blur", "token", "reference"]
 """The values that replace a removed token or patch."""

@@ -20,7 +20,7 @@ from unilinattn.evaluation.metrics import (
     earlier_keys,
     row_scores,
 )
-from unilinattn.evaluation.perturbation import PerturbationTest
+from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve, PerturbationTest
 from unilinattn.evaluation.samples import Sample, function_name
 from unilinattn.evaluation.segmentation import SegmentationScores, foreground_of, overlaps, segmentation_scores
 from unilinattn.operator.edges import is_causal
@@ -57,9 +57,10 @@ class Case:
     Attributes:
         model: the host model.
         sample: the sample.
-        trace: the trace of the model on the sample.
-        result: the method's result, of one layer or of all layers composed.
+        trace: the trace of the model on the sample, or on a batch with the sample.
+        result: the method's result, of one layer or of all layers composed, with or without a batch axis.
         seed: seed of the metric's own random choices.
+        row: index of the sample in the batch of the trace.
 
     Raises `InputError` for a result with a layer axis or of several sequences.
     """
@@ -69,9 +70,11 @@ class Case:
     trace: Trace
     result: Attribution
     seed: int = 0
+    row: int = 0
 
     def __post_init__(self) -> None:
-        if self.result.dims not in (("batch", "key"), ("batch", "query", "key")) or len(self.result.scores) != 1:
+        axes = tuple(axis for axis in self.result.dims if axis != "batch")
+        if axes not in (("key",), ("query", "key")) or self.result.sizes.get("batch", 1) != 1:
             raise InputError(
                 f"scores with the axes {dict(self.result.sizes)}; a metric takes those of one sequence and one layer, "
                 "(batch, key) or (batch, query, key)."
@@ -80,12 +83,12 @@ class Case:
     @property
     def scores(self) -> Float[Tensor, "*query key"]:
         """The scores: (query, key), or (key,) without a query axis."""
-        return self.result.scores[0].cpu()
+        return (self.result.scores[0] if "batch" in self.result.dims else self.result.scores).cpu()
 
     @cached_property
     def position(self) -> int | None:
         """The position of the explained query, None if every query is explained."""
-        return None if self.sample.target is None else int(self.trace.positions(self.sample.target)[0])
+        return None if self.sample.target is None else int(self.trace.positions(self.sample.target)[self.row])
 
     @cached_property
     def relevant(self) -> Bool[Tensor, "*query key"]:
@@ -177,7 +180,7 @@ class Case:
                 units = {"relevance": self.patches()}
             self._tests[key] = PerturbationTest(
                 self.model,
-                self.sample.inputs,
+                self.trace.arguments if isinstance(self.sample.inputs, str) else self.sample.inputs,
                 masking=masking,
                 mask_token_id=mask_token_id,
                 reference=self.sample.reference if masking == "reference" else None,
@@ -192,7 +195,8 @@ class Case:
         """Return the sample's label, by default the prediction that its trace explains."""
         if self.sample.label is not None:
             return torch.tensor([self.sample.label])
-        return self.trace.explained_logit.prediction(target)
+        predicted = self.trace.explained_logit.prediction(target)
+        return None if predicted is None else predicted[self.row : self.row + 1]
 
     def _default_keys(self) -> Bool[Tensor, "*query key"]:
         *queries, keys = self.scores.shape
@@ -272,6 +276,24 @@ def _curve(name: str) -> Callable[..., Measurement]:
     return lambda case, **options: Measurement.mean(getattr(case.perturbation(**options), name)().area)
 
 
+def _deletion(case: Case, **options: Any) -> Measurement:
+    curve = case.perturbation(**options).deletion()
+    return Measurement(curve.area, tuple((value, 1.0) for value in (curve.values[0].cpu() * _weights()).tolist()))
+
+
+def _weights() -> Float[Tensor, " fraction"]:
+    """Return the weights of a deletion curve's values, whose weighted mean is its area by the trapezoidal rule."""
+    weights = torch.ones(len(TENTHS), dtype=torch.float64)
+    weights[[0, -1]] = 0.5
+    return weights * len(weights) / weights.sum()
+
+
+def deletion_curve(samples: Sequence[Sequence[Part]]) -> PerturbationCurve:
+    """Return the deletion curve of each sample from the parts of the metric `deletion`, its weighted values."""
+    values = torch.tensor([[top / bottom for top, bottom in parts] for parts in samples], dtype=torch.float64)
+    return PerturbationCurve(TENTHS, values / _weights())
+
+
 def _fall(name: str) -> Callable[..., Measurement]:
     return lambda case, **options: Measurement.mean(getattr(case.perturbation(**options), name)())
 
@@ -302,6 +324,7 @@ def _completeness(case: Case) -> Measurement | None:
 PERTURBATIONS: Mapping[str, tuple[Callable[..., Measurement], bool]] = {
     "positive_perturbation": (_curve("positive"), False),
     "negative_perturbation": (_curve("negative"), True),
+    "deletion": (_deletion, False),
     "activation_auac": (_curve("activation"), True),
     "pruning_au_mse": (_curve("pruning"), False),
     "comprehensiveness": (_fall("comprehensiveness"), True),

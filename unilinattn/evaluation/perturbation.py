@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,17 +10,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation.masking import EMBEDS, Masking, real_tokens, removal
 from unilinattn.evaluation.metrics import tensor_text
+from unilinattn.host.inputs import host_arguments
+from unilinattn.host.isolation import in_gradient_mode
+from unilinattn.host.logits import positions_of
+from unilinattn.host.recomputation import captures
+from unilinattn.host.run import run
 from unilinattn.memory import parts
-from unilinattn.tracing.inputs import call_host, host_arguments
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.logits import positions_of
-from unilinattn.tracing.recomputation import captures
 from unilinattn.tracing.trace import Target
-from unilinattn.tracing.trust import tolerance
-from unilinattn.tracing.wrappers import plain_run
 
 TENTHS = tuple(k / 10 for k in range(11))
 """Fractions of the activation and pruning curves, 0 to 1; the perturbation curves leave out both ends."""
@@ -225,7 +224,8 @@ class PerturbationTest:
 
         `fractions`: number of fractions, each of which has the batch of the relevance.
         """
-        output = in_gradient_mode(False, lambda: isolated(self._model, partial(_call, self._model, arguments)))
+        # Without captures, RWKV would rescale its weights in place.
+        output = run(self._model, arguments, mixers=captures(self._model))
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         batch, name = fractions * len(self._relevance), type(self._model).__name__
         if not isinstance(logits, Tensor) or logits.ndim not in (2, 3) or len(logits) != batch:
@@ -251,7 +251,7 @@ class PerturbationTest:
     def _require_same(self, again: Float[Tensor, "batch class"]) -> None:
         # Logits of impossible tokens may be infinite in both runs.
         change = torch.where(self.logits == again, 0.0, self.logits - again).norm()
-        allowed = tolerance(self._removal.values.dtype) * self.logits[self.logits.isfinite()].norm()
+        allowed = layer_tolerance(self._removal.values.dtype) * self.logits[self.logits.isfinite()].norm()
         if not bool(change <= allowed):
             raise InputError(
                 f"{type(self._model).__name__} gives other logits for {EMBEDS} than for the ids (changed by "
@@ -267,12 +267,6 @@ class PerturbationTest:
 
     def _squared_change(self, logits: Float[Tensor, "batch class"]) -> Float[Tensor, " batch"]:
         return ((logits - self.logits) ** 2).sum(-1)
-
-
-def _call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Call a model as a trace does; without `captures`, RWKV would rescale its weights in place."""
-    with plain_run(model), captures(model):
-        return call_host(model, arguments)
 
 
 def _padding_token(model: nn.Module) -> int | None:

@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.measures import METRICS, Metric, function_metric, metric, require_fields
 from unilinattn.evaluation.samples import Sample, fingerprint, function_name
-from unilinattn.evaluation.scorers import Scorer, baseline, scorer
+from unilinattn.evaluation.scorers import BASELINES, Scorer, baseline, scorer
+from unilinattn.options.base import Options, label_of
 from unilinattn.tracing.trust import Trust
+
+VALUES = 4096
+"""Number of values of each weight that the hash of a model reads."""
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that loads it when its turn comes."""
 
 Entry = str | tuple[str, Mapping[str, Any]] | Callable[..., Any]
-"""A method or a metric: its name, its name and options, or a function."""
+"""A method or a metric: its name, its name and options, a function, or a `Scorer` or `Metric`."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,12 @@ class Plan:
     metrics: Mapping[str, Metric]
     select_by: str
     chooser: Metric
-    seed: int
-    trust: Trust
-    max_memory: int | None
+    seed: int = 0
+    trust: Trust = "require"
+    max_memory: int | None = None
     save_results: bool = False
+    batch_size: int = 1
+    tokenizer: Any = None
 
     @classmethod
     def of(
@@ -45,15 +51,17 @@ class Plan:
         data: Iterable[Sample],
         methods: Any,
         metrics: Any,
-        selection: Iterable[Sample] | None,
-        select_by: str | None,
-        baselines: Sequence[str],
-        seed: int,
-        trust: Trust,
-        max_memory: int | None,
-        save_results: bool = False,
+        *,
+        selection: Iterable[Sample] | None = None,
+        select_by: str | None = None,
+        baselines: Sequence[str] = BASELINES,
+        batch_size: int = 1,
+        **settings: Any,
     ) -> "Plan":
-        """Check the arguments of `evaluate`; see there for the errors."""
+        """Check the arguments of `evaluate`; see there for the errors.
+
+        `settings`: the other fields; `tokenizer` is that of samples whose inputs are a text.
+        """
         if not isinstance(models, Mapping) or not models:
             raise InputError("models must be a mapping from names to models, with at least one.")
         for name, model in models.items():
@@ -62,7 +70,13 @@ class Plan:
                     f"model {name!r} is a {type(model).__name__}; give a model or a function that loads it."
                 )
         samples = _samples(data, "data")
-        chosen = {label: _metric(*entry) for label, entry in _labelled(metrics, "metrics").items()}
+        if batch_size < 1:
+            raise OptionError(f"batch_size={batch_size}; give 1 or more samples.")
+        asked, rows = _labelled(metrics, "metrics"), _labelled(methods, "methods")
+        for label, (entry, _) in (asked | rows).items():
+            if batch_size > 1 and callable(entry) and not isinstance(entry, Metric):
+                raise OptionError(f"{label} is a function, which takes one sample at a time; use batch_size=1.")
+        chosen = {label: _metric(*entry) for label, entry in asked.items()}
         select_by = next(iter(chosen)) if select_by is None else select_by
         if select_by not in chosen and select_by not in METRICS:
             raise OptionError(
@@ -77,13 +91,12 @@ class Plan:
             require_fields([chooser], others)
             _require_disjoint(samples, others)
         scorers = [*map(baseline, baselines)]
-        scorers += [scorer(label, *entry) for label, entry in _labelled(methods, "methods").items()]
+        scorers += [scorer(label, *entry) for label, entry in rows.items()]
         for one in scorers:
             if [other.label for other in scorers].count(one.label) > 1:
                 raise OptionError(f"two rows are called {one.label!r}; give a mapping with another label for one.")
-        return cls(
-            models, samples, others, tuple(scorers), chosen, select_by, chooser, seed, trust, max_memory, save_results
-        )
+        settings["batch_size"] = batch_size
+        return cls(models, samples, others, tuple(scorers), chosen, select_by, chooser, **settings)
 
     def configuration(self) -> dict[str, Any]:
         """Return the request as JSON values: results of the same configuration belong together."""
@@ -99,6 +112,7 @@ class Plan:
             "seed": self.seed,
             # Numbers that were computed without result files would not be computed again.
             **({"save_results": True} if self.save_results else {}),
+            **({"batch_size": self.batch_size} if self.batch_size > 1 else {}),
             "versions": {"unilinattn": version("unilinattn"), "torch": torch.__version__},
         }
 
@@ -109,6 +123,27 @@ class Plan:
     def seed_of(self, *path: object) -> int:
         """Return the seed of a unit of work, from the seed of the evaluation."""
         return seed_of(self.seed, *path)
+
+
+def batches(samples: Sequence[Sample], most: int) -> list[list[int]]:
+    """Return the indices of consecutive samples of token ids, of one length and target, in batches of at most `most`.
+
+    Other samples are batches of one.
+    """
+    found: list[list[int]] = []
+    previous: tuple[Any, ...] | None = None
+    for at in range(len(samples)):
+        # With one sample a batch, a lazy sequence of samples is not read beforehand.
+        sample = samples[at] if most > 1 else None
+        alike = None
+        if sample is not None and isinstance(sample.inputs, Tensor) and not sample.inputs.is_floating_point():
+            alike = (sample.inputs.shape, sample.inputs.dtype, sample.target)
+        if alike is not None and alike == previous and len(found[-1]) < most:
+            found[-1].append(at)
+        else:
+            found.append([at])
+        previous = alike
+    return found
 
 
 def seed_of(seed: int, *path: object) -> int:
@@ -126,9 +161,12 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
     labelled = {}
     for given in entries:
         name, options = _entry(given, kind)
+        if isinstance(name, Scorer | Metric):
+            labelled[name.label if isinstance(name, Scorer) else name.name] = name, options
+            continue
         if callable(name):
             raise OptionError(f"{kind} holds the function {name!r}; give it a label in a mapping.")
-        label = f"{name} ({', '.join(f'{key}={value!r}' for key, value in options.items())})" if options else name
+        label = label_of(name, options)
         if label in labelled:
             raise OptionError(f"{kind} names {label!r} twice.")
         labelled[label] = (name, options)
@@ -136,14 +174,21 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
 
 
 def _entry(given: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
-    if isinstance(given, str) or callable(given):
+    if isinstance(given, Options):
+        return given.name, given.keywords
+    if isinstance(given, str | Scorer) or callable(given):
         return given, {}
     if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping):
         return given[0], given[1]
-    raise OptionError(f"{kind} holds {given!r}; give a name, (name, options) with a mapping, or a labelled function.")
+    raise OptionError(
+        f"{kind} holds {given!r}; give a name, a method with options, (name, options) with a mapping, or a labelled "
+        "function."
+    )
 
 
 def _metric(name: Any, options: Mapping[str, Any]) -> Metric:
+    if isinstance(name, Metric):
+        return name
     return function_metric(name) if callable(name) else metric(name, options)
 
 
@@ -180,3 +225,15 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return fingerprint(value) if isinstance(value, Tensor) else function_name(value)
+
+
+def described(host: nn.Module) -> dict[str, str]:
+    """Return the class of a model, and a hash of up to 4096 values of each of its weights."""
+    digest = []
+    for name, weight in [*host.named_parameters(), *host.named_buffers()]:
+        digest.append(f"{name} {tuple(weight.shape)} {weight.dtype}")
+        # Quantised and sharded weights have their own classes; only their shapes are compared.
+        if type(weight) in (Tensor, nn.Parameter) and weight.device.type != "meta" and weight.layout == torch.strided:
+            flat = weight.detach().flatten()
+            digest.append(fingerprint(flat[:: max(1, -(-len(flat) // VALUES))]))
+    return {"class": type(host).__name__, "weights": fingerprint(*digest)}

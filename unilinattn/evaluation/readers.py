@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
 from unilinattn.evaluation.metrics import gold_links
 from unilinattn.evaluation.samples import Sample
+from unilinattn.host.image import processed
 from unilinattn.optional import import_extra
 from unilinattn.registry import ImageTokens
-from unilinattn.tracing.image import processed
 from unilinattn.tracing.trace import trace
 
 OnError = Literal["stop", "skip"]
@@ -104,7 +104,7 @@ def read_samples(
             f"{name} has {kind} that can be read; give one JSON object with a `text` a line, a text a line in a .txt "
             "file, a folder of images, or a data set with a column `text` or `image`."
         )
-    return samples if model is None else _with_places(samples, model)
+    return samples if model is None else with_patches(samples, model)
 
 
 def _of_file(source: Path, tokenizer: Any) -> Iterator[Unit]:
@@ -178,8 +178,11 @@ def _of_image(entry: Mapping[str, Any], processor: Any) -> Sample:
     return Sample(inputs=processed(entry["image"], processor), label=label, name=str(entry.get("name") or ""))
 
 
-def _with_places(samples: Sequence[Sample], model: nn.Module) -> list[Sample]:
-    """Return samples of images with the model's patches as grid and valid keys, and its CLS as target."""
+def with_patches(samples: Sequence[Sample], model: nn.Module) -> list[Sample]:
+    """Return samples of images with the model's patches as grid and valid keys, and its CLS as target.
+
+    The model is traced once for each size of image.
+    """
     known: dict[tuple[int, ...], ImageTokens | None] = {}
     placed = []
     for sample in samples:

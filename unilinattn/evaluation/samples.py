@@ -13,7 +13,7 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.metrics import earlier_keys, tensor_text
 from unilinattn.examples.tasks import HELD_OUT_SEED, NO_ANSWER, TASKS, Task
-from unilinattn.tracing.inputs import token_ids
+from unilinattn.host.inputs import token_ids
 
 MASKS = ("relevant", "possible", "valid")
 """Fields of a `Sample` with one boolean for each key, or for each query and key."""
@@ -25,7 +25,7 @@ class Sample:
 
     Attributes:
         inputs: the model's inputs as `unilinattn.trace` takes them, with a batch axis of 1: ids (1, length), pixels
-            (1, channel, height, width), or a mapping of the model's keyword arguments.
+            (1, channel, height, width), a mapping of the model's keyword arguments, or a text.
         target: the explained position, counted over real tokens, negative from their end; None explains every query.
         relevant: (query, key), or (key,) for one target: True at the relevant keys; the sure gold links of an
             alignment.

@@ -1,7 +1,7 @@
 """The rows of an evaluation: registered methods with options, functions, and baselines that ignore the model."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.samples import Sample, function_name
 from unilinattn.methods.maps import map_shape
-from unilinattn.methods.options import Options
 from unilinattn.methods.run import explain
+from unilinattn.options import Options
 from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.trace import Trace
@@ -32,15 +32,13 @@ class Scorer:
         label: its label.
         described: its method and options, to compare with those of a stored evaluation.
         function: `function(trace, sample, trust=, max_memory=)` returns its results, several for random draws.
+        reads_model: whether a call scores all samples of the trace, rather than `sample`.
     """
 
     label: str
     described: Any
     function: Callable[..., list[Attribution]]
-
-    def run(self, trace: Trace, sample: Sample, *, trust: Trust, max_memory: int | None) -> list[Attribution]:
-        """Score a sample."""
-        return self.function(trace, sample, trust=trust, max_memory=max_memory)
+    reads_model: bool = True
 
 
 def scorer(label: str, method: str | Callable[[Trace, Sample], Any], options: Mapping[str, Any]) -> Scorer:
@@ -48,12 +46,14 @@ def scorer(label: str, method: str | Callable[[Trace, Sample], Any], options: Ma
 
     Raises `OptionError` for an unknown method or option.
     """
+    if isinstance(method, Scorer):
+        return replace(method, label=label)
     if callable(method):
         return Scorer(label, {"function": function_name(method)}, _of_function(label, method))
     entry = registered(method)
     described = dict(options)
     if entry.options is not None and issubclass(entry.options, Options):
-        described = entry.options.of(method, options).model_dump()
+        described = entry.options(**options).model_dump()
 
     def run(trace: Trace, sample: Sample, *, trust: Trust, max_memory: int | None) -> list[Attribution]:
         arguments = {"trust": trust, "max_memory": max_memory, "progress": False, **options}
@@ -76,14 +76,10 @@ def baseline(name: str) -> Scorer:
         shape = (queries, keys) if every else (keys,)
         position = torch.arange(keys, dtype=torch.float64).expand(shape)
         scores = {"recency": [position], "primacy": [-position]}
-        return [_result(name, one, trace) for one in scores.get(name) or random_scores(shape)]
+        draws = scores.get(name) or [torch.rand(*shape, dtype=torch.float64) for _ in range(DRAWS)]
+        return [as_result(name, one, trace) for one in draws]
 
-    return Scorer(name, {"baseline": name}, run)
-
-
-def random_scores(shape: Sequence[int], generator: torch.Generator | None = None) -> list[Tensor]:
-    """Return the `DRAWS` random scores of a sample, by default of the global generator."""
-    return [torch.rand(*shape, dtype=torch.float64, generator=generator) for _ in range(DRAWS)]
+    return Scorer(name, {"baseline": name}, run, reads_model=False)
 
 
 def _of_function(label: str, function: Callable[[Trace, Sample], Any]) -> Callable[..., list[Attribution]]:
@@ -97,11 +93,12 @@ def _of_function(label: str, function: Callable[[Trace, Sample], Any]) -> Callab
                 f"the function returned {got}; it returns floating-point scores (key,) or (query, key), or an "
                 "`Attribution`."
             )
-        return [_result(label, scores, trace)]
+        return [as_result(label, scores, trace)]
 
     return run
 
 
-def _result(label: str, scores: Tensor, trace: Trace) -> Attribution:
+def as_result(label: str, scores: Tensor, trace: Trace) -> Attribution:
+    """Return scores (key,) or (query, key) of one sample as a result."""
     dims = ("batch", "key") if scores.ndim == 1 else ("batch", "query", "key")
     return Attribution(scores=scores[None], dims=dims, method=label, mask=trace.layers[-1].mask, model=trace.model)

@@ -136,15 +136,26 @@ class Table(Sequence[Mapping[str, Any]]):
             )
         return cls(stored["rows"], stored["columns"])
 
-    def __str__(self) -> str:
-        """Return the summary as text: a line for each model and method, and a column for each metric."""
+    def cells(self) -> list[tuple[Any, ...]]:
+        """Return the names of the columns and a row for each model and method of the summary, "" where it has no value.
+
+        The columns are model, method, layer and the metrics.
+        """
         rows = self.summary().rows if self.columns == COLUMNS else self.rows
         metrics = list(dict.fromkeys(row["metric"] for row in rows))
-        cells: dict[tuple[str, ...], dict[str, str]] = {}
+        values: dict[tuple[str, ...], dict[str, float]] = {}
         for row in rows:
-            cells.setdefault((row["model"], row["method"], row["layer"]), {})[row["metric"]] = f"{row['value']:.4g}"
-        lines = [("model", "method", "layer", *metrics)]
-        lines += [(*key, *(values.get(metric, "") for metric in metrics)) for key, values in cells.items()]
+            values.setdefault((row["model"], row["method"], row["layer"]), {})[row["metric"]] = row["value"]
+        head = ("model", "method", "layer", *metrics)
+        return [
+            head,
+            *((*key, *(by_metric.get(metric, "") for metric in metrics)) for key, by_metric in values.items()),
+        ]
+
+    def __str__(self) -> str:
+        """Return the summary as text: a line for each model and method, and a column for each metric."""
+        head, *rows = self.cells()
+        lines = [head, *([cell if isinstance(cell, str) else f"{cell:.4g}" for cell in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             "  ".join(

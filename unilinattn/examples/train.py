@@ -19,7 +19,7 @@ from tqdm import trange
 from unilinattn.errors import OptionError, nearest
 from unilinattn.examples import FOLDER, MODELS, TASKS, accuracy, build
 from unilinattn.examples.tasks import HELD_OUT_SEED, NO_ANSWER, TRAINING_SEEDS, Task
-from unilinattn.tracing.substitution import through_operators
+from unilinattn.host.substitution import through_operators
 
 HELD_OUT_SEQUENCES = 512
 """Number of sequences for the recorded accuracy."""

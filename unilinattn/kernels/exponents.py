@@ -45,8 +45,8 @@ def scaled_product(factors: Float[Tensor, "first factor *rest"]) -> Scaled:
     low, _ = exponent_range(factors.dtype)
     count = max(1, min(-low - 1, factors.shape[1] // 8))
     total: Scaled | None = None
-    for part in factors.split(count, dim=1):
-        fraction, exponent = torch.frexp(part)
+    for block in factors.split(count, dim=1):
+        fraction, exponent = torch.frexp(block)
         product = _normal(fraction.prod(1), exponent.sum(1, dtype=torch.int32))
         total = product if total is None else multiply(total, product)
     assert total is not None

@@ -1,8 +1,8 @@
-"""Shared parts of the Triton kernels: tuning on a GPU, launching, and products in a chosen precision."""
+"""Shared parts of the Triton kernels: factors with strides, products in a chosen precision, tuning and launching."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -15,6 +15,33 @@ Precision = Literal["ieee", "tf32x3", "tf32", "bf16"]
 """Precision of products' inputs: 24 bits, about 21, 11 or 8; sums are always float32."""
 
 INTERPRETED = tl.constexpr(interpreted())
+
+
+class Factor(NamedTuple):
+    """A tensor (batch, token, head, last) as a kernel takes it: its data and its strides, 0 for a missing axis.
+
+    `head` may be groups that heads share; `last` holds coordinates of a state, or channels.
+    """
+
+    data: Any
+    batch: int = 0
+    token: int = 0
+    head: int = 0
+    last: int = 0
+
+
+def factor(tensor: Tensor, axes: str = "batch token head last") -> Factor:
+    """Return a tensor with these axes as a kernel takes it."""
+    return Factor(tensor, **dict(zip(axes.split(), tensor.stride(), strict=True)))
+
+
+@triton.jit
+@no_type_check
+def load(factor, batch, token, head, last, mask):
+    """Read entries of a factor as float32, zero where the mask is false; the indices broadcast to the block's shape."""
+    # A loop over tokens changes only the last summand; the others, which may have the block's full size, stay.
+    offset = batch * factor.batch + head * factor.head + last * factor.last + token * factor.token
+    return tl.load(factor.data + offset, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -66,15 +66,15 @@ def _power(x):
     """Return 2^x, zero where it would be subnormal and infinite from 2^127.5 on."""
     bounded = min(max(x, np.float32(-126)), np.float32(128))
     whole = np.floor(bounded + np.float32(0.5))
-    part = bounded - whole
+    fraction = bounded - whole
     power = POWERS[7]
-    power = power * part + POWERS[6]
-    power = power * part + POWERS[5]
-    power = power * part + POWERS[4]
-    power = power * part + POWERS[3]
-    power = power * part + POWERS[2]
-    power = power * part + POWERS[1]
-    power = power * part + POWERS[0]
+    power = power * fraction + POWERS[6]
+    power = power * fraction + POWERS[5]
+    power = power * fraction + POWERS[4]
+    power = power * fraction + POWERS[3]
+    power = power * fraction + POWERS[2]
+    power = power * fraction + POWERS[1]
+    power = power * fraction + POWERS[0]
     bits = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23))
     scaled = power * bits.view(np.float32)
     return np.float32(0) if x < np.float32(-126) else scaled
@@ -92,10 +92,10 @@ def _load(to, array, row, first):
 
 @_inlined
 @no_type_check
-def _store(array, row, first, given):
+def _store(array, row, first, values):
     lanes = array[row, first : first + LANES]
     for lane in range(len(lanes)):
-        lanes[lane] = given[lane]
+        lanes[lane] = values[lane]
 
 
 @_inlined
@@ -129,14 +129,14 @@ def scan(query, key, log_decay, scale, rate, reset, value, out, starts, piece):
             _load(step, log_decay, t, first)
             _load(written, value, t, first)
             _load(factor, scale, t, first)
-            kept = np.float32(0) if reset[t] else np.float32(1)
+            continues = np.float32(0) if reset[t] else np.float32(1)
             for lane in range(LANES):
                 written[lane] *= factor[lane]
                 read[lane] = 0
             for n in range(size):
                 q, k = query[t, n], key[t, n]
                 for lane in range(LANES):
-                    faded = state[n, lane] * (kept * _power(step[lane] * rates[n, lane]))
+                    faded = state[n, lane] * (continues * _power(step[lane] * rates[n, lane]))
                     state[n, lane] = _flushed(faded + k * written[lane])
                     read[lane] += q * state[n, lane]
             _store(out, t, first, read)
@@ -155,7 +155,7 @@ def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
             _load(step, log_decay, t, first)
             _load(written, grad, t, first)
             _load(factor, scale, t, first)
-            kept = np.float32(0) if reset[t] else np.float32(1)
+            continues = np.float32(0) if reset[t] else np.float32(1)
             for lane in range(LANES):
                 read[lane] = 0
             for n in range(size):
@@ -163,7 +163,7 @@ def scan_adjoint(query, key, log_decay, scale, rate, reset, grad, out, piece):
                 for lane in range(LANES):
                     entered = state[n, lane] + q * written[lane]
                     read[lane] += k * entered
-                    state[n, lane] = _flushed(entered * (kept * _power(step[lane] * rates[n, lane])))
+                    state[n, lane] = _flushed(entered * (continues * _power(step[lane] * rates[n, lane])))
             for lane in range(LANES):
                 read[lane] *= factor[lane]
             _store(out, t, first, read)
@@ -182,7 +182,7 @@ def scan_gradients(
     """
     length, size = query.shape
     step, factor = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
-    given, upstream = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    raw, upstream = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     written, landed = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     slopes, by_log = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     states = np.zeros((GROUP + 1, size, LANES), np.float32)
@@ -194,29 +194,29 @@ def scan_gradients(
             begin, end = group * GROUP, min(length, (group + 1) * GROUP)
             for n in range(size):
                 _load(states[0, n], starts[group], n, first)
-            for at in range(end - begin):
-                _load(step, log_decay, begin + at, first)
-                _load(given, value, begin + at, first)
-                _load(factor, scale, begin + at, first)
-                kept = np.float32(0) if reset[begin + at] else np.float32(1)
-                before, after, faded = states[at], states[at + 1], decays[at]
+            for i in range(end - begin):
+                _load(step, log_decay, begin + i, first)
+                _load(raw, value, begin + i, first)
+                _load(factor, scale, begin + i, first)
+                continues = np.float32(0) if reset[begin + i] else np.float32(1)
+                before, after, faded = states[i], states[i + 1], decays[i]
                 for lane in range(LANES):
-                    written[lane] = given[lane] * factor[lane]
+                    written[lane] = raw[lane] * factor[lane]
                 for n in range(size):
-                    k = key[begin + at, n]
+                    k = key[begin + i, n]
                     for lane in range(LANES):
-                        decay = kept * _power(step[lane] * rates[n, lane])
+                        decay = continues * _power(step[lane] * rates[n, lane])
                         faded[n, lane] = decay
                         after[n, lane] = _flushed(before[n, lane] * decay + k * written[lane])
-            for at in range(end - begin - 1, -1, -1):
-                t = begin + at
+            for i in range(end - begin - 1, -1, -1):
+                t = begin + i
                 _load(step, log_decay, t, first)
-                _load(given, value, t, first)
+                _load(raw, value, t, first)
                 _load(factor, scale, t, first)
                 _load(upstream, grad, t, first)
-                before, after, faded = states[at], states[at + 1], decays[at]
+                before, after, faded = states[i], states[i + 1], decays[i]
                 for lane in range(LANES):
-                    written[lane] = given[lane] * factor[lane]
+                    written[lane] = raw[lane] * factor[lane]
                     landed[lane] = 0
                     slopes[lane] = 0
                 for n in range(size):
@@ -239,10 +239,10 @@ def scan_gradients(
                     by_key[piece, t, n] += to_key
                 for lane in range(LANES):
                     slopes[lane] /= LOG2E
-                    given[lane] *= landed[lane]
+                    raw[lane] *= landed[lane]
                     landed[lane] *= factor[lane]
                 _store(by_decay, t, first, slopes)
-                _store(by_scale, t, first, given)
+                _store(by_scale, t, first, raw)
                 _store(by_value, t, first, landed)
         for n in range(size):
             _store(by_rate, n, first, rate_slopes[n])
@@ -329,11 +329,11 @@ def alti_norms(vectors, weight, reference, scores, norms, piece):
                     vector, facing = formed[k], reference[sequence, (pair + k) // cols, first:last]
                     score, norm = np.float32(0), np.float32(0)
                     for out in range(len(facing)):
-                        part, y = vector[out], facing[out]
-                        norm += abs(part)
+                        entry, y = vector[out], facing[out]
+                        norm += abs(entry)
                         # |y| - |y - T| is T along y, reflected where it goes beyond; the choice keeps a NaN of y.
-                        part = -part if y < 0 else part
-                        reflected = abs(y) + abs(y) - part
-                        score += part if part < reflected else reflected
+                        entry = -entry if y < 0 else entry
+                        reflected = abs(y) + abs(y) - entry
+                        score += entry if entry < reflected else reflected
                     scores[group, pair + k] += score
                     norms[group, pair + k] += norm

@@ -1,4 +1,7 @@
-"""Methods: functions from a trace to scores, one file each, registered by name and run by `explain` and `compare`."""
+"""Methods: objects such as `Latim(p=1)`, which `explain`, `estimate`, `compare` and `evaluate` take.
+
+The function of each, from a trace to scores, is in a file of its name.
+"""
 
 from inspect import cleandoc
 
@@ -7,7 +10,6 @@ from unilinattn.methods.alti_logit import alti_logit
 from unilinattn.methods.attention_grad import attention_grad
 from unilinattn.methods.attribution import attribution
 from unilinattn.methods.contribution import contribution
-from unilinattn.methods.described import signature_text
 from unilinattn.methods.gradient import gradient
 from unilinattn.methods.input_x_gradient import input_x_gradient
 from unilinattn.methods.integrated_gradients import integrated_gradients
@@ -22,9 +24,50 @@ from unilinattn.methods.rollout import rollout
 from unilinattn.methods.run import compare, estimate, explain
 from unilinattn.methods.smoothgrad import smoothgrad
 from unilinattn.methods.transformer_attribution import transformer_attribution
+from unilinattn.options import (
+    Alti,
+    AltiLogit,
+    AttentionGrad,
+    Attribution,
+    Contribution,
+    Gradient,
+    InputXGradient,
+    IntegratedGradients,
+    KernelShap,
+    Knockout,
+    Latim,
+    Logit,
+    Lrp,
+    Occlusion,
+    Options,
+    Raw,
+    Rollout,
+    Smoothgrad,
+    TransformerAttribution,
+)
+from unilinattn.options.described import signature_text
 from unilinattn.registry import registered_methods
 
 __all__ = [
+    "Alti",
+    "AltiLogit",
+    "AttentionGrad",
+    "Attribution",
+    "Contribution",
+    "Gradient",
+    "InputXGradient",
+    "IntegratedGradients",
+    "KernelShap",
+    "Knockout",
+    "Latim",
+    "Logit",
+    "Lrp",
+    "Occlusion",
+    "Options",
+    "Raw",
+    "Rollout",
+    "Smoothgrad",
+    "TransformerAttribution",
     "alti",
     "alti_logit",
     "attention_grad",
@@ -52,5 +95,6 @@ __all__ = [
 if explain.__doc__ is not None:
     explain.__doc__ = (
         f"{cleandoc(explain.__doc__)}\n\nMethods and their options, whose meanings `unilinattn list NAME` prints:\n\n"
-        f"{signature_text(registered_methods().values())}\n"
+        + "\n".join(signature_text(each.name, each.summary, each.options) for each in registered_methods().values())
+        + "\n"
     )

@@ -1,11 +1,9 @@
 """`alti`: how much closer each token's share brings a row to its output, the residual stream included."""
 
 from collections.abc import Sequence
-from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
@@ -15,7 +13,6 @@ from unilinattn.methods.costs import estimated
 from unilinattn.methods.heads import head_axis, through_heads
 from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.maps import blank_padding, gather_rows, map_shape, sum_on_first
-from unilinattn.methods.options import Activation, ThroughHeads
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import composable_steps, only_port, stackable_layers
 from unilinattn.methods.vectors import (
@@ -26,6 +23,7 @@ from unilinattn.methods.vectors import (
     head_tiles_cost,
     shares_cost,
 )
+from unilinattn.options import Alti
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -33,109 +31,59 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
-class AltiOptions(ThroughHeads):
-    """Options of `alti`."""
-
-    activation: Activation = Field(
-        "exact", description="'exact' freezes the activation's slope; the others are LaTIM's f (LaTIM Eq. 19)"
-    )
-    residual: bool = Field(
-        True,
-        description="whether y_i and T_ii include the residual stream; False: y_i is the output. By heads it is a unit "
-        "apart, whose share is extras['residual']",
-    )
-
-    @model_validator(mode="after")
-    def _along_the_stream(self) -> Self:
-        if self.compose == "rollout" and not self.residual:
-            raise ValueError("compose='rollout' multiplies maps along the residual stream, which residual=False drops")
-        return self
-
-
-def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estimate:
     """Return the cost of `alti`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
-    chosen = AltiOptions.of("alti", options)
-    layers = stackable_layers(trace, "alti", chosen.layers)
-    if chosen.residual:
+    layers = stackable_layers(trace, "alti", options.layers)
+    if options.residual:
         for layer in layers:
-            residual_of(layer, "alti", chosen.without_stream)
-    exact, width = chosen.activation == "exact", layers[0].output.element_size()
+            residual_of(layer, "alti", options.without_stream)
+    exact, width = options.activation == "exact", layers[0].output.element_size()
     batch, queries, _ = map_shape(layers[0])
-    numbers = (2 if chosen.is_through_heads else 1) * batch * (queries if target is None else 1) * width
-    axis = head_axis("alti", layers, chosen.heads) if chosen.by_head else None
-    if chosen.compose == "rollout":
+    numbers = (2 if options.is_through_heads else 1) * batch * (queries if target is None else 1) * width
+    axis = head_axis("alti", layers, options.heads) if options.by_head else None
+    if options.compose == "rollout":
         of, held = product_cost(
             trace, "alti", layers, target, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact)
         )
         steps = composable_steps(trace, "alti", layers)
-        return estimated("alti", layers, target, chosen, of, held=held, extras=len(steps) * numbers)
+        return estimated("alti", layers, target, options, of, held=held, extras=len(steps) * numbers)
 
-    def of_rows(layer: Layer) -> tuple[int, int]:
+    def of_rows(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None else 1
-        apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" else 0
-        if chosen.is_through_heads:
-            split = through_heads("alti", layer, chosen.heads, by_head=chosen.by_head)
-            size, operations = head_tiles_cost(split, rows, exact=exact, products=True)
-        else:
-            size, operations = shares_cost((layer,), rows, exact=exact)
-        return apart + size, operations
+        apart = batch * rows * keys * layer.output.element_size() if options.layers == "mean" else 0
+        if options.is_through_heads:
+            split = through_heads("alti", layer, options.heads, by_head=options.by_head)
+            return apart + head_tiles_cost(split, rows, exact=exact, products=True)
+        return apart + shares_cost((layer,), rows, exact=exact)
 
-    extras = (1 if chosen.layers == "mean" else len(layers)) * numbers
-    return estimated("alti", layers, target, chosen, of_rows, heads=axis, extras=extras)
+    extras = (1 if options.layers == "mean" else len(layers)) * numbers
+    return estimated("alti", layers, target, options, of_rows, heads=axis, extras=extras)
 
 
-@register_method("alti", options=AltiOptions, cost=cost, needs=("layers", "residual", "contributions"))
-def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
-    """ALTI: C_ij proportional to [||y_i||_1 - ||y_i - T_i(x_j)||_1]^+, rows that sum to 1 (LaTIM Eq. 6).
-
-    y_i is the residual stream plus the layer's output, biases included; T_ii includes the stream. With
-    residual=False y_i is the output and T_ii has no stream. A row in which every entry is clipped is one-hot on its
-    own token.
-
-    Scores: (layer, batch, query, key), without `query` for a target. With compose="rollout" the steps are composed,
-    P_n ... P_1, without a further identity, and there is no layer axis; layers that run in parallel then share a row:
-    y_i is the stream plus all their outputs. `stream_error` of the result is the error of stream plus outputs against
-    the host's next stream, by layer.
-
-    With by_head=True the scores are (layer, batch, head, query, key). The units of y_i are then the pairs of a head and
-    a key and, apart, the residual r_i: the stream, and a residual inside the module. With T^h_i(x_j) as in `latim`,
-
-        C^h_ij proportional to [||y_i||_1 - ||y_i - T^h_i(x_j)||_1]^+
-        R_i    proportional to [||y_i||_1 - ||y_i - r_i||_1]^+,   sum_hj C^h_ij + R_i = 1
-
-    and R is extras["residual"] (layer, batch, query), 1 for a row in which every unit is clipped. With `heads` the
-    units are those heads, or without `by_head` their sum for each key, and the residual; other heads are no units.
-    This is this library's extension of LaTIM Eq. 6. The sum of "cancellation" is then over heads and keys.
-
-    Extras: "cancellation" (layer, batch, query), the ratio sum_j ||T_i(x_j)||_1 / ||sum_j T_i(x_j)||_1 of the layer's
-    contributions, without bias and stream (see `vectors.cancellation`). Composed layers have one for each step.
-
-    Options: `AltiOptions`. Raises `OptionError` for an unknown option or value, `UncoveredError` for a layer whose
-    residual stream is unknown, for layers that cannot be stacked or composed, and for different numbers of heads with
-    by_head=True; `StreamError` if stream and output do not add up.
-    """
-    chosen = AltiOptions.of("alti", options)
-    layers = stackable_layers(trace, "alti", chosen.layers)
-    errors = stream_errors(trace, layers, "alti", chosen.without_stream) if chosen.residual else None
+@register_method(Alti, cost=cost)
+def alti(trace: Trace, options: Alti, *, target: Target | None = None) -> Attribution:
+    """Run `Alti`."""
+    layers = stackable_layers(trace, "alti", options.layers)
+    errors = stream_errors(trace, layers, "alti", options.without_stream) if options.residual else None
     ratios: dict[str, Tensor] = {}
     residuals: dict[str, Tensor] = {}
     scale: dict[str, Tensor] = {}
 
     def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
         first = step[0]
-        if chosen.is_through_heads:
-            ratio, residuals[first.name] = _head_mixing(out, trace, first, rows, chosen)
+        if options.is_through_heads:
+            ratio, residuals[first.name] = _head_mixing(out, trace, first, rows, options)
         else:
-            ratio = mixing(out, trace, step, rows, chosen)
+            ratio = mixing(out, trace, step, rows, options)
         ratios[first.name] = at_target(ratio, trace, first, target)
 
-    axis = head_axis("alti", layers, chosen.heads) if chosen.by_head else None
-    if chosen.compose == "rollout":
+    axis = head_axis("alti", layers, options.heads) if options.by_head else None
+    if options.compose == "rollout":
         scores, scale = product_of_maps(trace, "alti", layers, target, fill)
     else:
         scores = score_layers(
-            trace, "alti", layers, target, chosen, lambda layer, *part: fill((layer,), *part), heads=axis
+            trace, "alti", layers, target, options, lambda layer, *part: fill((layer,), *part), heads=axis
         )
     extras: dict[str, Sequence[Tensor]] = {
         "cancellation": [ratios[layer.name] for layer in layers if layer.name in ratios]
@@ -147,7 +95,7 @@ def alti(trace: Trace, *, target: Target | None = None, **options: Any) -> Attri
         "alti",
         layers,
         scores,
-        options=chosen,
+        options=options,
         target=target,
         scope="layer",
         heads=axis,
@@ -162,7 +110,7 @@ def mixing(
     trace: Trace,
     together: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
-    options: AltiOptions,
+    options: Alti,
 ) -> Float[Tensor, "batch row"]:
     """Write rows of P of one step into `out`, which is zero: each real token's share of y_i, rows summing to 1.
 
@@ -201,7 +149,7 @@ def _head_mixing(
     trace: Trace,
     layer: Layer,
     rows: Int[Tensor, "batch row"],
-    options: AltiOptions,
+    options: Alti,
 ) -> tuple[Float[Tensor, "batch row"], Float[Tensor, "batch row"]]:
     """Write the shares of heads and keys in y_i into `out`, which is zero.
 

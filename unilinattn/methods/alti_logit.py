@@ -1,21 +1,21 @@
 """`alti_logit`: the part of a logit that each token adds through each layer, with earlier mixing traced by ALTI."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import ExactnessError, UncoveredError
+from unilinattn.frozen.run import frozen
 from unilinattn.memory import reserved
-from unilinattn.methods.alti import AltiOptions, mixing
+from unilinattn.methods.alti import mixing
 from unilinattn.methods.composition import product_cost
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.logit import write_rows
 from unilinattn.methods.maps import ONE_ROW, blank_padding, gather_rows, map_bytes, map_shape, sum_on_first
-from unilinattn.methods.options import ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result
 from unilinattn.methods.selection import (
     composable_steps,
@@ -26,80 +26,40 @@ from unilinattn.methods.selection import (
     query_rows,
 )
 from unilinattn.methods.vectors import contribution_tiles, shares_cost
-from unilinattn.operator.cost import apply_cost
+from unilinattn.options import Alti, AltiLogit
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
-from unilinattn.tracing.trust import tolerance
 
 NAME = "alti_logit"
 EXTRAS = ("bias", "remainder", "logit", "gap")
 """Extras of a result, one number for each row."""
 
 
-class AltiLogitOptions(ScalarOptions):
-    """Options of `alti_logit`."""
-
-
-def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+def cost(trace: Trace, options: AltiLogit, *, target: Target | None = None) -> Estimate:
     """Return the cost of `alti_logit`: a run of the model, and the map of every step with its product."""
-    chosen = AltiLogitOptions.of(NAME, options)
     layers = _layers(trace)
-    target = only_target(trace, target, chosen.logit)
+    target = only_target(trace, target, options.scalar)
     batch, queries, keys = map_shape(layers[0])
     rows, width = queries if target is None else 1, layers[0].output.element_size()
 
-    def of_step(step: Sequence[Layer]) -> tuple[int, int]:
-        size, operations = shares_cost(step, queries, exact=True)
-        if target is None:
-            return size, 2 * operations
-        passes = [apply_cost(op.chains, op.inputs) for op in map(only_port, step)]
-        return size, operations + 2 * sum(one.operations for one in passes)
-
-    of, held = product_cost(trace, NAME, layers, target, of_step)
-    run = trace.frozen_cost(rows)
-    # The head's backward pass, once for each row.
-    head = rows * (run.operations - trace.frozen_cost(0).operations)
-    before = LayerCost("frozen run", "forward pass", run.bytes, run.operations + head)
+    of, held = product_cost(trace, NAME, layers, target, lambda step: shares_cost(step, queries, exact=True))
+    before = LayerCost("frozen run", "forward pass", trace.frozen_cost(rows))
     # The unembedding of every row, and one row for each number of the extras in float64.
     held += batch * rows * keys * width + layers[0].output.numel() * width
     return estimated(NAME, layers, target, None, of, held=held, extras=8 * batch * rows * len(EXTRAS), before=[before])
 
 
-@register_method(
-    NAME,
-    options=AltiLogitOptions,
-    cost=cost,
-    needs=("logit", "one stream", "residual", "contributions", "frozen run", "last stream"),
-)
-def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
-    """ALTI-Logit: C_it = sum_l sum_j (T^l_ij x_j . U) R^{l-1}_jt, token t's part of what layers add to a logit.
-
-    LaTIM Eq. 7-8; Ferrando et al. (2023). U is the gradient of the logit at the last residual sum, through the frozen
-    final norm and head; T^l_ij excludes the residual stream, which would be counted once in each layer; R^l = P^l ...
-    P^1 is the product of ALTI's maps up to layer l, R^0 the identity. Two more parts make the scores complete: the
-    stream that enters the first layer, delta_it x0_i . U, and the vectors f^l that the host adds between two layers
-    (MLPs, their biases included), sum_l (f^l_i . U) R^l_it.
-
-    Scores: (batch, query, key), without `query` for a target. Extras, with the same axes but `key`: `bias`, the
-    biases of the layers, of the final norm and of the head; `remainder`, the part that is not linear in the output,
-    zero for a logit; `logit`, the value that scores, bias and remainder add up to; and `gap`, the absolute difference
-    between it and their sum. `completeness_gap` is the largest gap relative to the logit. If a host does not mask
-    padding, the contributions of padding are part of the gap.
-
-    Options: `AltiLogitOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model without
-    logits, `UncoveredError` for a layer without a residual stream outside its module, for a stream that is normed
-    between layers (post-norm) and for layers that cannot be composed, `StreamError` if stream and output do not add up,
-    and `ExactnessError` if the scores miss the logit.
-    """
-    chosen = AltiLogitOptions.of(NAME, options)
+@register_method(AltiLogit, cost=cost)
+def alti_logit(trace: Trace, options: AltiLogit, *, target: Target | None = None) -> Attribution:
+    """Run `AltiLogit`."""
     layers = _layers(trace)
     errors = stream_errors(trace, layers, NAME)
-    target = only_target(trace, target, chosen.logit)
-    stream, gradient, extras = _unembedded(trace, layers[0], target, chosen)
+    target = only_target(trace, target, options.scalar)
+    stream, gradient, extras = _unembedded(trace, layers[0], target, options)
     scores, biases = _accumulated(trace, layers, target, gradient, stream)
     extras["bias"] += biases
     known = scores.double().sum(-1) + extras["bias"] + extras["remainder"]
@@ -113,7 +73,7 @@ def alti_logit(trace: Trace, *, target: Target | None = None, **options: Any) ->
         NAME,
         layers,
         scores,
-        options=chosen,
+        options=options,
         target=target,
         scope="layer",
         extras=extras,
@@ -153,7 +113,7 @@ def _accumulated(
             after = sum_on_first([stream, *(f * layer.output for f, layer in zip(factors, step, strict=True))])
             add(above.to(after) - after)
             share = step[0].output.new_zeros(map_shape(step[0]))
-            mixing(share, trace, step, rows.to(share.device), AltiOptions())
+            mixing(share, trace, step, rows.to(share.device), Alti())
             scores = scores @ share.to(scores)
             if target is None:
                 for tile in contribution_tiles(step, factors, rows, "exact"):
@@ -173,19 +133,19 @@ def _accumulated(
 
 
 def _unembedded(
-    trace: Trace, layer: Layer, target: Target | None, options: AltiLogitOptions
+    trace: Trace, layer: Layer, target: Target | None, options: AltiLogit
 ) -> tuple[Float[Tensor, "batch query out"], Float[Tensor, "batch query out"], dict[str, Float[Tensor, "batch row"]]]:
     """Return the stream after the last sum, U, and the extras without the layers' biases, of one frozen run.
 
     U is that of the target's logit at every position, or without a target that of each position's own logit there.
     """
     targets = every_position(trace) if target is None else [target]
-    run = trace.frozen(None if callable(options.logit) else targets)
+    run = frozen(trace, None if callable(options.scalar) else targets)
     gradient = torch.zeros_like(layer.output)
     count = layer.output.shape[1] if target is None else 1
     extras = {name: gradient.new_zeros(len(gradient), count, dtype=torch.float64) for name in EXTRAS}
     for position in progress(targets, NAME):
-        part = run.unembedding(position, options.logit)
+        part = run.unembedding(position, options.scalar)
         if target is None:
             rows = query_rows(trace, layer, position)
             write_rows(gradient, rows.squeeze(1), gather_rows(part.gradient.to(gradient), rows).squeeze(1))
@@ -216,7 +176,7 @@ def _require_complete(
     """Raise `ExactnessError` if the scores of an unpadded input miss the logit."""
     size = scores.double().abs().sum(-1) + extras["bias"].abs() + extras["remainder"].abs()
     error = float((extras["gap"] / size.clamp_min(torch.finfo(torch.float64).tiny)).max())
-    accepted = max(tolerance(layer.precision) for layer in layers)
+    accepted = max(layer_tolerance(layer.precision) for layer in layers)
     # Written so that a NaN is refused too.
     if trace.mask is None and not error <= accepted:
         raise ExactnessError(

@@ -3,34 +3,27 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import Field
 from torch import Tensor
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
+from unilinattn.host.logits import Logit, one_each, picked
 from unilinattn.memory import require_result
 from unilinattn.methods.maps import ONE_ROW
-from unilinattn.methods.options import ScalarOptions
+from unilinattn.methods.results import stored_options
 from unilinattn.methods.selection import every_position, only_target
 from unilinattn.optional import import_extra
+from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
+from unilinattn.reruns.embedded import EmbeddedModel
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.embedded import EmbeddedModel
-from unilinattn.tracing.isolation import in_gradient_mode, with_own_random_numbers
-from unilinattn.tracing.logits import Logit, one_each, picked
 from unilinattn.tracing.trace import Target, Trace
 
 TOKENS = 4096
 """Tokens in one run of the model on several variants of its inputs."""
-
-Baseline = Annotated[
-    Literal["zero", "mean-embedding"] | Annotated[int, Field(ge=0)],
-    Field(description="vector of an absent token: zero, the mean of the vectors of all ids, or that of a token id"),
-]
-Seed = Annotated[int, Field(ge=0, description="seed of the random numbers")]
 
 
 @dataclass(frozen=True)
@@ -185,7 +178,7 @@ def _explained(
     *,
     every_query: bool,
 ) -> Attribution:
-    target = only_target(trace, target, options.logit)
+    target = only_target(trace, target, options.scalar)
     if target is None and not every_query:
         raise OptionError(
             f"{method} runs the model many times for each target; give a position as target, such as target=-1."
@@ -201,7 +194,7 @@ def _explained(
 
     def run() -> None:
         for position in progress(targets, method):
-            function = TokenFunction(trace, model, position, options.logit)
+            function = TokenFunction(trace, model, position, options.scalar)
             found = score(function)
             rows = trace.positions(position) if target is None else torch.zeros(batch, dtype=torch.long)
             at = torch.arange(batch), rows
@@ -217,7 +210,7 @@ def _explained(
         scores=scores,
         dims=("batch", *(("query",) if target is None else ()), "key"),
         method=method,
-        options=options.stored(target),
+        options=stored_options(options, target),
         mask=trace.layers[-1].mask,
         model=trace.model,
         versions=trace.versions,

@@ -7,12 +7,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.memory import reserved
-from unilinattn.methods.costs import composed_cost, estimated, vecmat_cost
+from unilinattn.methods.costs import estimated, postprocess_cost, vecmat_cost
 from unilinattn.methods.maps import ONE_ROW, map_bytes, map_shape, step_blocks, sum_on_first, vecmat
-from unilinattn.methods.options import MapOptions
 from unilinattn.methods.results import allocate_scores
 from unilinattn.methods.scaled import ScaledProduct, finished
 from unilinattn.methods.selection import composable_steps, query_rows
+from unilinattn.options.bases import MapOptions
 from unilinattn.progress import progress
 from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
@@ -48,18 +48,12 @@ def product_cost(
     method: str,
     layers: Sequence[Layer],
     target: Target | None,
-    cost: Callable[[Sequence[Layer]], tuple[int, int]],
-) -> tuple[Callable[[Layer], tuple[int, int]], int]:
-    """Return the cost of each layer in `product_of_maps` and the bytes held throughout; `cost` is that of a map."""
+    cost: Callable[[Sequence[Layer]], int],
+) -> tuple[Callable[[Layer], int], int]:
+    """Return the bytes of each layer in `product_of_maps` and those held throughout; `cost` is that of a map."""
     step_of = {layer.name: step for step in composable_steps(trace, method, layers) for layer in step}
 
-    def of(layer: Layer) -> tuple[int, int]:
-        step = step_of[layer.name]
-        batch, queries, keys = map_shape(layer)
-        size, operations = cost(step)
-        return size, operations // len(step) + batch * queries * keys * (queries if target is None else 1)
-
-    return of, (2 if target is None else 1) * map_bytes(layers[0])
+    return lambda layer: cost(step_of[layer.name]), (2 if target is None else 1) * map_bytes(layers[0])
 
 
 def rollout_of_maps(
@@ -100,10 +94,8 @@ def rollout_cost(
     """Return the cost of `rollout_of_maps`: a second product and blocks of a map, or the pass of a row."""
     composable_steps(trace, method, layers)
 
-    def of(layer: Layer) -> tuple[int, int]:
-        return composed_cost(layer, options) if target is None else vecmat_cost(layer, options)
-
-    return estimated(method, layers, target, None, of, held=map_bytes(layers[0]) if target is None else 0)
+    cost = partial(postprocess_cost if target is None else vecmat_cost, options=options)
+    return estimated(method, layers, target, None, cost, held=map_bytes(layers[0]) if target is None else 0)
 
 
 def _identity(

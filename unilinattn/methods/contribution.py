@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 
 from unilinattn.kernels.row_product.naive import apply_sign
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.maps import map_shape, sum_on_first, unit_rows
-from unilinattn.methods.options import Composed, ScalarOptions
 from unilinattn.methods.results import allocate_scores, make_result
 from unilinattn.methods.scaled import ScaledProduct, finished
 from unilinattn.methods.selection import (
@@ -25,7 +23,8 @@ from unilinattn.methods.selection import (
     query_rows,
 )
 from unilinattn.methods.vectors import contribution_tiles, shares_cost
-from unilinattn.operator.cost import apply_cost
+from unilinattn.operator.cost import apply_elements
+from unilinattn.options import Contribution
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
@@ -36,77 +35,48 @@ from unilinattn.tracing.trace import Target, Trace
 Gradients = dict[str, Float[Tensor, "batch query out"]]
 
 
-class ContributionOptions(ScalarOptions, Composed):
-    """Options of `contribution`."""
-
-    sign: Literal["keep", "clamp", "abs"] = Field(
-        "clamp", description="negative products of gradient and contribution kept, set to zero, or made positive"
-    )
-
-
-def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+def cost(trace: Trace, options: Contribution, *, target: Target | None = None) -> Estimate:
     """Return the cost of `contribution`: gradients, and for each of them the vectors of all pairs of each layer.
 
     With sign="keep" and a target, one adjoint pass takes their place.
     """
-    chosen = ContributionOptions.of("contribution", options)
-    layers = layers_from(trace, "contribution", chosen.start_layer)
+    layers = layers_from(trace, "contribution", options.start_layer)
     composable_steps(trace, "contribution", layers)
-    gradient = trace.gradient_cost(chosen.logit)
-    passes = 1 if target is not None or one_scalar(trace, chosen.logit) else layers[0].output.shape[1]
+    one_row = target is not None or not one_scalar(trace, options.scalar)
 
-    def of(layer: Layer) -> tuple[int, int]:
-        batch, queries, keys = map_shape(layer)
-        if chosen.sign == "keep" and (target is not None or passes > 1):
+    def of(layer: Layer) -> int:
+        if options.sign == "keep" and one_row:
             op = only_port(layer)
-            adjoint = apply_cost(op.chains, op.inputs)
-            return adjoint.elements * layer.output.element_size(), passes * adjoint.operations
-        size, operations = shares_cost((layer,), queries, exact=True, products=True)
-        rows = queries if target is None and passes == 1 else 1
-        return size, passes * (operations + batch * rows * queries * keys)
+            return apply_elements(op.chains, op.inputs) * layer.output.element_size()
+        return shares_cost((layer,), map_shape(layer)[1], exact=True)
 
     held = sum(layer.output.nbytes for layer in trace.layers)
-    before = [LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)]
-    return estimated("contribution", layers, target, chosen, of, held=held, before=before)
+    before = [LayerCost("gradients", "forward and backward pass", trace.gradient_cost(options.scalar))]
+    return estimated("contribution", layers, target, options, of, held=held, before=before)
 
 
-@register_method(
-    "contribution", options=ContributionOptions, cost=cost, needs=("logit", "one stream", "contributions", "gradients")
-)
-def contribution(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
-    """Contribution x gradient: rho = B_n ... B_1 with B_ij = delta_ij + (dy_i . T_ij x_j)^+.
-
-    T_ij x_j is the exact contribution of token j to output i of a layer (see `latim`), and dy_i the gradient of the
-    logit with respect to that output: the model's own, not that of the frozen operators. `attribution` (HMA ACL Eq. 24)
-    takes the product of a mean gradient and a mean attention weight instead. The logit is the model's prediction at the
-    target, or that of the option `logit`. Without a target row i takes the gradient of the logit at position i: a
-    forward and a backward pass of the model, and all pairs of each layer, for each token. A model with one vector of
-    logits for each sequence, or a function as `logit`, has one gradient for all rows. Scores: (batch, query, key),
-    without `query` for a target.
-
-    Options: `ContributionOptions`. Raises `OptionError` for an unknown option or value, `InputError` for a model
-    without logits, and `UncoveredError` if layers are on different streams.
-    """
-    chosen = ContributionOptions.of("contribution", options)
-    layers = layers_from(trace, "contribution", chosen.start_layer)
+@register_method(Contribution, cost=cost)
+def contribution(trace: Trace, options: Contribution, *, target: Target | None = None) -> Attribution:
+    """Run `Contribution`."""
+    layers = layers_from(trace, "contribution", options.start_layer)
     steps = composable_steps(trace, "contribution", layers)
     rows = query_rows(trace, layers[0], target)
     product = ScaledProduct(allocate_scores("contribution", layers, target))
-    together = target is not None or one_scalar(trace, chosen.logit)
+    together = target is not None or one_scalar(trace, options.scalar)
     targets = every_position(trace) if not together else [-1 if target is None else target]
     names = [layer.name for layer in trace.layers]
-    gradients = (dict(zip(names, each, strict=True)) for each in trace.gradients(targets, chosen.logit))
+    gradients = (dict(zip(names, each, strict=True)) for each in trace.gradients(targets, options.scalar))
     for position, gradient in progress(zip(targets, gradients, strict=True), "contribution", total=len(targets)):
         of_target = rows if together else query_rows(trace, layers[0], position)
         rho = ScaledProduct(unit_rows(of_target, layers[0]))
         for step in steps[::-1]:
-            rho.left_multiply(partial(_through, trace, step, gradient, chosen.sign))
+            rho.left_multiply(partial(_through, trace, step, gradient, options.sign))
         at = torch.arange(rows.shape[1], device=rows.device).expand_as(rows) if together else of_target
         product.write(at, rho)
     scores, scale = finished(product, trace, layers[0], target)
     scores = scores if target is None else scores.squeeze(1)
     return make_result(
-        trace, "contribution", layers, scores, options=chosen, target=target, scope="layer", extras=scale
+        trace, "contribution", layers, scores, options=options, target=target, scope="layer", extras=scale
     )
 
 

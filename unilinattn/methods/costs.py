@@ -1,20 +1,23 @@
-"""Estimates of a method's memory and operations before it runs; each method's file states its cost."""
+"""Estimates of a method's memory before it runs; each method's file states its cost."""
 
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from unilinattn.memory import allowed, without
 from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
-from unilinattn.methods.options import MapOptions, Options
 from unilinattn.methods.results import result_shape
 from unilinattn.methods.selection import only_port
-from unilinattn.operator.cost import apply_cost, left_multiply_cost, map_cut, map_operations
+from unilinattn.operator.cost import apply_elements, left_multiply_elements, map_cut
+from unilinattn.options.base import Options
+from unilinattn.options.bases import MapOptions
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.trace import Target
+from unilinattn.tracing.trace import Target, Trace
 
 
 def estimated(
@@ -22,7 +25,7 @@ def estimated(
     layers: Sequence[Layer],
     target: Target | None,
     options: Options | None,
-    cost: Callable[[Layer], tuple[int, int]],
+    cost: Callable[[Layer], int],
     *,
     heads: HeadAxis | None = None,
     held: int = 0,
@@ -36,7 +39,7 @@ def estimated(
         layers: the layers of the method.
         target: the method's target.
         options: options of a layer-wise method, None for a method without a layer axis.
-        cost: returns (bytes, operations) of a layer.
+        cost: returns the bytes of a layer.
         heads: the head axis of the scores, if they have one.
         held: bytes in addition to the result from the first layer to the last.
         extras: bytes of the result's extras.
@@ -47,64 +50,71 @@ def estimated(
     costs = list(before)
     with without(held):
         for layer in layers:
-            size, operations = cost(layer)
+            size = cost(layer)
             # The check of each layer against the host's output.
             if layer.prefix_error is None:
                 op = only_port(layer)
-                checked = apply_cost(op.chains, op.inputs)
-                size = max(size, checked.elements * layer.output.element_size())
-                operations += checked.operations
-            costs.append(LayerCost(layer.name, layer.kind, size, operations))
+                size = max(size, apply_elements(op.chains, op.inputs) * layer.output.element_size())
+            costs.append(LayerCost(layer.name, layer.kind, size))
     shape = shape if target is None else (*shape[:-2], shape[-1])
     result = torch.Size(shape).numel() * dtype.itemsize + extras
     return Estimate(method, shape, result, held, tuple(costs), allowed())
 
 
-def map_cost(layer: Layer, options: MapOptions, *, extra_elements: int = 0) -> tuple[int, int]:
-    """Return the bytes and operations of `attention_blocks` with the same `extra_elements`."""
+def map_cost(layer: Layer, options: MapOptions, *, extra_elements: int = 0) -> int:
+    """Return the bytes of `attention_blocks` with the same `extra_elements`."""
     heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    scope = only_port(layer).scoped_map(options.scope)
-    _, _, size = map_cut(scope, heads, extra_elements=extra_elements)
-    return size, map_operations(scope, heads)
+    return map_cut(only_port(layer).scoped_map(options.scope), heads, extra_elements=extra_elements)[2]
 
 
-def postprocess_cost(layer: Layer, options: MapOptions, *, known: bool = False) -> tuple[int, int]:
-    """Return the bytes and operations of `map_blocks`; `known` says that the map is computed already."""
+def postprocess_cost(layer: Layer, options: MapOptions, *, computed: bool = False) -> int:
+    """Return the bytes of `map_blocks`; `computed` says that the map exists already."""
     width, numbers = layer.output.element_size(), postprocess_elements(options.discard)
-    size, operations = map_cost(layer, options, extra_elements=numbers)
     if options.normalize == "min-max":
         whole = map_bytes(layer)
-        return max((1 + numbers) * whole, whole + size), 0 if known else operations
-    if known:
-        return postprocess_bytes(map_shape(layer), width, options.discard), 0
-    return size, operations
+        return max((1 + numbers) * whole, whole + map_cost(layer, options, extra_elements=numbers))
+    if computed:
+        return postprocess_bytes(map_shape(layer), width, options.discard)
+    return map_cost(layer, options, extra_elements=numbers)
 
 
-def head_cost(layer: Layer, options: MapOptions) -> tuple[int, int]:
-    """Return the bytes and operations of `map_blocks` with a weight of each head."""
-    scope, pairs = only_port(layer).scoped_map(options.scope), prod(map_shape(layer))
+def head_cost(layer: Layer, options: MapOptions) -> int:
+    """Return the bytes of `map_blocks` with a weight of each head."""
+    scope = only_port(layer).scoped_map(options.scope)
     _, _, size = map_cut(scope, None, extra_elements=head_elements(layer, options))
     if options.normalize == "min-max":
         size += (1 + postprocess_elements(options.discard)) * map_bytes(layer)
-    return size, map_operations(scope, None) + scope.heads * pairs
+    return size
 
 
-def composed_cost(layer: Layer, options: MapOptions) -> tuple[int, int]:
-    """Return the bytes and operations of `composed` without its two products: the map, and multiplying by it."""
-    batch, queries, keys = map_shape(layer)
-    size, operations = postprocess_cost(layer, options)
-    return size, operations + batch * queries * queries * keys
+def vecmat_cost(layer: Layer, options: MapOptions, *, computed: bool = False) -> int:
+    """Return the bytes of `vecmat`: a linear-time pass, or blocks of the map, which may be `computed` already."""
+    if options.is_linear and not computed:
+        elements = left_multiply_elements(only_port(layer).scoped_map(options.scope), 1)
+        return elements * layer.output.element_size()
+    if options.is_plain and not computed:
+        return map_cost(layer, options)
+    return postprocess_cost(layer, options, computed=computed)
 
 
-def vecmat_cost(layer: Layer, options: MapOptions, *, known: bool = False) -> tuple[int, int]:
-    """Return the bytes and operations of `vecmat`: a linear-time pass, or blocks of the map."""
-    batch, queries, keys = map_shape(layer)
-    if options.is_linear and not known:
-        elements, operations = left_multiply_cost(only_port(layer).scoped_map(options.scope), 1)
-        return elements * layer.output.element_size(), operations
-    if options.is_plain and not known:
-        size, operations = map_cost(layer, options)
-    else:
-        size, operations = postprocess_cost(layer, options, known=known)
-    # Each pair is weighted, at most once, and multiplied by the row.
-    return size, operations + 2 * batch * queries * keys
+def trace_bytes(trace: Trace) -> int:
+    """Return the bytes of a trace and of its operators as far as they are built, without the model's parameters."""
+    # Tensors that share memory, such as a stream that enters one block and leaves another, count once.
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(trace, set())}
+    for weight in chain(trace.host.parameters(), trace.host.buffers()):
+        sizes.pop(weight.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
+
+
+def _tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors of a trace: those of its attributes, of theirs, and so on, but not of the model."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in visited and not isinstance(value, nn.Module | type):
+        visited.add(id(value))
+        # Layers, operators, stages, mixers and deferred factors are objects of this package.
+        is_record = type(value).__module__.startswith("unilinattn.") and hasattr(value, "__dict__")
+        fields = vars(value) if is_record else value
+        fields = fields.values() if isinstance(fields, Mapping) else fields
+        for field in fields if isinstance(fields, Collection) and not isinstance(fields, str) else ():
+            yield from _tensors(field, visited)

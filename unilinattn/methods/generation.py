@@ -9,19 +9,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unilinattn.errors import OptionError
+from unilinattn.frozen.run import one_frozen_run
+from unilinattn.host.generation import generated, prompt_ids
+from unilinattn.host.text import words_of
+from unilinattn.host.wrappers import unwrapped
 from unilinattn.memory import max_memory as limited_to
 from unilinattn.methods.needs import advised
-from unilinattn.methods.run import Tokens, chosen_method, labels_of_tokens, run_method
+from unilinattn.methods.run import Tokens, chosen_method, labels_of_tokens, named, run_method
 from unilinattn.methods.sinks import warn_of_sinks
+from unilinattn.options import Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.scores import extra_dims
-from unilinattn.tracing.generation import generated, prompt_ids
-from unilinattn.tracing.text import words_of
 from unilinattn.tracing.trace import trace
 from unilinattn.tracing.trust import Trust, trusting
-from unilinattn.tracing.wrappers import unwrapped
 
 
 def explain_generation(
@@ -30,7 +32,7 @@ def explain_generation(
     *,
     tokenizer: Any = None,
     max_new_tokens: int = 20,
-    method: str | None = None,
+    method: str | Options | None = None,
     generate_kwargs: Mapping[str, Any] | None = None,
     tokens: Tokens | None = None,
     max_memory: int | None = None,
@@ -67,11 +69,12 @@ def explain_generation(
     positions; `OptionError` for `target` and `logit`; `UncoveredError` for a model that does not generate; and the
     errors of `explain`.
     """
-    for name in ("target", "logit"):
-        if name in options:
+    name, options = (None, options) if method is None else named(method, options)
+    for option in ("target", "logit"):
+        if option in options:
             raise OptionError(
-                f"{name}={options[name]!r}: every generated token is explained, by its own logit; for another {name} "
-                "call explain on the finished text."
+                f"{option}={options[option]!r}: every generated token is explained, by its own logit; for another "
+                f"{option} call explain on the finished text."
             )
     settings = dict(generate_kwargs or {})
     with limited_to(max_memory), bars(progress), trusting(trust):
@@ -79,16 +82,16 @@ def explain_generation(
         before = prompt_ids(host, prompt, tokenizer)
         ids = generated(host, before, max_new_tokens, settings)
         traced = trace(host, {"input_ids": ids})
-        entry, options = chosen_method(method, options, traced)
+        entry, options = chosen_method(name, options, traced)
         positions = list(range(before.shape[1] - 1, ids.shape[1] - 1))
         targets = ids[0, before.shape[1] :].tolist()
         names_a_logit = entry.options is not None and "logit" in entry.options.model_fields
         rows = []
-        with traced.one_frozen_run(positions):
+        with one_frozen_run(traced, positions):
             for position, token in zip(steps(positions, "generated tokens"), targets, strict=True):
-                named = {"logit": token} if names_a_logit else {}
-                with advised(traced, position, entry, {**options, **named}):
-                    rows.append(run_method(entry, traced, position, {**options, **named}))
+                keywords = {**options, **({"logit": token} if names_a_logit else {})}
+                with advised(traced, position, entry, keywords):
+                    rows.append(run_method(entry, traced, position, keywords))
     stored = {
         **rows[0].options,
         "target": [positions],

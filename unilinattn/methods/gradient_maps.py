@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
@@ -15,7 +13,6 @@ from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import allowed, rows_within
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.maps import map_bytes, map_shape, sum_on_first, unit_rows
-from unilinattn.methods.options import Composed, ScalarOptions
 from unilinattn.methods.results import allocate_scores
 from unilinattn.methods.scaled import ScaledProduct, finished
 from unilinattn.methods.selection import (
@@ -29,11 +26,11 @@ from unilinattn.methods.selection import (
 )
 from unilinattn.mixers import CoreMixer
 from unilinattn.mixers.cost import cost_of
-from unilinattn.operator.cost import BLOCK_ROWS, apply_cost
+from unilinattn.operator.cost import BLOCK_ROWS
 from unilinattn.operator.stages import Branch, Chain, Mix, walk
+from unilinattn.options.bases import GradientMapOptions, ScalarOptions
 from unilinattn.progress import progress
 from unilinattn.results.estimate import Estimate, LayerCost
-from unilinattn.tracing.gradient_cost import LIVE, GradientCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -45,14 +42,6 @@ Factors = Mapping[str, Sequence[AtCores]]
 
 COPIES = 3
 """Blocks of all heads that are held at once: the matrix, a weight, and their product."""
-
-
-class GradientMapOptions(ScalarOptions, Composed):
-    """Base of the options of methods that weight attention matrices by their gradients."""
-
-    sign: Literal["keep", "clamp", "abs"] = Field(
-        "clamp", description="negative weighted entries of each head kept, set to zero, or made positive"
-    )
 
 
 def gradient_rollout(
@@ -73,7 +62,7 @@ def gradient_rollout(
         core_mixers(layer)
     steps = composable_steps(trace, method, layers)
     product = ScaledProduct(allocate_scores(method, layers, target))
-    if target is None and one_scalar(trace, options.logit):
+    if target is None and one_scalar(trace, options.scalar):
         product.values.scatter_(2, query_rows(trace, layers[0]).unsqueeze(-1), 1.0)
         (weights,) = factors([-1])
         for step in progress(steps, method):
@@ -96,7 +85,7 @@ def core_gradients(
     """Yield the model's own gradient of the scalar with respect to the outputs of each layer's cores."""
     place = {layer.name: at for at, layer in enumerate(trace.layers)}
     pulls = {layer.name: layer.core_pullback() for layer in layers} if len(targets) > 1 else {}
-    for gradients in trace.gradients(targets, options.logit):
+    for gradients in trace.gradients(targets, options.scalar):
         yield {
             layer.name: (pulls.get(layer.name) or layer.core_pullback())(gradients[place[layer.name]])
             for layer in layers
@@ -223,34 +212,23 @@ def gradient_rollout_cost(
     options: GradientMapOptions,
     *,
     factors: int,
-    relevance: GradientCost | None = None,
+    relevance: int = 0,
 ) -> Estimate:
     """Return the cost of `gradient_rollout` with weights of `factors` gradients, and of the runs that give them.
 
-    `relevance` is the cost of a frozen run, whose graph is kept while the maps are computed.
+    `relevance`: bytes of a frozen run, whose graph is kept while the maps are computed.
     """
     layers = layers_from(trace, method, options.start_layer)
     composable_steps(trace, method, layers)
-    gradient, once = trace.gradient_cost(options.logit), one_scalar(trace, options.logit)
-    passes = 1 if target is not None or once else layers[0].output.shape[1]
-    runs = [LayerCost("gradients", "forward and backward pass", gradient.bytes, passes * gradient.operations)]
-    held = map_bytes(layers[0]) if target is None and once else 0
+    runs = [LayerCost("gradients", "forward and backward pass", trace.gradient_cost(options.scalar))]
+    held = relevance + (map_bytes(layers[0]) if target is None and one_scalar(trace, options.scalar) else 0)
     held += factors * sum(
         layer.output[..., 0].numel() * layer.operator.width * layer.output.element_size() for layer in layers
     )
-    if relevance is not None:
-        runs.append(LayerCost("frozen run", "forward and backward pass", 0, (1 + 2 * passes) * relevance.operations))
-        held += relevance.bytes
 
-    def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> int:
         mixers = core_mixers(layer)
         rows, heads = block_shape(layer, mixers, None)
-        batch, queries, keys = map_shape(layer)
-        weighted = batch * queries * keys * (factors * layer.operator.width + 1) * len(mixers)
-        operations = sum(cost_of(mixer).map_operations(1) for mixer in mixers) + weighted
-        composed = batch * queries**2 * keys if target is None and once else 0
-        # The gradient passes from the layer's output to its cores once the layer's flow is built, for all targets.
-        built = LIVE * apply_cost(layer.operator.chains, layer.operator.inputs).operations
-        return block_bytes(layer, mixers, rows, heads), passes * operations + composed + built
+        return block_bytes(layer, mixers, rows, heads)
 
     return estimated(method, layers, target, None, of, held=held, before=runs)

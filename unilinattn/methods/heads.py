@@ -54,4 +54,4 @@ def selected_heads(method: str, layer: Layer, heads: Any, scope: str = "core") -
 
 def through_heads(method: str, layer: Layer, heads: int | Sequence[int] | None, *, by_head: bool) -> HeadContributions:
     """Return the contributions through heads of a layer's core, each apart if `by_head`, else summed."""
-    return HeadContributions.of(only_port(layer), selected_heads(method, layer, heads), together=not by_head)
+    return HeadContributions.of(only_port(layer), selected_heads(method, layer, heads), joint=not by_head)

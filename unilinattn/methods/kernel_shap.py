@@ -5,67 +5,41 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field
 from torch import Tensor
 
 from unilinattn.errors import OptionError
-from unilinattn.methods.captum_run import Baseline, Scores, Seed, TokenFunction, captum, explained, relative_gap
-from unilinattn.methods.options import ScalarOptions
+from unilinattn.host.isolation import in_gradient_mode
+from unilinattn.methods.captum_run import Scores, TokenFunction, captum, explained, relative_gap
+from unilinattn.options import KernelShap
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.isolation import in_gradient_mode
 from unilinattn.tracing.trace import Target, Trace
 
 
-class KernelShapOptions(ScalarOptions):
-    """Options of `kernel_shap`."""
-
-    baseline: Baseline = "zero"
-    n_samples: int = Field(
-        500,
-        ge=4,
-        description="largest number of coalitions for each sequence; if all 2^M - 2 of its M tokens fit, the scores "
-        "are exact, else they are drawn, all tokens and none included, and M + 2 is the least",
-    )
-    seed: Seed = 0
-
-
-@register_method("kernel_shap", options=KernelShapOptions, needs=("logit", "one target", "embeddings"))
-def kernel_shap(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
-    """Kernel SHAP: Shapley values of the tokens for the logit, by weighted least squares (Lundberg and Lee, 2017).
-
-    The features are the real tokens of each sequence; an absent token takes the embedding of the baseline. If all
-    2^M - 2 proper coalitions of M tokens fit into `n_samples`, the scores are the exact Shapley values, which solve the
-    fit over all coalitions (Theorem 2). Otherwise captum's `KernelShap` draws coalitions, and the regression is solved
-    in float64, so scikit-learn is not needed. The logit is the model's prediction at the target with all tokens, or
-    that of the option `logit`. Scores: (batch, key); a model with logits at every position needs a target. The scores
-    add up to the difference between the logit and that without tokens, if drawn up to the error of the regression,
-    which weights these two samples heavily. Extras: `logit` and, without tokens, `baseline`. `completeness_gap` is the
-    largest of these errors relative to the difference.
-
-    Options: `KernelShapOptions`. Raises the errors of `occlusion`, and `OptionError` for fewer samples than unknowns.
-    """
-    chosen, algorithms = KernelShapOptions.of("kernel_shap", options), captum()
+@register_method(KernelShap)
+def kernel_shap(trace: Trace, options: KernelShap, *, target: Target | None = None) -> Attribution:
+    """Run `KernelShap`."""
+    algorithms = captum()
 
     def score(function: TokenFunction) -> Scores:
-        lowest = in_gradient_mode(False, lambda: function(function.baseline(chosen.baseline), function.sequences))
+        lowest = in_gradient_mode(False, lambda: function(function.baseline(options.baseline), function.sequences))
         scores = function.each_sequence(lambda b: shapley(function, b, lowest[b]))
         missed = scores.sum(1) - (function.value - lowest)
         extras = {"logit": function.value, "baseline": lowest}
         return Scores(scores, extras, relative_gap(missed, function.value, lowest))
 
     def shapley(function: TokenFunction, b: int, lowest: Tensor) -> Tensor:
-        value, sequence = function.of_presence(chosen.baseline, b), function.sequences[b : b + 1]
+        value, sequence = function.of_presence(options.baseline, b), function.sequences[b : b + 1]
         count = int(function.real[b].sum())
-        if 2**count - 2 <= chosen.n_samples:
+        if 2**count - 2 <= options.n_samples:
             presence = _coalitions(count).to(function.vectors)
             starts = range(1, len(presence) - 1, function.runs())
             parts = [presence[start : min(start + function.runs(), len(presence) - 1)] for start in starts]
             numbers = in_gradient_mode(False, lambda: [value(part, sequence.expand(len(part))) for part in parts])
             return _shapley_values(presence, torch.cat([lowest[None], *numbers, function.value[b : b + 1]]))
-        if chosen.n_samples < count + 2:
+        if options.n_samples < count + 2:
             raise OptionError(
-                f"kernel_shap: n_samples={chosen.n_samples} is too few for {count} tokens; their scores need at least "
+                f"kernel_shap: n_samples={options.n_samples} is too few for {count} tokens; their scores need at least "
                 f"{count + 2} coalitions, and several times as many for an accurate estimate."
             )
         algorithm = algorithms.KernelShap(value)
@@ -76,14 +50,14 @@ def kernel_shap(trace: Trace, *, target: Target | None = None, **options: Any) -
             values: Tensor = algorithm.attribute(
                 function.vectors.new_ones(1, count),
                 additional_forward_args=(sequence,),
-                n_samples=chosen.n_samples,
+                n_samples=options.n_samples,
                 perturbations_per_eval=function.runs(),
             )
             return values.squeeze(0)
 
-        return function.seeded(chosen.seed, estimate)
+        return function.seeded(options.seed, estimate)
 
-    return explained(trace, "kernel_shap", target, chosen, score, every_query=False)
+    return explained(trace, "kernel_shap", target, options, score, every_query=False)
 
 
 def _coalitions(count: int) -> Int[Tensor, "coalition token"]:

@@ -1,11 +1,9 @@
 """`latim`: the norm of each token's contribution to each output, a vector through the whole layer."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from unilinattn.errors import OptionError, StreamError, UncoveredError
@@ -13,7 +11,6 @@ from unilinattn.methods.composition import product_cost, product_of_maps
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.heads import head_axis, through_heads
 from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
-from unilinattn.methods.options import Activation, Discard, Normalize, ThroughHeads
 from unilinattn.methods.results import score_layers, to_result
 from unilinattn.methods.selection import composable_steps, only_port, real_pairs, stackable_layers
 from unilinattn.methods.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
@@ -25,7 +22,7 @@ from unilinattn.methods.vectors import (
     head_tiles_cost,
     shares_cost,
 )
-from unilinattn.operator.cost import apply_cost
+from unilinattn.options import Latim
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
@@ -33,161 +30,59 @@ from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
-class LatimOptions(ThroughHeads):
-    """Options of `latim`."""
-
-    p: float = Field(2.0, ge=1, description="order of the norm, at least 1; float('inf') for the maximum")
-    activation: Activation = Field(
-        "exact",
-        description="'exact' freezes the activation's slope; the others are LaTIM's f, applied to each tap of the "
-        "convolution (LaTIM Eq. 19)",
-    )
-    bias: Literal["column", "query"] = Field(
-        "column", description="'column' returns the bias's norm in extras['bias']; 'query' adds its vector to T_ii"
-    )
-    residual: bool = Field(
-        False,
-        description="whether T_ii includes the residual stream that the host adds outside the module; "
-        "compose='rollout' includes it",
-    )
-    sketch: int | None = Field(
-        None,
-        ge=1,
-        description="None computes the norms of all pairs; a number estimates them by a random projection of the "
-        "output to that many dimensions, with a relative standard error of at most 1 / sqrt(2 sketch)",
-    )
-    seed: int = Field(0, ge=0, description="seed of the random projection")
-    exact_keys: int = Field(
-        0, ge=0, description="with `sketch`, the number of keys with the largest estimates in each row that are exact"
-    )
-    discard: Discard = 0.0
-    normalize: Normalize = "none"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _composed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Include the stream and normalise rows for compose="rollout", and refuse other values."""
-        if given.get("compose") != "rollout":
-            return given
-        needed = {"residual": True, "normalize": "rows"}
-        for name, value in needed.items():
-            if given.get(name, value) != value:
-                raise ValueError(
-                    "compose='rollout' multiplies maps that include the residual stream and whose rows sum to 1: leave "
-                    f"{name}={given[name]!r} out"
-                )
-        return {**given, **needed}
-
-    @model_validator(mode="after")
-    def _l2_only(self) -> Self:
-        if self.sketch is None:
-            if self.exact_keys:
-                raise ValueError(f"exact_keys={self.exact_keys} is of estimated norms; give sketch too")
-            return self
-        plain = {"p": 2.0, "activation": "exact", "bias": "column", "residual": False, "compose": "none"}
-        for name, value in plain.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"a sketch estimates the l2 norms of exact contributions: leave {name} out")
-        if self.is_through_heads:
-            raise ValueError("a sketch estimates the norms of whole contributions; leave heads and by_head out")
-        return self
-
-    @model_validator(mode="after")
-    def _no_head(self) -> Self:
-        if self.is_through_heads and (self.residual or self.bias == "query"):
-            name = "residual=True" if self.residual else "bias='query'"
-            raise ValueError(f"the residual stream and the bias pass through no head; leave {name} out")
-        return self
-
-
-def cost(trace: Trace, *, target: Target | None = None, **options: Any) -> Estimate:
+def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estimate:
     """Return the cost of `latim`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
-    chosen = _options(target, options)
-    layers = stackable_layers(trace, "latim", chosen.layers)
-    if chosen.residual:
+    _refuse_sketch_of_row(options, target)
+    layers = stackable_layers(trace, "latim", options.layers)
+    if options.residual:
         for layer in layers:
-            residual_of(layer, "latim", chosen.without_stream)
-    extremes, width = chosen.normalize == "min-max", layers[0].output.element_size()
-    exact = chosen.activation == "exact"
+            residual_of(layer, "latim", options.without_stream)
+    extremes, width = options.normalize == "min-max", layers[0].output.element_size()
+    exact = options.activation == "exact"
     batch, queries, _ = map_shape(layers[0])
     # The norms of the bias, the cancellation, and the standard errors.
     numbers = (
-        ((2 if chosen.bias == "column" else 1) + (chosen.sketch is not None))
+        ((2 if options.bias == "column" else 1) + (options.sketch is not None))
         * batch
         * (queries if target is None else 1)
         * width
     )
-    axis = head_axis("latim", layers, chosen.heads) if chosen.by_head else None
-    if chosen.compose == "rollout":
+    axis = head_axis("latim", layers, options.heads) if options.by_head else None
+    if options.compose == "rollout":
 
-        def of_step(step: Sequence[Layer]) -> tuple[int, int]:
-            size, operations = shares_cost(step, map_shape(step[0])[1], exact=exact)
-            return max(size, postprocess_bytes(map_shape(step[0]), width, chosen.discard)), operations
+        def of_step(step: Sequence[Layer]) -> int:
+            shape = map_shape(step[0])
+            return max(shares_cost(step, shape[1], exact=exact), postprocess_bytes(shape, width, options.discard))
 
         of_layer, held = product_cost(trace, "latim", layers, target, of_step)
         extras = len(composable_steps(trace, "latim", layers)) * (8 + numbers)
-        return estimated("latim", layers, target, chosen, of_layer, held=held, extras=extras)
+        return estimated("latim", layers, target, options, of_layer, held=held, extras=extras)
 
-    def of(layer: Layer) -> tuple[int, int]:
+    def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None or extremes else 1
-        apart = batch * rows * keys * layer.output.element_size() if chosen.layers == "mean" or target else 0
-        if chosen.is_through_heads:
-            split = through_heads("latim", layer, chosen.heads, by_head=chosen.by_head)
+        apart = batch * rows * keys * layer.output.element_size() if options.layers == "mean" or target else 0
+        if options.is_through_heads:
+            split = through_heads("latim", layer, options.heads, by_head=options.by_head)
             apart *= split.count
-            size, operations = head_tiles_cost(split, rows, exact=exact, products=False)
-            # Two passes check the decomposition.
-            operations += 2 * apply_cost(split.operator.chains, split.operator.inputs).operations
-        elif chosen.sketch is not None:
-            size, operations = sketch_cost(layer, chosen.sketch, chosen.exact_keys)
+            size = head_tiles_cost(split, rows, exact=exact, products=False)
+        elif options.sketch is not None:
+            size = sketch_cost(layer, options.sketch, options.exact_keys)
         else:
-            size, operations = shares_cost((layer,), rows, exact=exact)
-        treatment = postprocess_bytes((batch, rows, keys), layer.output.element_size(), chosen.discard)
-        return apart + max(size, treatment), operations
+            size = shares_cost((layer,), rows, exact=exact)
+        treatment = postprocess_bytes((batch, rows, keys), layer.output.element_size(), options.discard)
+        return apart + max(size, treatment)
 
-    extras = 8 * len(layers) + numbers * (1 if chosen.layers == "mean" else len(layers))
-    return estimated("latim", layers, target, chosen, of, heads=axis, extras=extras)
+    extras = 8 * len(layers) + numbers * (1 if options.layers == "mean" else len(layers))
+    return estimated("latim", layers, target, options, of, heads=axis, extras=extras)
 
 
-@register_method("latim", options=LatimOptions, cost=cost, needs=("layers", "contributions"))
-def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attribution:
-    """LaTIM: C_ij = ||T_i(x_j)||_p, the norm of token j's contribution to output i (LaTIM Eq. 5, Table 1).
-
-    T_i(x_j) is exact by default; `activation` selects one of the paper's splits of the activation over the
-    convolution's taps. Scores: (layer, batch, query, key), without `query` for a target. The residual inside a module
-    is part of T_ii for any `residual`.
-
-    With compose="rollout" the scores are A_n ... A_1 without a layer axis: A_ij = C_ij / sum_k C_ik of a step, T_ii
-    with the residual stream (LaTIM Eq. 4). Layers that run in parallel are summed before the norm. LaTIM does not
-    compose its norms; the product of norms with the residual and normalised rows is that of GlobEnc (Modarressi et
-    al., 2022), after Kobayashi et al. (2021) and Abnar and Zuidema (2020).
-
-    With by_head=True the scores are (layer, batch, head, query, key): ||T^h_i(x_j)||_p for each head that `heads`
-    selects, where T^h_i(x_j) passes through head h of the core, a block of channels, and through the stages after it:
-    T_i(x_j) = sum_h T^h_i(x_j). Gate and norm are frozen; the columns of the output projection that read head h carry
-    it. With `heads` and without `by_head` the scores are ||sum_h T^h_i(x_j)||_p over these heads. A residual inside a
-    module, the stream and the bias pass through no head. This split is an extension of LaTIM.
-
-    With sketch=k the norms are estimates ||S T_i(x_j)||, S a k x d matrix of random signs over sqrt(k) that `seed`
-    draws: the squared norm is unbiased, with a relative standard deviation of at most sqrt(2 / k) (Achlioptas, 2003).
-    S is multiplied into the output projection once, so that all pairs cost k / d of the norms. `exact_keys` computes
-    those keys of each row again whose estimates are the largest. Extras then include "standard_error", the root mean
-    square over the estimated real keys of each row, in the unit of the scores before `discard` and `normalize`.
-
-    Extras: "bias", the norm of the bias at each query (with bias="column"); "cancellation" at each query, the ratio
-    sum_j ||T_i(x_j)||_p / ||sum_j T_i(x_j)||_p without bias and stream (see `vectors.cancellation`); and
-    "decomposition_error" of each layer: ||sum_j T_i(x_j) + bias_i - y_i|| / ||y_i|| over the computed real rows, the
-    worst sequence. The completeness gap is that of the worst layer. Composed layers have one of each for a step. Of
-    split contributions, the sum of "cancellation" is over heads and keys, and the parts that pass through no selected
-    head are added to the decomposition.
-
-    Options: `LatimOptions`. Raises `OptionError` for an unknown option or value, `UncoveredError` for layers that
-    cannot be stacked or composed, that have no activation to split, whose residual stream is unknown, or that have
-    different numbers of heads with by_head=True, and `StreamError` if stream and output do not add up.
-    """
-    chosen = _options(target, options)
-    layers = stackable_layers(trace, "latim", chosen.layers)
-    stream_error = stream_errors(trace, layers, "latim", chosen.without_stream) if chosen.residual else None
+@register_method(Latim, cost=cost)
+def latim(trace: Trace, options: Latim, *, target: Target | None = None) -> Attribution:
+    """Run `Latim`."""
+    _refuse_sketch_of_row(options, target)
+    layers = stackable_layers(trace, "latim", options.layers)
+    stream_error = stream_errors(trace, layers, "latim", options.without_stream) if options.residual else None
     biases: dict[str, Tensor] = {}
     ratios: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
@@ -195,34 +90,34 @@ def latim(trace: Trace, *, target: Target | None = None, **options: Any) -> Attr
 
     def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
         first = step[0]
-        if chosen.is_through_heads:
-            bias, errors[first.name], ratio = _fill_heads(out, trace, first, rows, chosen)
-        elif chosen.sketch is not None:
-            bias, errors[first.name], ratio, deviations[first.name] = _fill_sketch(out, trace, first, rows, chosen)
+        if options.is_through_heads:
+            bias, errors[first.name], ratio = _fill_heads(out, trace, first, rows, options)
+        elif options.sketch is not None:
+            bias, errors[first.name], ratio, deviations[first.name] = _fill_sketch(out, trace, first, rows, options)
         else:
-            bias, errors[first.name], ratio = _fill(out, trace, step, rows, chosen)
+            bias, errors[first.name], ratio = _fill(out, trace, step, rows, options)
         biases[first.name], ratios[first.name] = (at_target(part, trace, first, target) for part in (bias, ratio))
 
-    axis = head_axis("latim", layers, chosen.heads) if chosen.by_head else None
+    axis = head_axis("latim", layers, options.heads) if options.by_head else None
     scale: dict[str, Tensor] = {}
-    if chosen.compose == "rollout":
+    if options.compose == "rollout":
         scores, scale = product_of_maps(trace, "latim", layers, target, fill)
     else:
         # The map's minimum and maximum need the whole map.
-        whole = chosen.normalize == "min-max"
+        whole = options.normalize == "min-max"
         scores = score_layers(
-            trace, "latim", layers, target, chosen, lambda layer, *part: fill((layer,), *part), heads=axis, whole=whole
+            trace, "latim", layers, target, options, lambda layer, *part: fill((layer,), *part), heads=axis, whole=whole
         )
     names = [layer.name for layer in layers if layer.name in errors]
-    extras = {"bias": [biases[name] for name in names]} if chosen.bias == "column" else {}
-    if chosen.sketch is not None:
+    extras = {"bias": [biases[name] for name in names]} if options.bias == "column" else {}
+    if options.sketch is not None:
         extras["standard_error"] = [deviations[name] for name in names]
     return to_result(
         trace,
         "latim",
         layers,
         scores,
-        options=chosen,
+        options=options,
         target=target,
         scope="layer",
         heads=axis,
@@ -277,7 +172,7 @@ def _fill(
     trace: Trace,
     together: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
-    options: LatimOptions,
+    options: Latim,
 ) -> tuple[Float[Tensor, "batch row"], float, Float[Tensor, "batch row"]]:
     """Write the scores of a step; return the norms of its bias, its decomposition error and its cancellation."""
     layer, ops = together[0], [only_port(layer) for layer in together]
@@ -306,14 +201,12 @@ def _fill(
     return *_checked(bias, total + bias, output, layer, rows, options.p), ratio
 
 
-def _options(target: Target | None, given: dict[str, Any]) -> LatimOptions:
-    chosen = LatimOptions.of("latim", given)
-    if chosen.sketch is not None and target is not None:
+def _refuse_sketch_of_row(options: Latim, target: Target | None) -> None:
+    if options.sketch is not None and target is not None:
         raise OptionError(
-            f"latim: sketch={chosen.sketch} estimates the norms of all pairs, and the row of a target takes linear "
+            f"latim: sketch={options.sketch} estimates the norms of all pairs, and the row of a target takes linear "
             "time without it; leave sketch or target out."
         )
-    return chosen
 
 
 def _fill_sketch(
@@ -321,7 +214,7 @@ def _fill_sketch(
     trace: Trace,
     layer: Layer,
     rows: Int[Tensor, "batch query"],
-    options: LatimOptions,
+    options: Latim,
 ) -> tuple[Float[Tensor, "batch query"], float, Float[Tensor, "batch query"], Float[Tensor, "batch query"]]:
     """Write estimates of the scores of a layer; return the values of `_fill`, and the standard errors of the rows.
 
@@ -355,7 +248,7 @@ def _fill_heads(
     trace: Trace,
     layer: Layer,
     rows: Int[Tensor, "batch row"],
-    options: LatimOptions,
+    options: Latim,
 ) -> tuple[Float[Tensor, "batch row"], float, Float[Tensor, "batch row"]]:
     """Write the scores through heads of a layer; return the values of `_fill`."""
     split = through_heads("latim", layer, options.heads, by_head=options.by_head)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import require, rows_within
-from unilinattn.methods.options import MapOptions
 from unilinattn.methods.selection import key_mask, only_port, query_rows, real_pairs
+from unilinattn.options.bases import MapOptions
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 

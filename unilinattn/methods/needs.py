@@ -13,6 +13,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from unilinattn.errors import ExactnessError, StreamError, UncoveredError
+from unilinattn.frozen.run import frozen
+from unilinattn.host.isolation import in_gradient_mode
+from unilinattn.host.logits import Logit
 from unilinattn.kernels.precision import full_precision
 from unilinattn.methods.captum_run import TokenFunction, captum
 from unilinattn.methods.gradient_maps import core_mixers
@@ -20,13 +23,12 @@ from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.selection import composable_steps, only_target, query_rows, stackable_layers, stream_groups
 from unilinattn.methods.vectors import contribution_tiles
 from unilinattn.operator.edges import Outgoing
-from unilinattn.registry import Method, Need, list_methods
-from unilinattn.tracing.cutting import Cut
-from unilinattn.tracing.embedded import EmbeddedModel
-from unilinattn.tracing.isolation import in_gradient_mode
+from unilinattn.options.base import Need
+from unilinattn.registry import Method, list_methods
+from unilinattn.reruns.cut import Cut
+from unilinattn.reruns.embedded import EmbeddedModel
+from unilinattn.reruns.rerun import rerun
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import Logit
-from unilinattn.tracing.rerun import rerun
 from unilinattn.tracing.trace import Target, Trace
 
 TRIED = 4096
@@ -100,11 +102,11 @@ def _gradients(call: Call) -> None:
 
 
 def _frozen(rule: str, call: Call) -> None:
-    call.trace.frozen(call.targets, rule=rule).complete_shares(call.row, call.logit)
+    frozen(call.trace, call.targets, rule=rule).complete_shares(call.row, call.logit)
 
 
 def _last_stream(call: Call) -> bool:
-    call.trace.frozen(call.targets).unembedding(call.row, call.logit)
+    frozen(call.trace, call.targets).unembedding(call.row, call.logit)
     return all(layer.stream is not None for layer in call.stackable())
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import reduce
 from math import prod
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,8 +13,9 @@ from unilinattn.errors import UncoveredError
 from unilinattn.memory import require_result, reserved
 from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import ONE_ROW, map_shape
-from unilinattn.methods.options import Layerwise, Options
 from unilinattn.methods.selection import key_mask, key_sinks, query_rows
+from unilinattn.options.base import Options
+from unilinattn.options.bases import Layerwise
 from unilinattn.progress import progress
 from unilinattn.results.attribution import Attribution
 from unilinattn.tracing.layer import Layer
@@ -178,7 +180,7 @@ def make_result(
         scores=scores,
         dims=dims or ("batch", *(("query",) if target is None else ()), "key"),
         method=method,
-        options=options.stored(target),
+        options=stored_options(options, target),
         scope=scope,
         mask=key_mask(trace, layers[0]),
         sinks=key_sinks(trace, layers[0]),
@@ -195,3 +197,9 @@ def make_result(
         completeness_gap=completeness_gap,
         extras=extras or {},
     )
+
+
+def stored_options(options: Options, target: Target | None) -> dict[str, Any]:
+    """Return the options and the target as plain Python values, for the result."""
+    plain = torch.as_tensor(target).tolist() if target is not None else None
+    return {**options.model_dump(), "target": plain}

@@ -3,8 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +16,16 @@ from unilinattn.errors import (
     UncoveredError,
     nearest,
 )
+from unilinattn.host.labels import labels_of_ids
+from unilinattn.host.logits import has_logits
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import max_memory as limited_to
+from unilinattn.methods.costs import trace_bytes
 from unilinattn.methods.needs import advised
 from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.methods.underflow import head_underflow
+from unilinattn.options import Alti, Options
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import Method, list_methods
@@ -30,49 +33,27 @@ from unilinattn.registry import method as registered
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.estimate import Estimate
-from unilinattn.tracing.labels import labels_of_ids
-from unilinattn.tracing.logits import has_logits
 from unilinattn.tracing.trace import Target, Trace, trace
 from unilinattn.tracing.trust import Trust, require_exact, trusting
-
-if TYPE_CHECKING:
-    from unilinattn.methods.typed import Compares, Estimates, Explains
 
 Tokens = Sequence[str] | Sequence[Sequence[str]] | Callable[..., Any]
 """Texts of the key tokens, padding included: a list for each sequence, a list for a single sequence, or a tokenizer."""
 
-COMPOSED = "alti"
-COMPOSED_OPTIONS: Mapping[str, Any] = MappingProxyType({"compose": "rollout"})
-"""Default method of `explain` for models without logits, and its options.
+COMPOSED = Alti(compose="rollout")
+"""Default method of `explain` for models without logits.
 
 Among the methods that compose all layers from maps it finds the known answers of the trained Mamba models best, as
 `unilinattn compare` shows.
 """
 
 
-def _explained(function: Callable[..., Attribution]) -> "Explains":
-    """Give `explain` the options of each method as typed keywords, for editors and type checkers."""
-    return cast("Explains", function)
-
-
-def _estimated(function: Callable[..., Estimate]) -> "Estimates":
-    """Give `estimate` the options of each method as typed keywords."""
-    return cast("Estimates", function)
-
-
-def _compared(function: Callable[..., Comparison]) -> "Compares":
-    """Give `compare` the options of each method as typed mappings."""
-    return cast("Compares", function)
-
-
-@_explained
 def explain(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
     *,
     tokenizer: Any = None,
     processor: Any = None,
-    method: str | None = None,
+    method: str | Options | None = None,
     target: NamedTarget | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
@@ -90,8 +71,8 @@ def explain(
         inputs: inputs of the model as in `trace`, such as a text or an image; None for a trace.
         tokenizer: the tokenizer of texts; it also labels the tokens and reads the option `logit` if that is a text.
         processor: the processor of images, as in `trace`.
-        method: name of the method, by default `logit`, or for a model without logits `alti` composed over layers
-            (method="alti", compose="rollout"); the result names it.
+        method: a method, such as `methods.Latim(p=1)`, or the name of one, by default `logit`, or for a model without
+            logits `methods.Alti(compose="rollout")`; the result names it.
         target: a position, or one for each sequence, counted over real tokens and negative from their end; "last";
             "cls" for the token that class logits read; a text or a compiled pattern, for the last token of the only
             place in each input text where it matches; None keeps every query.
@@ -103,7 +84,7 @@ def explain(
         trust: "require" raises an error for a layer whose reconstruction error exceeds the tolerance of its dtype (see
             `docs/exactness.md`) before a method uses it, and for shares that miss the logit by more than that
             tolerance; "warn" warns, and the result keeps the warning.
-        options: options of the method.
+        options: options of a method that is given by its name.
 
     Raises `OptionError` for an unknown method or option, `InputError` for inputs, a target or labels that do not
     fit, `ExactnessError` for a layer that misses the host's output, `NonFiniteError` for scores beyond the range of
@@ -111,64 +92,61 @@ def explain(
     does not cover, and the errors of `trace`. An error of coverage or exactness names the methods that work here: what
     they need is tried on traces of up to 4096 tokens, which takes about ten runs of the model.
     """
-    _require_known(method)
+    name, options = (None, options) if method is None else named(method, options)
     with limited_to(max_memory), bars(progress), trusting(trust):
         traced = _traced(model_or_trace, inputs, tokenizer, processor)
         target, options = _by_position(traced, tokenizer, target, options)
-        chosen, options = chosen_method(method, options, traced)
-        with advised(traced, target, chosen, options, note=_default_note(chosen, method)):
-            result = run_method(chosen, traced, target, options)
+        entry, options = chosen_method(name, options, traced)
+        with advised(traced, target, entry, options, note=_default_note(entry, name)):
+            result = run_method(entry, traced, target, options)
     return warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid))
 
 
-@_estimated
 def estimate(
     model_or_trace: nn.Module | Trace,
     inputs: Any = None,
     *,
     tokenizer: Any = None,
     processor: Any = None,
-    method: str | None = None,
+    method: str | Options | None = None,
     target: NamedTarget | None = None,
     max_memory: int | None = None,
     trust: Trust = "require",
     **options: Any,
 ) -> Estimate:
-    """Estimate `explain` with the same arguments: bytes of the result, bytes in addition to it, multiply-adds.
+    """Estimate the memory of `explain` with the same arguments: that of the result, that in addition to it, the trace.
 
     A model runs once, to be traced, and its operators are built and checked. Nothing else is allocated, and nothing is
-    refused for its size. Bytes and operations are within a factor of two of the measured ones at lengths where they
-    matter.
+    refused for its size. Bytes are within a factor of two of the measured ones at lengths where they matter.
 
     Raises `UncoveredError` for a method without an estimate (`knockout` and the methods of captum, which run the model
     many times), and the errors of `explain` for invalid arguments.
     """
-    _require_known(method)
-    if method is not None and registered(method).cost is None:
-        costed = [name for name, entry in list_methods().items() if entry.cost is not None]
+    name, options = (None, options) if method is None else named(method, options)
+    if name is not None and registered(name).cost is None:
+        costed = [other for other, entry in list_methods().items() if entry.cost is not None]
         raise UncoveredError(
-            f"{method} has no estimate, because it was registered without a `cost`. A method that only runs the model "
+            f"{name} has no estimate, because it was registered without a `cost`. A method that only runs the model "
             f"takes the time and memory of these runs; the page of the method states how many they are. Methods that "
             f"have an estimate: {', '.join(costed)}."
         )
     with limited_to(max_memory), trusting(trust):
         traced = _traced(model_or_trace, inputs, tokenizer, processor)
         target, options = _by_position(traced, tokenizer, target, options)
-        chosen, options = chosen_method(method, options, traced)
-        assert chosen.cost is not None
-        note = _default_note(chosen, method)
-        with advised(traced, target, chosen, options, note=note, costed=True), full_precision():
-            return chosen.cost(traced, target=target, **options)
+        entry, options = chosen_method(name, options, traced)
+        assert entry.cost is not None
+        note = _default_note(entry, name)
+        with advised(traced, target, entry, options, note=note, costed=True), full_precision():
+            return replace(entry.cost(traced, target=target, **options), trace=trace_bytes(traced))
 
 
-@_compared
 def compare(
     models: Mapping[str, nn.Module | Trace],
     inputs: Any = None,
     *,
     tokenizer: Any = None,
     processor: Any = None,
-    methods: Sequence[str] = ("logit", "rollout", "latim"),
+    methods: Sequence[str | Options] = ("logit", "rollout", "latim"),
     target: NamedTarget | None = None,
     tokens: Tokens | None = None,
     grid: tuple[int, int] | None = None,
@@ -179,9 +157,10 @@ def compare(
 ) -> Comparison:
     """Explain several models on the same inputs by several methods.
 
-    Each model runs once, except for gradients. `models` maps names to models or traces. An option applies to every
-    method, so each must accept it; a mapping under a method's name applies only to that method:
-    `compare(models, ids, methods=["rollout", "latim"], latim={"p": 1})`. The other arguments are those of `explain`.
+    Each model runs once, except for gradients. `models` maps names to models or traces, and `methods` are names or
+    objects with options: `compare(models, ids, methods=["rollout", methods.Latim(p=1)])`. An option applies to every
+    method, so each must be a name that accepts it; a mapping under a method's name, such as `latim={"p": 1}`, applies
+    only to that method. The other arguments are those of `explain`.
 
     Raises `OptionError` for an unknown method and for an option that a method does not accept, `InputError` for inputs,
     a target or labels that do not fit, and the other errors of `explain`.
@@ -193,25 +172,29 @@ def compare(
             f"models is {'an empty' if isinstance(models, Mapping) else 'a'} {type(models).__name__}; compare needs a "
             'mapping from names to models or traces, such as {"mamba": model}.'
         )
-    chosen = {name: registered(name) for name in methods}
     by_method = {name: value for name, value in options.items() if name in list_methods()}
     for name, value in by_method.items():
-        if name not in chosen or not isinstance(value, Mapping):
+        if name not in methods or not isinstance(value, Mapping):
             raise OptionError(
                 f"{name}={value!r}: options under a method's name are a mapping, for one of the methods that are "
-                f"compared: {', '.join(chosen)}."
+                f"compared: {', '.join(map(str, methods))}."
             )
     shared = {name: value for name, value in options.items() if name not in by_method}
+    rows = {}
+    for method in methods:
+        label, more = (method.label, {}) if isinstance(method, Options) else (method, by_method.get(method, {}))
+        rows[label] = named(method, {**shared, **more})
     results: dict[str, dict[str, Attribution]] = {}
     with limited_to(max_memory), bars(progress), trusting(trust):
         for model, host in steps(models.items(), "models"):
             traced = _traced(host, None if isinstance(host, Trace) else inputs, tokenizer, processor)
             results[model] = {}
-            for name, entry in chosen.items():
-                place, given = _by_position(traced, tokenizer, target, {**shared, **by_method.get(name, {})})
-                with advised(traced, place, entry, given):
-                    result = run_method(entry, traced, place, given)
-                results[model][name] = warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid))
+            for label, (method, keywords) in rows.items():
+                entry = registered(method)
+                position, keywords = _by_position(traced, tokenizer, target, keywords)
+                with advised(traced, position, entry, keywords):
+                    result = run_method(entry, traced, position, keywords)
+                results[model][label] = warn_of_sinks(_with_labels(result, traced, tokens, tokenizer, grid))
     return Comparison(results)
 
 
@@ -251,24 +234,33 @@ def _remedy(result: Attribution) -> str:
     )
 
 
-def _require_known(method: str | None) -> None:
-    """Raise `OptionError` for an unknown method, before the model runs."""
-    if method is not None:
-        registered(method)
+def named(method: str | Options, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of a method and its options as keywords, before the model runs.
+
+    Raises `OptionError` for an unknown name, and for keywords beside an object, which has its options.
+    """
+    if isinstance(method, Options):
+        if options:
+            raise OptionError(
+                f"{method!r} has its options; give {', '.join(options)} to {type(method).__name__}, or the name "
+                f"{method.name!r} with all of them."
+            )
+        return registered(method.name).name, method.keywords
+    return registered(method).name, dict(options)
 
 
-def chosen_method(method: str | None, options: dict[str, Any], found: Trace) -> tuple[Method, dict[str, Any]]:
+def chosen_method(name: str | None, options: dict[str, Any], found: Trace) -> tuple[Method, dict[str, Any]]:
     """Return the named method and `options`; without a name the model's default method and its options."""
-    if method is not None:
-        return registered(method), options
+    if name is not None:
+        return registered(name), options
     if has_logits(found.output) or callable(options.get("logit")):
         return registered("logit"), options
-    return registered(COMPOSED), {**COMPOSED_OPTIONS, **options}
+    return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
 
 
 def _default_note(method: Method, named: str | None) -> str:
     """Return the sentence of a refusal that names the default method, empty if the user named one."""
-    composed = " composed over all layers" if method.name == COMPOSED else ""
+    composed = " composed over all layers" if method.name == COMPOSED.name else ""
     return "" if named is not None else f"No method was named, so this was the default, {method.name!r}{composed}. "
 
 

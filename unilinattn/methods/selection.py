@@ -7,9 +7,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from unilinattn.errors import OptionError, UncoveredError, nearest
+from unilinattn.host.logits import Logit, has_logits, logits_of
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import Logit, has_logits, logits_of
 from unilinattn.tracing.sinks import sink_tokens
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_exact

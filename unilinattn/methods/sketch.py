@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import allowed
 from unilinattn.methods.selection import only_port
-from unilinattn.operator.cost import tile_elements, tile_operations, tile_rows
+from unilinattn.operator.cost import tile_elements, tile_rows
 from unilinattn.operator.deferred import shapes_only
 from unilinattn.operator.pairwise import PairwiseContributions, Tile
 from unilinattn.tracing.layer import Layer
@@ -42,18 +42,17 @@ def sketched_form(
     return form, form.projected(sketch), sketch
 
 
-def sketch_cost(layer: Layer, size: int, exact_keys: int) -> tuple[int, int]:
-    """Return the bytes and operations of estimating the norms of all pairs of a layer, some of them computed again."""
+def sketch_cost(layer: Layer, size: int, exact_keys: int) -> int:
+    """Return the bytes of estimating the norms of all pairs of a layer, some of them computed again."""
     with shapes_only():
         form, small, _ = sketched_form(layer, size, 0)
-    batch, queries, _, out = form.shape
+    batch, queries = form.shape[:2]
     rows = min(tile_rows(small, subject=None), queries)
-    elements, operations = tile_elements(small, rows) + batch * queries * size, tile_operations(small)
+    elements = tile_elements(small, rows) + batch * queries * size
     if exact_keys:
         again = min(tile_rows(form, subject=None), queries)
         elements = max(elements, tile_elements(form, again))
-        operations += tile_operations(small) + batch * queries * exact_keys * form.channels * out
-    return elements * form.values.element_size(), operations
+    return elements * form.values.element_size()
 
 
 def exact_norms(

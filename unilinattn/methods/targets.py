@@ -7,9 +7,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError
-from unilinattn.tracing.labels import token_text
-from unilinattn.tracing.logits import chosen_ids, has_logits, logits_of
-from unilinattn.tracing.text import token_id
+from unilinattn.host.labels import token_text
+from unilinattn.host.logits import chosen_ids, has_logits, logits_of
+from unilinattn.host.text import token_id
 from unilinattn.tracing.trace import Target, Trace
 
 NamedTarget = Target | str | re.Pattern[str]

@@ -8,15 +8,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.memory import allowed, parts, rows_within
-from unilinattn.methods.maps import map_shape, sum_on_first
+from unilinattn.methods.maps import sum_on_first
 from unilinattn.methods.selection import only_port, query_rows
 from unilinattn.operator.cost import (
     TILE,
-    apply_cost,
-    rows_cost,
+    apply_elements,
+    rows_elements,
     split_elements,
     tile_elements,
-    tile_operations,
     tile_rows,
 )
 from unilinattn.operator.deferred import shapes_only
@@ -44,7 +43,7 @@ def contribution_tiles(
     count = len(layers)
     if len(forms) == count:
         # A step of several layers holds the vectors of each layer, in tiles of one size.
-        size = min(tile_rows(form, extra_tiles=_held_vectors(count), parts=count) for form in forms)
+        size = min(tile_rows(form, extra_tiles=_held_vectors(count), portions=count) for form in forms)
         causal = all(form.causal for form in forms)
         streams = (form.times(factor).tiles(causal, rows=size) for form, factor in zip(forms, factors, strict=True))
         for tiles in zip(*streams, strict=True):
@@ -59,14 +58,11 @@ def contribution_tiles(
         yield _sum(Tile(part, slice(0, keys), shares[0], None, rows[:, part]), shares)
 
 
-def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool, products: bool = False) -> tuple[int, int]:
-    """Return the bytes and operations of `contribution_tiles` for `rows` rows, the output vector of each included.
-
-    With `products` the tiles are reduced by `Tile.products`, without the product with W.
-    """
-    ops, count = [only_port(layer) for layer in together], len(together)
-    batch, queries, keys = map_shape(together[0])
-    width, out = together[0].output.element_size(), together[0].output.shape[2]
+def shares_cost(layers: Sequence[Layer], rows: int, *, exact: bool) -> int:
+    """Return the bytes of `contribution_tiles` for `rows` rows, the output vector of each included."""
+    ops, count = [only_port(layer) for layer in layers], len(layers)
+    batch, queries, out = layers[0].output.shape
+    width = layers[0].output.element_size()
     forms: list[PairwiseContributions] = []
     if exact and rows == queries:
         with shapes_only():
@@ -74,20 +70,17 @@ def shares_cost(together: Sequence[Layer], rows: int, *, exact: bool, products: 
     vectors = 4 * batch * max(rows, 1) * out
     if len(forms) == count:
         extra_tiles = _held_vectors(count)
-        size = min(tile_rows(form, extra_tiles=extra_tiles, parts=count, subject=None) for form in forms)
+        size = min(tile_rows(form, extra_tiles=extra_tiles, portions=count, subject=None) for form in forms)
         elements = sum(tile_elements(form, min(size, queries), extra_tiles=extra_tiles) for form in forms) + vectors
-        return width * elements, sum(tile_operations(form, products=products) for form in forms)
+        return width * elements
     # As many rows of a per-channel chain as fit; each row weights a vector of every key.
-    each = _rows_size(together)
+    each = _rows_size(layers)
     size = min(rows, TILE)
     while size > 1 and size * each > allowed():
         size //= 2
-    passes = [apply_cost(op.chains, op.inputs) for op in ops]
-    chains = [rows_cost(op.chains[op.ports[0]], 0, op.width, size) for op in ops]
-    taken = size * each // width + max(cost.elements for cost in chains)
-    elements = max(taken, *(cost.elements for cost in passes)) + vectors
-    inner = sum(op.width * (out + 8) for op in ops)
-    return width * elements, batch * rows * keys * inner + sum(cost.operations for cost in passes)
+    chains = max(rows_elements(op.chains[op.ports[0]], 0, op.width, size) for op in ops)
+    passes = max(apply_elements(op.chains, op.inputs) for op in ops)
+    return width * (max(size * each // width + chains, passes) + vectors)
 
 
 def head_tiles(
@@ -97,7 +90,7 @@ def head_tiles(
 
     As in `contribution_tiles`, they are blocks of pairs or blocks of rows, and some zero pairs may be missing.
     """
-    op, sizes = split.operator, (split.count, split.parts.shape[1])
+    op, sizes = split.operator, (split.count, split.channel_sets.shape[1])
     tiled = rows.shape[1] == op.output.shape[1] and activation == "exact"
     if tiled and (form := split.pairwise()) is not None:
         yield from split.tiles(form, factor, tile_rows(form, split=sizes))
@@ -107,15 +100,15 @@ def head_tiles(
         yield from split.rows(rows[:, part], part, factor, activation)
 
 
-def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, products: bool) -> tuple[int, int]:
-    """Return the bytes and operations of `head_tiles` for `rows` rows, the output vector of each included.
+def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, products: bool) -> int:
+    """Return the bytes of `head_tiles` for `rows` rows, the output vector of each included.
 
     `products`: whether vectors of a single channel are formed; their norms need no product with W.
     """
-    op, sizes = split.operator, (split.count, split.parts.shape[1])
+    op, sizes = split.operator, (split.count, split.channel_sets.shape[1])
     batch, queries, out = op.output.shape
-    width, keys = op.output.element_size(), op.inputs[op.ports[0]].shape[1]
-    passed = apply_cost({op.ports[0]: split.chain}, op.inputs)
+    width = op.output.element_size()
+    passed = apply_elements({op.ports[0]: split.chain}, op.inputs)
     vectors = 4 * batch * rows * out
     form = None
     if exact and rows == queries:
@@ -127,13 +120,10 @@ def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, product
         channels = sizes[1] if form.folded is None else sizes[1] * form.folded.shape[2] // form.channels
         formed = products or channels > 1 or form.weight is None or bool(form.tail)
         elements = tile_elements(form, size, split=sizes, products=formed) + vectors
-        operations = tile_operations(form, split=sizes if formed else (0, 0))
-        return width * max(elements, passed.elements), operations
+        return width * max(elements, passed)
     size = rows_within(lambda n: _head_rows_size(split, n), min(rows, TILE), None)
-    chain = rows_cost(split.chain, 0, op.width, size)
-    taken = _head_rows_size(split, size, products=products) // width + chain.elements
-    pairs = op.width + (split.parts.numel() * out if products else 0)
-    return width * (max(taken, passed.elements) + vectors), batch * rows * keys * pairs + passed.operations
+    chain = rows_elements(split.chain, 0, op.width, size)
+    return width * (max(_head_rows_size(split, size, products=products) // width + chain, passed) + vectors)
 
 
 def cancellation(
@@ -174,7 +164,7 @@ def _head_rows_size(split: HeadContributions, rows: int, *, products: bool = Tru
     """Return the bytes that `head_tiles` holds for `rows` rows of a layer without a pairwise form."""
     op = split.operator
     batch, keys, _ = op.inputs[op.ports[0]].shape
-    count, channels = split.parts.shape
+    count, channels = split.channel_sets.shape
     vectors, out = 4 * batch * rows * keys * split.channels, op.output.shape[2]
     reduced = split_elements((batch, rows, keys), out, count, channels, op.output, products=products)
     return (vectors + reduced) * op.output.element_size()

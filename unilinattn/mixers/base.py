@@ -1,9 +1,7 @@
 """`CoreMixer`, the base class of every token-mixing structure, and the check of factors."""
 
-from abc import ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from copy import copy
 from functools import partial
 from typing import Any, ClassVar
@@ -11,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from unilinattn.errors import FactorError, InputError, UncoveredError
 from unilinattn.kernels.reduced_map.dense import Taps, causal_rows, reduced, weighted
@@ -23,34 +22,8 @@ ALL = slice(None)
 Block = Callable[[slice], Tensor]
 """A block of rows of the matrix, as a function from a slice of columns to (batch, head, row, col)."""
 
-_constant: ContextVar[bool] = ContextVar("constant", default=False)
 
-
-@contextmanager
-def constant_factors() -> Iterator[None]:
-    """Detach the factors of every mixer that is constructed in this context."""
-    token = _constant.set(True)
-    try:
-        yield
-    finally:
-        _constant.reset(token)
-
-
-class _Structure(ABCMeta):
-    """Class of mixers' classes: detaches the factors that constructors get inside `constant_factors`."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if _constant.get():
-            args = tuple(map(_detached, args))
-            kwargs = {name: _detached(factor) for name, factor in kwargs.items()}
-        return super().__call__(*args, **kwargs)
-
-
-def _detached(factor: Any) -> Any:
-    return factor.detach() if isinstance(factor, Tensor) else factor
-
-
-class CoreMixer(metaclass=_Structure):
+class CoreMixer(ABC):
     """An (L_query x L_key) matrix per head, represented by its factors.
 
     A subclass defines `shape`, `apply`, `adjoint`, `tile`, `diagonal` and `zeros`; all other operations have defaults
@@ -177,20 +150,21 @@ class CoreMixer(metaclass=_Structure):
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
         """Yield the rows in order, in blocks of at most `rows` rows."""
-        for part in parts(self.shape[2], rows):
-            yield part, partial(self.tile, part)
+        for tokens in parts(self.shape[2], rows):
+            yield tokens, partial(self.tile, tokens)
 
     def weighted_blocks(self, rows: int, left: Tensor | None, taps: Taps) -> Iterator[tuple[slice, Block]]:
         """Yield left_ic sum_lag alpha[i, j + lag] tap_lag[j + lag, c] in blocks of (batch, channel, row, col).
 
         `left` and each of `taps`, which is indexed by lag, are (batch or 1, length or 1, channel).
         """
-        for part, block in self.blocks(rows):
-            yield part, partial(self._weighted, part, block, left, taps)
+        for tokens, block in self.blocks(rows):
+            yield tokens, partial(self._weighted, tokens, block, left, taps)
 
-    def _weighted(self, part: slice, block: Block, left: Tensor | None, taps: Taps, cols: slice) -> Tensor:
+    def _weighted(self, tokens: slice, block: Block, left: Tensor | None, taps: Taps, cols: slice) -> Tensor:
+        # The tap of lag d moves column j + d to j: columns 0 to 9 with lags up to 3 need the matrix's columns 0 to 12.
         landed = slice(cols.start, min(cols.stop + max(taps), self.shape[3]))
-        return weighted(block(landed), part, landed, cols.stop - cols.start, left, taps)
+        return weighted(block(landed), tokens, landed, cols.stop - cols.start, left, taps)
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
@@ -211,7 +185,7 @@ class CoreMixer(metaclass=_Structure):
         if self.is_lower_triangular:
             yield from causal_rows(self.tile, self.zeros, (self.shape[0], self.shape[3]), blocks, left, taps)
         else:
-            yield from (reduced(self.tile(part), part, left, taps) for part in blocks)
+            yield from (reduced(self.tile(tokens), tokens, left, taps) for tokens in blocks)
 
     def row_product(
         self,
@@ -239,9 +213,23 @@ def query_of(mixer: CoreMixer) -> Inexact[Tensor, "batch length group state"]:
 
 def split_heads(heads: slice, total: int, count: int) -> list[slice]:
     """Split a selection of `total` heads into slices of at most `count` heads; an empty selection is one slice."""
-    chosen = range(total)[heads]
-    pieces = [chosen[start : start + count] for start in range(0, max(1, len(chosen)), count)]
+    indices = range(total)[heads]
+    pieces = [indices[start : start + count] for start in range(0, max(1, len(indices)), count)]
     return [slice(piece.start, piece.stop, piece.step) for piece in pieces]
+
+
+def checked_factors(**factors: Tensor | None) -> tuple[Any, ...]:
+    """Return the factors that a mixer is constructed from, after `check_factors`.
+
+    A `TorchFunctionMode` sees this call like one of a function of torch. A frozen run replaces the factors by constants
+    there, so that neither the mixer nor what its constructor computes, such as a normaliser, has a gradient.
+    """
+    values = tuple(factors.values())
+    if has_torch_function(values):
+        constants: tuple[Any, ...] = handle_torch_function(checked_factors, values, **factors)
+        return constants
+    check_factors(**factors)
+    return values
 
 
 def check_factors(**factors: Tensor | None) -> None:

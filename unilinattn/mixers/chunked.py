@@ -79,15 +79,15 @@ class Chunked(CoreMixer):
         device = self.zeros(()).device
         positions = [torch.tensor(tokens, device=device) for tokens in (row, col)]
         blocks = []
-        for part in split_heads(heads, total, self.heads_at_once):
-            chunks = self._chunks(slice(first, last + 1), part)
+        for some_heads in split_heads(heads, total, self.heads_at_once):
+            chunks = self._chunks(slice(first, last + 1), some_heads)
             blocks.append(fill(chunks, first * self.tokens, *positions))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Block]]:
         """Yield blocks of at most `rows` rows of one chunk; the state of each column is carried forward once."""
-        for part, reading, row in self._readings(rows):
-            yield part, partial(reading.block, row)
+        for tokens, reading, row in self._readings(rows):
+            yield tokens, partial(reading.block, row)
 
     def reduced_rows(
         self, rows: int, left: Tensor | None = None, taps: Taps | None = None
@@ -95,17 +95,17 @@ class Chunked(CoreMixer):
         """Yield the map of `CoreMixer.reduced_rows` in blocks of `rows` rows."""
         pending: list[Tensor] = []
         plain = left is None and taps is None
-        for part, reading, row in self._readings(rows if plain else min(rows, PIECE), over_heads=plain):
+        for tokens, reading, row in self._readings(rows if plain else min(rows, PIECE), over_heads=plain):
             if plain:
                 block = reading.over_heads(row)
             else:
-                block = reduced(reading.block(row, slice(0, part.stop)), part, left, taps)
-                block = functional.pad(block, (0, self.shape[2] - part.stop))
+                block = reduced(reading.block(row, slice(0, tokens.stop)), tokens, left, taps)
+                block = functional.pad(block, (0, self.shape[2] - tokens.stop))
             while block.shape[1]:
                 missing = rows - sum(t.shape[1] for t in pending)
                 pending.append(block[:, :missing])
                 block = block[:, missing:]
-                ended = part.stop == self.shape[2] and not block.shape[1]
+                ended = tokens.stop == self.shape[2] and not block.shape[1]
                 if ended or sum(t.shape[1] for t in pending) == rows:
                     yield pending[0] if len(pending) == 1 else torch.cat(pending, dim=1)
                     pending = []
@@ -205,7 +205,7 @@ class Chunked(CoreMixer):
         first, last, _ = chunks.indices(-(-self.shape[2] // self.tokens))
         by_chunk = self.factors_by_chunk(chunks)
         whole = min(last, self.shape[2] // self.tokens) - first
-        groups = [by_chunk[part] for part in parts(whole, self.side_by_side)]
+        groups = [by_chunk[span] for span in parts(whole, self.side_by_side)]
         return [*groups, *([each] for each in by_chunk[whole:])]
 
     def _chunks(self, chunks: slice = ALL, heads: slice = ALL, *, over_heads: bool = False) -> Iterator[Chunk]:

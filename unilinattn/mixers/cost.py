@@ -1,11 +1,10 @@
-"""Memory and multiply-adds of each structure's operations: they set the sizes of blocks, and `estimate` adds them up.
+"""Memory of each structure's operations, which sets the sizes of blocks and is what `estimate` reports.
 
 Elements include the result of an operation and not its inputs. A structure registers a subclass of `MixerCost` with
 `cost_of`; the methods of `MixerCost` hold for a structure without fast forms.
 """
 
 from functools import singledispatch
-from typing import ClassVar, NamedTuple
 
 from unilinattn.kernels.backend import implementation, uses_numba
 from unilinattn.kernels.reduced_map import tiled
@@ -16,22 +15,9 @@ from unilinattn.mixers.chunked import KEPT as KEPT_MATRICES
 from unilinattn.mixers.chunked import Chunked
 from unilinattn.mixers.diagonal_decay import SQUARES, VECTORS
 
-OVERSHOOT = 64
-"""Columns after the diagonal that are computed for each row of a causal map, on average."""
-
-
-class Cost(NamedTuple):
-    """Elements that an operation allocates, its result included, and its multiply-adds."""
-
-    elements: int
-    operations: int
-
 
 class MixerCost:
     """Costs of a mixer of any structure, without fast forms; each product is held in addition to its operands."""
-
-    products_by_lag: ClassVar[bool] = False
-    """Whether `reduced_rows` takes the products of `map_operations` for each lag of the taps."""
 
     def __init__(self, mixer: CoreMixer, state: int = 1) -> None:
         """Read the mixer's shape; `state` is the number of coordinates of a head's state."""
@@ -58,28 +44,21 @@ class MixerCost:
         """
         return self.batch * (3 * self.heads + 2) * rows * self.keys
 
-    def pass_cost(self, channels: int) -> Cost:
-        """Cost of `apply` or `adjoint` with `channels` channels per head, by a recurrence.
+    def pass_elements(self, channels: int) -> int:
+        """Elements of `apply` or `adjoint` with `channels` channels per head, by a recurrence.
 
-        Elements: values, outputs, and the states of one chunk. Operations: a state decays, is written and is read.
+        They are the values, the outputs, and the states of one chunk.
         """
-        columns, state = self.batch * self.heads * channels, self.state
-        states = STATES * min(self.queries, CHUNK) * state
-        return Cost(columns * (2 * self.queries + states), 3 * columns * self.queries * state)
+        states = STATES * min(self.queries, CHUNK) * self.state
+        return self.batch * self.heads * channels * (2 * self.queries + states)
 
-    def rows_cost(self, rows: int) -> Cost:
-        """Cost of `rows` for `rows` rows per sequence: a pass per row."""
-        return self.pass_cost(rows)
+    def rows_elements(self, rows: int) -> int:
+        """Elements of `rows` for `rows` rows per sequence: a pass per row."""
+        return self.pass_elements(rows)
 
     def gradient_elements(self, channels: int) -> int:
         """Elements of `apply` and its backward pass: a pass, the saved tensors, and their gradients."""
-        return 3 * self.pass_cost(channels).elements
-
-    def map_operations(self, channels: int) -> int:
-        """Multiply-adds of `reduced_rows` for the whole map, with weights of `channels` channels (1 for no weights)."""
-        pairs = self.batch * self.queries * self.keys
-        weighting = pairs * (channels + self.heads) if channels > 1 else 0
-        return pairs * self.heads * self.state // (2 if self.mixer.is_lower_triangular else 1) + weighting
+        return 3 * self.pass_elements(channels)
 
 
 @singledispatch
@@ -100,23 +79,18 @@ class DenseCost(MixerCost):
         """The sum over heads; with weights two blocks per head, the sum, and the sum shifted by a lag."""
         return self.batch * rows * self.keys * (1 if channels == 1 else 2 * self.heads + 2)
 
-    def pass_cost(self, channels: int) -> Cost:
-        """One product with the weights."""
-        outputs = self.batch * self.queries * self.heads * channels
-        return Cost(outputs, outputs * self.keys)
+    def pass_elements(self, channels: int) -> int:
+        """The outputs of one product with the weights."""
+        return self.batch * self.queries * self.heads * channels
 
-    def rows_cost(self, rows: int) -> Cost:
+    def rows_elements(self, rows: int) -> int:
         """A gathered copy of the rows, and a copy for their reduction."""
-        return Cost(2 * self.batch * self.heads * rows * self.keys, 0)
+        return 2 * self.batch * self.heads * rows * self.keys
 
     def gradient_elements(self, channels: int) -> int:
         """The host's attention: scores, weights and their gradients; values, outputs and their gradients."""
         queries, keys = self.queries, self.keys
         return self.batch * self.heads * (3 * queries * keys + 3 * channels * (queries + keys))
-
-    def map_operations(self, channels: int) -> int:
-        """None for a sum over heads."""
-        return super().map_operations(channels) if channels > 1 else 0
 
 
 @cost_of.register(Toeplitz)
@@ -134,26 +108,19 @@ class ToeplitzCost(MixerCost):
         blocks = 1 if channels == 1 else 3 * self.heads + 1
         return self.batch * rows * self.keys * blocks + 2 * self.heads * (rows + self.keys)
 
-    def pass_cost(self, channels: int) -> Cost:
+    def pass_elements(self, channels: int) -> int:
         """Shifts for a short kernel; else values padded to twice their length, both spectra, and the padded output."""
         values = self.batch * self.heads * self.keys * channels
-        if self.mixer.is_short:
-            return Cost(4 * values, values * self.mixer.taps.shape[1])
-        return Cost(8 * values, values * (2 + 4 * self.keys.bit_length()))
+        return (4 if self.mixer.is_short else 8) * values
 
     def gradient_elements(self, channels: int) -> int:
         """For a short kernel: values, outputs, a shifted product, and their gradients."""
         values = self.batch * self.heads * self.keys * channels
         return 6 * values if self.mixer.is_short else super().gradient_elements(channels)
 
-    def rows_cost(self, rows: int) -> Cost:
+    def rows_elements(self, rows: int) -> int:
         """The values looked up, masked and transposed; the lags, clamped lags, and a mask."""
-        pairs = self.batch * rows * self.keys
-        return Cost(pairs * (3 * self.heads + 5), pairs * self.heads)
-
-    def map_operations(self, channels: int) -> int:
-        """The look-up, in the sum of the kernels if there are no weights."""
-        return self.batch * self.keys**2 * (1 if channels == 1 else 2 * self.heads + channels)
+        return self.batch * rows * self.keys * (3 * self.heads + 5)
 
 
 @cost_of.register(ToeplitzLowRank)
@@ -171,15 +138,13 @@ class ToeplitzLowRankCost(MixerCost):
         factors = 2 * heads * (rows + cols) * self.state
         return self.convolution.tile_elements(rows, cols, heads) + self.batch * (2 * heads * rows * cols + factors)
 
-    def pass_cost(self, channels: int) -> Cost:
+    def pass_elements(self, channels: int) -> int:
         """The convolution of all outer products."""
-        return self.convolution.pass_cost(channels * self.state)
+        return self.convolution.pass_elements(channels * self.state)
 
-    def rows_cost(self, rows: int) -> Cost:
+    def rows_elements(self, rows: int) -> int:
         """The convolution's rows, the scores, and their product."""
-        elements, operations = self.convolution.rows_cost(rows)
-        pairs = self.batch * rows * self.keys * self.heads
-        return Cost(elements + 2 * pairs, operations + pairs * self.state)
+        return self.convolution.rows_elements(rows) + 2 * self.batch * rows * self.keys * self.heads
 
     def gradient_elements(self, channels: int) -> int:
         """The convolution's, with the outer products before and after it."""
@@ -199,9 +164,9 @@ class DiagonalDecayCost(MixerCost):
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """The block, and for `heads_at_once` heads: their block, the last corner of its square, and the factors."""
         pairs = rows * cols
-        part = min(heads, self.mixer.heads_at_once(VECTORS * rows + cols))
+        at_once = min(heads, self.mixer.heads_at_once(VECTORS * rows + cols))
         working = pairs + min(rows, cols) ** 2 // 4 + 3 * self.state * (rows + cols)
-        return self.batch * (heads * pairs + part * working)
+        return self.batch * (heads * pairs + at_once * working)
 
     def weighted_elements(self, rows: int, cols: int, channels: int, lags: int) -> int:
         """A square per head with its queries, and both factors of the squares that are computed at once."""
@@ -218,18 +183,17 @@ class DiagonalDecayCost(MixerCost):
         shape = (self.batch, self.keys, self.heads, self.state)
         return implementation("reduced_map", self.mixer.log_decay).held_elements(rows, shape)
 
-    def pass_cost(self, channels: int) -> Cost:
+    def pass_elements(self, channels: int) -> int:
         """Values, outputs, and the states of `STEPS` tokens, which compiled loops do not store."""
         columns = self.batch * self.heads * channels
         states = 0 if self._is_compiled(channels) else STATES * min(self.keys, STEPS) * self.state
-        return Cost(columns * (2 * self.keys + states), 3 * columns * self.keys * self.state)
+        return columns * (2 * self.keys + states)
 
-    def rows_cost(self, rows: int) -> Cost:
+    def rows_elements(self, rows: int) -> int:
         """A pass per row, for as many rows at once as `product_elements` allows."""
-        states = self.batch * self.heads * self.state
-        per_row = states * min(self.keys, STEPS)
+        per_row = self.batch * self.heads * self.state * min(self.keys, STEPS)
         at_once = STATES * max(per_row, min(rows * per_row, self.mixer.product_elements))
-        return Cost(2 * self.batch * rows * self.heads * self.keys + at_once, 3 * states * rows * self.keys)
+        return 2 * self.batch * rows * self.heads * self.keys + at_once
 
     def gradient_elements(self, channels: int) -> int:
         """Values, outputs and factors with their gradients, and the states of the kernel."""
@@ -245,19 +209,12 @@ class DiagonalDecayCost(MixerCost):
         shared = mixer.query.shape[2] == mixer.key.shape[2] == 1
         return per_head and shared and uses_numba("scan", mixer.log_decay)
 
-    def map_operations(self, channels: int) -> int:
-        """Half of one product with inner dimension heads x state, and whole squares on the diagonal."""
-        if channels not in (1, self.heads):
-            return super().map_operations(channels)
-        return self.batch * self.keys * (self.keys + OVERSHOOT) // 2 * self.heads * self.state
-
 
 @cost_of.register(ScalarDecay)
 class ScalarDecayCost(MixerCost):
     """Costs of a chunked recurrence with a decay per head, and of maps as scores of groups times decays of heads."""
 
     mixer: ScalarDecay
-    products_by_lag = True
 
     def __init__(self, mixer: ScalarDecay) -> None:
         super().__init__(mixer, mixer.query.shape[-1])
@@ -278,18 +235,15 @@ class ScalarDecayCost(MixerCost):
         shape = (self.batch, self.keys, self.heads // self.groups, self.state)
         return implementation("scalar_map", self.mixer.log_decay).held_elements(rows, shape, channels // self.groups)
 
-    def pass_cost(self, channels: int) -> Cost:
+    def pass_elements(self, channels: int) -> int:
         """Scaled values, outputs and a copy; for one chunk its scores, decays, products, queries, keys and values."""
         chunk, state = min(CHUNK, self.keys), self.state
         pairs, vectors = self.heads * chunk, self.heads * (2 * state + 3 * channels)
-        elements = self.batch * (3 * self.keys * self.heads * channels + chunk * (3 * pairs + vectors))
-        per_token = self.groups * chunk * state + pairs + self.heads * channels * (chunk + 2 * state)
-        return Cost(elements, self.batch * self.keys * per_token)
+        return self.batch * (3 * self.keys * self.heads * channels + chunk * (3 * pairs + vectors))
 
-    def rows_cost(self, rows: int) -> Cost:
+    def rows_elements(self, rows: int) -> int:
         """Scores per group; steps, their sums, decays, scores and products per head."""
-        pairs = self.batch * rows * self.keys
-        return Cost(pairs * (self.groups + 5 * self.heads), pairs * (self.groups * self.state + 2 * self.heads))
+        return self.batch * rows * self.keys * (self.groups + 5 * self.heads)
 
     def gradient_elements(self, channels: int) -> int:
         """Pairs, vectors and states of all chunks, with their gradients."""
@@ -297,11 +251,6 @@ class ScalarDecayCost(MixerCost):
         per_token = self.heads * (3 * chunk + 3 * state + 4 * channels) + self.groups * chunk
         states = 2 * -(-self.keys // CHUNK) * self.heads * state * channels
         return self.batch * (self.keys * per_token + states)
-
-    def map_operations(self, channels: int) -> int:
-        """One product per group with inner dimension N, and reduced decays with the number of channels."""
-        inner = self.groups * (self.state + 1) + max(channels, self.heads)
-        return self.batch * self.keys * (self.keys + OVERSHOOT) // 2 * inner
 
 
 @cost_of.register(Chunked)
@@ -314,8 +263,8 @@ class ChunkedCost(MixerCost):
         super().__init__(mixer, mixer.state_size)
         self.chunks = mixer.chunks_at_once
         self.others = mixer.side_by_side - 1
-        self.beside = self.others * mixer.making_elements(self.heads)
-        self.making_elements = mixer.making_elements(self.heads, self.chunks) + self.beside
+        self.other_elements = self.others * mixer.making_elements(self.heads)
+        self.making_elements = mixer.making_elements(self.heads, self.chunks) + self.other_elements
 
     @property
     def carried_elements(self) -> int:
@@ -324,9 +273,9 @@ class ChunkedCost(MixerCost):
 
     def tile_elements(self, rows: int, cols: int, heads: int) -> int:
         """Some chunks; the states of columns before and after one; the block, its parts and their concatenation."""
-        part = min(heads, self.mixer.heads_at_once)
-        columns = part * 3 * cols * self.state + 3 * heads * rows * cols
-        return self.mixer.making_elements(part) + self.beside + self.batch * columns
+        at_once = min(heads, self.mixer.heads_at_once)
+        columns = at_once * 3 * cols * self.state + 3 * heads * rows * cols
+        return self.mixer.making_elements(at_once) + self.other_elements + self.batch * columns
 
     def reduced_elements(self, rows: int, channels: int) -> int:
         """States, and some chunks or a block with a copy; the block is per head if there are weights."""
@@ -335,16 +284,11 @@ class ChunkedCost(MixerCost):
         # Half of the chunks' elements are released before a block is computed.
         return self.carried_elements + max(0, block - self.making_elements // 2)
 
-    def pass_cost(self, channels: int) -> Cost:
-        """Values, outputs and some chunks; a triangular solve, a chunk's matrices, and products with the values."""
-        chunk, steps, state = min(self.mixer.tokens, self.keys), self.mixer.steps, self.state
-        making = steps * (chunk * (chunk + state) // 2 + 4 * chunk * state + state * state)
-        per_token = making + channels * (chunk + 3 * state)
-        part = min(self.heads, self.mixer.heads_at_once)
-        tokens = self.batch * self.keys * self.heads
-        states = 2 * self.others * self.batch * self.heads * state * channels
-        made = self.mixer.making_elements(part) + self.beside
-        return Cost(2 * tokens * channels + made + states, tokens * per_token)
+    def pass_elements(self, channels: int) -> int:
+        """Values and outputs, some chunks, and the states of the chunks beside the first."""
+        vectors = 2 * self.batch * self.heads * channels
+        making = self.mixer.making_elements(min(self.heads, self.mixer.heads_at_once)) + self.other_elements
+        return vectors * (self.keys + self.others * self.state) + making
 
     def gradient_elements(self, channels: int) -> int:
         """Vectors and states with their gradients, and the matrices of all chunks (of one if long)."""
@@ -353,20 +297,10 @@ class ChunkedCost(MixerCost):
         making = self.mixer.making_elements(self.heads) * (chunks if self.keys <= KEPT_MATRICES else 1)
         return 4 * self.batch * self.heads * channels * self.keys + states + making
 
-    def map_operations(self, channels: int) -> int:
-        """Every column's state, advanced by every later chunk."""
-        tokens = self.chunks * min(self.mixer.tokens, self.keys)
-        per_pair = self.state * (self.state + tokens) // tokens + 1
-        weighting = self.keys * (channels + self.heads) if channels > 1 else 0
-        pairs = self.keys * self.heads * per_pair // 2
-        return self.batch * self.keys * (pairs + weighting) + self.pass_cost(0).operations
-
 
 @cost_of.register(Reversed)
 class ReversedCost(MixerCost):
     """Costs of the inner mixer and of reversed copies."""
-
-    products_by_lag = True
 
     def __init__(self, mixer: Reversed) -> None:
         self.inner = cost_of(mixer.mixer)
@@ -381,19 +315,13 @@ class ReversedCost(MixerCost):
         """The inner blocks, a reversed copy, and the sum over lags."""
         return self.inner.reduced_elements(rows, channels) + 2 * self.batch * rows * self.keys
 
-    def map_operations(self, channels: int) -> int:
-        """Those of the inner map."""
-        return self.inner.map_operations(channels)
-
-    def pass_cost(self, channels: int) -> Cost:
+    def pass_elements(self, channels: int) -> int:
         """The inner pass, and reversed copies of its values and outputs."""
-        elements, operations = self.inner.pass_cost(channels)
-        return Cost(elements + channels * self.copies, operations)
+        return self.inner.pass_elements(channels) + channels * self.copies
 
-    def rows_cost(self, rows: int) -> Cost:
+    def rows_elements(self, rows: int) -> int:
         """The inner rows and their reversed copies."""
-        elements, operations = self.inner.rows_cost(rows)
-        return Cost(elements + self.batch * rows * self.heads * self.keys, operations)
+        return self.inner.rows_elements(rows) + self.batch * rows * self.heads * self.keys
 
     def gradient_elements(self, channels: int) -> int:
         """The inner pass, and reversed copies of its values and outputs."""

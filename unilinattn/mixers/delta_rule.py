@@ -10,7 +10,7 @@ from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.scan.chunks import Chunk, with_diagonal
 from unilinattn.kernels.scan.pairs import from_token, pairs_of, to_token
 from unilinattn.kernels.subnormal import decays, flushed_
-from unilinattn.mixers.base import ALL, check_factors
+from unilinattn.mixers.base import ALL, checked_factors
 from unilinattn.mixers.chunked import Chunked
 
 
@@ -41,7 +41,7 @@ class DeltaRule(Chunked):
         log_decay: Float[Tensor, "batch length head *state"] | None = None,
     ) -> None:
         """Raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(query=query, key=key, strength=strength, log_decay=log_decay)
+        query, key, strength, log_decay = checked_factors(query=query, key=key, strength=strength, log_decay=log_decay)
         decay = torch.zeros_like(strength) if log_decay is None else log_decay
         self.query, self.key, self.strength = query, key, strength
         self.log_decay = decay.unsqueeze(-1) if decay.ndim == 3 else decay

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.subnormal import flushed, flushed_, flushed_given
-from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, CoreMixer, checked_factors
 
 
 class Dense(CoreMixer):
@@ -25,7 +25,7 @@ class Dense(CoreMixer):
 
     def __init__(self, weights: Float[Tensor, "batch head query key"]) -> None:
         """Raise `FactorError` if `weights` has NaN or infinite entries."""
-        check_factors(weights=weights)
+        (weights,) = checked_factors(weights=weights)
         self.weights = flushed_given(weights)
 
     @property

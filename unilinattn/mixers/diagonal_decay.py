@@ -10,13 +10,13 @@ from torch import Tensor
 from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.groups import of_heads
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import Places, square
+from unilinattn.kernels.reduced_map.tiled import Buffers, square
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.kernels.scan.pairs import from_token, pairs
 from unilinattn.kernels.scan.tiled import STEPS, diagonal_factors
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import allowed, parts
-from unilinattn.mixers.base import ALL, Block, check_factors, split_heads
+from unilinattn.mixers.base import ALL, Block, checked_factors, split_heads
 from unilinattn.mixers.continued import Continued, extended
 
 SQUARES = 128
@@ -60,7 +60,9 @@ class DiagonalDecay(Continued):
         reset: Bool[Tensor, "batch length"] | None = None,
     ) -> None:
         """Raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(query=query, key=key, log_decay=log_decay, key_scale=key_scale, rate=rate)
+        query, key, log_decay, key_scale, rate = checked_factors(
+            query=query, key=key, log_decay=log_decay, key_scale=key_scale, rate=rate
+        )
         self.query, self.key, self.log_decay = query, key, log_decay
         self.key_scale, self.rate, self.reset = key_scale, rate, reset
 
@@ -106,11 +108,11 @@ class DiagonalDecay(Continued):
         """Return the rows at the positions `index` by adjoint passes over some one-hot vectors at a time."""
         batch, heads, length, _ = self.shape
         step = max(1, self.product_elements // max(1, batch * min(length, STEPS) * heads * self.state_size))
-        return torch.cat([super(DiagonalDecay, self).rows(part) for part in index.split(step, dim=1)], dim=2)
+        return torch.cat([super(DiagonalDecay, self).rows(positions) for positions in index.split(step, dim=1)], dim=2)
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Return a block: columns before its first row by one product per head, the others by recursive halving."""
-        row, col = (range(self.shape[2])[part] for part in (rows, cols))
+        row, col = (range(self.shape[2])[axis] for axis in (rows, cols))
         shape = self.shape[0], len(range(self.heads)[heads])
         if not row or not col:
             return self.zeros((*shape, len(row), len(col)))
@@ -126,9 +128,9 @@ class DiagonalDecay(Continued):
         if not self._is_per_head(None, taps):
             yield from super().weighted_blocks(rows, left, taps)
             return
-        for part in parts(self.shape[2], rows):
-            near, read = self._squares(part, left, taps)
-            yield part, partial(self._near_and_far, part, near, read, taps)
+        for tokens in parts(self.shape[2], rows):
+            near, read = self._squares(tokens, left, taps)
+            yield tokens, partial(self._near_and_far, tokens, near, read, taps)
 
     def _squares(
         self, tokens: slice, left: Tensor | None, taps: Taps
@@ -137,7 +139,7 @@ class DiagonalDecay(Continued):
         batch, count = self.shape[0], tokens.stop - tokens.start
         near = self.zeros((batch, self.heads, count, count + max(taps)))
         read = self.zeros((batch, self.heads, count, self.state_size))
-        places = Places()
+        buffers = Buffers()
         for heads in parts(self.heads, SQUARES):
             query, key, decay = self.factors(tokens, heads)
             shape = decay.shape[:3]
@@ -147,14 +149,14 @@ class DiagonalDecay(Continued):
                 _as_batch(decay),
                 None if left is None else _as_batch(of_tokens(left, tokens)[..., heads].expand(shape)),
                 {lag: _as_batch(of_tokens(tap, tokens)[..., heads].expand(shape)) for lag, tap in taps.items()},
-                places=places,
+                buffers=buffers,
             )
             near[:, heads], read[:, heads] = (t.unflatten(0, (batch, -1)) for t in squares)
         return near, read
 
     def _near_and_far(
         self,
-        part: slice,
+        tokens: slice,
         near: Float[Tensor, "batch head row landed"],
         read: Float[Tensor, "batch head row state"],
         taps: Taps,
@@ -163,16 +165,16 @@ class DiagonalDecay(Continued):
         """Return columns of a block of rows: one product for taps that land before its rows, squares for the rest."""
         reach, width = max(taps), cols.stop - cols.start
         total: Tensor | None = None
-        if cols.start < part.start:
-            keys = self._decayed_keys(slice(cols.start, min(cols.stop + reach, part.start)), part.start)
+        if cols.start < tokens.start:
+            keys = self._decayed_keys(slice(cols.start, min(cols.stop + reach, tokens.start)), tokens.start)
             write = keys.new_zeros(keys.shape[0], width, *keys.shape[2:])
             for lag, tap in taps.items():
-                landed = of_tokens(tap, slice(cols.start + lag, min(cols.stop + lag, part.start))).unsqueeze(-1)
+                landed = of_tokens(tap, slice(cols.start + lag, min(cols.stop + lag, tokens.start))).unsqueeze(-1)
                 landed_keys = keys[:, lag : lag + width]
                 write[:, : landed_keys.shape[1]].addcmul_(landed_keys, landed)
             total = read @ flushed_(write).permute(0, 2, 3, 1)
         # The square's columns begin `reach` tokens before its rows; columns after its last row are zero.
-        origin, stop = part.start - reach, min(cols.stop, part.stop)
+        origin, stop = tokens.start - reach, min(cols.stop, tokens.stop)
         first = max(cols.start, origin)
         if total is None:
             total = near.new_zeros(*near.shape[:3], width)

@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.kernels.scan.chunks import Chunk
 from unilinattn.kernels.scan.pairs import before_token, exclusive_pairs, from_token, to_token
 from unilinattn.kernels.subnormal import decays
-from unilinattn.mixers.base import ALL, check_factors
+from unilinattn.mixers.base import ALL, checked_factors
 from unilinattn.mixers.chunked import Chunked
 
 
@@ -37,7 +37,7 @@ class ExclusiveBonus(Chunked):
         bonus: Float[Tensor, "head state"],
     ) -> None:
         """Raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(query=query, key=key, log_decay=log_decay, bonus=bonus)
+        query, key, log_decay, bonus = checked_factors(query=query, key=key, log_decay=log_decay, bonus=bonus)
         self.query, self.key, self.log_decay, self.bonus = query, key, log_decay, bonus
 
     @property

@@ -10,7 +10,7 @@ from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.scan.chunks import Chunk, with_diagonal
 from unilinattn.kernels.scan.pairs import before_token, from_token, next_token, pairs_of, read_before, to_token
 from unilinattn.kernels.subnormal import decays, flushed_
-from unilinattn.mixers.base import ALL, check_factors
+from unilinattn.mixers.base import ALL, checked_factors
 from unilinattn.mixers.chunked import Chunked
 
 
@@ -45,7 +45,9 @@ class LowRankUpdate(Chunked):
         bonus: Float[Tensor, "head state"] | None = None,
     ) -> None:
         """Raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(query=query, key=key, log_decay=log_decay, a=a, b=b, bonus=bonus)
+        query, key, log_decay, a, b, bonus = checked_factors(
+            query=query, key=key, log_decay=log_decay, a=a, b=b, bonus=bonus
+        )
         self.query, self.key, self.a, self.b, self.bonus = query, key, a, b, bonus
         self.log_decay = log_decay.unsqueeze(-1) if log_decay.ndim == 3 else log_decay
 

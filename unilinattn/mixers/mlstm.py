@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.kernels.scan.chunks import Chunk
 from unilinattn.kernels.scan.pairs import between, from_token, to_token
 from unilinattn.kernels.scan.tiled import cut
-from unilinattn.mixers.base import ALL, check_factors
+from unilinattn.mixers.base import ALL, checked_factors
 from unilinattn.mixers.chunked import Chunked
 
 
@@ -41,7 +41,9 @@ class MLSTM(Chunked):
         eps: float,
     ) -> None:
         """Compute the normaliser of each row; raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(query=query, key=key, log_forget=log_forget, log_input=log_input)
+        query, key, log_forget, log_input = checked_factors(
+            query=query, key=key, log_forget=log_forget, log_input=log_input
+        )
         self.query, self.key = query, key
         # Differences of large gates are exponentiated, for which float32 has too few digits.
         self.log_forget, self.log_input = log_forget.double(), log_input.double()

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.kernels.scan.chunks import Chunk
-from unilinattn.mixers.base import ALL, check_factors
+from unilinattn.mixers.base import ALL, checked_factors
 from unilinattn.mixers.chunked import Chunked
 
 
@@ -37,16 +37,16 @@ class NormalizedExponential(Chunked):
         bonus: Float[Tensor, " head"],
     ) -> None:
         """Compute the sum of each row; raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(key=key, log_decay=log_decay, bonus=bonus)
+        key, log_decay, bonus = checked_factors(key=key, log_decay=log_decay, bonus=bonus)
         self._dtype = key.dtype
         # Differences of large logarithms are exponentiated, for which float32 has too few digits.
         self.key, self.log_decay, self.bonus = key.double(), log_decay.double(), bonus.double()
         mass = torch.full_like(self.key[:, 0], -torch.inf)
         self.boundaries, totals = [mass.unsqueeze(1)], []
-        for part in self.key.split(self.tokens, dim=1):
-            scores = self._scores(part, ALL)
+        for chunk_keys in self.key.split(self.tokens, dim=1):
+            scores = self._scores(chunk_keys, ALL)
             totals.append(torch.logaddexp(scores.logsumexp(-1), self._arriving(mass, scores.shape[-1], ALL)))
-            ending = self._leaving(part, ALL).logsumexp(-1)
+            ending = self._leaving(chunk_keys, ALL).logsumexp(-1)
             mass = torch.logaddexp(mass + scores.shape[-1] * self.log_decay, ending)
             self.boundaries.append(mass.unsqueeze(1))
         self._total = torch.cat(totals, dim=-1).transpose(1, 2)

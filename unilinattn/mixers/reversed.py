@@ -69,10 +69,10 @@ class Reversed(CoreMixer):
         reading = None if left is None else left.flip(1)
         # A tap that lands later lands earlier in the reversed sequence, so each lag is a map without lag, shifted.
         by_lag = {0: None} if taps is None else {lag: {0: tap.flip(1)} for lag, tap in taps.items()}
-        for part in parts(queries, rows):
+        for tokens in parts(queries, rows):
             total: Tensor | None = None
             for lag, landing in by_lag.items():
-                (block,) = self.mixer.reduced_parts([_mirrored(part, queries)], reading, landing)
+                (block,) = self.mixer.reduced_parts([_mirrored(tokens, queries)], reading, landing)
                 landed = functional.pad(block.flip(1, 2)[..., lag:], (0, min(lag, keys)))
                 total = landed if total is None else total.add_(landed)
             assert total is not None
@@ -87,7 +87,7 @@ class Reversed(CoreMixer):
         return self.mixer.zeros(shape)
 
 
-def _mirrored(part: slice, length: int) -> slice:
+def _mirrored(tokens: slice, length: int) -> slice:
     """Return a slice, in ascending order, of the mirror images of a slice's positions."""
-    positions = range(length)[part]
+    positions = range(length)[tokens]
     return slice(length - 1 - positions[-1], length - positions[0], positions.step) if positions else slice(0, 0)

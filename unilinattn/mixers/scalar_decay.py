@@ -15,7 +15,7 @@ from unilinattn.kernels.scalar_map.tiled import scalar_map
 from unilinattn.kernels.scan.tiled import diagonal_factors
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import parts
-from unilinattn.mixers.base import ALL, check_factors
+from unilinattn.mixers.base import ALL, checked_factors
 from unilinattn.mixers.continued import Continued, extended
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 
@@ -47,7 +47,9 @@ class ScalarDecay(Continued):
         key_scale: Float[Tensor, "batch length head"] | None = None,
     ) -> None:
         """Raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(query=query, key=key, log_decay=log_decay, key_scale=key_scale)
+        query, key, log_decay, key_scale = checked_factors(
+            query=query, key=key, log_decay=log_decay, key_scale=key_scale
+        )
         self.query, self.key, self.log_decay = query, key, log_decay
         self.key_scale = torch.ones_like(log_decay) if key_scale is None else key_scale
 
@@ -101,7 +103,7 @@ class ScalarDecay(Continued):
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Float[Tensor, "batch head row col"]:
         """Return a block: one product of queries and keys per group, times the decays of each head."""
-        row, col = (range(self.shape[2])[part] for part in (rows, cols))
+        row, col = (range(self.shape[2])[axis] for axis in (rows, cols))
         if not row or not col:
             return self.zeros((self.shape[0], len(range(self.heads)[heads]), len(row), len(col)))
         hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
@@ -137,8 +139,8 @@ class ScalarDecay(Continued):
     @cached_property
     def decay_mixer(self) -> DiagonalDecay:
         """The mixer of the decays only: exp(G_i - G_j) times the key's scale."""
-        one = self.log_decay.new_ones(1, 1, 1, 1).expand(*self.log_decay.shape[:2], 1, 1)
-        return DiagonalDecay(one, one, self.log_decay.unsqueeze(-1), key_scale=self.key_scale)
+        unit = self.log_decay.new_ones(1, 1, 1, 1).expand(*self.log_decay.shape[:2], 1, 1)
+        return DiagonalDecay(unit, unit, self.log_decay.unsqueeze(-1), key_scale=self.key_scale)
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return (q_i . k_i) times the key's scale."""

@@ -81,6 +81,7 @@ class Substep(Chunked):
         width = len(self.chunk_factors) + 2 * bool(self.mixer.boundaries)
         expanded = [factors[start : start + width] for start in range(0, len(factors), width)]
         chunk = joined([self.mixer.chunk(each, heads) for each in expanded])
+        # With 3 sub-steps, token 1 is the sub-steps 3, 4 and 5: it reads after sub-step 5, and `index` 0 writes at 3.
         last, written = slice(self.count - 1, None, self.count), slice(self.index, None, self.count)
         return Chunk(
             within=chunk.within[:, :, last, written],
@@ -92,5 +93,5 @@ class Substep(Chunked):
 
     def diagonal(self) -> Float[Tensor, "batch head length"]:
         """Return the weight of each token on itself, from square blocks, because it lies off the expanded diagonal."""
-        squares = [self.tile(part, part) for part in parts(self.shape[2], self.tokens)]
+        squares = [self.tile(tokens, tokens) for tokens in parts(self.shape[2], self.tokens)]
         return torch.cat([square.diagonal(dim1=-2, dim2=-1) for square in squares], dim=-1)

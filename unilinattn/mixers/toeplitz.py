@@ -11,7 +11,7 @@ from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.subnormal import flushed
 from unilinattn.kernels.toeplitz_map.tiled import windows
-from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, CoreMixer, checked_factors
 
 DIRECT_TAPS = 32
 """Most taps of a convolution that is summed tap by tap, which is causal bit for bit; longer ones use the FFT."""
@@ -40,7 +40,7 @@ class Toeplitz(CoreMixer):
 
     def __init__(self, kernel: Inexact[Tensor, "head tap"], *, batch: int, length: int) -> None:
         """Raise `FactorError` if `kernel` has NaN or infinite entries."""
-        check_factors(kernel=kernel)
+        (kernel,) = checked_factors(kernel=kernel)
         self.taps = flushed(kernel[:, :length])
         self._kernel = kernel
         self._batch, self._length = batch, length
@@ -115,7 +115,7 @@ class Toeplitz(CoreMixer):
 
     def tile(self, rows: slice = ALL, cols: slice = ALL, heads: slice = ALL) -> Inexact[Tensor, "batch head row col"]:
         """Write K[i - j] for a block, from windows of the kernel."""
-        row, col = (range(self._length)[part] for part in (rows, cols))
+        row, col = (range(self._length)[axis] for axis in (rows, cols))
         if not row or not col:
             return self.zeros((self._batch, len(range(self.heads)[heads]), len(row), len(col)))
         hull = slice(row[0], row[-1] + 1), slice(col[0], col[-1] + 1)
@@ -134,7 +134,7 @@ class Toeplitz(CoreMixer):
         """Yield `CoreMixer.reduced_parts`; without weights it is the matrix of the sum of the kernels."""
         if left is None and taps is None:
             total = Toeplitz(self.taps.sum(0, keepdim=True), batch=self._batch, length=self._length)
-            yield from (total.tile(part).squeeze(1) for part in blocks)
+            yield from (total.tile(tokens).squeeze(1) for tokens in blocks)
             return
         kernel = implementation("toeplitz_map", self.taps).toeplitz_rows
         yield from kernel(self.taps, left, taps, batch=self._batch, length=self._length, blocks=blocks)
@@ -144,6 +144,7 @@ class Toeplitz(CoreMixer):
         return self.taps[None, :, :1].expand(self._batch, -1, self._length)
 
     def _by_fft(self, value: Tensor, *, conjugate: bool) -> Tensor:
+        # The product of spectra is a circular convolution: padded to this size, no output wraps around to the start.
         size = self._length + self.taps.shape[1]
         fft, inverse = (torch.fft.fft, torch.fft.ifft) if self.is_complex else (torch.fft.rfft, torch.fft.irfft)
         spectrum = fft(self.taps, n=size).T

@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.kernels.backend import implementation
 from unilinattn.kernels.groups import of_heads, repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps
-from unilinattn.mixers.base import ALL, CoreMixer, check_factors
+from unilinattn.mixers.base import ALL, CoreMixer, checked_factors
 from unilinattn.mixers.toeplitz import Toeplitz
 
 
@@ -41,7 +41,7 @@ class ToeplitzLowRank(CoreMixer):
         key: Float[Tensor, "batch length group rank"],
     ) -> None:
         """Raise `FactorError` if a factor has NaN or infinite entries."""
-        check_factors(kernel=kernel, query=query, key=key)
+        kernel, query, key = checked_factors(kernel=kernel, query=query, key=key)
         batch, length = query.shape[:2]
         self.convolution = Toeplitz(kernel, batch=batch, length=length)
         self.query, self.key = query, key

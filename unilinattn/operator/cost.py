@@ -1,6 +1,6 @@
-"""Memory and multiply-adds of chains, of scopes' maps and of pairwise contributions, from the costs of their mixers.
+"""Memory of chains, of scopes' maps and of pairwise contributions, from the costs of their mixers.
 
-The memory sets the sizes of blocks and tiles; `estimate` reports both.
+It sets the sizes of blocks and tiles, and `estimate` reports it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from unilinattn.kernels.exponents import PRODUCT_ELEMENTS
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.memory import allowed, rows_within
 from unilinattn.mixers.chunked import Chunked
-from unilinattn.mixers.cost import Cost, cost_of
+from unilinattn.mixers.cost import cost_of
 from unilinattn.operator.factored import FactoredTerm, PairwiseForm, factored
 from unilinattn.operator.rows import channel_unit
 from unilinattn.operator.scopes import ScopedMap
 from unilinattn.operator.selection import PRODUCTS, CheckedHeads, checked_heads, head_axis
-from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage, Unmapped, walk
+from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Stage, Unmapped, walk
 
 TILE = 64
 """Rows of a tile of pairwise contributions."""
@@ -36,50 +36,36 @@ BLOCK_ROWS = 64
 """Rows of a block below which channels are split before rows, because each block computes the keys' factors again."""
 
 
-def pass_cost(chain: Sequence[Stage], tokens: int, channels: int, columns: int = 1) -> Cost:
-    """Cost of `run` or `run_adjoint` on `tokens` tokens of all sequences with `channels` channels.
+def pass_elements(chain: Sequence[Stage], tokens: int, channels: int, columns: int = 1) -> int:
+    """Elements of `run` or `run_adjoint` on `tokens` tokens of all sequences with `channels` channels.
 
-    Elements: the mixer's, or a stage's input and output and one product, whichever stage takes most.
+    They are the mixer's, or a stage's input and output and one product, whichever stage takes most.
     """
-    elements, operations, _ = _pass_cost(chain, tokens, channels, columns)
-    return Cost(elements, operations)
+    return _pass(chain, tokens, channels, columns)[0]
 
 
-def apply_cost(chains: Mapping[str, Chain], inputs: Mapping[str, Tensor]) -> Cost:
-    """Cost of `MixerOperator.apply`, which runs one port after the other."""
-    costs = [pass_cost(chain, prod(inputs[port].shape[:2]), inputs[port].shape[2]) for port, chain in chains.items()]
-    return Cost(max(cost.elements for cost in costs), sum(cost.operations for cost in costs))
+def apply_elements(chains: Mapping[str, Chain], inputs: Mapping[str, Tensor]) -> int:
+    """Elements of `MixerOperator.apply`, which runs one port after the other."""
+    return max(
+        pass_elements(chain, prod(inputs[port].shape[:2]), inputs[port].shape[2]) for port, chain in chains.items()
+    )
 
 
-def rows_cost(chain: Sequence[Stage], tokens: int, channels: int, rows: int) -> Cost:
-    """Cost of `rows` rows of a per-channel chain's matrix: rows of its last mixer, passed back through the others.
+def rows_elements(chain: Sequence[Stage], tokens: int, channels: int, rows: int) -> int:
+    """Elements of `rows` rows of a per-channel chain's matrix: rows of its last mixer, passed back through the others.
 
-    Elements: the largest mixer's, and the rows, their weights and a product.
+    They are the largest mixer's, and the rows, their weights and a product.
     """
     mixers = [cost_of(stage.mixer) for stage in walk(chain) if isinstance(stage, Mix)]
-    costs = [mixer.rows_cost(rows) for mixer in mixers[-1:]] + [mixer.pass_cost(rows) for mixer in mixers[:-1]]
-    entries = tokens * channels * rows
-    largest = max((cost.elements for cost in costs), default=0)
-    return Cost(largest + 3 * entries, sum(cost.operations for cost in costs) + entries * len(chain))
+    elements = [mixer.rows_elements(rows) for mixer in mixers[-1:]] + [
+        mixer.pass_elements(rows) for mixer in mixers[:-1]
+    ]
+    return max(elements, default=0) + 3 * tokens * channels * rows
 
 
-def left_multiply_cost(scope: ScopedMap, rows: int) -> Cost:
-    """Cost of `MixerOperator.left_multiply` for `rows` rows."""
-    return pass_cost(scope.chain, prod(scope.shape[:2]), scope.groups, rows)
-
-
-def map_operations(scope: ScopedMap, heads: CheckedHeads = "mean") -> int:
-    """Multiply-adds of `MixerOperator.row_blocks` for all rows."""
-    terms = factored(scope.chain) if checked_heads(heads, scope.heads) == "mean" else None
-    if terms is None:
-        return sum(cost_of(stage.mixer).map_operations(1) for stage in walk(scope.chain) if isinstance(stage, Mix))
-    total = 0
-    for term in terms:
-        if term.mixer is not None:
-            mixer = cost_of(term.mixer)
-            lags = len(term.taps or (0,)) if mixer.products_by_lag else 1
-            total += lags * mixer.map_operations(term.channels if term.is_weighted else 1)
-    return total
+def left_multiply_elements(scope: ScopedMap, rows: int) -> int:
+    """Elements of `MixerOperator.left_multiply` for `rows` rows."""
+    return pass_elements(scope.chain, prod(scope.shape[:2]), scope.groups, rows)
 
 
 def gradient_elements(chain: Sequence[Stage], tokens: int, channels: int) -> int:
@@ -188,17 +174,17 @@ def tile_rows(
     form: PairwiseForm,
     *,
     extra_tiles: int = 0,
-    parts: int = 1,
+    portions: int = 1,
     columns: int | None = None,
     split: tuple[int, int] | None = None,
     subject: str | None = "vectors T_i(x_j)",
 ) -> int:
-    """Return the rows of a tile that fits in one of `parts` equal parts of `max_memory`.
+    """Return the rows of a tile that fits in one of `portions` equal portions of `max_memory`.
 
     `extra_tiles`: tiles of vectors that the caller holds. `split`: that of `tile_elements`. Raises `MemoryLimitError`,
     which names `subject`, if one row does not fit; returns 1 if `subject` is None, for an estimate.
     """
-    width = parts * form.values.element_size()
+    width = portions * form.values.element_size()
 
     def size(rows: int) -> int:
         return width * tile_elements(form, rows, columns, extra_tiles=extra_tiles, split=split)
@@ -289,50 +275,27 @@ def _split_elements(
     return elements + shape[0] * shape[1] * shape[2] * 3 * widest
 
 
-def tile_operations(form: PairwiseForm, *, products: bool = False, split: tuple[int, int] | None = None) -> int:
-    """Multiply-adds of the tiles of all pairs; with `products` of their products with one vector of each row.
-
-    `split` is that of `tile_elements`.
-    """
-    batch, queries, keys, out = form.shape
-    # A product needs no projection: the vector of the row is pulled back through W first.
-    out = 1 if products else out
-    pairs = batch * queries * min(keys, (keys + TILE) // 2 if form.causal else keys)
-    if form.folded is not None:
-        heads = form.folded.shape[2]
-        return pairs * out * (heads if split is None else max(1, split[0] * split[1] * heads // form.channels))
-    mixers = [(cost_of(term.mixer), len(term.taps or ())) for term in form.terms if term.mixer is not None]
-    inner = sum(mixer.state + lags for mixer, lags in mixers)
-    projected = form.channels if split is None else split[0] * split[1]
-    return pairs * (form.channels * inner + (0 if form.weight is None else projected * out))
-
-
 def _repeated_elements(term: FactoredTerm) -> int:
     """Elements of a term's factors, repeated for each channel."""
     return sum(factor.shape[0] * factor.shape[1] * term.channels for factor in term.factors)
 
 
-def _pass_cost(chain: Sequence[Stage], tokens: int, channels: int, columns: int) -> tuple[int, int, int]:
-    """Return the elements, the multiply-adds, and the number of output channels."""
-    elements, operations = tokens * channels * columns, 0
+def _pass(chain: Sequence[Stage], tokens: int, channels: int, columns: int) -> tuple[int, int]:
+    """Return the elements of a pass and the number of output channels."""
+    elements = tokens * channels * columns
     for stage in chain:
         before = tokens * channels * columns
         inside = 0
         if isinstance(stage, Matrix):
-            operations += before * stage.weight.shape[0]
             channels = stage.weight.shape[0]
         elif isinstance(stage, Unmapped):
             channels = stage.width
-        elif isinstance(stage, Scale):
-            operations += before
         elif isinstance(stage, Mix):
-            inside, mixing = cost_of(stage.mixer).pass_cost(channels * columns // stage.mixer.heads)
-            operations += mixing
+            inside = cost_of(stage.mixer).pass_elements(channels * columns // stage.mixer.heads)
         elif isinstance(stage, Branch):
-            branches = [_pass_cost(inner, tokens, channels, columns) for inner in stage.chains]
+            branches = [_pass(inner, tokens, channels, columns) for inner in stage.chains]
             inside = max(branch[0] for branch in branches) + before
-            operations += sum(branch[1] for branch in branches)
-            channels = branches[0][2]
+            channels = branches[0][1]
         after = tokens * channels * columns
         elements = max(elements, before + inside if inside else before + 2 * after)
-    return elements, operations, channels
+    return elements, channels

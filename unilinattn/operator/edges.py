@@ -14,7 +14,7 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError
 from unilinattn.kernels.precision import full_precision
 from unilinattn.memory import rows_within
-from unilinattn.operator.cost import pass_cost
+from unilinattn.operator.cost import pass_elements
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import restricted, scoped
 from unilinattn.operator.selection import checked_heads, chosen_heads
@@ -57,8 +57,9 @@ class Outgoing(Edges):
     def groups(self, operator: MixerOperator) -> Groups:
         """Return one group, of all queries but the token itself."""
         shape = _shape(operator)
-        own = torch.arange(shape[2], device=operator.output.device) == self.tokens.to(operator.output.device)[:, None]
-        return Groups(~own[:, None], own[:, None])
+        device = operator.output.device
+        diagonal = torch.arange(shape[2], device=device) == self.tokens.to(device)[:, None]
+        return Groups(~diagonal[:, None], diagonal[:, None])
 
 
 class Listed(Edges):
@@ -90,7 +91,7 @@ class Listed(Edges):
             # The layers of a model have one shape, or a few.
             self._groups[shape] = _grouped(pairs, shape)
         groups = self._groups[shape]
-        return Groups(*(part.to(operator.output.device).expand(shape[0], -1, -1) for part in groups))
+        return Groups(*(mask.to(operator.output.device).expand(shape[0], -1, -1) for mask in groups))
 
     def _positions(self, shape: tuple[int, int, int], name: str) -> Int[Tensor, "some edge 2"]:
         """Return the pairs counted from the first token, with an axis of sequences."""
@@ -146,8 +147,8 @@ def along(
         stages = chain if channels is None else restricted(chain, channels.to(total))
         if stages is None:
             continue
-        for part in _parts(operator, chain, x, groups.keys.shape[1]):
-            keys, queries = (side[:, part].transpose(1, 2).unsqueeze(2) for side in (groups.keys, groups.queries))
+        for span in _parts(operator, chain, x, groups.keys.shape[1]):
+            keys, queries = (side[:, span].transpose(1, 2).unsqueeze(2) for side in (groups.keys, groups.queries))
             total += (run(stages, x.unsqueeze(3) * keys, bias=False) * queries).sum(3)
     return total
 
@@ -164,14 +165,14 @@ def core_channels(operator: MixerOperator, heads: Any, channels: Any) -> Bool[Te
         return None
     if heads is not None and channels is not None:
         raise OptionError("heads and channels both restrict the cut; give one of them.")
-    found = operator.scoped_map("core")
+    core = operator.scoped_map("core")
     total = scoped(operator.chains[operator.ports[0]], "core", operator.inputs[operator.ports[0]].shape[2])[1]
-    what, wanted, count = ("heads", heads, found.heads) if channels is None else ("channels", channels, total)
+    what, wanted, count = ("heads", heads, core.heads) if channels is None else ("channels", channels, total)
     if callable(wanted):
         wanted = wanted(operator)
-    kept = torch.zeros(count, total // count, dtype=torch.bool, device=operator.output.device)
-    kept[_indices(what, wanted, count, operator.name)] = True
-    return kept.flatten()
+    selected = torch.zeros(count, total // count, dtype=torch.bool, device=operator.output.device)
+    selected[_indices(what, wanted, count, operator.name)] = True
+    return selected.flatten()
 
 
 def _indices(what: str, wanted: Any, count: int, name: str) -> list[int]:
@@ -193,7 +194,7 @@ def _parts(operator: MixerOperator, chain: Any, x: Tensor, count: int) -> Iterat
     """Yield slices of the groups, each as large as `max_memory` allows."""
 
     def size(columns: int) -> int:
-        return pass_cost(chain, x.shape[0] * x.shape[1], x.shape[2], columns).elements * x.element_size()
+        return pass_elements(chain, x.shape[0] * x.shape[1], x.shape[2], columns) * x.element_size()
 
     step = rows_within(size, COLUMNS, f"a pass of {operator.name} for cut edges") if count else 1
     return (slice(start, start + step) for start in range(0, count, step))
@@ -213,7 +214,7 @@ def _integers(pairs: Any) -> Int[Tensor, "*batch edge 2"]:
         integer = not (table.is_floating_point() or table.is_complex() or table.dtype == torch.bool)
         if integer and table.ndim in (2, 3) and table.shape[-1] == 2:
             return table.long()
-        given = f"{pairs.dtype} of shape {tuple(pairs.shape)}"
+        description = f"{pairs.dtype} of shape {tuple(pairs.shape)}"
     else:
         try:
             rows = [tuple(pair) for pair in pairs]
@@ -221,21 +222,21 @@ def _integers(pairs: Any) -> Int[Tensor, "*batch edge 2"]:
                 raise TypeError
             return torch.tensor([as_int(position) for position in chained(*rows)], dtype=torch.long).view(-1, 2)
         except TypeError:
-            given = repr(pairs)[:80]
+            description = repr(pairs)[:80]
     raise InputError(
-        f"edges are {given}; give pairs (query, key) of integers, such as [(9, 4), (-1, 4)], or an integer tensor of "
-        "shape (edge, 2), or (batch, edge, 2) for edges of each sequence."
+        f"edges are {description}; give pairs (query, key) of integers, such as [(9, 4), (-1, 4)], or an integer "
+        "tensor of shape (edge, 2), or (batch, edge, 2) for edges of each sequence."
     )
 
 
 def _grouped(pairs: Int[Tensor, "some edge 2"], shape: tuple[int, int, int]) -> Groups:
     """Return all sequences' edges in groups, some of them empty where sequences have fewer."""
-    rectangles = [_rectangles(part) for part in pairs]
+    rectangles = [_rectangles(edges) for edges in pairs]
     count = max(map(len, rectangles), default=0)
     queries, keys = (torch.zeros(len(pairs), count, length, dtype=torch.bool) for length in shape[1:])
-    for b, own in enumerate(rectangles):
-        for at, (rows, columns) in enumerate(own):
-            queries[b, at, rows], keys[b, at, columns] = True, True
+    for b, sets in enumerate(rectangles):
+        for group, (rows, columns) in enumerate(sets):
+            queries[b, group, rows], keys[b, group, columns] = True, True
     return Groups(queries, keys)
 
 
@@ -251,6 +252,6 @@ def _alike(pairs: Int[Tensor, "edge 2"]) -> list[tuple[Tensor, Tensor]]:
     pairs = torch.unique(pairs, dim=0)
     first, counts = torch.unique_consecutive(pairs[:, 0], return_counts=True)
     sets: dict[bytes, tuple[list[int], Tensor]] = {}
-    for one, others in zip(first.tolist(), pairs[:, 1].split(counts.tolist()), strict=True):
-        sets.setdefault(others.numpy().tobytes(), ([], others))[0].append(one)
+    for position, others in zip(first.tolist(), pairs[:, 1].split(counts.tolist()), strict=True):
+        sets.setdefault(others.numpy().tobytes(), ([], others))[0].append(position)
     return [(torch.tensor(ones), others) for ones, others in sets.values()]

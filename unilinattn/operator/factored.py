@@ -114,17 +114,17 @@ def reduced_blocks(
             wide = term.at_width(channels)
             streams.append((term.mixer.reduced_rows(rows, wide.left, wide.taps), channels))
     bands = [{lag: tap.mean(-1) for lag, tap in (term.taps or {}).items()} for term in terms if term.mixer is None]
-    for part in parts(queries, rows):
+    for tokens in parts(queries, rows):
         block: Tensor | None = None
         for stream, channels in streams:
             term_rows = next(stream)
             block = term_rows / channels if block is None else block.add_(term_rows, alpha=1 / channels)
         if block is None:
-            block = like.new_zeros(batch, part.stop - part.start, keys)
+            block = like.new_zeros(batch, tokens.stop - tokens.start, keys)
         for by_lag in bands:
             for lag, factor in by_lag.items():
-                add_band(block, part, 0, lag, factor)
-        yield part, flushed_(block)
+                add_band(block, tokens, 0, lag, factor)
+        yield tokens, flushed_(block)
 
 
 def row_product(

@@ -112,11 +112,11 @@ class Flow:
 
     def merge(self, other: "Flow") -> "Flow":
         """Add the value of another port's flow; both ports share all later stages."""
-        one, two = self.deferred(), other.deferred()
+        first, second = self.deferred(), other.deferred()
         self.inputs |= other.inputs
         self._stages |= {port: list(chain) for port, chain in other.chains.items()}
         self.mixed += other.mixed
-        return self._continue(lambda: one() + two())
+        return self._continue(lambda: first() + second())
 
     def shift(self, mix: Tensor) -> "Flow":
         """Add `mix` (batch or 1, length or 1, channel) times the previous token minus the current one (RWKV)."""

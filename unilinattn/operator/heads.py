@@ -33,18 +33,18 @@ class HeadContributions:
     Attributes:
         operator: the layer.
         chain: its stages without the paths around the core.
-        parts: the channels of the core in each part, which is a head or several heads together.
+        channel_sets: the channels of the core in each part, which is a head or several heads together.
         channels: number of channels of the core.
     """
 
     operator: "MixerOperator"
     chain: Chain
-    parts: Int[Tensor, "part width"]
+    channel_sets: Int[Tensor, "part width"]
     channels: int
 
     @classmethod
-    def of(cls, operator: "MixerOperator", heads: Sequence[int], *, together: bool) -> "HeadContributions":
-        """Return the contributions through each of `heads`, or through all of them `together`.
+    def of(cls, operator: "MixerOperator", heads: Sequence[int], *, joint: bool) -> "HeadContributions":
+        """Return the contributions through each of `heads`, or the `joint` contributions through all of them.
 
         Heads are those of the scope `core`, each a block of consecutive channels, counted from 0. Raises
         `UncoveredError` for a core that mixes channels and for a sum of cores with projections of their own.
@@ -60,17 +60,17 @@ class HeadContributions:
             )
         channels = scoped(whole, "core", x.shape[2])[1]
         blocks = torch.arange(channels, device=operator.output.device).view(total, -1)[list(heads)]
-        return cls(operator, chain, blocks.view(1, -1) if together else blocks, channels)
+        return cls(operator, chain, blocks.view(1, -1) if joint else blocks, channels)
 
     @property
     def count(self) -> int:
         """Number of parts."""
-        return len(self.parts)
+        return len(self.channel_sets)
 
     def output(self, activation: str) -> Float[Tensor, "batch query out"]:
         """Return sum_j T^h_ij x_j summed over the parts, in linear time."""
         factors = self.operator.output.new_zeros(self.channels)
-        factors[self.parts.flatten()] = 1
+        factors[self.channel_sets.flatten()] = 1
         chain, x = restricted(self.chain, factors), self._input
         assert chain is not None
         if activation == "exact":
@@ -92,7 +92,7 @@ class HeadContributions:
         """Yield `factor` times the vectors of all pairs: slices of the parts with tiles of at most `rows` rows."""
         form = form.times(factor)
         after = form.tail if form.weight is None else (Matrix("output", form.weight), *form.tail)
-        split = _Split.of(after, self.parts, self.channels, form.values.dtype)
+        split = _Split.of(after, self.channel_sets, self.channels, form.values.dtype)
         for tile in form.tiles_before_tail(form.causal, rows=rows):
             yield from split.tiles(tile, tile.diagonal + tile.cols.start, folded=form.folded is not None)
 
@@ -109,7 +109,7 @@ class HeadContributions:
         for stage in after[:first]:
             values = stage.at(index).apply(values, bias=False)
         values = (values if factor == 1 else factor * values).transpose(1, 2)
-        split = _Split.of(after[first:], self.parts, self.channels, values.dtype)
+        split = _Split.of(after[first:], self.channel_sets, self.channels, values.dtype)
         yield from split.tiles(Tile(rows, slice(0, x.shape[1]), values, None, index), index, folded=False)
 
     @property
@@ -122,95 +122,95 @@ class _Split:
     """The stages after the values of the core's channels, by part.
 
     Attributes:
-        parts: the channels of each part.
+        channel_sets: the channels of each part.
         channels: number of channels.
         weight: the matrix that reads the channels, None if other stages come first.
         tail: the stages after the matrix, or all stages.
         dtype: dtype of the values.
     """
 
-    parts: Int[Tensor, "part width"]
+    channel_sets: Int[Tensor, "part width"]
     channels: int
     weight: Float[Tensor, "out channel"] | None
     tail: Chain
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, after: Chain, parts: Int[Tensor, "part width"], channels: int, dtype: torch.dtype) -> "_Split":
+    def of(cls, after: Chain, channel_sets: Int[Tensor, "part width"], channels: int, dtype: torch.dtype) -> "_Split":
         """Split stages at a real matrix that is the first of them."""
         if after and isinstance(after[0], Matrix) and not after[0].weight.is_complex():
-            return cls(parts, channels, after[0].weight, after[1:], dtype)
-        return cls(parts, channels, None, after, dtype)
+            return cls(channel_sets, channels, after[0].weight, after[1:], dtype)
+        return cls(channel_sets, channels, None, after, dtype)
 
     def tiles(self, tile: Tile, index: Int[Tensor, "batch row"], *, folded: bool) -> Iterator[tuple[slice, Tile]]:
         """Yield the parts of a tile of all channels, of the queries `index`, several at a time if no stage follows.
 
         A `folded` tile has one channel for each head, and its values in the weights.
         """
-        batch, count = index.shape[0], len(self.parts)
+        batch, count = index.shape[0], len(self.channel_sets)
         by_part = self._folded if folded else self._channels
         if self.weight is not None and not self.tail:
             step = max(1, MOST_GROUPS // (len(tile.inner) if folded else batch))
-            for part in slices(count, step):
-                yield part, by_part(tile, part)
+            for span in slices(count, step):
+                yield span, by_part(tile, span)
             return
         for number in range(count):
-            part = slice(number, number + 1)
-            vectors = by_part(tile, part).vectors()
+            span = slice(number, number + 1)
+            vectors = by_part(tile, span).vectors()
             for stage in self.tail if self.weight is not None else self._tails[number]:
                 vectors = stage.at(index).apply(vectors.transpose(1, 2), bias=False).transpose(1, 2)
-            yield part, replace(tile, inner=vectors, weight=None, parts=1)
+            yield span, replace(tile, inner=vectors, weight=None, portions=1)
 
-    def _channels(self, tile: Tile, part: slice) -> Tile:
+    def _channels(self, tile: Tile, span: slice) -> Tile:
         """Return the tile of some parts, whose channels are those of the values."""
-        chosen = self.parts[part]
-        count, width = chosen.shape
-        inner = tile.inner if self._is_whole(chosen) else tile.inner[:, chosen.flatten()]
+        channels = self.channel_sets[span]
+        count, width = channels.shape
+        inner = tile.inner if self._is_whole(channels) else tile.inner[:, channels.flatten()]
         inner = inner.unflatten(1, (count, width)).flatten(0, 1)
-        weight = None if self._by_part is None else self._by_part[part].expand(len(tile.inner), -1, -1, -1)
+        weight = None if self._by_part is None else self._by_part[span].expand(len(tile.inner), -1, -1, -1)
         weight = None if weight is None else weight.flatten(0, 1)
-        return replace(tile, inner=inner, weight=weight, parts=count)
+        return replace(tile, inner=inner, weight=weight, portions=count)
 
-    def _folded(self, tile: Tile, part: slice) -> Tile:
+    def _folded(self, tile: Tile, span: slice) -> Tile:
         """Return the tile of some parts, whose channels are heads: their values are in the weights of each key."""
         assert tile.weight is not None
-        chosen = self._heads(tile.inner.shape[1])[part]
-        count, width = chosen.shape
+        heads = self._heads(tile.inner.shape[1])[span]
+        count, width = heads.shape
         batch = len(tile.diagonal)
-        inner = tile.inner[:, chosen.flatten()].unflatten(1, (count, width)).unflatten(0, (batch, -1)).transpose(1, 2)
-        weight = tile.weight[..., chosen.flatten()].unflatten(2, (count, width)).unflatten(0, (batch, -1))
+        inner = tile.inner[:, heads.flatten()].unflatten(1, (count, width)).unflatten(0, (batch, -1)).transpose(1, 2)
+        weight = tile.weight[..., heads.flatten()].unflatten(2, (count, width)).unflatten(0, (batch, -1))
         weight = weight.permute(0, 3, 1, 2, 4)
-        return replace(tile, inner=inner.flatten(0, 2), weight=weight.flatten(0, 2), parts=count)
+        return replace(tile, inner=inner.flatten(0, 2), weight=weight.flatten(0, 2), portions=count)
 
     def _heads(self, heads: int) -> Int[Tensor, "part head"]:
         """Return the heads of each part."""
         width = self.channels // heads
-        return self.parts[:, ::width] // width
+        return self.channel_sets[:, ::width] // width
 
-    def _is_whole(self, chosen: Int[Tensor, "part width"]) -> bool:
-        return chosen.numel() == self.channels and bool((chosen.flatten().diff() == 1).all())
+    def _is_whole(self, channels: Int[Tensor, "part width"]) -> bool:
+        return channels.numel() == self.channels and bool((channels.flatten().diff() == 1).all())
 
     @cached_property
     def _by_part(self) -> Float[Tensor, "part out width"] | None:
         """The columns of the weight that read each part."""
-        return None if self.weight is None else self.weight[:, self.parts].transpose(0, 1).contiguous()
+        return None if self.weight is None else self.weight[:, self.channel_sets].transpose(0, 1).contiguous()
 
     @cached_property
     def _tails(self) -> list[Chain]:
         """The stages for values of the channels of one part."""
-        return [_of_channels(self.tail, part, self.channels, self.dtype) for part in self.parts]
+        return [_of_channels(self.tail, channels, self.channels, self.dtype) for channels in self.channel_sets]
 
 
 def _of_channels(stages: Chain, index: Int[Tensor, " channel"], total: int, dtype: torch.dtype) -> Chain:
     """Return stages for some of their `total` input channels, the others being zero."""
-    kept: list[Stage] = []
-    for place, stage in enumerate(stages):
+    passed: list[Stage] = []
+    for k, stage in enumerate(stages):
         if isinstance(stage, Matrix):
-            return (*kept, Matrix(stage.role, stage.weight[:, index]), *stages[place + 1 :])
-        part = _restricted(stage, index, total)
-        if part is None:
+            return (*passed, Matrix(stage.role, stage.weight[:, index]), *stages[k + 1 :])
+        narrowed = _restricted(stage, index, total)
+        if narrowed is None:
             break
-        kept.append(part)
+        passed.append(narrowed)
     # A stage that mixes all channels needs the zeros, and so does the output.
     return (Matrix("core", torch.eye(total, dtype=dtype, device=index.device)[:, index]), *stages)
 

@@ -68,8 +68,8 @@ def map_blocks(
     if terms is not None:
         yield from reduced_blocks(terms, scope.shape, rows, scope.like)
         return
-    for part in parts(queries, rows):
-        yield part, _block(scope, part, selected, channels)
+    for tokens in parts(queries, rows):
+        yield tokens, _block(scope, tokens, selected, channels)
 
 
 def mean_map(scope: ScopedMap) -> Float[Tensor, "batch query key"] | None:
@@ -87,12 +87,12 @@ def fill_heads(
     """Write the maps of some heads into `out`, in blocks of rows and channels that `heads_cut` chooses."""
     rows, channels, _ = heads_cut(scope, subject)
     for row_part in parts(scope.shape[1], rows):
-        for part in parts(scope.groups, channels):
-            places = [k for k, head in enumerate(heads) if part.start <= head // scope.repeat < part.stop]
-            if places:
-                block = _by_head(block_of(scope.chain, scope.groups, row_part, scope.like, part))
-                for place in places:
-                    out[:, place, row_part] = block[:, heads[place] // scope.repeat - part.start]
+        for span in parts(scope.groups, channels):
+            positions = [k for k, head in enumerate(heads) if span.start <= head // scope.repeat < span.stop]
+            if positions:
+                block = _by_head(block_of(scope.chain, scope.groups, row_part, scope.like, span))
+                for position in positions:
+                    out[:, position, row_part] = block[:, heads[position] // scope.repeat - span.start]
 
 
 def map_row_product(
@@ -109,7 +109,7 @@ def map_row_product(
     terms = factored(scope.chain)
     if terms is None:
         blocks = map_blocks(scope, "mean", subject)
-        products = (row[:, None, part] @ apply_sign(sign, block * weight[:, part, None]) for part, block in blocks)
+        products = (row[:, None, some] @ apply_sign(sign, block * weight[:, some, None]) for some, block in blocks)
         return torch.stack([product.squeeze(1) for product in products]).sum(0)
     element_bytes = scope.like.element_size()
     rows = rows_within(lambda count: element_bytes * reduced_elements(terms, scope.shape, count), ROWS, subject)
@@ -121,28 +121,28 @@ def _block(scope: ScopedMap, rows: slice, heads: CheckedHeads, step: int) -> Flo
     groups, repeat = scope.groups, scope.repeat
     channels_of = list(parts(groups, step))
     if isinstance(heads, str) and heads in PRODUCTS:
-        blocks = (_by_head(block_of(scope.chain, groups, rows, scope.like, part)) for part in channels_of)
+        blocks = (_by_head(block_of(scope.chain, groups, rows, scope.like, span)) for span in channels_of)
         return _product(reduce(multiply, map(scaled_product, blocks)), heads, groups, repeat)
     if isinstance(heads, str):
         total: Tensor | None = None
-        for part in channels_of:
-            reduced = REDUCTIONS[heads](_by_head(block_of(scope.chain, groups, rows, scope.like, part)))
+        for span in channels_of:
+            reduced = REDUCTIONS[heads](_by_head(block_of(scope.chain, groups, rows, scope.like, span)))
             if len(channels_of) > 1 and heads in ("mean", "abs-mean"):
-                reduced = reduced * ((part.stop - part.start) / groups)
+                reduced = reduced * ((span.stop - span.start) / groups)
             total = reduced if total is None else JOINS[heads](total, reduced)
         assert total is not None
         return total
-    chosen = chosen_heads(heads, scope.heads)
+    indices = chosen_heads(heads, scope.heads)
     selected: Tensor | None = None
-    for part in channels_of:
-        places = [place for place, head in enumerate(chosen) if part.start <= head // repeat < part.stop]
-        if not places and part.stop < groups:
+    for span in channels_of:
+        positions = [position for position, head in enumerate(indices) if span.start <= head // repeat < span.stop]
+        if not positions and span.stop < groups:
             continue
-        block = _by_head(block_of(scope.chain, groups, rows, scope.like, part))
+        block = _by_head(block_of(scope.chain, groups, rows, scope.like, span))
         if selected is None:
-            selected = block.new_empty(block.shape[0], len(chosen), *block.shape[2:])
-        channels = _select(block, [chosen[place] // repeat - part.start for place in places])
-        selected.index_copy_(1, _index(places, block), channels)
+            selected = block.new_empty(block.shape[0], len(indices), *block.shape[2:])
+        channels = _select(block, [indices[position] // repeat - span.start for position in positions])
+        selected.index_copy_(1, _index(positions, block), channels)
     assert selected is not None
     return selected.squeeze(1) if isinstance(heads, int) else selected
 

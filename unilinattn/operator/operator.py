@@ -177,8 +177,8 @@ class MixerOperator:
         if isinstance(heads, str) and heads == "mean" and (mean := mean_map(scoped_map)) is not None:
             return mean
         whole = self.output.new_empty(shape)
-        for part, block in map_blocks(scoped_map, heads, f"the {scope} map of {self.name}"):
-            whole[..., part, :] = block
+        for tokens, block in map_blocks(scoped_map, heads, f"the {scope} map of {self.name}"):
+            whole[..., tokens, :] = block
         return whole
 
     @full_precision()

@@ -27,12 +27,12 @@ class Tile:
     Attributes:
         rows, cols: slices of the queries and keys.
         inner: v, complex if a later stage takes its real part. Groups are sequences, or pairs of a sequence and a key
-            if W differs by key; then there is one column. With `parts`, each sequence has such groups for each part of
-            the layer, one part after the other.
+            if W differs by key; then there is one column. With `portions`, each sequence has such groups for each part
+            of the layer, one part after the other.
         weight: W, None for the identity.
         diagonal: the column of each row's token, counted from the first of the tile; it may lie outside.
-        own: the rows whose column of `diagonal` can lie inside.
-        parts: number of parts of the layer, such as heads, whose pairs are reduced apart; None for the whole layer.
+        diagonal_rows: the rows whose column of `diagonal` can lie inside.
+        portions: number of parts of the layer, such as heads, whose pairs are reduced apart; None for the whole layer.
     """
 
     rows: slice
@@ -40,8 +40,8 @@ class Tile:
     inner: Inexact[Tensor, "group channel row col"]
     weight: Float[Tensor, "#group out channel"] | None
     diagonal: Int[Tensor, "batch row"]
-    own: slice = field(default_factory=lambda: slice(None))
-    parts: int | None = None
+    diagonal_rows: slice = field(default_factory=lambda: slice(None))
+    portions: int | None = None
 
     def norms(
         self,
@@ -90,18 +90,18 @@ class Tile:
         reference: Float[Tensor, "batch row out"] | None = None,
     ) -> Float[Tensor, "batch row col"]:
         """Return `norms` with those of T_ii x_i + `extra` on the diagonal."""
-        own = range(norms.shape[1])[self.own]
-        if not own:
+        diagonal_rows = range(norms.shape[1])[self.diagonal_rows]
+        if not diagonal_rows:
             return norms
-        diagonal = self.diagonal[:, self.own]
+        diagonal = self.diagonal[:, self.diagonal_rows]
         col = diagonal.clamp(0, norms.shape[2] - 1)
-        vectors = (self._vectors_at(col) + extra[:, self.own].transpose(1, 2)).unsqueeze(3)
+        vectors = (self._vectors_at(col) + extra[:, self.diagonal_rows].transpose(1, 2)).unsqueeze(3)
         reduce = implementation("contribution_norms", self.inner).norms
-        facing = None if reference is None else reference[:, self.own]
+        facing = None if reference is None else reference[:, self.diagonal_rows]
         with_extra = reduce(vectors, None, order=order, reference=facing)
         col, inside = col.unsqueeze(2), (col == diagonal).unsqueeze(2)
-        result, before = norms.clone(), norms[:, self.own]
-        result[:, self.own].scatter_(2, col, torch.where(inside, with_extra, before.gather(2, col)))
+        result, before = norms.clone(), norms[:, self.diagonal_rows]
+        result[:, self.diagonal_rows].scatter_(2, col, torch.where(inside, with_extra, before.gather(2, col)))
         return result
 
     def total(self) -> Float[Tensor, "batch row out"]:
@@ -129,7 +129,7 @@ class Tile:
 
     def _vectors_at(self, col: Int[Tensor, "batch ownrow"]) -> Float[Tensor, "batch out ownrow"]:
         """Return T_ij x_j for one column of each row of `own`."""
-        v = self._columns(self.inner[:, :, self.own])
+        v = self._columns(self.inner[:, :, self.diagonal_rows])
         v = v.gather(3, col[:, None, :, None].expand(-1, v.shape[1], -1, 1)).squeeze(3)
         if self.weight is None:
             return v
@@ -146,8 +146,8 @@ class Tile:
         return weight.unflatten(0, (len(self.diagonal) if len(weight) == len(self.inner) else 1, -1))
 
     def _by_pair(self, norms: Float[Tensor, "group row col"]) -> Float[Tensor, "batch *part row allcol"]:
-        if self.parts is not None:
-            return norms.unflatten(0, (len(self.diagonal), self.parts, -1)).transpose(2, 3).flatten(3)
+        if self.portions is not None:
+            return norms.unflatten(0, (len(self.diagonal), self.portions, -1)).transpose(2, 3).flatten(3)
         return self._split(norms).transpose(1, 2).flatten(2)
 
     def _columns(self, tile: Inexact[Tensor, "group any row col"]) -> Inexact[Tensor, "batch any row allcol"]:
@@ -201,24 +201,26 @@ class PairwiseContributions(PairwiseForm):
         columns = tile_columns(self, columns)
         rows = tile_rows(self, columns=columns) if rows is None else rows
         streams = [_stream(term, rows) for term in self.terms]
-        for part in parts(queries, rows):
+        for block_rows in parts(queries, rows):
             blocks = [None if stream is None else next(stream)[1] for stream in streams]
-            for cols in _columns(keys, columns, part if causal else None):
+            for cols in _columns(keys, columns, block_rows if causal else None):
                 # A causal column is zero in the block's rows before it.
-                yield self._tile(part, slice(max(part.start, cols.start), part.stop) if causal else part, cols, blocks)
+                rows_here = slice(max(block_rows.start, cols.start), block_rows.stop) if causal else block_rows
+                yield self._tile(block_rows, rows_here, cols, blocks)
 
-    def _tile(self, part: slice, rows: slice, cols: slice, blocks: Sequence[Block | None]) -> Tile:
-        """Return the tile of `rows`, which end the block of rows `part`."""
+    def _tile(self, block_rows: slice, rows: slice, cols: slice, blocks: Sequence[Block | None]) -> Tile:
+        """Return the tile of `rows`, which end the rows `block_rows`."""
         index = torch.arange(rows.start, rows.stop, device=self.values.device).expand(self.shape[0], -1)
-        inner, weight = self._inner(part, rows, cols, blocks)
-        own = slice(max(cols.start - rows.start, 0), max(cols.stop - rows.start, 0))
-        return Tile(rows, cols, inner, weight, index - cols.start, own)
+        inner, weight = self._inner(block_rows, rows, cols, blocks)
+        # Rows 64-127 and columns 96-127: the rows 96-127, the last 32 of the tile, have their token's column in it.
+        diagonal_rows = slice(max(cols.start - rows.start, 0), max(cols.stop - rows.start, 0))
+        return Tile(rows, cols, inner, weight, index - cols.start, diagonal_rows)
 
     def _inner(
-        self, part: slice, rows: slice, cols: slice, blocks: Sequence[Block | None]
+        self, block_rows: slice, rows: slice, cols: slice, blocks: Sequence[Block | None]
     ) -> tuple[Float[Tensor, "group channel row col"], Float[Tensor, "#group out channel"] | None]:
         """Return v and W in the layout of `Tile`."""
-        skipped = rows.start - part.start
+        skipped = rows.start - block_rows.start
         if self.folded is not None:
             assert blocks[0] is not None
             alpha = blocks[0](cols)[:, :, skipped:].permute(0, 3, 1, 2)

@@ -86,13 +86,13 @@ class PiecewiseOperator(MixerOperator):
         check_input(self.name, "rows", rows, self.output.new_empty(()).expand(batch, rows.shape[1], length))
         product, carry = self.output.new_zeros(rows.shape), Carry()
         for piece in reversed(self._pieces):
-            part = rows[..., piece.tokens]
-            if not carry.states and not bool(part.any()):
+            piece_rows = rows[..., piece.tokens]
+            if not carry.states and not bool(piece_rows.any()):
                 # Rows of causal layers are zero after their position.
                 continue
             _, operator = self._piece(piece, scope)
             with carried_by(carry):
-                product[..., piece.tokens] = operator.left_multiply(part, scope=scope, port=port).to(product)
+                product[..., piece.tokens] = operator.left_multiply(piece_rows, scope=scope, port=port).to(product)
         return product
 
     def _piece(self, piece: Piece, scope: str) -> tuple[slice, MixerOperator]:

@@ -83,7 +83,7 @@ def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
         return (Branch(lead.role, tuple(cut for cut, _ in cuts)),), cuts[0][1]
     if scope == "unified":
         return _uncentred(_between_matrices(chain, first, last)), channels
-    return tuple(part for stage in chain[first : last + 1] for part in _cut(stage, scope)), channels
+    return tuple(piece for stage in chain[first : last + 1] for piece in _cut(stage, scope)), channels
 
 
 def restricted(chain: Chain, channels: Float[Tensor, " channel"]) -> Chain | None:
@@ -115,8 +115,8 @@ def _after_core(chain: Chain, stages: Chain) -> Chain | None:
     first, last = _core_span(chain)
     lead = chain[first]
     if first == last and isinstance(lead, Branch) and _holds_projections(lead):
-        parts = [part for inner in lead.chains if (part := _after_core(inner, stages)) is not None]
-        middle = parts[0] if len(parts) == 1 else (Branch(lead.role, tuple(parts)),)
+        pieces = [piece for inner in lead.chains if (piece := _after_core(inner, stages)) is not None]
+        middle = pieces[0] if len(pieces) == 1 else (Branch(lead.role, tuple(pieces)),)
         return (*chain[:first], *middle, *chain[last + 1 :])
     return (*chain[: last + 1], *stages, *chain[last + 1 :])
 
@@ -144,7 +144,7 @@ def _cut(stage: Stage, scope: str) -> Chain:
     for inner in stage.chains:
         if _has_core(inner):
             first, last = _core_span(inner)
-            chains.append(tuple(part for s in inner[first : last + 1] for part in _cut(s, scope)))
+            chains.append(tuple(piece for s in inner[first : last + 1] for piece in _cut(s, scope)))
         elif scope == "mixer" and inner and all(s.role == "skip" and isinstance(s, Scale) for s in inner):
             chains.append(inner)
     return chains[0] if len(chains) == 1 else (Branch(stage.role, tuple(chains)),)

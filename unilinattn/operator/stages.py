@@ -333,5 +333,7 @@ def _columns(factor: Tensor, count: int) -> Tensor:
 
 def _by_heads(mix: Callable[[Tensor], Tensor], x: Tensor, heads: int) -> Tensor:
     """Apply a mixer to (batch, length, head, channel x columns), and restore the axes."""
+    # A head has one matrix for its channels and for all right-hand sides: with 4 heads of 8 channels and 5 columns,
+    # (batch, length, 32, 5) is 4 heads of 40 channels.
     mixed = mix(x.unflatten(2, (heads, -1)).flatten(3))
     return mixed.unflatten(3, (x.shape[2] // heads, *x.shape[3:])).flatten(2, 3)

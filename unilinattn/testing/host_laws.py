@@ -9,10 +9,10 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from unilinattn.call.exactness import relative_error, tolerance
+from unilinattn.host.inputs import host_arguments
 from unilinattn.testing.checks import fresh, outputs, require, require_close
 from unilinattn.testing.promote import promoted
 from unilinattn.testing.rounding import rounding_limit, run_module, widened
-from unilinattn.tracing.inputs import host_arguments
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.call.attention_interface import configurations
+from unilinattn.call.exactness import layer_tolerance
+from unilinattn.host.inputs import real_tokens
+from unilinattn.host.logits import has_logits, logits_of
+from unilinattn.host.recorder import main_tensor
+from unilinattn.host.run import run
 from unilinattn.tracing.discovery import state_of
-from unilinattn.tracing.inputs import call_host, real_tokens
-from unilinattn.tracing.isolation import in_gradient_mode, isolated, with_own_random_numbers
-from unilinattn.tracing.logits import has_logits, logits_of
-from unilinattn.tracing.recorder import main_tensor, refuse_dropout
-from unilinattn.tracing.trust import tolerance
 
 _notes: "WeakKeyDictionary[nn.Module, tuple[object, tuple[str, ...]]]" = WeakKeyDictionary()
 """The key of the last comparison of each model, and its sentences."""
@@ -47,11 +47,11 @@ def compared_with_call(
     if earlier is not None and earlier[0] == key:
         return earlier[1]
     notes: tuple[str, ...] = ()
-    plain = _run(model, call, seed)
+    plain = run(model, call, seed=seed)
     if (difference := _difference(plain, output, given)) > _accepted(plain):
-        if _difference(plain, _run(model, call, torch.get_rng_state()), given) > _accepted(plain):
+        if _difference(plain, run(model, call, seed=torch.get_rng_state()), given) > _accepted(plain):
             notes = (f"{type(model).__name__} draws random numbers: two runs of it differ.",)
-        elif added and _difference(_run(model, given, seed), output, given) <= _accepted(plain):
+        elif added and _difference(run(model, given, seed=seed), output, given) <= _accepted(plain):
             names = " and ".join(added)
             notes = (
                 f"the trace passes {names} to {type(model).__name__}, computed from the attention mask; without them "
@@ -66,17 +66,6 @@ def compared_with_call(
             )
     _notes[model] = key, notes
     return notes
-
-
-def _run(model: nn.Module, arguments: Mapping[str, Any], seed: Tensor) -> Any:
-    """Return the output of the model as it is called without a trace."""
-
-    def run() -> Any:
-        refuse_dropout(model)
-        torch.set_rng_state(seed)
-        return call_host(model, arguments)
-
-    return with_own_random_numbers((), lambda: in_gradient_mode(False, lambda: isolated(model, run)))
 
 
 def _difference(output: Any, other: Any, given: Mapping[str, Any]) -> float:
@@ -98,7 +87,7 @@ def _compared(output: Any) -> Tensor | None:
 
 def _accepted(output: Any) -> float:
     compared = _compared(output)
-    return tolerance(torch.float32 if compared is None else compared.dtype)
+    return layer_tolerance(torch.float32 if compared is None else compared.dtype)
 
 
 def _kind(given: Mapping[str, Any]) -> tuple[object, ...]:

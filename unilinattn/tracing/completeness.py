@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from unilinattn.call.attention_interface import configurations
+from unilinattn.host.inputs import call_host, real_tokens
+from unilinattn.host.logits import logits_in
+from unilinattn.host.module_calls import CallRecord
+from unilinattn.host.nested import mapped, tensors
+from unilinattn.host.observer import Functions, Inputs
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
-from unilinattn.tracing.inputs import call_host, real_tokens
-from unilinattn.tracing.logits import logits_in
-from unilinattn.tracing.module_calls import CallRecord
-from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Held, Run, noisy
 
 PIECES = (2, 16)
@@ -215,22 +215,22 @@ class _Probe(Run):
 
     def call_host(self, given: Mapping[str, Any]) -> None:
         """Call the model under a function mode, and compare its output."""
-        with _Functions(self):
-            output = call_host(self._model, given)
+        with Functions(self.called):
+            output = call_host(self.model, given)
         logits = logits_in(output)  # Also of an object of another kind.
         results = [*tensors(output), *([] if logits is None else [logits])]
         for at, t in enumerate(t for t in results if t.is_floating_point() and t.ndim and t.numel()):
             self._compare(("output", "", 1, at), rows if t.ndim == 3 else sample, t)
 
-    def entering(self, call: Call, module: nn.Module, inputs: Any) -> None:
+    def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:
         """Compare the tensors that enter a module."""
-        self._compare_all("in", call, inputs)
+        self._compare_all("in", frame, inputs)
 
-    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leaving(self, frame: Call, module: nn.Module, inputs: Inputs, output: Any) -> None:
         """Compare the tensors that leave a module."""
-        self._compare_all("out", call, output)
+        self._compare_all("out", frame, output)
 
-    def reading(self, path: str, number: int, inputs: Any) -> None:
+    def reading(self, path: str, number: int, inputs: Inputs) -> None:
         """Compare the vectors that a layer reads."""
         streams = {shape[:2] for shape in self._shapes}
         vectors = [t for t in tensors(inputs) if t.ndim == 3 and _shape(t) in streams]
@@ -247,7 +247,7 @@ class _Probe(Run):
         if name in ("empty", "empty_like", "new_empty") and isinstance(result, Tensor):
             return result.zero_()  # Arbitrary memory would differ between the runs.
         if name in ATTENTION:
-            path, number = (self._stack[-1].path, self._stack[-1].number) if self._stack else ("", 1)
+            path, number = (self.stack[-1].path, self.stack[-1].number) if self.stack else ("", 1)
             count = self._attentions[path, number] = self._attentions.get((path, number), -1) + 1
             key = ("attention", path, number, (count, name))
             self._compare(key, lines, ATTENTION[name](args, kwargs))
@@ -285,18 +285,6 @@ class _Probe(Run):
             self.entries[key] = Entry(values, size, TOLERANCE.get(t.dtype, 0.05), tuple(t.shape))
         elif key in self.entries:
             self.entries[key].compare(self._number, values)
-
-
-class _Functions(TorchFunctionMode):
-    """Passes the result of every function to a probe."""
-
-    def __init__(self, probe: _Probe) -> None:
-        super().__init__()
-        self._probe = probe
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return self._probe.called(func, args, kwargs, func(*args, **kwargs))
 
 
 def _half(shape: Shape) -> Bool[Tensor, "batch token"]:

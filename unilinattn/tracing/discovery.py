@@ -23,17 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.errors import UnknownArchitectureError
+from unilinattn.host import substitution
+from unilinattn.host.logits import KEEP
+from unilinattn.host.module_calls import CallRecord
+from unilinattn.host.recorder import Recorder
+from unilinattn.host.run import run
 from unilinattn.registry import list_architectures
-from unilinattn.tracing import substitution
 from unilinattn.tracing.completeness import Leak, find_leak
-from unilinattn.tracing.inputs import call_host
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.logits import KEEP
-from unilinattn.tracing.module_calls import CallRecord
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
-from unilinattn.tracing.recorder import Recorder
 from unilinattn.tracing.unknown import holders, without_adapters, without_layers
-from unilinattn.tracing.wrappers import plain_run
 
 
 @dataclass(frozen=True)
@@ -99,12 +97,7 @@ def unregistered_mixers(
 def _layers_of(model: nn.Module, given: Mapping[str, Any]) -> list[CallRecord]:
     """Run the model and return the calls of its layers."""
     recorder = Recorder(model)
-
-    def run() -> None:
-        with plain_run(model), recorder.attached():
-            call_host(model, given)
-
-    in_gradient_mode(False, lambda: isolated(model, run))
+    run(model, given, observer=recorder.attached())
     return recorder.layers
 
 

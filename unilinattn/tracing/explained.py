@@ -1,22 +1,26 @@
 """The logit that is explained: one decision for every run of a traced model and for the label of a result."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from unilinattn.tracing.logits import (
+from unilinattn.host.isolation import in_gradient_mode
+from unilinattn.host.logits import (
+    KEEP,
     Logit,
+    at_positions,
     chosen_ids,
     has_logits,
     kept_positions,
+    logits_at,
     logits_in,
     logits_of,
     one_each,
     picked,
-    places_of,
 )
 
 
@@ -81,6 +85,39 @@ class ExplainedLogit:
         """Return the `scalar` of the traced output, None if the traced run did not compute its logits."""
         return self.scalar(self._output, target, logit, self._kept) if self._computed else None
 
+    def arguments(
+        self, model: nn.Module, targets: Sequence[Any] | None
+    ) -> tuple[Mapping[str, Any], Int[Tensor, " position"] | None]:
+        """Return the arguments of a run of the model, and the positions whose logits it computes, None for all.
+
+        A host that accepts `logits_to_keep` computes only those of `targets`, if they are given.
+        """
+        given = self._given
+        if targets is not None:
+            at_targets = partial(logits_at, model, given, lambda: [self._positions(t) for t in targets], above=0)
+            given = in_gradient_mode(False, at_targets)
+        return given, kept_positions(given, self._tokens[1])
+
+    def elements(self, model: nn.Module, logit: Logit) -> int:
+        """Return the number of logits that a run computes for one target, or for a function of the output.
+
+        Raises `InputError` for an output without logits, unless `logit` is a function.
+        """
+        logits = logits_in(self._output) if callable(logit) else logits_of(self._output, self._model)
+        if logits is None:
+            return 0
+        if logits.ndim != 3 or callable(logit):
+            return logits.numel()
+        chooses = KEEP in logits_at(model, self._given, lambda: [torch.tensor([0])], above=0)
+        return logits.numel() // logits.shape[1] if chooses else logits.numel()
+
+    def elements_at(self, targets: int) -> int:
+        """Return the number of logits at `targets` positions, 0 for an output without logits."""
+        logits = logits_in(self._output)
+        if logits is None or logits.ndim != 3:
+            return 0 if logits is None else logits.numel()
+        return logits.numel() // logits.shape[1] * targets
+
     @property
     def _kept(self) -> Int[Tensor, " position"] | None:
         return kept_positions(self._given, self._tokens[1])
@@ -106,8 +143,4 @@ class ExplainedLogit:
     ) -> Float[Tensor, "batch *query token"]:
         """Return the logits of an output at a target, at every position for None."""
         logits = logits_of(output, self._model, self._tokens, kept)
-        if logits.ndim != 3 or target is None:
-            return logits
-        positions = self._positions(target)
-        places = positions if kept is None else places_of(positions, kept)
-        return logits[torch.arange(len(logits), device=logits.device), places.to(logits.device)]
+        return logits if logits.ndim != 3 or target is None else at_positions(logits, self._positions(target), kept)

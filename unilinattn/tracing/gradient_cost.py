@@ -1,26 +1,18 @@
-"""Estimate the bytes and multiply-adds of a gradient without running the model."""
+"""Estimate the bytes of a gradient and of a frozen run without running the model."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import NamedTuple
 
 from torch import nn
 
-from unilinattn.operator.cost import apply_cost, gradient_elements
-from unilinattn.operator.operator import MixerOperator
+from unilinattn.host.recomputation import is_block
+from unilinattn.operator.cost import apply_elements, gradient_elements
 from unilinattn.operator.stages import Branch, Chain, Matrix
 from unilinattn.registry import architecture_of
-from unilinattn.tracing.recomputation import is_block
+from unilinattn.tracing.layer import Layer
 
 TOKENWISE = 2
 """Elements held for each element that enters or leaves a weight matrix outside the mixers: activation and gradient."""
-
-PASSES = 4
-"""Forward passes of a mixer that a gradient costs: forward, forward again, and a backward pass worth about two."""
-
-
-LIVE = 2
-"""Operator passes that the flow of a layer costs."""
 
 HELD = 1.5
 """Elements held per element of a stage's output while the flow of a layer is built."""
@@ -32,28 +24,17 @@ VOCABULARY = 16
 """A weight matrix this many times longer than the stream is wide embeds or unembeds tokens."""
 
 
-class GradientCost(NamedTuple):
-    """Memory and operations of a gradient.
+def gradient_cost(model: nn.Module, layers: Sequence[Layer], logits: int) -> int:
+    """Estimate the peak bytes of a gradient with respect to every layer's output, over the segments of `recomputation`.
 
-    Attributes:
-        bytes: bytes at the peak, in addition to the trace and its operators.
-        operations: multiply-adds of a forward pass and a backward pass, which computes each segment again.
+    `layers` are in order of execution; `logits` is the number of elements of the model's output that are computed, with
+    their gradients.
     """
-
-    bytes: int
-    operations: int
-
-
-def gradient_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits: int) -> GradientCost:
-    """Estimate a gradient with respect to every layer's output, over the segments of `recomputation`.
-
-    `operators` are keyed by the path of their module, in order of execution; `logits` is the number of elements of the
-    model's output that are computed, with their gradients.
-    """
+    operators = {layer.name: layer.operator for layer in layers if not layer.opaque}
     first = next(iter(operators.values()))
     tokens, width = prod(first.output.shape[:2]), first.output.element_size()
     modules = dict(model.named_modules())
-    kept, mixing, tokenwise = 0, 0, logits * first.output.shape[2]
+    kept = 0
     held: dict[str, int] = {}
     mixers: dict[str, set[str]] = {}
     for name, op in operators.items():
@@ -64,36 +45,29 @@ def gradient_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logi
         elements = gradient_elements(next(iter(op.chains.values())), tokens, next(iter(op.inputs.values())).shape[2])
         # Each call of a module that is called several times is a segment.
         held[around] = held.get(around, 0) + (elements if name == path else 0)
-        mixing += apply_cost(op.chains, op.inputs).operations
         kept += 3 * op.output.numel() + (elements if segment is None else 0)
     for around, paths in mixers.items():
         weights = _weights(modules[around], [modules[path] for path in paths])
         held[around] += TOKENWISE * tokens * sum(map(sum, weights))
-        tokenwise += tokens * sum(map(prod, weights))
-    peak = kept + max(held.values()) + 3 * logits
-    return GradientCost(width * peak, PASSES * mixing + 3 * tokenwise)
+    return width * (kept + max(held.values()) + 3 * logits)
 
 
-def frozen_cost(model: nn.Module, operators: Mapping[str, MixerOperator], logits: int, *, live: bool) -> GradientCost:
-    """Estimate a frozen run, which keeps the factors of the code between the layers, and its forward pass.
+def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, live: bool) -> int:
+    """Estimate the peak bytes of a frozen run, which keeps the factors of the code between the layers.
 
     The arguments are those of `gradient_cost`; `live` tells whether the run evaluates the layers' flows.
     """
-    modules = dict(model.named_modules())
-    first = next(iter(operators.values()))
+    operators = [layer.operator for layer in layers]
+    first = operators[0]
     tokens, width = prod(first.output.shape[:2]), first.output.element_size()
-    layers = {name.partition("#")[0] for name in operators}
-    weights = _weights(model, [modules[path] for path in layers])
+    weights = _weights(model, [layer.module for layer in layers])
     tokenwise = [shape for shape in weights if max(shape) < VOCABULARY * first.output.shape[2]]
-    kept = sum(op.output.numel() for op in operators.values()) + tokens * sum(map(sum, tokenwise))
-    passed = [apply_cost(op.chains, op.inputs) for op in operators.values()]
-    peak = KEPT * kept + max(cost.elements for cost in passed) + 4 * logits
+    kept = sum(op.output.numel() for op in operators) + tokens * sum(map(sum, tokenwise))
+    peak = KEPT * kept + max(apply_elements(op.chains, op.inputs) for op in operators) + 4 * logits
     if live:
-        chains = [(chain, op.inputs[port].shape[2]) for op in operators.values() for port, chain in op.chains.items()]
+        chains = [(chain, op.inputs[port].shape[2]) for op in operators for port, chain in op.chains.items()]
         peak += HELD * sum(_values(chain, tokens, channels) for chain, channels in chains)
-    walked = LIVE * sum(cost.operations for cost in passed) if live else 0
-    operations = walked + sum(cost.operations for cost in passed) + tokens * sum(map(prod, tokenwise))
-    return GradientCost(int(width * peak), operations + logits * first.output.shape[2])
+    return int(width * peak)
 
 
 def _values(chain: Chain, tokens: int, channels: int) -> int:

@@ -1,8 +1,8 @@
 """`Layer`: one call of a token-mixing module with its operator; `Step`: layers that are added to a stream together."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,18 +11,17 @@ from torch import Tensor, nn
 from unilinattn.call import Call
 from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
+from unilinattn.host.inputs import real_tokens
+from unilinattn.host.isolation import in_gradient_mode, isolated
+from unilinattn.host.module_calls import OPAQUE, CallRecord, ResidualSite
+from unilinattn.host.recomputation import constant_parameters
+from unilinattn.host.substitution import build_flow
 from unilinattn.kernels.precision import full_precision
 from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Matrix, Stage, walk
-from unilinattn.registry import Architecture
-from unilinattn.tracing.inputs import real_tokens
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.module_calls import OPAQUE, CallRecord, ResidualSite
-from unilinattn.tracing.recomputation import constant_parameters
-from unilinattn.tracing.substitution import build_flow
 from unilinattn.tracing.trust import precision_of
 from unilinattn.tracing.weights import Checksum, Weights
 
@@ -47,14 +46,11 @@ class Layer:
             `stream`, and if the trace wrote its streams to files.
         stream_dtype: dtype of the host's stream.
         precision: the coarsest dtype that the host computed in.
-        expected: the host's output on a prefix, if an operator computed the layer's output (see `trace`); None if the
-            host's own forward ran.
-        prefix_error: relative error of the operator on this prefix, None without it.
     """
 
     def __init__(
         self,
-        frame: CallRecord,
+        record: CallRecord,
         name: str,
         dtype: torch.dtype,
         mask: Bool[Tensor, "batch query"] | None,
@@ -62,44 +58,47 @@ class Layer:
         weights: Weights,
     ) -> None:
         """Freeze a recorded call; layers that share `latest` keep the operator of only one of them at a time."""
-        assert frame.architecture is not None and frame.output is not None
-        source = frame.entered
+        assert record.architecture is not None and record.output is not None
+        source, prefix = record.entered, record.prefix
         if source is None:
             raise UncoveredError(
                 f"{name} was called without a (batch, length, channel) tensor; it cannot be an operator."
             )
-        self._architecture: Architecture = frame.architecture
-        self.module = frame.module
-        self.structure = frame.structure
-        self._weights = weights
+        self.name, self.module, self._architecture = name, record.module, record.architecture
+        self.kind, self.architecture = record.architecture.kind, record.architecture.name
+        self.structure, self.seen = record.structure, tuple(record.seen)
         # The host may have written into its tensor; `source` is the copy made before the call.
-        self.arguments: dict[str, Any] = {k: source if v is frame.input else v for k, v in frame.arguments.items()}
-        self.precision = precision_of(frame.module, frame.output)
-        self._error: float | None = None
-        self.seen = tuple(frame.seen)
-        self.name, self.kind, self.architecture = name, frame.architecture.kind, frame.architecture.name
-        self._pieces = None if frame.prefix is None else frame.prefix.pieces
+        self.arguments: dict[str, Any] = {k: source if v is record.input else v for k, v in record.arguments.items()}
+        self.precision = precision_of(record.module, record.output)
+        in_pieces = prefix is not None and prefix.pieces is not None
         # The files of streams stay where they are.
-        device = (frame.output if self._pieces else next(frame.module.parameters(), frame.output)).device
+        device = (record.output if in_pieces else next(record.module.parameters(), record.output)).device
         self.input: Float[Tensor, "batch key in"] = source.detach().to(device, dtype)
-        self.output: Float[Tensor, "batch query out"] = frame.output.detach().to(device, dtype)
-        site = frame.site
-        self.stream = None if site is None else _scaled(site.skip, site.stream.detach().to(device, dtype))
-        self.multiplier = 1.0 if site is None else site.multiplier
-        self.next_stream = None if site is None or self._pieces else _without_other(site, device, dtype)
-        self.stream_dtype = self.output.dtype if site is None else site.total.dtype
-        self._reader = frame.reader
+        self.output: Float[Tensor, "batch query out"] = record.output.detach().to(device, dtype)
         self.mask = None if mask is None else mask.to(device)
-        self.expected = None if frame.prefix is None else frame.prefix.output.to(device, dtype)
-        self.prefix_error = None if frame.prefix is None else frame.prefix.error
-        self._stream_norms = None if frame.prefix is None else frame.prefix.stream_norms
-        self._ports = None if frame.prefix is None else frame.prefix.ports
-        self._latest = None if frame.prefix is None else latest
+        around = _NO_STREAM if record.site is None else _stream_around(record.site, device, dtype)
+        self.stream, self.multiplier = around.entering, around.multiplier
+        self.next_stream = None if in_pieces else around.leaving
+        self.stream_dtype = around.dtype or self.output.dtype
+        self._reader, self._weights = record.reader, weights
+        self._prefix = None if prefix is None else replace(prefix, output=prefix.output.to(device, dtype))
+        self._latest = None if prefix is None else latest
+        self._error: float | None = None
 
     def __repr__(self) -> str:
         """Show path, kind and shapes."""
         checked = "" if self.expected is None else f", the host's own on the first {self.expected.shape[1]} tokens"
         return f"Layer({self.name}, {self.kind}, {tuple(self.input.shape)} -> {tuple(self.output.shape)}{checked})"
+
+    @property
+    def expected(self) -> Float[Tensor, "batch prefix out"] | None:
+        """The host's output on a prefix, if an operator computed the output (see `trace`), else None."""
+        return None if self._prefix is None else self._prefix.output
+
+    @property
+    def prefix_error(self) -> float | None:
+        """Relative error of the operator on the prefix, None without it."""
+        return None if self._prefix is None else self._prefix.error
 
     @property
     def operator(self) -> MixerOperator:
@@ -128,8 +127,8 @@ class Layer:
         cache, key = self._cache
         if self._latest is not None:
             self._latest.clear()
-        if self._pieces is not None:
-            cache[key] = PiecewiseOperator(self._pieces, self._flow_of_piece, output=self.output, name=self.name)
+        if self._prefix is not None and self._prefix.pieces is not None:
+            cache[key] = PiecewiseOperator(self._prefix.pieces, self._flow_of_piece, output=self.output, name=self.name)
             return cache[key], None
         flow = in_gradient_mode(False, lambda: isolated(self.module, lambda: self.flow(self.input)))
         cache[key] = MixerOperator(
@@ -145,8 +144,8 @@ class Layer:
     @property
     def ports(self) -> dict[str, tuple[int, int]]:
         """The (batch, number of tokens) of each tensor that the layer reads, by port; builds no operator at length."""
-        if self._ports is not None:
-            return dict(self._ports)
+        if self._prefix is not None:
+            return dict(self._prefix.ports)
         batch_and_keys = {port: x.shape[:2] for port, x in self.operator.inputs.items()}
         return {port: (shape[0], shape[1]) for port, shape in batch_and_keys.items()}
 
@@ -181,7 +180,7 @@ class Layer:
     @property
     def in_pieces(self) -> bool:
         """Whether the trace ran on pieces of the tokens, so that the operator exists for one of them at a time."""
-        return self._pieces is not None
+        return self._prefix is not None and self._prefix.pieces is not None
 
     @property
     def opaque(self) -> bool:
@@ -191,9 +190,9 @@ class Layer:
     @property
     def stream_norms(self) -> Float[Tensor, "batch query"] | None:
         """The norm of the stream at each token, None without a stream."""
-        if self._stream_norms is not None or self.stream is None:
-            return self._stream_norms
-        return torch.linalg.vector_norm(self.stream, dim=-1)
+        if self._prefix is not None and self._prefix.stream_norms is not None:
+            return self._prefix.stream_norms
+        return None if self.stream is None else torch.linalg.vector_norm(self.stream, dim=-1)
 
     @property
     def residual(self) -> Float[Tensor, "batch query out"] | None:
@@ -350,19 +349,29 @@ def _from_cores(stages: Sequence[Stage], x: Tensor) -> Tensor:
     return x
 
 
-def _scaled(factor: float, tensor: Tensor) -> Tensor:
-    # Most hosts have no factor, and returning the host's tensor saves a copy.
-    return tensor if factor == 1 else factor * tensor
+class _StreamAround(NamedTuple):
+    """The streams before and after a layer, the factor on its output in their sum, and the dtype of the stream."""
+
+    entering: Tensor | None
+    leaving: Tensor | None
+    multiplier: float
+    dtype: torch.dtype | None
 
 
-def _without_other(site: ResidualSite, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the stream after a step, less the output of another module in the same sum.
+_NO_STREAM = _StreamAround(None, None, 1.0, None)
 
-    Without such a module it is the host's tensor in its dtype, often the stream of the next layer.
+
+def _stream_around(site: ResidualSite, device: torch.device, dtype: torch.dtype) -> _StreamAround:
+    """Return the streams around a layer, less the output of another module in the same sum.
+
+    Without such a module the stream after it is the host's tensor in its dtype, often the stream of the next layer.
     """
-    if site.other is None:
-        return site.total.detach()
-    return site.total.detach().to(device, dtype) - site.factor * site.other.detach().to(device, dtype)
+    entering, leaving = site.stream.detach().to(device, dtype), site.total.detach()
+    # Most hosts have no factor, and their tensor saves a copy.
+    entering = entering if site.skip == 1 else site.skip * entering
+    if site.other is not None:
+        leaving = leaving.to(device, dtype) - site.factor * site.other.detach().to(device, dtype)
+    return _StreamAround(entering, leaving, site.multiplier, site.total.dtype)
 
 
 def _last_projection(op: MixerOperator) -> Matrix | None:

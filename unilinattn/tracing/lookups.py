@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from unilinattn.call.exactness import relative_error
-from unilinattn.tracing.inputs import call_host, token_ids
-from unilinattn.tracing.nested import mapped, tensors
-from unilinattn.tracing.trust import tolerance
+from unilinattn.call.exactness import layer_tolerance, relative_error
+from unilinattn.host.inputs import call_host, token_ids
+from unilinattn.host.nested import mapped, tensors
+from unilinattn.host.observer import Functions
 
 IDS = 4096
 """Largest number of ids that are embedded at once for the mean over a vocabulary."""
@@ -101,7 +100,7 @@ class Lookups:
             if path and not any(x.startswith(f"{path}.") for x in mixing)
         ]
         reads = _Reads(TokenIds(given))
-        with _hooked(outside, reads.enter, reads.leave), reads:
+        with _hooked(outside, reads.enter, reads.leave), Functions(reads.called):
             call_host(model, given)
         embedding = [read for read in reads.found if read.gives_own_vectors()]
         self._modules = {
@@ -140,14 +139,12 @@ class Lookups:
         ids = TokenIds(given)
         open_modules: list[nn.Module] = []
 
-        class Tables(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                ids.follow(args, result)
-                if open_modules or not ids.looked_up(func, args):
-                    return result
-                table = args[1]
-                return change(Lookup(lambda more: functional.embedding(more, table), len(table), table), result)
+        def in_table(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+            ids.follow(args, result)
+            if open_modules or not ids.looked_up(func, args):
+                return result
+            table = args[1]
+            return change(Lookup(lambda more: functional.embedding(more, table), len(table), table), result)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if _reads_only(ids, args, kwargs):
@@ -159,7 +156,7 @@ class Lookups:
             open_modules.remove(module)
             return output if open_modules else change(self._modules[module], output)
 
-        with _hooked(self._modules, enter, leave), Tables():
+        with _hooked(self._modules, enter, leave), Functions(in_table):
             yield
 
 
@@ -198,22 +195,21 @@ class _Read:
         except Exception:
             return False
         expected = self.output.reshape(-1, 1, self.output.shape[-1]).expand(-1, 2, -1)
-        return alone.shape == expected.shape and relative_error(alone, expected) <= tolerance(alone.dtype)
+        return alone.shape == expected.shape and relative_error(alone, expected) <= layer_tolerance(alone.dtype)
 
 
-class _Reads(TorchFunctionMode):
+class _Reads:
     """Records the calls of modules that read the token ids and no other tensor."""
 
     def __init__(self, ids: TokenIds) -> None:
-        super().__init__()
         self._ids, self._open = ids, list[_Read]()
         self.found: list[_Read] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Note the rows of the tables in which functions look the ids up."""
         if self._ids.looked_up(func, args):
             for read in self._open:
                 read.rows = min(len(args[1]), read.rows or len(args[1]))
-        result = func(*args, **(kwargs or {}))
         self._ids.follow(args, result)
         return result
 

@@ -7,8 +7,8 @@ from typing import Any
 from jaxtyping import Bool
 from torch import Tensor
 
-from unilinattn.tracing.inputs import real_tokens
-from unilinattn.tracing.module_calls import CallRecord
+from unilinattn.host.inputs import real_tokens
+from unilinattn.host.module_calls import CallRecord
 
 
 def warn_of_leaks(given: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:

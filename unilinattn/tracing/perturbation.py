@@ -4,7 +4,8 @@ Some tokens are perturbed and the others are watched. If its token-mixing layers
 token from that token only; a watched token that changes reveals a module that mixes tokens.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,11 +15,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from unilinattn.tracing.inputs import CACHES, call_host
-from unilinattn.tracing.isolation import current_run, in_gradient_mode, isolated, with_own_random_numbers
-from unilinattn.tracing.nested import mapped, tensors
-from unilinattn.tracing.recorder import MAIN, captured, main_tensor
-from unilinattn.tracing.wrappers import plain_run
+from unilinattn.host.forwards import Forward, replaced_forwards
+from unilinattn.host.inputs import CACHES, call_host
+from unilinattn.host.nested import mapped, tensors
+from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.recorder import MAIN, captured, main_tensor
+from unilinattn.host.run import run
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative change of a watched token by rounding (experts get other batches); 0.05 for other dtypes.
@@ -54,86 +56,71 @@ class Call:
     explained: bool = False
 
 
-class Run:
+class Run(Observer[Call]):
     """One run of the model in which some modules return constants; subclasses inspect the calls of the others."""
 
     def __init__(self, model: nn.Module, length: int, held: Held) -> None:
-        self._model, self._length, self._held = model, length, held
-        self._token: object = None
-        self._stack: list[Call] = []
+        super().__init__(model)
+        self._length, self._held = length, held
         self._counts: dict[str, int] = {}
 
     def run(self, given: Mapping[str, Any]) -> None:
         """Run the model, and restore it and the random number generators."""
-        devices = {parameter.device for parameter in self._model.parameters() if parameter.device.type == "cuda"}
-
-        def perturbed() -> None:
-            self._token = current_run()
-            with plain_run(self._model), captured(self._model):
-                for path, module in self._model.named_modules():
-                    module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True, prepend=True)
-                    module.register_forward_hook(self._leave, with_kwargs=True)
-                    if path in self._held:
-                        module.forward = partial(self._constant, path, module.forward)
-                self.call_host(given)
-
-        run = partial(isolated, self._model, perturbed)
-        in_gradient_mode(False, partial(with_own_random_numbers, devices, run))
+        call, seed = partial(self.call_host, given), torch.get_rng_state()
+        run(self.model, call, mixers=self._constant_mixers(), observer=self.attached(), seed=seed)
 
     def call_host(self, given: Mapping[str, Any]) -> None:
         """Call the model."""
-        call_host(self._model, given)
+        call_host(self.model, given)
 
-    def reading(self, path: str, number: int, inputs: Any) -> None:
-        """Inspect the (args, kwargs) of a call that returns a constant."""
-
-    def entering(self, call: Call, module: nn.Module, inputs: Any) -> Any:
-        """Inspect the (args, kwargs) of a call; return their replacement, or None to keep them."""
-        return None
-
-    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Inspect the output of a call; return its replacement, or None to keep it."""
-        return None
+    def reading(self, path: str, number: int, inputs: Inputs) -> None:
+        """Inspect the inputs of a call that returns a constant."""
 
     def held_output(self, output: Tensor) -> Tensor:
         """Return a copy of a recorded output for a module that returns constants; the host may write into it."""
         return output.clone()
 
-    def _elsewhere(self) -> bool:
-        """Tell whether the call belongs to another thread."""
-        return current_run() is not self._token
+    @contextmanager
+    def _constant_mixers(self) -> Iterator[None]:
+        with captured(self.model), replaced_forwards(self.model, self._constant):
+            yield
 
-    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._elsewhere():
-            return None
-        parent = self._stack[-1] if self._stack else None
+    def frame(self, path: str, module: nn.Module, inputs: Inputs) -> Call:
+        """Count the call."""
+        parent = self.stack[-1] if self.stack else None
         if parent is not None:
             parent.calls_others = True
         number = self._counts[path] = self._counts.get(path, 0) + 1
-        call = Call(path, number, parent)
-        self._stack.append(call)
-        with torch._C.DisableTorchFunction():
-            return self.entering(call, module, (args, kwargs))
+        return Call(path, number, parent)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._elsewhere():
-            return None
-        call = self._stack.pop()
-        if call.path in self._held:
-            return None
+    def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+        """Follow a call that begins; the functions called here are not those of the host, which a run may inspect."""
         with torch._C.DisableTorchFunction():
-            return self.leaving(call, module, (args, kwargs), output)
+            return super().enter(path, module, args, kwargs)
 
-    def _constant(self, path: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._elsewhere():
-            return own(*args, **kwargs)
-        constants, number = self._held[path], self._counts[path]
-        constant = constants[min(number, len(constants)) - 1]
-        # A run may inspect the functions that the host calls, and these are not the host's.
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Follow a call that ends, unless it returned a constant."""
+        if not self.elsewhere() and self.stack[-1].path in self._held:
+            self.stack.pop()
+            return None
         with torch._C.DisableTorchFunction():
-            self.reading(path, number, (args, kwargs))
-            output = self.held_output(constant.output)
-        return mapped(constant.returned, lambda t: output if t is MAIN else t)
+            return super().leave(module, args, kwargs, output)
+
+    def _constant(self, path: str, module: nn.Module, host: Forward) -> Forward | None:
+        """Return the forward of a module that returns constants."""
+        constants = self._held.get(path)
+        if constants is None:
+            return None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            number = self._counts[path]
+            constant = constants[min(number, len(constants)) - 1]
+            with torch._C.DisableTorchFunction():
+                self.reading(path, number, (args, kwargs))
+                output = self.held_output(constant.output)
+            return mapped(constant.returned, lambda t: output if t is MAIN else t)
+
+        return forward
 
     def _token_tensors(self, value: Any) -> list[Tensor]:
         return [t for t in tensors(value) if _has_tokens(t, self._length)]
@@ -150,13 +137,13 @@ class Reference(Run):
         super().__init__(model, length, held)
         self.seen: dict[tuple[str, int, str], list[Rows]] = {}
 
-    def entering(self, call: Call, module: nn.Module, inputs: Any) -> None:
+    def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:
         """Record the inputs."""
-        self.seen[call.path, call.number, "in"] = self._rows(inputs)
+        self.seen[frame.path, frame.number, "in"] = self._rows(inputs)
 
-    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leaving(self, frame: Call, module: nn.Module, inputs: Inputs, output: Any) -> None:
         """Record the output."""
-        self.seen[call.path, call.number, "out"] = self._rows(output)
+        self.seen[frame.path, frame.number, "out"] = self._rows(output)
 
 
 class Perturbed(Run):
@@ -174,11 +161,11 @@ class Perturbed(Run):
         self._begun = False
         self.sources: dict[str, None] = {}
 
-    def entering(self, call: Call, module: nn.Module, inputs: Any) -> Any:
+    def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> Any:
         """Compare the inputs; perturb the first ones with tokens."""
-        parent = call.parent
-        if self._changed((call.path, call.number, "in"), inputs):
-            call.entered_changed = True
+        parent = frame.parent
+        if self._changed((frame.path, frame.number, "in"), inputs):
+            frame.entered_changed = True
             if parent is not None:
                 self._explain(parent)
         if self._begun or not self._token_tensors(inputs):
@@ -186,13 +173,13 @@ class Perturbed(Run):
         self._begun = True
         return mapped(inputs, self._noisy)
 
-    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def leaving(self, frame: Call, module: nn.Module, inputs: Inputs, output: Any) -> Any:
         """Compare the output; perturb it if it was computed from no floating-point tensor, as by an embedding."""
-        if self._changed((call.path, call.number, "out"), output):
-            self._explain(call)
-            if call.parent is not None:
-                call.parent.explained = True
-        embeds = not call.calls_others and not any(t.is_floating_point() for t in tensors(inputs))
+        if self._changed((frame.path, frame.number, "out"), output):
+            self._explain(frame)
+            if frame.parent is not None:
+                frame.parent.explained = True
+        embeds = not frame.calls_others and not any(t.is_floating_point() for t in tensors(inputs))
         if (self._begun and not embeds) or not self._token_tensors(output):
             return None
         self._begun = True
@@ -235,28 +222,28 @@ class Trial(Run):
         self.mixes: dict[str, bool | None] = {}
         self.calls: dict[str, list[Constant]] = {}
 
-    def entering(self, call: Call, module: nn.Module, inputs: Any) -> None:
+    def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:
         """Copy the inputs of a suspect, which may write into tensors and add keys to a cache."""
-        if self._perturbed is None and call.path in self._suspects:
+        if self._perturbed is None and frame.path in self._suspects:
             args, kwargs = mapped(inputs, torch.clone)
             caches = {name: deepcopy(kwargs[name]) for name in CACHES if name in kwargs}
             self._entered.append((args, {**kwargs, **caches}))
 
-    def leaving(self, call: Call, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leaving(self, frame: Call, module: nn.Module, inputs: Inputs, output: Any) -> None:
         """Call a suspect again on perturbed inputs."""
-        if self._perturbed is not None or call.path not in self._suspects:
+        if self._perturbed is not None or frame.path not in self._suspects:
             return
         inputs, result = self._entered.pop(), main_tensor(output)
         if result is None:
             return
         returned = mapped(output, lambda t: MAIN if t is result else t)
-        self.calls.setdefault(call.path, []).append(Constant(returned, result.clone()))
+        self.calls.setdefault(frame.path, []).append(Constant(returned, result.clone()))
         if not _has_tokens(result, self._length) or not self._token_tensors(inputs):
-            self.mixes.setdefault(call.path, None)
+            self.mixes.setdefault(frame.path, None)
             return
         before = rows(result, self._length)
         moved = any(self._moves(module, inputs, before, mask) for mask in self._masks)
-        self.mixes[call.path] = bool(self.mixes.get(call.path)) or moved
+        self.mixes[frame.path] = bool(self.mixes.get(frame.path)) or moved
 
     def held_output(self, output: Tensor) -> Tensor:
         """Return the recorded output, perturbed inside a trial; some suspects have no other input with tokens."""

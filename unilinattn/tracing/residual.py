@@ -6,14 +6,13 @@ a part only if the layer cannot depend on it: the module ran later, or the layer
 stream without it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from unilinattn.tracing.module_calls import CallRecord, ResidualSite, tensors_in
+from unilinattn.host.module_calls import CallRecord, ResidualSite, tensors_in
 
 NEARBY = 12
 """Sibling calls searched before and after a layer: a flat model has all of its modules in one block."""
@@ -38,8 +37,9 @@ def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
     received = [t for child in after for t in (*tensors_in(child.arguments), *child.returned)]
     sums = _alike([*received, *block.returned], added)
     candidates = _candidates(layer, block, block.children[inside], before, after)
-    sites = (_site(total, stream, added, other) for stream, other in candidates for total in sums)
-    layer.site = _likeliest(site for site in sites if site is not None)
+    # Most layers need few candidates, and each takes a fit of all elements.
+    fits = (_site(total, stream, added, other) for stream, other in candidates for total in sums)
+    layer.site = _likeliest(site for site in fits if site is not None)
     if layer.site is not None:
         return True
     if layer.reader is None and layer.returned:
@@ -60,32 +60,34 @@ def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
             groups[-1].append(at)
         else:
             groups.append([at])
-    for group in groups:
-        for layer in (layers[at] for at in group[1:] and group):
-            assert layer.site is not None
-            layer.site = replace(layer.site, other=None)
+    for layer in (layers[at] for group in groups if len(group) > 1 for at in group):
+        assert layer.site is not None
+        layer.site = replace(layer.site, other=None)
     return groups
 
 
 def _candidates(
     layer: CallRecord, block: CallRecord, child: CallRecord, before: Sequence[CallRecord], after: Sequence[CallRecord]
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield (stream, other) candidates for the sum with a layer's output, the likely ones first."""
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Return (stream, other) candidates for the sum with a layer's output, the likely ones first."""
     assert layer.output is not None and layer.entered is not None
     followed, behind = followed_back(child, block, before)
     read = _alike([layer.entered, *followed], layer.output)
     earlier = [t for made in reversed(before) for t in (*made.returned, *tensors_in(made.arguments))]
     earlier = [t for t in _alike([*earlier, *tensors_in(block.arguments)], layer.output) if not _among(t, read)]
-    later = [*_outputs(after, layer.output)]
+    later = _outputs(after, layer.output)
     parallel = [*_outputs([made for made in before if made not in behind], layer.output), *later]
+    origins: list[tuple[Tensor, Tensor | None]] = []
     if not bool(layer.output.any()):
         # With an output of zeros any tensor passed on looks like a sum; the stream is the origin of the others.
-        for stream in reversed(read):
-            yield from ((stream, other) for other in (None, *parallel))
-    yield from ((stream, None) for stream in (*read, *earlier))
-    yield from ((stream, other) for stream in read for other in parallel)
-    # An earlier output is no candidate here: the layer may depend on it.
-    yield from ((stream, other) for stream in earlier for other in later)
+        origins = [(stream, other) for stream in reversed(read) for other in (None, *parallel)]
+    return [
+        *origins,
+        *((stream, None) for stream in (*read, *earlier)),
+        *((stream, other) for stream in read for other in parallel),
+        # An earlier output is no candidate here: the layer may depend on it.
+        *((stream, other) for stream in earlier for other in later),
+    ]
 
 
 def followed_back(
@@ -110,16 +112,19 @@ def followed_back(
     return tensors, behind
 
 
-def _likeliest(sites: Iterator[ResidualSite]) -> ResidualSite | None:
-    """Return the first site, or one with as many parts whose stream has the factor 1; None if there is no site.
+def _likeliest(sites: Iterable[ResidualSite]) -> ResidualSite | None:
+    """Return the first site, or a later one with as many parts whose stream has the factor 1; None without sites.
 
     Of one token, or of a repeated one, a norm whose weights are equal returns a multiple of the stream.
     """
-    first = next(sites, None)
-    if first is None or first.skip == 1:
-        return first
-    alike = takewhile(lambda site: (site.other is None) == (first.other is None), sites)
-    return next((site for site in alike if site.skip == 1), first)
+    first = None
+    for site in sites:
+        first = first or site
+        if (site.other is None) != (first.other is None):
+            break
+        if site.skip == 1:
+            return site
+    return first
 
 
 def _site(total: Tensor, stream: Tensor, added: Tensor, other: Tensor | None) -> ResidualSite | None:

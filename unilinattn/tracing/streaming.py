@@ -9,25 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import InputError, OptionError, UncoveredError
+from unilinattn.host import substitution
+from unilinattn.host.forwards import Forward, replaced_forwards
+from unilinattn.host.inputs import bound_arguments, real_tokens
+from unilinattn.host.logits import logits_at
+from unilinattn.host.module_calls import OPAQUE, CallRecord, Prefix, ResidualSite
+from unilinattn.host.nested import tensors
+from unilinattn.host.recorder import Recorder
+from unilinattn.host.run import run
+from unilinattn.host.substitution import build_flow, called_on, functional, returned
 from unilinattn.operator.carry import Carry, States, carried_by
 from unilinattn.operator.piecewise import Piece
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
-from unilinattn.registry import Architecture
-from unilinattn.tracing import substitution
-from unilinattn.tracing.inputs import bound_arguments, call_host, real_tokens
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.logits import logits_at
-from unilinattn.tracing.module_calls import OPAQUE, CallRecord, Prefix, ResidualSite
-from unilinattn.tracing.nested import tensors
-from unilinattn.tracing.recorder import Recorder, refuse_dropout
-from unilinattn.tracing.residual import group_parallel
+from unilinattn.tracing.residual import group_parallel, locate_in_stream
 from unilinattn.tracing.streams import Stream
-from unilinattn.tracing.substitution import Forward, build_flow, called_on, returned, standing_in
-from unilinattn.tracing.trust import tolerance
-from unilinattn.tracing.wrappers import plain_run
 
 MASK = "attention_mask"
 
@@ -111,16 +110,11 @@ class _Run:
 
     def on(self, given: Mapping[str, Any], tokens: slice) -> Any:
         """Run the model on some tokens, write the layers' tensors, and return the model's output."""
-        recorder, model = Recorder(self._model), self._model
+        recorder, model = Recorder(self._model, locate=locate_in_stream), self._model
         piece = logits_at(model, _cut(given, tokens), lambda: [torch.tensor([-1])], above=0)
         self._calls = 0
-
-        def run() -> Any:
-            refuse_dropout(model)
-            with plain_run(model), standing_in(model, partial(self._stand_in, tokens)), recorder.attached():
-                return call_host(model, piece)
-
-        output = in_gradient_mode(False, lambda: isolated(model, run))
+        mixers = replaced_forwards(model, partial(self._carried, tokens))
+        output = run(model, piece, mixers=mixers, observer=recorder.attached())
         if [record.name for record in recorder.layers] != [record.name for record in self._records]:
             raise UncoveredError(
                 f"{type(model).__name__} runs other layers on tokens {tokens.start} to {tokens.stop - 1} than on the "
@@ -144,10 +138,10 @@ class _Run:
         assert layer.input is not None and layer.output is not None and first.output is not None
         host = first.output
         error = worst_error(layer.output.read(slice(host.shape[1])), host)
-        if not error <= tolerance(host.dtype):
+        if not error <= layer_tolerance(host.dtype):
             raise UncoveredError(
                 f"{first.name}: in pieces its output differs from the host's on the first {host.shape[1]} tokens by "
-                f"{error:.1e} (relative; {tolerance(host.dtype):.0e} is allowed in {host.dtype}), so this model "
+                f"{error:.1e} (relative; {layer_tolerance(host.dtype):.0e} is allowed in {host.dtype}), so this model "
                 "computes something from several tokens or from positions that its layers' states do not carry; trace "
                 "without stream_to=."
             )
@@ -172,9 +166,12 @@ class _Run:
             ),
         )
 
-    def _stand_in(
-        self, tokens: slice, name: str, module: nn.Module, architecture: Architecture, own: Forward
-    ) -> Forward:
+    def _carried(self, tokens: slice, name: str, module: nn.Module, host: Forward) -> Forward | None:
+        """Return the forward of a mixer that carries its state from piece to piece."""
+        architecture = functional(module)
+        if architecture is None:
+            return None
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             call = called_on(module, name, bound_arguments(module, args, kwargs))
             layer = self._layers[self._calls]

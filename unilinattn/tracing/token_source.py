@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from unilinattn.errors import UncoveredError
-from unilinattn.tracing.inputs import call_host, token_ids
-from unilinattn.tracing.isolation import in_gradient_mode, isolated, with_own_random_numbers
+from unilinattn.host.inputs import call_host, token_ids
+from unilinattn.host.isolation import runs_in_gradient_mode
+from unilinattn.host.logits import logits_in
+from unilinattn.host.nested import mapped, tensors
+from unilinattn.host.observer import Functions
+from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.logits import logits_in
 from unilinattn.tracing.lookups import Lookups
-from unilinattn.tracing.nested import mapped, tensors
 from unilinattn.tracing.perturbation import TOLERANCE
 from unilinattn.tracing.tokens import TokenCall, find_tokens, require_own_tokens
-from unilinattn.tracing.wrappers import plain_run
 
 Source = TokenCall | str | None
 """The call whose result enters the first block as the tokens, the name of the argument, or None for lookups of ids."""
@@ -32,6 +32,7 @@ Hold = Callable[[Mapping[str, Any]], AbstractContextManager[object]]
 """Makes the vectors of the tokens those of the traced inputs in a run on changed arguments."""
 
 
+@runs_in_gradient_mode(False)
 def find_source(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
     """Return the source of the tokens' vectors: the lookups of their ids, or what enters the first block.
 
@@ -44,45 +45,18 @@ def find_source(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
     ids = token_ids(given)
     require_own_tokens(model, given, ids, layers)
 
-    def find() -> Source:
-        if ids is not None and not _reaching(model, given, None, layers, _explained):
-            return None
-        source = find_tokens(model, given, layers)
-        _require_alone(model, given, source, layers, _explained)
-        return source
-
-    return in_gradient_mode(False, find)
+    if ids is not None and not _reaching(model, given, None, layers, _explained):
+        return None
+    source = find_tokens(model, given, layers)
+    require_alone(model, given, source, layers, _explained)
+    return source
 
 
+@runs_in_gradient_mode(False)
 def require_alone(
-    model: nn.Module,
-    given: Mapping[str, Any],
-    source: Source,
-    layers: Sequence[Layer],
-    scalar: Callable[[Any], Any],
-) -> None:
-    """Raise `UncoveredError` if another input reaches a function of the output beside the tokens' vectors."""
-    in_gradient_mode(False, lambda: _require_alone(model, given, source, layers, lambda output: [scalar(output)]))
-
-
-def find_vectors(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
-    """Return the source of the vectors of the last layer's tokens, whatever else reaches the output.
-
-    Raises the errors of `find_tokens`.
-    """
-    stream = [layer for layer in layers if layer.output.shape[:2] == layers[-1].output.shape[:2]]
-
-    def find() -> Source:
-        if token_ids(given) is not None and not _reaching(model, given, None, layers, _explained):
-            return None
-        return find_tokens(model, given, stream)
-
-    return in_gradient_mode(False, find)
-
-
-def _require_alone(
     model: nn.Module, given: Mapping[str, Any], source: Source, layers: Sequence[Layer], read: Read
 ) -> None:
+    """Raise `UncoveredError` if another input reaches what `read` returns of the output beside the tokens' vectors."""
     reaching = _reaching(model, given, source, layers, read)
     if reaching:
         verb = "reaches" if len(reaching) == 1 else "reach"
@@ -90,6 +64,18 @@ def _require_alone(
             f"{' and '.join(reaching)} {verb} the output of {type(model).__name__} beside the vectors of its tokens, "
             "and shares are those of these vectors."
         )
+
+
+@runs_in_gradient_mode(False)
+def find_vectors(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
+    """Return the source of the vectors of the last layer's tokens, whatever else reaches the output.
+
+    Raises the errors of `find_tokens`.
+    """
+    stream = [layer for layer in layers if layer.output.shape[:2] == layers[-1].output.shape[:2]]
+    if token_ids(given) is not None and not _reaching(model, given, None, layers, _explained):
+        return None
+    return find_tokens(model, given, stream)
 
 
 def _reaching(
@@ -139,14 +125,8 @@ def _explained(output: Any) -> list[Any]:
 
 def _run(model: nn.Module, given: dict[str, Any], hold: Hold, read: Read) -> list[Tensor] | None:
     """Return what a run computes, None if it fails."""
-
-    def run() -> list[Any]:
-        with plain_run(model), hold(given):
-            return read(call_host(model, given))
-
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     try:
-        values = with_own_random_numbers(devices, lambda: isolated(model, run))
+        values = run(model, lambda: read(call_host(model, given)), observer=hold(given), seed=torch.get_rng_state())
     # The model may accept no other image or code.
     except Exception:
         return None
@@ -191,38 +171,18 @@ def _hold(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer], s
     if isinstance(source, str):
         return lambda arguments: nullcontext()
     if source is not None:
-        return lambda arguments: AtCall(source, source.vectors)
-
-    def find() -> Lookups:
-        with plain_run(model):
-            return Lookups(model, given, [layer.name for layer in layers])
-
-    lookups = isolated(model, find)
+        return lambda arguments: replaced_at_call(source, source.vectors)
+    lookups: Lookups = run(model, lambda: Lookups(model, given, [layer.name for layer in layers]))
     return lambda arguments: lookups.replaced(arguments, lookups.vectors)
 
 
-class AtCall(TorchFunctionMode):
-    """Records the result of the call that returns the tokens' vectors, or replaces it.
+def at_call(call: TokenCall, change: Callable[[Tensor], Tensor]) -> Functions:
+    """Pass the result of the call that returns the tokens' vectors through a function, in one run."""
+    is_call = call.finder()
+    return Functions(lambda func, args, kwargs, result: change(result) if is_call(func, result) else result)
 
-    Attributes:
-        vectors: the recorded result.
-    """
 
-    vectors: Tensor | None
-
-    def __init__(self, place: TokenCall, replacement: Tensor | None) -> None:
-        """Prepare for one run; None records."""
-        super().__init__()
-        self._is_place, self._replacement = place.finder(), replacement
-        self.vectors = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, and return its result or the replacement."""
-        result = func(*args, **(kwargs or {}))
-        if not self._is_place(func, result):
-            return result
-        if self._replacement is None:
-            self.vectors = result.detach().clone()
-            return result
-        # The host may write into the copy.
-        return self._replacement.reshape(result.shape).to(result, copy=True)
+def replaced_at_call(call: TokenCall, vectors: Tensor) -> Functions:
+    """Replace the result of the call that returns the tokens' vectors, in one run."""
+    # The host may write into the copy.
+    return at_call(call, lambda result: vectors.reshape(result.shape).to(result, copy=True))

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from unilinattn.call.exactness import relative_error
+from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.errors import UncoveredError
-from unilinattn.tracing.inputs import call_host
-from unilinattn.tracing.isolation import isolated
+from unilinattn.host.inputs import call_host
+from unilinattn.host.observer import Functions
+from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.trust import tolerance
-from unilinattn.tracing.wrappers import plain_run
 
 NAMED = 4
 """Largest number of shapes that an error names."""
@@ -50,7 +48,9 @@ class TokenCall:
 
     def require_same(self, vectors: Tensor) -> None:
         """Raise `UncoveredError` if the call of a run on the traced inputs returned other vectors."""
-        if vectors.shape != self.vectors.shape or relative_error(vectors, self.vectors) > tolerance(vectors.dtype):
+        if vectors.shape != self.vectors.shape or relative_error(vectors, self.vectors) > layer_tolerance(
+            vectors.dtype
+        ):
             raise UncoveredError(
                 "the vectors that enter the model's first block differ between two runs on the same inputs, as with a "
                 "hook that calls torch functions in one of them; remove the hooks of the model."
@@ -73,10 +73,9 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
     widths = {layer.input.shape[-1] for layer in layers}
     calls: list[tuple[Any, Any]] = []
 
-    class Record(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            calls.append((func, func(*args, **(kwargs or {}))))
-            return calls[-1][1]
+    def record(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        calls.append((func, result))
+        return result
 
     class Entered(Exception):
         pass
@@ -89,13 +88,12 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
         if stream is not None and (_in_list(name) or stream.shape[-1] in widths):
             raise Entered(stream)
 
-    def run() -> Tensor:
+    def first_entered() -> Tensor:
         for name, module in model.named_modules():
             if name in blocks:
                 module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
         try:
-            with plain_run(model), Record():
-                call_host(model, given)
+            call_host(model, given)
         except Entered as entered:
             return entered.args[0]
         raise UncoveredError(
@@ -103,7 +101,7 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
             "tokens, which its layers have, so the vectors of its tokens are unknown."
         )
 
-    stream = isolated(model, run)
+    stream: Tensor = run(model, first_entered, observer=Functions(record))
     argument = next((name for name, value in given.items() if value is stream), None)
     if argument is not None:
         return argument

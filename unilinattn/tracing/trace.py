@@ -1,12 +1,11 @@
 """`trace`: run a host model once and return its token-mixing layers as exact operators."""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -14,33 +13,30 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from unilinattn.errors import OptionError, UncoveredError
-from unilinattn.progress import bars
+from unilinattn.host.image import image_tokens, is_image, processed
+from unilinattn.host.inputs import host_arguments, token_ids
+from unilinattn.host.isolation import in_gradient_mode
+from unilinattn.host.logits import Logit, positions_of
+from unilinattn.host.module_calls import require_covered_calls
+from unilinattn.host.recorder import Recorder
+from unilinattn.host.substitution import (
+    PREFIX,
+    SUBSTITUTE_ABOVE,
+    may_be_long,
+)
+from unilinattn.host.text import Text, encoded, is_text, tokenized
+from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import compared_with_call
 from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.explained import ExplainedLogit
-from unilinattn.tracing.frozen import FrozenRun
-from unilinattn.tracing.gradient_cost import GradientCost, frozen_cost, gradient_cost
-from unilinattn.tracing.image import image_tokens, is_image, processed
-from unilinattn.tracing.inputs import call_host, host_arguments, last_real, real_tokens, token_ids
-from unilinattn.tracing.isolation import Result, in_gradient_mode, isolated
+from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
+from unilinattn.tracing.gradients import gradient_of
 from unilinattn.tracing.layer import Layer, LayerBuilder, Step
-from unilinattn.tracing.logits import KEEP, Logit, kept_positions, logits_at, logits_in, logits_of, positions_of
-from unilinattn.tracing.module_calls import require_covered_calls
 from unilinattn.tracing.padding import warn_of_leaks
-from unilinattn.tracing.recomputation import captures, recomputing
-from unilinattn.tracing.recorder import GradientRecorder, Recorder, refuse_dropout
+from unilinattn.tracing.recording import recorded
 from unilinattn.tracing.residual import group_parallel
 from unilinattn.tracing.streaming import first_tokens, run_in_pieces
-from unilinattn.tracing.substitution import (
-    PREFIX,
-    SUBSTITUTE_ABOVE,
-    may_be_long,
-    operators_at_length,
-    through_operators,
-)
-from unilinattn.tracing.text import Text, encoded, is_text, tokenized
-from unilinattn.tracing.wrappers import plain_run, require_gradients, unwrapped
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
 """A position, or one for each sequence, counted over real tokens; negative ones count from their end."""
@@ -58,9 +54,14 @@ class Trace:
         host: the model.
         arguments: the arguments of the call, by parameter name.
         text: the text that was given as input, None for other inputs.
+        opaque: the paths of the layers without an operator (see `trace(strict=False)`).
+        weights: the checksums of the model's weights.
         warnings: a sentence for each change of the trace to the user's call that changes the output; results have them
             too (see `tracing.agreement`).
     """
+
+    frozen: ClassVar[Callable[..., Any]]
+    """Run the model once more as one affine map of its tokens; `frozen.run` sets it to its function `frozen`."""
 
     def __init__(
         self,
@@ -72,11 +73,10 @@ class Trace:
         text: Text | None = None,
     ) -> None:
         """Freeze the layers of a recorded run."""
-        self.host, self.arguments, self._opaque, self.text = model, given, recorder.opaque, text
+        self.host, self.arguments, self.opaque, self.text = model, given, recorder.opaque, text
         self.warnings: tuple[str, ...] = ()
-        self._shared: tuple[Sequence[Target], dict[str, FrozenRun]] | None = None
         builder = LayerBuilder(model, given, dtype)
-        self._weights = builder.weights
+        self.weights = builder.weights
         self.model = type(model).__name__
         self.output = output
         groups = group_parallel(recorder.layers)
@@ -134,7 +134,7 @@ class Trace:
 
         Runs the model once more, with gradients, and restores it. Registered mixers run through their live operators:
         the same function, whose backward pass is linear in length where a host's loop is not. The backward pass
-        computes the model's blocks again from their inputs, one after the other (see `tracing.recomputation`). A host
+        computes the model's blocks again from their inputs, one after the other (see `host.recomputation`). A host
         that accepts `logits_to_keep` computes the logits of the target only, or all of them for a function.
 
         Raises `ModelStateError` if a weight changed since the trace, for weights made in inference mode and for active
@@ -149,111 +149,30 @@ class Trace:
 
         Nothing is kept between targets. Raises `ModelStateError` if a weight changes before the last one.
         """
-        self._require_whole("gradients")
+        self.require_whole("gradients")
         for target in list(targets):
             yield self._gradient(target, logit)
 
     def _gradient(self, target: Target, logit: Logit) -> tuple[Float[Tensor, "batch query out"], ...]:
-        self._weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
-        require_gradients(self.host)
-        recorder, given = GradientRecorder(self.host, opaque=self._opaque), self.arguments
-        if not callable(logit):
-            # The logits of all tokens and their gradients may take more memory than all layers.
-            wanted = partial(logits_at, self.host, given, lambda: [self.positions(target)], above=0)
-            given = in_gradient_mode(False, wanted)
-        kept = kept_positions(given, self.layers[-1].output.shape[1])
+        self.weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
+        return gradient_of(self.host, self.layers, self.opaque, self.explained_logit, target, logit)
 
-        def forward() -> Any:
-            refuse_dropout(self.host)
-            with plain_run(self.host), recomputing(self.host), recorder.attached():
-                return call_host(self.host, given)
-
-        def backward(output: Any) -> tuple[Tensor | None, ...]:
-            with plain_run(self.host), captures(self.host):
-                chosen = self.explained_logit.scalar(output, target, logit, kept).sum()
-                if not chosen.requires_grad:
-                    raise UncoveredError("the explained number does not depend on the outputs of the model's layers.")
-                return torch.autograd.grad(chosen, recorder.outputs, allow_unused=True)
-
-        def both() -> tuple[Tensor | None, ...]:
-            output = isolated(self.host, forward)
-            # Outside of the isolated run, so that the segments of the backward pass use the operators too.
-            with through_operators(self.host):
-                return isolated(self.host, partial(backward, output))
-
-        grads = in_gradient_mode(True, both)
-        # The graph refers to the recorder through its segments; the cycle would wait for the garbage collector.
-        recorder.outputs.clear()
-        return tuple(
-            torch.zeros_like(layer.output) if g is None else g.to(layer.output)
-            for layer, g in zip(self.layers, grads, strict=True)
-        )
-
-    def frozen(self, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> FrozenRun:
-        """Run the model once more as one affine map of its tokens, see `FrozenRun`.
-
-        Args:
-            targets: positions whose logits the run computes, if the model accepts `logits_to_keep`; None for all.
-            rule: "freeze" freezes the activated factor of a product, "half" gives both factors half of its relevance.
-
-        Raises `ModelStateError` if a weight changed since the trace, and the errors of `FrozenRun`.
-        """
-        self._weights.require_same(self.host, self.model, "its shares would not be those of the traced model")
-        if self._shared is not None and targets is not None:
-            every, runs = self._shared
-            if rule not in runs:
-                runs[rule] = self._frozen(every, rule)
-            return runs[rule]
-        return self._frozen(targets, rule)
-
-    @contextmanager
-    def one_frozen_run(self, targets: Sequence[Target]) -> Iterator[None]:
-        """Inside the context, `frozen` returns one run by each rule, which computes the logits of all `targets`.
-
-        For a method that runs once for each of them. The runs keep their graphs until the context ends.
-        """
-        self._shared = (targets, {})
-        try:
-            yield
-        finally:
-            self._shared = None
-
-    def _require_whole(self, what: str) -> None:
+    def require_whole(self, what: str) -> None:
         """Raise `UncoveredError` if the trace was made in pieces."""
         if any(layer.in_pieces for layer in self.layers):
             raise UncoveredError(f"{what} run the model on all tokens at once; trace without stream_to=.")
 
-    def _frozen(self, targets: Sequence[Target] | None, rule: str) -> FrozenRun:
-        self._require_whole("frozen runs")
-        given = self.arguments
-        if targets is not None:
-            wanted = partial(logits_at, self.host, given, lambda: [self.positions(t) for t in targets], above=0)
-            given = in_gradient_mode(False, wanted)
-        kept = kept_positions(given, self.layers[-1].output.shape[1])
-        choose = partial(self.explained_logit.scalar, kept=kept)
-        return FrozenRun(self.host, given, self.layers, choose, self.explained_logit.observed, rule=rule)
-
-    def gradient_cost(self, logit: Logit = None) -> GradientCost:
-        """Return the bytes and multiply-adds of `gradient` for one target, without running the model.
+    def gradient_cost(self, logit: Logit = None) -> int:
+        """Return the peak bytes of `gradient` for one target, without running the model.
 
         Raises `InputError` for a model without logits, unless `logit` is a function.
         """
-        logits = logits_in(self.output) if callable(logit) else logits_of(self.output, self.model)
-        numbers = 0 if logits is None else logits.numel()
-        if logits is not None and logits.ndim == 3 and not callable(logit):
-            targets = logits_at(self.host, self.arguments, lambda: [torch.tensor([0])], above=0).get(KEEP, logits)
-            numbers = numbers // logits.shape[1] if targets is not logits else numbers
-        operators = {layer.name: layer.operator for layer in self.layers if not layer.opaque}
-        return gradient_cost(self.host, operators, numbers)
+        return gradient_cost(self.host, self.layers, self.explained_logit.elements(self.host, logit))
 
-    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> GradientCost:
-        """Return the bytes and multiply-adds of `frozen` for `targets` positions, without running the model."""
-        logits = logits_in(self.output)
-        elements = 0 if logits is None else logits.numel()
-        if logits is not None and logits.ndim == 3:
-            elements = elements // logits.shape[1] * targets
-        operators = {layer.name: layer.operator for layer in self.layers}
-        return frozen_cost(self.host, operators, elements, live=rule == "half")
+    def frozen_cost(self, targets: int, *, rule: str = "freeze") -> int:
+        """Return the peak bytes of `frozen` for `targets` positions, without running the model."""
+        elements = self.explained_logit.elements_at(targets)
+        return frozen_cost(self.host, self.layers, elements, live=rule == "half")
 
 
 def trace(
@@ -337,15 +256,15 @@ def trace(
     mixers = remembered_mixers(model, first, above)
     if mixers:
         refuse(model, (), mixers, first, strict=strict)
-    recorded = partial(_recorded, model, first, progress=progress, above=above)
+    record = partial(recorded, model, first, progress=progress, above=above)
     seed = torch.get_rng_state()
-    recorder, output = recorded([mixer.path for mixer in mixers or ()])
+    recorder, output = record([mixer.path for mixer in mixers or ()])
     if mixers is None:
         mixers = unregistered_mixers(model, first, recorder.layers, above)
         refuse(model, recorder.layers, mixers, first, strict=strict)
         if mixers:
             seed = torch.get_rng_state()
-            recorder, output = recorded([mixer.path for mixer in mixers])
+            recorder, output = record([mixer.path for mixer in mixers])
     refuse(model, recorder.layers, (), first, strict=strict)
     require_covered_calls(recorder.layers, strict=strict)
     if stream_to is not None:
@@ -357,41 +276,6 @@ def trace(
         call = {name: value for name, value in given.items() if name in named}
         traced.warnings = compared_with_call(model, call, given, output, seed)
     return traced
-
-
-def _recorded(
-    model: nn.Module, given: Mapping[str, Any], opaque: Collection[str], *, progress: bool, above: int
-) -> tuple[Recorder, Any]:
-    """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
-    recorder = Recorder(model, opaque=opaque)
-    last = [last_real(real_tokens(given))]
-
-    def call() -> Any:
-        return call_host(model, logits_at(model, given, lambda: last, above=above))
-
-    return recorder, recorded_run(recorder, call, given, progress=progress, above=above)
-
-
-def recorded_run(
-    recorder: Recorder, call: Callable[[], Result], given: Mapping[str, Any], *, progress: bool, above: int
-) -> Result:
-    """Return `call()`, a run of the recorder's model on `given` without gradients, and restore the model.
-
-    Causal mixers run through their operators on more than `above` tokens.
-
-    Raises `ModelStateError` at active dropout, and the errors of `operators_at_length`.
-    """
-    model = recorder.model
-
-    def run() -> Result:
-        refuse_dropout(model)
-        with bars(progress), plain_run(model), ExitStack() as stack:
-            if may_be_long(given, above):
-                stack.enter_context(operators_at_length(model, real_tokens(given), recorder.note_prefix, above))
-            stack.enter_context(recorder.attached())
-            return call()
-
-    return in_gradient_mode(False, lambda: isolated(model, run))
 
 
 @cache

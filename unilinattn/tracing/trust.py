@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from unilinattn.call.exactness import TOLERANCES
+from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError, nearest
 from unilinattn.kernels.precision import AUTOCAST
 
@@ -76,7 +76,7 @@ def doubt_of(layer: Checked) -> str | None:
         error = layer.reconstruction_error()
     except UncoveredError:
         return None
-    allowed = tolerance(layer.precision)
+    allowed = layer_tolerance(layer.precision)
     if error <= allowed:
         return None
     causes = likely_causes(layer.module)
@@ -85,11 +85,6 @@ def doubt_of(layer: Checked) -> str | None:
         f"the operator of {layer.name} misses the host's output by {error:.1e} (relative; {allowed:.0e} is accepted in "
         f"{str(layer.precision).removeprefix('torch.')}). Likely cause: {reason}."
     )
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest accepted reconstruction error of a host that computes in a dtype."""
-    return TOLERANCES.get(("layer", dtype), TOLERANCES["layer", torch.bfloat16])
 
 
 def precision_of(module: nn.Module, output: Tensor) -> torch.dtype:

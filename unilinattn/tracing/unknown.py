@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import package_version
+from unilinattn.host.observer import Functions, Inputs, Observer
+from unilinattn.host.run import run
 from unilinattn.registry import list_architectures
 from unilinattn.tracing.completeness import Leak
-from unilinattn.tracing.inputs import call_host
-from unilinattn.tracing.isolation import in_gradient_mode, isolated
-from unilinattn.tracing.wrappers import plain_run
 
 NAMED = 5
 """Largest number of modules that an error names in a list."""
@@ -126,24 +124,21 @@ def probable_mixers(model: nn.Module, given: Mapping[str, Any]) -> list[Refused]
 
     The functions are `MIXING`, convolutions whose windows overlap, and linear maps over a transposed axis.
     """
-    paths: list[str] = [""]
     mixing: dict[str, None] = {}
 
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            with torch._C.DisableTorchFunction():
-                if _mixes(getattr(func, "__name__", ""), args, kwargs or {}):
-                    mixing[paths[-1]] = None
-            return func(*args, **(kwargs or {}))
+    class Paths(Observer[str]):
+        def frame(self, path: str, module: nn.Module, inputs: Inputs) -> str:
+            return path
 
-    def run() -> None:
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda *_, name=name: paths.append(name))
-            module.register_forward_hook(lambda *_: paths.pop() and None, always_call=True)
-        with plain_run(model), Watch():
-            call_host(model, given)
+    paths = Paths(model)
 
-    in_gradient_mode(False, lambda: isolated(model, run))
+    def watch(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            if _mixes(getattr(func, "__name__", ""), args, kwargs):
+                mixing[paths.stack[-1] if paths.stack else ""] = None
+        return result
+
+    run(model, given, mixers=paths.attached(), observer=Functions(watch))
     modules = dict(_holder(model, path, model.get_submodule(path), _is_basic) for path in mixing)
     first = {type(module): (path, module) for path, module in reversed(modules.items())}
     return list(first.values())[::-1]

@@ -37,14 +37,14 @@ def carry_chunks(
     batch = tl.program_id(2).to(tl.int64) // heads
     transition += batch * t_batch + head * t_head
     states += batch * s_batch + head * s_head
-    at = n[:, None] * channels + p[None, :]
-    held = (n < size)[:, None] & (p < channels)[None, :]
+    entry = n[:, None] * channels + p[None, :]
+    live = (n < size)[:, None] & (p < channels)[None, :]
     for _ in range(0, chunks):
         target = states + s_chunk
-        state = tl.load(target + at, mask=held, other=0.0)
+        state = tl.load(target + entry, mask=live, other=0.0)
         if DIAGONAL:
             decay = tl.load(transition + n * t_row, mask=n < size, other=0.0).to(tl.float32)
-            state += decay[:, None] * tl.load(states + at, mask=held, other=0.0)
+            state += decay[:, None] * tl.load(states + entry, mask=live, other=0.0)
         else:
             for first in range(0, size, INNER):
                 m = first + tl.arange(0, INNER).to(tl.int64)
@@ -53,7 +53,7 @@ def carry_chunks(
                 mask = (m < size)[:, None] & (p < channels)[None, :]
                 before = tl.load(states + m[:, None] * channels + p[None, :], mask=mask, other=0.0)
                 state = product(moves.to(tl.float32), before, state, "ieee")
-        tl.store(target + at, state, mask=held)
+        tl.store(target + entry, state, mask=live)
         # The next chunk's products read coordinates that other threads of this program have stored.
         tl.debug_barrier()
         states = target

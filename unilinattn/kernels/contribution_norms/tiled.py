@@ -24,14 +24,14 @@ def norms(
     kind, p = kind_of(order, reference)
     y = None if reference is None else _by_channel(reference)
     sign_and_size = None if y is None or kind == "dot" else _sign_and_size(y)
-    for group, row, part, formed in _formed(vectors, weight):
+    for group, row, inner, formed in _formed(vectors, weight):
         if sign_and_size is not None:
             sign, size = (_of_groups(factor[:, :, row], group, len(vectors)) for factor in sign_and_size)
-            result[group, row] = _alti(part, sign, size, formed)[0]
+            result[group, row] = _alti(inner, sign, size, formed)[0]
         elif y is not None:
-            result[group, row] = torch.mul(part, _of_groups(y[:, :, row], group, len(vectors)), out=formed).sum(1)
+            result[group, row] = torch.mul(inner, _of_groups(y[:, :, row], group, len(vectors)), out=formed).sum(1)
         else:
-            result[group, row] = _norm(part, kind, p, formed)
+            result[group, row] = _norm(inner, kind, p, formed)
     return result
 
 
@@ -44,9 +44,9 @@ def alti_norms(
     scores = vectors.new_empty(vectors.shape[0], *vectors.shape[2:])
     norms = torch.empty_like(scores)
     sign_and_size = _sign_and_size(_by_channel(reference))
-    for group, row, part, formed in _formed(vectors, weight):
+    for group, row, inner, formed in _formed(vectors, weight):
         sign, size = (_of_groups(factor[:, :, row], group, len(vectors)) for factor in sign_and_size)
-        scores[group, row], norms[group, row] = _alti(part, sign, size, formed)
+        scores[group, row], norms[group, row] = _alti(inner, sign, size, formed)
     return scores, norms
 
 
@@ -64,16 +64,16 @@ def _formed(
     outs = channels if weight is None else weight.shape[1]
     room: Tensor | None = None
     for group, row in _parts((groups, rows, cols), outs):
-        part = vectors[group, :, row]
+        inner = vectors[group, :, row]
         if weight is None:
-            yield group, row, part, None
+            yield group, row, inner, None
             continue
         if room is None:
             # The first part is the largest; mapping fresh pages for each of them is slow.
-            room = part.new_empty(part.shape[0] * outs * part.shape[2] * cols)
-        matrix = (weight if weight.shape[0] == 1 else weight[group]).expand(part.shape[0], -1, -1)
-        formed = room[: part.shape[0] * outs * part.shape[2] * cols].view(part.shape[0], outs, -1)
-        formed = torch.bmm(matrix, part.flatten(2), out=formed).unflatten(2, part.shape[2:])
+            room = inner.new_empty(inner.shape[0] * outs * inner.shape[2] * cols)
+        matrix = (weight if weight.shape[0] == 1 else weight[group]).expand(inner.shape[0], -1, -1)
+        formed = room[: inner.shape[0] * outs * inner.shape[2] * cols].view(inner.shape[0], outs, -1)
+        formed = torch.bmm(matrix, inner.flatten(2), out=formed).unflatten(2, inner.shape[2:])
         yield group, row, formed, formed
 
 

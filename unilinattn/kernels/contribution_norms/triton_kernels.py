@@ -66,8 +66,8 @@ def pair_norms(
         v = tl.load(vectors + c[:, None] * v_channel, mask=live[:, None] & here[None, :], other=0.0).to(tl.float32)
         acc = product(w, v, acc, PRECISION)
     if KIND == "alti" or KIND == "dot":
-        at = group // per_sequence * y_batch + row[None, :] * y_row + d[:, None] * y_out
-        y = tl.load(reference + at, mask=wanted[:, None] & here[None, :], other=0.0).to(tl.float32)
+        offset = group // per_sequence * y_batch + row[None, :] * y_row + d[:, None] * y_out
+        y = tl.load(reference + offset, mask=wanted[:, None] & here[None, :], other=0.0).to(tl.float32)
     if KIND == "l1":
         total = tl.sum(tl.abs(acc), 0)
     if KIND == "l2":
@@ -82,5 +82,5 @@ def pair_norms(
         total = tl.sum(tl.minimum(along, 2 * tl.abs(y) - along), 0)
     if KIND == "dot":
         total = tl.sum(acc * y, 0)
-    at = (tl.program_id(1).to(tl.int64) * tl.num_programs(2) + group) * pairs + pair
-    tl.store(out + at, total, mask=here)
+    offset = (tl.program_id(1).to(tl.int64) * tl.num_programs(2) + group) * pairs + pair
+    tl.store(out + offset, total, mask=here)

@@ -53,10 +53,10 @@ def causal_rows(
     `tile` maps rows and columns to a block of every head, `shape` is (batch, keys).
     """
     batch, keys = shape
-    for part in blocks:
-        block = zeros((batch, part.stop - part.start, keys))
-        for row in parts(part.stop - part.start, PIECE):
-            piece = slice(part.start + row.start, part.start + row.stop)
+    for tokens in blocks:
+        block = zeros((batch, tokens.stop - tokens.start, keys))
+        for row in parts(tokens.stop - tokens.start, PIECE):
+            piece = slice(tokens.start + row.start, tokens.start + row.stop)
             reached = slice(0, min(piece.stop, keys))
             block[:, row, reached] = reduced(tile(piece, reached), piece, left, taps)
         yield block

@@ -34,7 +34,7 @@ Fill = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """The type of `fill_leaves`."""
 
 
-class Places:
+class Buffers:
     """Buffers reused by the tiles of one operation, because mapping fresh pages for each tile is slow."""
 
     def __init__(self) -> None:
@@ -67,16 +67,16 @@ def reduced_rows(
     batch, length, heads, state = shape
     step = max(1, INNER // state)
     reach = max(taps, default=0) if taps else 0
-    places = Places()
+    buffers = Buffers()
     for tokens in blocks:
         block: Tensor | None = None
-        for part in parts(heads, step):
+        for some_heads in parts(heads, step):
             for some in squares(tokens):
                 near, read = square(
-                    *factors(some, part),
-                    None if left is None else of_tokens(left, some)[..., part],
-                    None if taps is None else {lag: of_tokens(tap, some)[..., part] for lag, tap in taps.items()},
-                    places=places,
+                    *factors(some, some_heads),
+                    None if left is None else of_tokens(left, some)[..., some_heads],
+                    None if taps is None else {lag: of_tokens(tap, some)[..., some_heads] for lag, tap in taps.items()},
+                    buffers=buffers,
                     leaf=leaf,
                     fill=fill or fill_leaves,
                 )
@@ -84,7 +84,7 @@ def reduced_rows(
                     block = near.new_zeros(batch, tokens.stop - tokens.start, length + reach)
                 rows = block[:, some.start - tokens.start : some.stop - tokens.start]
                 rows[:, :, some.start : some.stop + reach] += near
-                _add_far(rows, read, factors, some.start, part, taps, reach)
+                _add_far(rows, read, factors, some.start, some_heads, taps, reach)
         assert block is not None
         yield tokens, block[:, :, reach:]
 
@@ -153,7 +153,7 @@ def square(
     left: Float[Tensor, "#batch #token head"] | None = None,
     taps: Taps | None = None,
     *,
-    places: Places,
+    buffers: Buffers,
     leaf: int = LEAF,
     fill: Fill = fill_leaves,
 ) -> tuple[Float[Tensor, "batch token landed"], Float[Tensor, "batch token inner"]]:
@@ -161,18 +161,18 @@ def square(
 
     Columns begin `max(taps)` tokens early, for taps that land inside. Blocks grow from leaves in pairs: the later rows
     read the earlier columns by one product around the cut between them, then both factors are decayed across the other
-    half, to the pair's ends. Both results lie in `places` until their next use. `fill` computes leaves of `leaf` rows.
+    half, to the pair's ends. Both results lie in `buffers` until their next use. `fill` computes leaves of `leaf` rows.
     """
     batch, count = decay.shape[:2]
     reach = max(taps, default=0) if taps else 0
     size = square_rows(count)
     heads_here, state = decay.shape[2:]
     inner = heads_here * state
-    steps = places.take("steps", (batch, size, heads_here, state), decay)
+    steps = buffers.take("steps", (batch, size, heads_here, state), decay)
     decays(decay, out=steps[:, :count])
     steps[:, count:] = 1
     # Queries are expanded to every head: with a broadcast, inner loops would be only as long as the state.
-    reading, query = query, places.take("query", steps.shape, decay)
+    reading, query = query, buffers.take("query", steps.shape, decay)
     if left is None:
         query[:, :count] = reading
     else:
@@ -183,7 +183,7 @@ def square(
     blocks = size // leaf
     steps, query = (t.unflatten(1, (blocks, leaf)).flatten(0, 1) for t in (steps, query))
     # A token's write lands on `reach` + 1 columns, the earliest first.
-    entering = places.take("entering", (batch, size, reach + 1, heads_here, state), decay)
+    entering = buffers.take("entering", (batch, size, reach + 1, heads_here, state), decay)
     if reach or size > count:
         entering.zero_()
     for lag, tap in weights.items():
@@ -193,22 +193,25 @@ def square(
         else:
             torch.mul(key, tap, out=here)
     entering = entering.view(batch * blocks, leaf, reach + 1, heads_here, state)
-    write = places.take("write", (batch * blocks, leaf + reach, heads_here, state), decay)
-    read = places.take("read", steps.shape, decay)
+    write = buffers.take("write", (batch * blocks, leaf + reach, heads_here, state), decay)
+    read = buffers.take("read", steps.shape, decay)
     leaves = steps.new_empty(batch * blocks, leaf, leaf + reach)
     passed = torch.empty_like(steps[:, 0])
     fill(steps, query, entering, write, read, passed, leaves)
-    filled = places.take("filled", (batch, size, size + reach), decay).zero_()
+    filled = buffers.take("filled", (batch, size, size + reach), decay).zero_()
     for nth, near in enumerate(leaves.unflatten(0, (batch, blocks)).unbind(1)):
         start = nth * leaf
         filled[:, start : start + leaf, start : start + leaf + reach] += near
     read, write, passed = read.flatten(2), write.flatten(2), passed.flatten(1)
     half, spare = leaf, "write"
+    # With 4 leaves of 16 tokens, half = 16 fills two corners, rows 16-31 x columns 0-15 and rows 48-63 x columns 32-47,
+    # and half = 32 fills rows 32-63 x columns 0-31: every pair lies in one leaf or in one corner. All corners of one
+    # size are one batched product, and no factor decays over more tokens than its block has.
     while half < size:
         lower, upper = write.unflatten(0, (-1, 2)).unbind(1)
         second = read.unflatten(0, (-1, 2))[:, 1]
         before, after = passed.unflatten(0, (-1, 2)).unbind(1)
-        corners = places.take("corners", (len(second), half, half + reach), decay)
+        corners = buffers.take("corners", (len(second), half, half + reach), decay)
         torch.bmm(second, lower.mT, out=corners)
         for nth, corner in enumerate(corners.unflatten(0, (batch, -1)).unbind(1)):
             start = 2 * nth * half
@@ -219,7 +222,7 @@ def square(
         if reach:
             # A column with taps in both halves belongs to both.
             spare = "joined" if spare == "write" else "write"
-            joined = places.take(spare, (len(lower), 2 * half + reach, inner), decay)
+            joined = buffers.take(spare, (len(lower), 2 * half + reach, inner), decay)
             joined[:, :half] = lower[:, :half]
             flushed_(torch.add(lower[:, half:], upper[:, :reach], out=joined[:, half : half + reach]))
             joined[:, half + reach :] = upper[:, reach:]
@@ -255,7 +258,7 @@ def _add_far(
         else:
             write = faded.new_zeros(faded.shape[0], faded.shape[1] + reach, *faded.shape[2:])
             for lag, tap in taps.items():
-                at = reach - lag
-                write[:, at : at + faded.shape[1]] += faded * of_tokens(tap, tokens)[..., heads, None]
+                first = reach - lag
+                write[:, first : first + faded.shape[1]] += faded * of_tokens(tap, tokens)[..., heads, None]
             flushed_(write)
         flushed_(block[:, :, tokens.start : tokens.stop + reach]).baddbmm_(read, write.flatten(2).mT)

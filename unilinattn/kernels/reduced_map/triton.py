@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from unilinattn.kernels.launch import Precision, on, power
+from unilinattn.kernels.launch import Factor, Precision, factor, on, power
 from unilinattn.kernels.reduced_map import tiled
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.reduced_map.tiled import Factors
-from unilinattn.kernels.reduced_map.triton_kernels import SUB, chunk_factors, diagonal_tiles, far_tiles
+from unilinattn.kernels.reduced_map.triton_kernels import SUB, PanelSizes, chunk_factors, diagonal_tiles, far_tiles
 from unilinattn.kernels.row_product.naive import Sign
 from unilinattn.memory import parts
 
@@ -72,17 +72,17 @@ def reduced_rows(
         return
     batch, length, heads, state = shape
     step = max(1, INNER // state)
-    for part in blocks:
+    for rows in blocks:
         block: Tensor | None = None
         for tile in parts(heads, step):
-            for panel in panels(factors, part, tile, left, taps, COLUMNS):
+            for panel in panels(factors, rows, tile, left, taps, COLUMNS):
                 if block is None:
-                    block = panel.read.new_zeros(batch, part.stop - part.start, length)
+                    block = panel.read.new_zeros(batch, rows.stop - rows.start, length)
                 add_far(block, panel, precision)
             assert block is not None
-            add_diagonal(block, factors, part, tile, left, taps, precision)
+            add_diagonal(block, factors, rows, tile, left, taps, precision)
         assert block is not None
-        yield part, block
+        yield rows, block
 
 
 def held_elements(rows: int, shape: tuple[int, int, int, int]) -> int:
@@ -130,26 +130,29 @@ def add_far(out: Float[Tensor, "batch row col"], panel: Panel, precision: Precis
 
     `out` is the map of the rows or, with `band`, the part of each row in its own chunk and the one before.
     """
-    launch_far(out, panel, out, out, "band" if band else "add", "keep", precision)
+    launch_far(out, panel, out.shape[1], "band" if band else "add", precision)
 
 
 def launch_far(
     out: Float[Tensor, "batch _ col"],
     panel: Panel,
-    row: Float[Tensor, "batch row *col"],
-    scale: Float[Tensor, "batch row *col"],
+    rows: int,
     kind: Literal["add", "band", "fold"],
-    sign: Sign,
     precision: Precision,
+    *,
+    weight: Float[Tensor, "batch row"] | None = None,
+    scale: Float[Tensor, "batch row"] | None = None,
+    sign: Sign = "keep",
 ) -> None:
-    """Run `far_tiles` on a panel; `row`, which has the number of rows, and `scale` are factors for "fold" only."""
+    """Run `far_tiles` on a panel with `rows` rows; `weight`, `scale` and `sign` are those of "fold"."""
     first, last = panel.chunks
     batch, padded, inner = panel.read.shape
     row_chunks = padded // CHUNK
+    fades = panel.fade.shape[2]
 
-    def grid(sizes: dict[str, int]) -> tuple[int, int]:
+    def grid(options: dict[str, int]) -> tuple[int, int]:
         across = 1 if kind == "band" else last - first
-        return across * (CHUNK // sizes["COLS"]), batch * row_chunks * (CHUNK // sizes["ROWS"])
+        return across * (CHUNK // options["COLS"]), batch * row_chunks * (CHUNK // options["ROWS"])
 
     with on(out):
         far_tiles[grid](
@@ -157,24 +160,15 @@ def launch_far(
             panel.write,
             panel.fade,
             out,
-            row,
-            scale,
-            inner,
-            first,
-            last,
-            panel.row,
-            row_chunks,
-            panel.fade.shape[2],
-            panel.origin,
-            panel.stop,
             *out.stride()[:2],
-            row.shape[1],
-            *row.stride()[:2],
-            *scale.stride()[:2],
+            None if weight is None else factor(weight, "batch token"),
+            None if scale is None else factor(scale, "batch token"),
+            inner,
+            PanelSizes(first, last, panel.row, row_chunks, fades, panel.origin, panel.stop, rows),
             PLANES=panel.write.shape[0],
             CHUNK=CHUNK,
             KIND=kind,
-            PHI=sign,
+            SIGN=sign,
             PRECISION=precision,
         )
 
@@ -193,32 +187,23 @@ def add_diagonal(
     """Add the writes that land in the rows' own chunks: one pass per tap, with column = landing token - lag."""
     query, key, decay = _whole(factors(rows, heads))
     batch, count, heads_here, state = decay.shape
-    weight = query if left is None else _of(left, rows, heads, decay)
     row_chunks = -(-count // CHUNK)
     landing: Mapping[int, Tensor | None] = taps or {0: None}
     for lag, tap in landing.items():
-        factor = query if tap is None else _of(tap, rows, heads, decay)
         with on(out):
             diagonal_tiles[(row_chunks * (CHUNK // SUB), batch)](
-                query,
-                key,
-                decay,
-                weight,
-                factor,
+                factor(query),
+                factor(key),
+                factor(decay),
+                _weight(left, rows, heads, decay),
+                _weight(tap, rows, heads, decay),
                 out,
+                *out.stride()[:2],
                 heads_here * state,
                 state,
                 count,
                 rows.start,
                 lag,
-                *query.stride(),
-                *key.stride(),
-                *decay.stride(),
-                *weight.stride()[:3],
-                *factor.stride()[:3],
-                *out.stride()[:2],
-                LEFT=left is not None,
-                TAP=tap is not None,
                 CHUNK=CHUNK,
                 BAND=band,
                 PRECISION=precision,
@@ -245,15 +230,14 @@ def _chunks(
     written = torch.empty(batch, count * CHUNK, inner, dtype=torch.float32, device=decay.device)
     reading = torch.empty_like(written) if read else None
     total = written.new_empty(batch, count, inner)
-    weight = query if left is None else _of(left, tokens, heads, decay)
     width = power(min(64, inner))
     with on(written):
         chunk_factors[(count * -(-inner // width), batch)](
-            query,
-            key,
-            decay,
-            weight,
-            written if reading is None else reading,
+            factor(query),
+            factor(key),
+            factor(decay),
+            _weight(left, tokens, heads, decay),
+            reading,
             written,
             total,
             inner,
@@ -261,12 +245,6 @@ def _chunks(
             tokens.start - begin,
             tokens.stop - begin,
             count,
-            *query.stride(),
-            *key.stride(),
-            *decay.stride(),
-            *weight.stride()[:3],
-            LEFT=left is not None,
-            READ=read,
             CHUNK=CHUNK,
             INNER=width,
             num_warps=8,
@@ -295,16 +273,16 @@ def _planes(
     if beyond is not None:
         written = torch.cat([written, beyond.flatten(1, 2)], dim=1)
     here, there = written.new_zeros(2, written.shape[0], length, written.shape[2]).unbind()
-    place = torch.arange(length, device=written.device) % CHUNK
+    position = torch.arange(length, device=written.device) % CHUNK
     begin = origin + chunks[0] * CHUNK
     tokens = slice(max(0, begin), min(stop, begin + written.shape[1]))
     around = (0, 0, tokens.start - begin, begin + written.shape[1] - tokens.stop)
     for lag, tap in taps.items():
-        part = tap[:, :, heads] if tap.shape[1] == 1 else functional.pad(tap[:, tokens, heads], around)
-        each = part.to(written.dtype).repeat_interleave(written.shape[2] // part.shape[2], dim=2)
+        weight = tap[:, :, heads] if tap.shape[1] == 1 else functional.pad(tap[:, tokens, heads], around)
+        each = weight.to(written.dtype).repeat_interleave(written.shape[2] // weight.shape[2], dim=2)
         shifted = (written * each)[:, lag : lag + length]
         shifted = functional.pad(shifted, (0, 0, 0, length - shifted.shape[1]))
-        same = (place + lag < CHUNK)[:, None]
+        same = (position + lag < CHUNK)[:, None]
         here += shifted.where(same, 0)
         there += shifted.where(~same, 0)
     following = functional.pad(total[:, 1:], (0, 0, 0, length // CHUNK + 1 - total.shape[1]))
@@ -327,12 +305,14 @@ def _fade(
     return torch.stack(table, dim=1).exp()
 
 
-def _whole(given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, decay = given
+def _whole(some_factors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, decay = some_factors
     return query.expand_as(decay), key.expand_as(decay), decay
 
 
-def _of(factor: Tensor, tokens: slice, heads: slice, like: Tensor) -> Tensor:
-    """Return a weight of some tokens and heads (batch, token, head), expanded along broadcast axes."""
-    factor = factor[:, :, heads] if factor.shape[1] == 1 else factor[:, tokens, heads]
-    return factor.expand(like.shape[:3])
+def _weight(weight: Tensor | None, tokens: slice, heads: slice, like: Tensor) -> Factor | None:
+    """Return a weight (batch, token, head) of some tokens and heads, expanded along broadcast axes; None for None."""
+    if weight is None:
+        return None
+    some = weight[:, :, heads] if weight.shape[1] == 1 else weight[:, tokens, heads]
+    return factor(some.expand(like.shape[:3]), "batch token head")

@@ -3,15 +3,36 @@
 Every exponent is a sum of log-decays, never a difference of sums; masks apply before the exponential.
 """
 
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
 
-from unilinattn.kernels.launch import product, tuned
+from unilinattn.kernels.launch import load, product, tuned
 
 SUB = 16
 """Rows of a diagonal tile per program; the pairs of these tokens are computed elementwise."""
+
+
+class PanelSizes(NamedTuple):
+    """Sizes of a panel, the factors of a block of rows and of some columns; chunks are counted from token `origin`.
+
+    Attributes:
+        first, last: the first chunk of the columns, and the one after their last.
+        row_chunk, row_chunks: the first chunk of the rows, and their number.
+        fades: chunks of columns in the table of decays.
+        origin, stop: the first token of chunk 0, and the token after the last row.
+        rows: number of rows, without those that fill the last chunk.
+    """
+
+    first: int
+    last: int
+    row_chunk: int
+    row_chunks: int
+    fades: int
+    origin: int
+    stop: int
+    rows: int
 
 
 @triton.jit
@@ -29,51 +50,34 @@ def chunk_factors(
     begin,
     end,
     chunks,
-    q_batch,
-    q_token,
-    q_head,
-    q_state,
-    k_batch,
-    k_token,
-    k_head,
-    k_state,
-    g_batch,
-    g_token,
-    g_head,
-    g_state,
-    l_batch,
-    l_token,
-    l_head,
-    LEFT: tl.constexpr,
-    READ: tl.constexpr,
     CHUNK: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Write left q exp(sum to token), k exp(sum from token) and the whole sum of one chunk; zero at missing tokens."""
+    """Write left q exp(sum to token), k exp(sum from token) and the whole sum of one chunk; zero at missing tokens.
+
+    `left` and `read` may be None. The axis `inner` runs over states and then heads: with 16 states, n = 35 is state 3
+    of head 2.
+    """
     chunk = (tl.program_id(0) % chunks).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     n = (tl.program_id(0) // chunks).to(tl.int64) * INNER + tl.arange(0, INNER)
-    head, state = n // states, n % states
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    token = place - begin
-    live = ((place >= begin) & (place < end))[:, None] & (n < inner)[None, :]
-    own = decay + batch * g_batch + head[None, :] * g_head + state[None, :] * g_state
-    g = tl.load(own + token[:, None] * g_token, mask=live, other=0.0).to(tl.float32)
-    at = (batch * chunks * CHUNK + place[:, None]) * inner + n[None, :]
-    inside = (place >= 0)[:, None] & (n < inner)[None, :]
-    if READ:
-        where = batch * q_batch + token[:, None] * q_token + head[None, :] * q_head + state[None, :] * q_state
-        q = tl.load(query + where, mask=live, other=0.0).to(tl.float32)
-        if LEFT:
-            where = batch * l_batch + token[:, None] * l_token + head[None, :] * l_head
-            q *= tl.load(left + where, mask=live, other=0.0).to(tl.float32)
-        tl.store(read + at, q * tl.exp(tl.cumsum(g, 0)), mask=inside)
+    head, state = (n // states)[None, :], (n % states)[None, :]
+    position = chunk * CHUNK + tl.arange(0, CHUNK)
+    token = position[:, None] - begin
+    live = ((position >= begin) & (position < end))[:, None] & (n < inner)[None, :]
+    g = load(decay, batch, token, head, state, live)
+    offset = (batch * chunks * CHUNK + position[:, None]) * inner + n[None, :]
+    inside = (position >= 0)[:, None] & (n < inner)[None, :]
+    if read is not None:
+        q = load(query, batch, token, head, state, live)
+        if left is not None:
+            q *= load(left, batch, token, head, 0, live)
+        tl.store(read + offset, q * tl.exp(tl.cumsum(g, 0)), mask=inside)
     # The step of the next token, because a token's write decays only by the steps after it.
-    after = live & (place + 1 < end)[:, None] & (tl.arange(0, CHUNK) < CHUNK - 1)[:, None]
-    following = tl.load(own + (token[:, None] + 1) * g_token, mask=after, other=0.0).to(tl.float32)
-    where = batch * k_batch + token[:, None] * k_token + head[None, :] * k_head + state[None, :] * k_state
-    k = tl.load(key + where, mask=live, other=0.0).to(tl.float32)
-    tl.store(written + at, k * tl.exp(tl.cumsum(following, 0, reverse=True)), mask=inside)
+    after = live & (position + 1 < end)[:, None] & (tl.arange(0, CHUNK) < CHUNK - 1)[:, None]
+    following = load(decay, batch, token + 1, head, state, after)
+    k = load(key, batch, token, head, state, live)
+    tl.store(written + offset, k * tl.exp(tl.cumsum(following, 0, reverse=True)), mask=inside)
     tl.store(total + (batch * chunks + chunk) * inner + n, tl.sum(g, 0), mask=n < inner)
 
 
@@ -94,44 +98,40 @@ def far_tiles(
     write,
     fade,
     out,
+    out_batch,
+    out_row,
     row_weight,
     row_scale,
     inner,
-    first,
-    last,
-    row_chunk,
-    row_chunks,
-    fades,
-    origin,
-    stop,
-    o_batch,
-    o_row,
-    rows,
-    w_batch,
-    w_row,
-    s_batch,
-    s_row,
+    sizes,
     PLANES: tl.constexpr,
     CHUNK: tl.constexpr,
     KIND: tl.constexpr,
-    PHI: tl.constexpr,
+    SIGN: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Compute a tile between two chunks, and add it to a map or to a band, or sum its rows per column."""
+    """Compute a tile between two chunks, and add it to a map or to a band, or sum its rows per column.
+
+    `row_weight` and `row_scale` are factors (batch, row) for the sum, "fold", only. Programs of axis 0 are tiles of
+    columns, those of axis 1 tiles of rows and then sequences: with 2 tiles per chunk and 3 row chunks, program 9 of
+    axis 1 is the second tile of the second chunk of sequence 1.
+    """
     tiles: tl.constexpr = CHUNK // ROWS
     across: tl.constexpr = CHUNK // COLS
-    row_tile = (tl.program_id(1) % (row_chunks * tiles)).to(tl.int64)
-    batch = (tl.program_id(1) // (row_chunks * tiles)).to(tl.int64)
+    row_tile = (tl.program_id(1) % (sizes.row_chunks * tiles)).to(tl.int64)
+    batch = (tl.program_id(1) // (sizes.row_chunks * tiles)).to(tl.int64)
     col_tile = tl.program_id(0).to(tl.int64)
-    r = row_chunk + row_tile // tiles
-    c = r - 1 if KIND == "band" else first + col_tile // across
-    wanted = (c >= first) & (c < last) & (c < r)
+    r = sizes.row_chunk + row_tile // tiles
+    c = r - 1 if KIND == "band" else sizes.first + col_tile // across
+    computed = (c >= sizes.first) & (c < sizes.last) & (c < r)
     if KIND == "fold":
-        wanted = wanted & (c < r - 1)
-    if wanted:
+        # The band has the chunk before a row's own: taps of its columns may land in either chunk, and the sign applies
+        # to the sum of all taps.
+        computed = computed & (c < r - 1)
+    if computed:
         # The next chunk reads a column at its own chunk's end; later chunks read it, with all taps, one chunk later.
         plane = 0
         between = c
@@ -140,36 +140,47 @@ def far_tiles(
             plane = later
             between = c + later
         i = row_tile * ROWS + tl.arange(0, ROWS)
-        j = (c - first) * CHUNK + (col_tile % across) * COLS + tl.arange(0, COLS)
-        batches = tl.num_programs(1) // (row_chunks * tiles)
-        reads = read + (batch * row_chunks * CHUNK + i)[:, None] * inner
-        writes = write + ((plane * batches + batch) * (last - first) * CHUNK + j)[None, :] * inner
-        fading = fade + ((batch * row_chunks + r - row_chunk) * fades + between - first) * inner
+        j = (c - sizes.first) * CHUNK + (col_tile % across) * COLS + tl.arange(0, COLS)
+        batches = tl.num_programs(1) // (sizes.row_chunks * tiles)
+        reads = read + (batch * sizes.row_chunks * CHUNK + i)[:, None] * inner
+        writes = write + ((plane * batches + batch) * (sizes.last - sizes.first) * CHUNK + j)[None, :] * inner
+        table_row = batch * sizes.row_chunks + r - sizes.row_chunk
+        fading = fade + (table_row * sizes.fades + between - sizes.first) * inner
         acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
         for start in range(0, inner, INNER):
             n = start + tl.arange(0, INNER)
-            held = n < inner
-            a = tl.load(reads + n[None, :], mask=held[None, :], other=0.0)
-            a *= tl.load(fading + n, mask=held, other=0.0)[None, :]
-            b = tl.load(writes + n[:, None], mask=held[:, None], other=0.0)
+            live = n < inner
+            a = tl.load(reads + n[None, :], mask=live[None, :], other=0.0)
+            a *= tl.load(fading + n, mask=live, other=0.0)[None, :]
+            b = tl.load(writes + n[:, None], mask=live[:, None], other=0.0)
             acc = product(a, b, acc, PRECISION)
-        col = origin + first * CHUNK + j
-        live = (col >= 0) & (col < stop)
+        col = sizes.origin + sizes.first * CHUNK + j
+        col_live = (col >= 0) & (col < sizes.stop)
         if KIND == "fold":
-            scale = tl.load(row_scale + batch * s_batch + i * s_row, mask=i < rows, other=0.0)
-            value = acc * scale[:, None]
-            if PHI == "clamp":
+            value = acc * load(row_scale, batch, i, 0, 0, i < sizes.rows)[:, None]
+            if SIGN == "clamp":
                 value = tl.maximum(value, 0.0)
-            if PHI == "abs":
+            if SIGN == "abs":
                 value = tl.abs(value)
-            weight = tl.load(row_weight + batch * w_batch + i * w_row, mask=i < rows, other=0.0)
-            tl.store(out + batch * o_batch + row_tile * o_row + col, tl.sum(value * weight[:, None], 0), mask=live)
+            weight = load(row_weight, batch, i, 0, 0, i < sizes.rows)
+            target = out + batch * out_batch + row_tile * out_row + col
+            tl.store(target, tl.sum(value * weight[:, None], 0), mask=col_live)
         else:
             if KIND == "band":
                 col = (col_tile % across) * COLS + tl.arange(0, COLS)
-            at = out + batch * o_batch + i[:, None] * o_row + col[None, :]
-            mask = (i < rows)[:, None] & live[None, :]
-            tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
+            target = out + batch * out_batch + i[:, None] * out_row + col[None, :]
+            mask = (i < sizes.rows)[:, None] & col_live[None, :]
+            tl.store(target, tl.load(target, mask=mask, other=0.0) + acc, mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _weighted(factor, weight, batch, token, head, state, mask):
+    """Read a query or a key, times its weight unless that is None."""
+    x = load(factor, batch, token, head, state, mask)
+    if weight is not None:
+        x *= load(weight, batch, token, head, 0, mask)
+    return x
 
 
 @triton.jit
@@ -181,39 +192,24 @@ def diagonal_tiles(
     left,
     tap,
     out,
+    out_batch,
+    out_row,
     inner,
     states,
     rows,
     start,
     lag,
-    q_batch,
-    q_token,
-    q_head,
-    q_state,
-    k_batch,
-    k_token,
-    k_head,
-    k_state,
-    g_batch,
-    g_token,
-    g_head,
-    g_state,
-    l_batch,
-    l_token,
-    l_head,
-    t_batch,
-    t_token,
-    t_head,
-    o_batch,
-    o_row,
-    LEFT: tl.constexpr,
-    TAP: tl.constexpr,
     CHUNK: tl.constexpr,
     BAND: tl.constexpr,
     PRECISION: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """Add to a map or a band the weights of SUB rows on their chunk's tokens; a token's column is `lag` before it."""
+    """Add to a map or a band the weights of SUB rows on their chunk's tokens; a token's column is `lag` before it.
+
+    `left` and `tap` may be None. Rows 32 to 47 of a chunk, for example, take the columns 0 to 31 by one product, whose
+    factors decay to row 32, and the columns 32 to 47 pair by pair: a product around one token would need decays to a
+    later or an earlier one, whose exponentials over- or underflow.
+    """
     SUB: tl.constexpr = 16
     PAIRS: tl.constexpr = 16
     batch = tl.program_id(1).to(tl.int64)
@@ -221,15 +217,10 @@ def diagonal_tiles(
     chunk = sub // (CHUNK // SUB)
     cut = sub * SUB
     i = cut + tl.arange(0, SUB)
-    query += batch * q_batch
-    key += batch * k_batch
-    decay += batch * g_batch
-    left += batch * l_batch
-    tap += batch * t_batch
     shift = start - lag
     if BAND:
         shift = CHUNK - chunk * CHUNK - lag
-    out += batch * o_batch
+    out += batch * out_batch
     if (cut > chunk * CHUNK) & (cut < rows):
         # Columns before the sub-block: one product around its first row.
         j = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -237,45 +228,30 @@ def diagonal_tiles(
         for begin in range(0, inner, INNER):
             n = begin + tl.arange(0, INNER).to(tl.int64)
             head, state = (n // states)[None, :], (n % states)[None, :]
-            held = (n < inner)[None, :]
-            live = (i < rows)[:, None] & held
-            g = tl.load(decay + i[:, None] * g_token + head * g_head + state * g_state, mask=live, other=0.0)
-            q = tl.load(query + i[:, None] * q_token + head * q_head + state * q_state, mask=live, other=0.0)
-            q = q.to(tl.float32)
-            if LEFT:
-                q *= tl.load(left + i[:, None] * l_token + head * l_head, mask=live, other=0.0).to(tl.float32)
-            a = q * tl.exp(tl.cumsum(g.to(tl.float32), 0))
-            before = (j < cut)[:, None] & held
-            k = tl.load(key + j[:, None] * k_token + head * k_head + state * k_state, mask=before, other=0.0)
-            k = k.to(tl.float32)
-            if TAP:
-                k *= tl.load(tap + j[:, None] * t_token + head * t_head, mask=before, other=0.0).to(tl.float32)
-            step = (j + 1 < cut)[:, None] & held
-            g = tl.load(decay + (j[:, None] + 1) * g_token + head * g_head + state * g_state, mask=step, other=0.0)
-            b = k * tl.exp(tl.cumsum(g.to(tl.float32), 0, reverse=True))
+            n_live = (n < inner)[None, :]
+            live = (i < rows)[:, None] & n_live
+            g = load(decay, batch, i[:, None], head, state, live)
+            a = _weighted(query, left, batch, i[:, None], head, state, live) * tl.exp(tl.cumsum(g, 0))
+            k = _weighted(key, tap, batch, j[:, None], head, state, (j < cut)[:, None] & n_live)
+            g = load(decay, batch, j[:, None] + 1, head, state, (j + 1 < cut)[:, None] & n_live)
+            b = k * tl.exp(tl.cumsum(g, 0, reverse=True))
             acc = product(a, tl.trans(b), acc, PRECISION)
-        col = shift + j
         mask = (i < rows)[:, None] & ((start + j >= lag) & (j < cut))[None, :]
-        at = out + i[:, None] * o_row + col[None, :]
-        tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
+        target = out + i[:, None] * out_row + (shift + j)[None, :]
+        tl.store(target, tl.load(target, mask=mask, other=0.0) + acc, mask=mask)
     later = tl.arange(0, SUB)[:, None] > tl.arange(0, SUB)[None, :]
     square = tl.zeros((SUB, SUB), dtype=tl.float32)
     for begin in range(0, inner, PAIRS):
         n = begin + tl.arange(0, PAIRS).to(tl.int64)
         head, state = (n // states)[None, :], (n % states)[None, :]
         live = (i < rows)[:, None] & (n < inner)[None, :]
-        g = tl.load(decay + i[:, None] * g_token + head * g_head + state * g_state, mask=live, other=0.0)
-        q = tl.load(query + i[:, None] * q_token + head * q_head + state * q_state, mask=live, other=0.0)
-        k = tl.load(key + i[:, None] * k_token + head * k_head + state * k_state, mask=live, other=0.0)
-        q, k = q.to(tl.float32), k.to(tl.float32)
-        if LEFT:
-            q *= tl.load(left + i[:, None] * l_token + head * l_head, mask=live, other=0.0).to(tl.float32)
-        if TAP:
-            k *= tl.load(tap + i[:, None] * t_token + head * t_head, mask=live, other=0.0).to(tl.float32)
-        steps = tl.where(later[:, :, None], g.to(tl.float32)[:, None, :], 0.0)
+        g = load(decay, batch, i[:, None], head, state, live)
+        q = _weighted(query, left, batch, i[:, None], head, state, live)
+        k = _weighted(key, tap, batch, i[:, None], head, state, live)
+        steps = tl.where(later[:, :, None], g[:, None, :], 0.0)
         pairs = q[:, None, :] * tl.exp(tl.cumsum(steps, 0)) * k[None, :, :]
         square += tl.sum(pairs, 2)
     seen = tl.arange(0, SUB)[:, None] >= tl.arange(0, SUB)[None, :]
     mask = (i < rows)[:, None] & (start + i >= lag)[None, :] & seen
-    at = out + i[:, None] * o_row + (shift + i)[None, :]
-    tl.store(at, tl.load(at, mask=mask, other=0.0) + square, mask=mask)
+    target = out + i[:, None] * out_row + (shift + i)[None, :]
+    tl.store(target, tl.load(target, mask=mask, other=0.0) + square, mask=mask)

@@ -49,8 +49,8 @@ def folded(
     """Return sum_i row_i sign(weight_i m_ij) for the consecutive blocks of rows of a map m with `keys` columns."""
     total, start = row.new_zeros(row.shape[0], keys), 0
     for block in blocks:
-        part = slice(start, start + block.shape[1])
-        scaled = block if weight is None else block * weight[:, part, None]
-        total = total + torch.einsum("bi,bij->bj", row[:, part], flushed_(apply_sign(sign, scaled)))
-        start = part.stop
+        rows = slice(start, start + block.shape[1])
+        scaled = block if weight is None else block * weight[:, rows, None]
+        total = total + torch.einsum("bi,bij->bj", row[:, rows], flushed_(apply_sign(sign, scaled)))
+        start = rows.stop
     return total

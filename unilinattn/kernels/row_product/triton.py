@@ -49,14 +49,14 @@ def row_product(
     max_rows = max(1, NUMBERS // max(1, batch * heads * state * chunk)) * chunk
     rows = max(1, min(rows, max_rows))
     everything = slice(0, heads)
-    for part in parts(length, rows):
-        padded = -(-(part.stop - part.start) // chunk) * chunk
+    for tokens in parts(length, rows):
+        padded = -(-(tokens.stop - tokens.start) // chunk) * chunk
         near = total.new_zeros(batch, padded, 2 * chunk)
-        for panel in panels(factors, part, everything, left, taps, max_rows):
+        for panel in panels(factors, tokens, everything, left, taps, max_rows):
             add_far(near, panel, precision, band=True)
-            _fold(total, panel, row[:, part], scale[:, part], sign, precision)
-        add_diagonal(near, factors, part, everything, left, taps, precision, band=True)
-        _fold_near(total, near, part, row[:, part], scale[:, part], sign)
+            _fold(total, panel, row[:, tokens], scale[:, tokens], sign, precision)
+        add_diagonal(near, factors, tokens, everything, left, taps, precision, band=True)
+        _fold_near(total, near, tokens, row[:, tokens], scale[:, tokens], sign)
     return total
 
 
@@ -73,14 +73,14 @@ def _fold(
     if panel.chunks[0] >= panel.row + padded // reduced.CHUNK - 2:
         return
     sums = total.new_zeros(batch, padded // LEAST, panel.stop)
-    launch_far(sums, panel, row, scale, "fold", sign, precision)
+    launch_far(sums, panel, row.shape[1], "fold", precision, weight=row, scale=scale, sign=sign)
     total[:, : panel.stop] += sums.sum(1)
 
 
 def _fold_near(
     total: Float[Tensor, "batch length"],
     near: Float[Tensor, "batch padded two"],
-    part: slice,
+    tokens: slice,
     row: Float[Tensor, "batch row"],
     scale: Float[Tensor, "batch row"],
     sign: Sign,
@@ -93,5 +93,5 @@ def _fold_near(
     joined = sums.new_zeros(sums.shape[0], sums.shape[1] + 1, chunk)
     joined[:, :-1] += sums[..., :chunk]
     joined[:, 1:] += sums[..., chunk:]
-    begin = part.start - chunk
-    total[:, max(0, begin) : part.stop] += joined.flatten(1)[:, max(0, -begin) : part.stop - begin]
+    begin = tokens.start - chunk
+    total[:, max(0, begin) : tokens.stop] += joined.flatten(1)[:, max(0, -begin) : tokens.stop - begin]

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from unilinattn.kernels.groups import repeat_groups
 from unilinattn.kernels.reduced_map.dense import Taps, of_tokens
-from unilinattn.kernels.reduced_map.tiled import COLUMNS, ROWS, Places, square_rows, squares
+from unilinattn.kernels.reduced_map.tiled import COLUMNS, ROWS, Buffers, square_rows, squares
 from unilinattn.kernels.subnormal import decays, flushed_
 from unilinattn.memory import parts
 
@@ -29,16 +29,16 @@ def scalar_map(
     ROWS rows.
     """
     length, groups = query.shape[1:3]
-    places, whole = Places(), query.new_zeros(query.shape[0], length, length)
+    buffers, whole = Buffers(), query.new_zeros(query.shape[0], length, length)
     for group in range(groups):
         factors = _of_group(query, key, log_decay, key_scale, group)
         for some in _largest_squares(length):
             size = square_rows(some.stop - some.start)
             if some.stop - some.start == size:
-                _fill_group(whole[:, some], some, factors, None, None, places, add=group > 0)
+                _fill_group(whole[:, some], some, factors, None, None, buffers, add=group > 0)
             else:
                 padded = query.new_zeros(query.shape[0], size, some.start + size)
-                _fill_group(padded, some, factors, None, None, places, add=False)
+                _fill_group(padded, some, factors, None, None, buffers, add=False)
                 whole[:, some, : some.stop] += padded[:, : some.stop - some.start, : some.stop]
     return whole
 
@@ -72,7 +72,7 @@ def scalar_rows(
     batch, length, groups, _ = query.shape
     reach = max(taps, default=0) if taps else 0
     weights: Taps | dict[int, None] = {0: None} if taps is None else taps
-    places = Places()
+    buffers = Buffers()
     for tokens in blocks:
         pieces = squares(tokens)
         # Rows and columns of the last square are padded. Column j lies at `reach` + j, so that all taps land inside.
@@ -84,7 +84,7 @@ def scalar_rows(
                 reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
                 for some in pieces:
                     rows = slice(some.start - tokens.start, None if some is pieces[-1] else some.stop - tokens.start)
-                    _fill_group(block[:, rows, reach - lag :], some, factors, reading, writing, places, add=True)
+                    _fill_group(block[:, rows, reach - lag :], some, factors, reading, writing, buffers, add=True)
         yield block[:, : tokens.stop - tokens.start, reach : reach + length]
 
 
@@ -113,7 +113,7 @@ def _fill_group(
     factors: Sequence[Tensor],
     left: Float[Tensor, "#batch #length channel"] | None,
     tap: Float[Tensor, "#batch #length channel"] | None,
-    places: Places,
+    buffers: Buffers,
     *,
     add: bool,
 ) -> None:
@@ -140,7 +140,7 @@ def _fill_group(
         (_, ahead_later), (behind_earlier, _) = _halves(ahead, half), _halves(behind, half)
         read = _weighted(ahead_later, None if read_weight is None else _halves(read_weight, half)[1], channels)
         write = _weighted(behind_earlier, _halves(write_weight, half)[0], channels)
-        _fill_products(_blocks(square, half, 1), later, earlier, read, write, places, add=add)
+        _fill_products(_blocks(square, half, 1), later, earlier, read, write, buffers, add=add)
         # Counted from the pair's beginning, and to its end.
         ahead_later += before.unsqueeze(2)
         behind_earlier += after.unsqueeze(2)
@@ -153,7 +153,7 @@ def _fill_group(
         if tap is not None:
             write_weight = write_weight * of_tokens(tap, columns)
         write = _weighted(_after(decay) + crossed, write_weight, channels)
-        _fill_products(block[:, :, columns], query, key, read, write, places, add=add)
+        _fill_products(block[:, :, columns], query, key, read, write, buffers, add=add)
         crossed = crossed + decay.sum(1, keepdim=True)
 
 
@@ -163,7 +163,7 @@ def _fill_products(
     key: Float[Tensor, "*batch col state"],
     read: Float[Tensor, "*batch row channel"],
     write: Float[Tensor, "*batch col channel"],
-    places: Places,
+    buffers: Buffers,
     *,
     add: bool,
 ) -> None:
@@ -173,9 +173,9 @@ def _fill_products(
         for row in parts(rows, TILE):
             for col in parts(cols, TILE):
                 factors = (query[..., row, :], key[..., col, :], read[..., row, :], write[..., col, :])
-                _fill_products(block[..., row, col], *factors, places, add=add)
+                _fill_products(block[..., row, col], *factors, buffers, add=add)
         return
-    scores, faded = (places.take(name, block.shape, block) for name in ("scores", "decays"))
+    scores, faded = (buffers.take(name, block.shape, block) for name in ("scores", "decays"))
     torch.matmul(query, key.mT, out=scores)
     torch.matmul(read, write.mT, out=faded)
     if add:
@@ -212,6 +212,8 @@ def _halves(factor: Float[Tensor, "batch token channel"], half: int) -> tuple[Te
 def _blocks(square: Float[Tensor, "batch token token"], size: int, corner: int) -> Float[Tensor, "batch block row col"]:
     """Return a view of the squares of `size` on the diagonal, or (`corner` 1) of those below it between pairs."""
     batch, rows, _ = square.shape
+    # Of 8 tokens with `size` 2, corners are rows 2-3 x columns 0-1 and rows 6-7 x columns 4-5: they are 4 rows and 4
+    # columns apart, one stride of the view, which can therefore be written by one product without a copy.
     step, row, col = square.stride()
     apart = (1 + corner) * size
     shape, stride = (batch, rows // apart, size, size), (step, apart * (row + col), row, col)

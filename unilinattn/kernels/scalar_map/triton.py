@@ -27,10 +27,10 @@ def scalar_rows(
     batch, length, groups, _ = query.shape
     weights: dict[int, Tensor | None] = {0: None} if taps is None else dict(taps)
     width = max([log_decay.shape[2], *(t.shape[2] for t in (left, *weights.values()) if t is not None)]) // groups
-    for part in blocks:
-        total = query.new_zeros(batch, part.stop - part.start, length)
+    for rows in blocks:
+        total = query.new_zeros(batch, rows.stop - rows.start, length)
         for group in range(groups):
-            scores = query[:, part, group] @ key[:, :, group].mT
+            scores = query[:, rows, group] @ key[:, :, group].mT
             decay, scale = (
                 repeat_groups(t.unflatten(2, (groups, -1))[:, :, group], width) for t in (log_decay, key_scale)
             )
@@ -38,7 +38,7 @@ def scalar_rows(
             for lag, tap in weights.items():
                 reading, writing = (of_group(weight, group, groups) for weight in (left, tap))
                 landing = None if writing is None else {0: writing}
-                ((_, decays),) = decayed.reduced_rows(factors, shape, reading, landing, blocks=[part])
+                ((_, decays),) = decayed.reduced_rows(factors, shape, reading, landing, blocks=[rows])
                 total += functional.pad((scores * decays)[..., lag:], (0, min(lag, length)))
         yield total
 

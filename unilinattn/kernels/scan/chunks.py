@@ -137,6 +137,7 @@ class Chunk:
 
     def then(self, later: "Chunk") -> "Chunk":
         """Return this chunk and the one after it as one chunk."""
+        # `over_heads` sums `within` over heads and keeps them in `read`, so the axis of heads tells the two apart.
         summed = self.within.shape[1] < self.read.shape[1]
         corner = flushed_(_summed(later.read, self.write).unsqueeze(1) if summed else later.read @ self.write)
         upper = torch.cat([self.within, torch.zeros_like(corner).mT], dim=-1)
@@ -156,7 +157,7 @@ class Chunk:
 def joined(chunks: Sequence[Chunk]) -> Chunk:
     """Return consecutive chunks as one: neighbours are joined first, so that both halves have about the same size."""
     while len(chunks) > 1:
-        pairs = [one.then(later) for one, later in zip(chunks[::2], chunks[1::2], strict=False)]
+        pairs = [earlier.then(later) for earlier, later in zip(chunks[::2], chunks[1::2], strict=False)]
         chunks = [*pairs, *chunks[len(chunks) // 2 * 2 :]]
     return chunks[0]
 
@@ -186,6 +187,8 @@ class Reading:
     def block(self, row: slice, cols: slice) -> Float[Tensor, "batch head row col"]:
         """Return a block of rows and columns for every head."""
         first, last, _ = cols.indices(self.keys)
+        # `states` covers the columns before the chunk, `within` those of the chunk: with 64 earlier columns, columns
+        # 60 to 69 are the last 4 of the one and the first 6 of the other.
         begun = self.states.shape[-1]
         earlier = self.chunk.read[:, :, row] @ self.states[..., first:last]
         within = self.chunk.within[:, :, row, max(first - begun, 0) : max(last - begun, 0)]
@@ -204,10 +207,10 @@ def _summed(
     return read.transpose(1, 2).flatten(2) @ states.flatten(1, 2)
 
 
-def _padded(parts: Sequence[Tensor], width: int) -> Tensor:
+def _padded(blocks: Sequence[Tensor], width: int) -> Tensor:
     """Concatenate columns and pad them with zeros to `width`, in one copy."""
-    rest = width - sum(part.shape[-1] for part in parts)
-    return torch.cat([*parts, parts[-1].new_zeros(*parts[-1].shape[:-1], rest)], dim=-1)
+    rest = width - sum(block.shape[-1] for block in blocks)
+    return torch.cat([*blocks, blocks[-1].new_zeros(*blocks[-1].shape[:-1], rest)], dim=-1)
 
 
 def fill(

@@ -34,6 +34,7 @@ def between(log_decay: Float[Tensor, "batch length head state"]) -> Float[Tensor
     """Return at (i, j) the sum of log-decays of the steps j + 1 to i, -inf for j > i."""
     length = log_decay.shape[1]
     ones = torch.ones(length, length, dtype=torch.bool, device=log_decay.device)
+    # Row i of column j holds step i where i > j, so the sum down to row i is that of the steps j + 1 to i.
     spread = log_decay.unsqueeze(2).expand(-1, -1, length, -1, -1)
     total = spread.masked_fill(ones.triu()[..., None, None], 0).cumsum(1)
     return total.masked_fill(ones.triu(1)[..., None, None], -torch.inf)
@@ -84,6 +85,7 @@ def pairs_of(
                 x0, y0, g0 = (t[:, :, start:stop].unflatten(2, (count, half + ahead)) for t in (x, y, decay))
                 corner = _corner(x0[:, :, :, half:], y0[:, :, :, :half], g0, half)
                 squares = filled[..., start:stop, start:stop].unflatten(-1, (count, -1)).unflatten(-3, (count, -1))
+                # The blocks on the diagonal of (block of rows, block of columns) are one view: block is its last axis.
                 squares.diagonal(dim1=-4, dim2=-2)[..., half:, :half, :] = corner
         half *= 2
     return [list(row.unbind()) for row in filled.unbind()]

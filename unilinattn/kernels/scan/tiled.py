@@ -84,9 +84,9 @@ def _states(
         shape = torch.broadcast_shapes(state.shape, increments[0].shape, crossed[0].shape, crossed[-1].shape)
         room = increment.new_empty(shape[0], len(order), *shape[1:])
     states = room[:, : len(order)]
-    places = states.unbind(1)
+    slots = states.unbind(1)
     for t in order:
-        state = torch.addcmul(increments[t], crossed[t], state, out=places[t])
+        state = torch.addcmul(increments[t], crossed[t], state, out=slots[t])
     return flushed_(states)
 
 
@@ -110,6 +110,7 @@ class _Recurrence(torch.autograd.Function):
         forwards = first == 0
         # A state's gradient arrives through the next step in the order; the last state has none from there.
         steps = crossed.unbind(1)
+        # The recurrence multiplies zero by the decay at its end, whatever that is: any tensor of its shape will do.
         passed = (*steps[1:], steps[0]) if forwards else (steps[-1], *steps[:-1])
         flow = _states(grad.new_zeros(()).expand_as(state), passed, grad, ctx.order[::-1])
         crossed_grad = torch.empty_like(flow)
@@ -164,12 +165,12 @@ def diagonal_scan(
     outputs = []
     differentiated = is_differentiated(query, key, log_decay, key_scale, rate, written)
     group = GROUP if differentiated and value.shape[1] > KEPT else value.shape[1]
-    for parts in cut(group, query, key, log_decay, key_scale, reset, written):
+    for chunk_factors in cut(group, query, key, log_decay, key_scale, reset, written):
         if group < value.shape[1]:
             # A long pass stores only vectors and recomputes its states for the gradient.
-            output, state = checkpoint(_group, state, rate, *parts, use_reentrant=False)
+            output, state = checkpoint(_group, state, rate, *chunk_factors, use_reentrant=False)
         else:
-            output, state = _group(state, rate, *parts)
+            output, state = _group(state, rate, *chunk_factors)
         outputs.append(output)
     return _back(torch.cat(outputs, dim=1), value)
 
@@ -207,13 +208,13 @@ def diagonal_scan_adjoint(
 ) -> Inexact[Tensor, "batch length head channel"]:
     """Apply the transpose of `diagonal_scan`'s matrix: backward in time, queries write and keys read."""
     # A write that all heads share is computed once.
-    given = grad[:, :, :1] if grad.stride(2) == 0 else grad
-    given = given.transpose(2, 3) if grad.shape[3] == 1 else given
+    upstream = grad[:, :, :1] if grad.stride(2) == 0 else grad
+    upstream = upstream.transpose(2, 3) if grad.shape[3] == 1 else upstream
     query, key, log_decay, key_scale, rate = _laid_out(query, key, log_decay, key_scale, rate, grad.shape[3])
     state, later = grad.new_zeros(1, 1, 1, 1), grad.new_ones(1, log_decay.shape[2], 1, log_decay.shape[4])
     outputs = []
-    decay_room, room = _rooms(query, key, log_decay, key_scale, rate, given)
-    for q, k, g, scale, begins, y in reversed(cut(STEPS, query, key, log_decay, key_scale, reset, given)):
+    decay_room, room = _rooms(query, key, log_decay, key_scale, rate, upstream)
+    for q, k, g, scale, begins, y in reversed(cut(STEPS, query, key, log_decay, key_scale, reset, upstream)):
         step_decays = _step_decays(g, rate, begins, decay_room)
         states = recur_back(state, step_decays, later, q * y.unsqueeze(3), None if room is None else room[:, 1:])
         output = _read(states, k)

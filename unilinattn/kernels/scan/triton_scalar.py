@@ -3,26 +3,59 @@
 The same kernels run backward in time, see triton_diagonal.py; its `carry` joins the segments.
 """
 
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
 
-from unilinattn.kernels.launch import product
+from unilinattn.kernels.launch import load, product
+
+
+class Sizes(NamedTuple):
+    """Sizes of a memory and of its segments.
+
+    Attributes:
+        length, heads, columns, states: shape of the memory; a column is a channel of the values.
+        per_group: heads that share a query and a key.
+        segments, segment: number of segments, and tokens of each.
+    """
+
+    length: int
+    heads: int
+    columns: int
+    states: int
+    per_group: int
+    segments: int
+    segment: int
 
 
 @triton.jit
 @no_type_check
-def _chunk_decays(decay, step, moves, g_token, CHUNK: tl.constexpr):
+def _chunk_decays(decay, batch, step, head, mask, CHUNK: tl.constexpr):
     """Return a chunk's decays from its start, to its end and between its positions, and its whole log-decay.
 
-    Each exponent is the sum of the steps between: one cumulative sum per position, starting after it.
+    Each exponent is the sum of the steps between: one cumulative sum per position, starting after it. With the steps g
+    of 3 tokens, `steps` and its sums along the first axis, the exponents, are
+
+        0    0   0        0        0   0
+        g1   0   0        g1       0   0
+        g2   g2  0        g1 + g2  g2  0
+
+    A difference of two sums over the whole chunk would lose the digits of small steps after large ones.
     """
     i = tl.arange(0, CHUNK)
-    g = tl.load(decay + step * g_token, mask=moves, other=0.0).to(tl.float32)
-    spread = tl.where(i[:, None] > i[None, :], g[:, None] + tl.zeros((CHUNK, CHUNK), dtype=tl.float32), 0.0)
-    between = tl.where(i[:, None] >= i[None, :], tl.cumsum(spread, 0), float("-inf"))
-    return tl.exp(tl.cumsum(g, 0)), tl.exp(tl.sum(spread, 0)), tl.exp(between), tl.sum(g, 0)
+    g = load(decay, batch, step, head, 0, mask)
+    steps = tl.where(i[:, None] > i[None, :], g[:, None] + tl.zeros((CHUNK, CHUNK), dtype=tl.float32), 0.0)
+    between = tl.where(i[:, None] >= i[None, :], tl.cumsum(steps, 0), float("-inf"))
+    return tl.exp(tl.cumsum(g, 0)), tl.exp(tl.sum(steps, 0)), tl.exp(between), tl.sum(g, 0)
+
+
+@triton.jit
+@no_type_check
+def _states_at(batch, segment, head, p, n, sizes):
+    """Return the offsets of states (coordinate, column) in a tensor (batch, segment, head, column, state)."""
+    row = ((batch * sizes.segments + segment) * sizes.heads + head) * sizes.columns + p[None, :]
+    return row * sizes.states + n[:, None]
 
 
 @triton.jit
@@ -33,86 +66,61 @@ def scalar_segments(
     decay,
     value,
     entering,
+    leaving,
     total,
     out,
-    length,
-    padded,
-    segments,
-    segment,
-    heads,
-    per_read,
-    columns,
-    states,
-    r_batch,
-    r_token,
-    r_group,
-    r_state,
-    w_batch,
-    w_token,
-    w_group,
-    w_state,
-    g_batch,
-    g_token,
-    g_head,
-    v_batch,
-    v_token,
-    v_head,
-    v_column,
-    ENTERS: tl.constexpr,
-    LEAVES: tl.constexpr,
+    sizes,
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STATES: tl.constexpr,
 ):
-    """Run one segment of a scalar memory, chunk by chunk; `per_read` heads share a read and a write factor."""
-    wide = (columns + COLUMNS - 1) // COLUMNS
-    nth = tl.program_id(0).to(tl.int64) % segments
-    program = tl.program_id(0).to(tl.int64) // segments
-    p = program % wide * COLUMNS + tl.arange(0, COLUMNS)
-    head = program // wide % heads
-    batch = program // (wide * heads)
+    """Run one segment of a scalar memory, chunk by chunk: write its outputs, or its final state and its log-decay.
+
+    `entering` may be None. Without `leaving` and `total` the outputs are written to `out`.
+    """
+    blocks = (sizes.columns + COLUMNS - 1) // COLUMNS
+    nth = tl.program_id(0).to(tl.int64) % sizes.segments
+    program = tl.program_id(0).to(tl.int64) // sizes.segments
+    p = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    head = program // blocks % sizes.heads
+    batch = program // (blocks * sizes.heads)
+    group = head // sizes.per_group
     n = tl.arange(0, STATES).to(tl.int64)
-    n_live, p_live = n < states, p < columns
-    corner = (((batch * segments + nth) * heads + head) * columns + p[None, :]) * states + n[:, None]
-    held = n_live[:, None] & p_live[None, :]
+    n_live, p_live = n < sizes.states, p < sizes.columns
+    corner = _states_at(batch, nth, head, p, n, sizes)
+    state_mask = n_live[:, None] & p_live[None, :]
     state = tl.zeros((STATES, COLUMNS), dtype=tl.float32)
-    faded = 0.0
-    if ENTERS:
-        state = tl.load(entering + corner, mask=held, other=0.0)
-    read += batch * r_batch + head // per_read * r_group
-    write += batch * w_batch + head // per_read * w_group
-    decay += batch * g_batch + head * g_head
-    value += batch * v_batch + head * v_head
+    log_total = 0.0
+    if entering is not None:
+        state = tl.load(entering + corner, mask=state_mask, other=0.0)
     i = tl.arange(0, CHUNK).to(tl.int64)
-    for start in range(0, segment, CHUNK):
-        token = nth * segment + start + i
+    for start in range(0, sizes.segment, CHUNK):
+        token = nth * sizes.segment + start + i
         step = token
         if REVERSE:
-            token = padded - 1 - token
+            token = sizes.segments * sizes.segment - 1 - token
             step = token + 1
-        here = token < length
-        begun, ahead, between, crossed = _chunk_decays(decay, step, here & (step < length), g_token, CHUNK)
-        shared = here[:, None] & n_live[None, :]
-        w = tl.load(write + token[:, None] * w_token + n[None, :] * w_state, mask=shared, other=0.0).to(tl.float32)
-        mask = here[:, None] & p_live[None, :]
-        v = tl.load(value + token[:, None] * v_token + p[None, :] * v_column, mask=mask, other=0.0).to(tl.float32)
-        if LEAVES:
-            faded += crossed
+        live = token < sizes.length
+        begun, ahead, between, crossed = _chunk_decays(decay, batch, step, head, live & (step < sizes.length), CHUNK)
+        factor_mask = live[:, None] & n_live[None, :]
+        w = load(write, batch, token[:, None], group, n[None, :], factor_mask)
+        value_mask = live[:, None] & p_live[None, :]
+        v = load(value, batch, token[:, None], head, p[None, :], value_mask)
+        if total is not None:
+            log_total += crossed
         else:
-            x = tl.load(read + token[:, None] * r_token + n[None, :] * r_state, mask=shared, other=0.0)
-            x = x.to(tl.float32)
-            nothing = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-            scores = product(x, tl.trans(w), nothing, PRECISION) * between
+            x = load(read, batch, token[:, None], group, n[None, :], factor_mask)
+            scores = product(x, tl.trans(w), tl.zeros((CHUNK, CHUNK), dtype=tl.float32), PRECISION) * between
             y = product(scores, v, tl.zeros((CHUNK, COLUMNS), dtype=tl.float32), PRECISION)
             y = product(x * begun[:, None], state, y, PRECISION)
-            at = ((batch * length + token[:, None]) * heads + head) * columns + p[None, :]
-            tl.store(out + at, y, mask=mask)
+            offset = ((batch * sizes.length + token[:, None]) * sizes.heads + head) * sizes.columns + p[None, :]
+            tl.store(out + offset, y, mask=value_mask)
         state = product(tl.trans(w * ahead[:, None]), v, tl.exp(crossed) * state, PRECISION)
-    if LEAVES:
-        tl.store(entering + corner, state, mask=held)
-        tl.store(total + (batch * segments + nth) * heads + head, faded)
+    if total is not None:
+        tl.store(leaving + corner, state, mask=state_mask)
+        tl.store(total + (batch * sizes.segments + nth) * sizes.heads + head, log_total)
 
 
 @triton.jit
@@ -126,75 +134,49 @@ def scalar_decay_gradient(
     before,
     after,
     decay_grad,
-    length,
-    segments,
-    heads,
-    per_read,
-    columns,
-    states,
-    q_batch,
-    q_token,
-    q_group,
-    q_state,
-    k_batch,
-    k_token,
-    k_group,
-    k_state,
-    g_batch,
-    g_token,
-    g_head,
-    v_batch,
-    v_token,
-    v_head,
-    v_column,
-    y_batch,
-    y_token,
-    y_head,
-    y_column,
+    sizes,
     PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
     STATES: tl.constexpr,
 ):
-    """Write the gradient by a chunk's log-decays: for each step, the sum over all pairs of tokens on its two sides."""
-    nth = tl.program_id(0).to(tl.int64) % segments
-    program = tl.program_id(0).to(tl.int64) // segments
-    head, batch = program % heads, program // heads
+    """Write the gradient by a chunk's log-decays: for each step, the sum over all pairs of tokens on its two sides.
+
+    The pairs (read i, written j) of step t lie in four regions: both inside the chunk, j before it, i after it, both.
+    """
+    nth = tl.program_id(0).to(tl.int64) % sizes.segments
+    program = tl.program_id(0).to(tl.int64) // sizes.segments
+    head, batch = program % sizes.heads, program // sizes.heads
+    group = head // sizes.per_group
     n = tl.arange(0, STATES).to(tl.int64)
     i = tl.arange(0, CHUNK).to(tl.int64)
     t = nth * CHUNK + i
-    here = t < length
-    shared = here[:, None] & (n < states)[None, :]
-    query += batch * q_batch + head // per_read * q_group
-    key += batch * k_batch + head // per_read * k_group
-    decay += batch * g_batch + head * g_head
-    value += batch * v_batch + head * v_head
-    grad += batch * y_batch + head * y_head
-    begun, _, between, crossed = _chunk_decays(decay, t, here, g_token, CHUNK)
-    late = here & (t + 1 < length)
+    live = t < sizes.length
+    factor_mask = live[:, None] & (n < sizes.states)[None, :]
+    begun, _, between, crossed = _chunk_decays(decay, batch, t, head, live, CHUNK)
+    live_late = live & (t + 1 < sizes.length)
     # The decay to the end of the chunk, without the step into the next one, which the adjoint state includes.
-    q = tl.load(query + t[:, None] * q_token + n[None, :] * q_state, mask=shared, other=0.0).to(tl.float32)
-    k = tl.load(key + t[:, None] * k_token + n[None, :] * k_state, mask=shared, other=0.0).to(tl.float32)
-    following = tl.load(decay + (t + 1) * g_token, mask=late & (i < CHUNK - 1), other=0.0).to(tl.float32)
-    ahead = tl.exp(tl.cumsum(following, 0, reverse=True))
+    q = load(query, batch, t[:, None], group, n[None, :], factor_mask)
+    k = load(key, batch, t[:, None], group, n[None, :], factor_mask)
+    ahead = tl.exp(tl.cumsum(load(decay, batch, t + 1, head, 0, live_late & (i < CHUNK - 1)), 0, reverse=True))
     pairs = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     reading = tl.zeros((CHUNK, STATES), dtype=tl.float32)
     written = tl.zeros((CHUNK, STATES), dtype=tl.float32)
     through = 0.0
     # The step from this chunk's last token to the next chunk's first.
-    onward = tl.load(decay + (nth + 1) * CHUNK * g_token, mask=(nth + 1) * CHUNK < length, other=0.0).to(tl.float32)
-    for start in range(0, columns, COLUMNS):
+    onward = load(decay, batch, (nth + 1) * CHUNK, head, 0, (nth + 1) * CHUNK < sizes.length)
+    for start in range(0, sizes.columns, COLUMNS):
         p = start + tl.arange(0, COLUMNS).to(tl.int64)
-        p_live = p < columns
-        mask = here[:, None] & p_live[None, :]
-        v = tl.load(value + t[:, None] * v_token + p[None, :] * v_column, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(grad + t[:, None] * y_token + p[None, :] * y_column, mask=mask, other=0.0).to(tl.float32)
-        held = (n < states)[:, None] & p_live[None, :]
-        corner = (((batch * segments + nth) * heads + head) * columns + p[None, :]) * states + n[:, None]
-        first = tl.load(before + corner, mask=held, other=0.0)
-        mirrored = batch * segments + segments - 1 - nth
-        corner = ((mirrored * heads + head) * columns + p[None, :]) * states + n[:, None]
-        final = tl.load(after + corner, mask=held, other=0.0) * tl.exp(onward)
+        p_live = p < sizes.columns
+        value_mask = live[:, None] & p_live[None, :]
+        v = load(value, batch, t[:, None], head, p[None, :], value_mask)
+        y = load(grad, batch, t[:, None], head, p[None, :], value_mask)
+        state_mask = (n < sizes.states)[:, None] & p_live[None, :]
+        first = tl.load(before + _states_at(batch, nth, head, p, n, sizes), mask=state_mask, other=0.0)
+        # The adjoint pass counted its segments from the end of the sequence.
+        mirrored = sizes.segments - 1 - nth
+        final = tl.load(after + _states_at(batch, mirrored, head, p, n, sizes), mask=state_mask, other=0.0)
+        final *= tl.exp(onward)
         pairs = product(y, tl.trans(v), pairs, PRECISION)
         reading = product(y, tl.trans(first), reading, PRECISION)
         written = product(v, tl.trans(final), written, PRECISION)
@@ -207,5 +189,5 @@ def scalar_decay_gradient(
     before_t = product(pairs, earlier, tl.zeros((CHUNK, CHUNK), dtype=tl.float32), "ieee")
     inside = tl.sum(tl.where(i[:, None] >= i[None, :], before_t, 0.0), 0)
     leaving = tl.sum(earlier * to_after[:, None], 0)
-    found = inside + tl.cumsum(from_before, 0, reverse=True) + leaving + tl.exp(crossed) * through
-    tl.store(decay_grad + (batch * length + t) * heads + head, found, mask=here)
+    gradient = inside + tl.cumsum(from_before, 0, reverse=True) + leaving + tl.exp(crossed) * through
+    tl.store(decay_grad + (batch * sizes.length + t) * sizes.heads + head, gradient, mask=live)

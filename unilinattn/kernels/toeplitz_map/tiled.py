@@ -13,6 +13,8 @@ from unilinattn.kernels.reduced_map.dense import Taps, causal_rows
 
 def windows(kernel: Inexact[Tensor, "head tap"], rows: slice, cols: slice) -> Inexact[Tensor, "head row col"]:
     """Return K[i - j] of a block with its last row first: windows of the reversed kernel, without a copy."""
+    # Rows 4-5 and columns 2-4 take the lags 0 to 3. Of (K3, K2, K1, K0) the windows of width 3 are row 5, (K3, K2, K1),
+    # and row 4, (K2, K1, K0): one step of the window is one row up. Lags outside of the kernel are zeros.
     least, most = rows.start - cols.stop + 1, rows.stop - 1 - cols.start
     lags = kernel[:, max(least, 0) : max(most + 1, 0)]
     count = most - least + 1

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.kernels.launch import on
+from unilinattn.kernels.launch import factor, on
 from unilinattn.kernels.reduced_map.dense import Taps
 from unilinattn.kernels.toeplitz_map.triton_kernels import weighted_tiles
 
@@ -27,16 +27,15 @@ def toeplitz_rows(
     alpha[i, j] = K[i - j], times q_i . k_j if they are given; consecutive heads share their groups. The blocks are
     float32. Memory: the block.
     """
-    heads, one = kernel.shape[0], kernel.new_ones(1, 1, 1)
-    weights = {lag: tap for lag, tap in (taps or {0: one}).items() if lag < length}
-    reading = one if left is None else left
+    heads, unit = kernel.shape[0], kernel.new_ones(1, 1, 1)
+    weights = {lag: tap for lag, tap in (taps or {0: unit}).items() if lag < length}
+    reading = unit if left is None else left
     channels = max([heads, reading.shape[2], *(tap.shape[2] for tap in weights.values())])
     shape = (batch, length, channels)
     reading = reading.expand(shape)
-    # Without queries and keys the kernel takes any tensor in their place.
-    q, k = (kernel[None, None] if t is None else t for t in (query, key))
-    for part in blocks:
-        rows = part.stop - part.start
+    per_group, rank = (heads, 0) if query is None else (heads // query.shape[2], query.shape[3])
+    for tokens in blocks:
+        rows = tokens.stop - tokens.start
         block = torch.zeros(batch, rows, length, dtype=torch.float32, device=kernel.device)
         for lag, tap in weights.items():
             landing = tap.expand(shape)
@@ -46,27 +45,21 @@ def toeplitz_rows(
 
             with on(block):
                 weighted_tiles[grid](
-                    kernel,
-                    reading,
-                    landing,
-                    q,
-                    k,
+                    factor(kernel, "head last"),
+                    factor(reading, "batch token last"),
+                    factor(landing, "batch token last"),
+                    None if query is None else factor(query),
+                    None if key is None else factor(key),
                     block,
                     heads,
-                    heads // q.shape[2],
-                    q.shape[3],
+                    per_group,
+                    rank,
                     channels // heads,
                     kernel.shape[1],
                     rows,
-                    part.start,
+                    tokens.start,
                     length,
                     lag,
-                    *kernel.stride(),
-                    *reading.stride(),
-                    *landing.stride(),
-                    *q.stride(),
-                    *k.stride(),
                     *block.stride()[:2],
-                    LOW_RANK=query is not None,
                 )
         yield block

@@ -5,7 +5,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from unilinattn.kernels.launch import tuned
+from unilinattn.kernels.launch import load, tuned
 
 CONFIGS = [
     {"ROWS": 64, "COLS": 64, "num_warps": 8},
@@ -33,29 +33,15 @@ def weighted_tiles(
     start,
     length,
     lag,
-    w_head,
-    w_tap,
-    l_batch,
-    l_token,
-    l_channel,
-    t_batch,
-    t_token,
-    t_channel,
-    q_batch,
-    q_token,
-    q_group,
-    q_rank,
-    k_batch,
-    k_token,
-    k_group,
-    k_rank,
-    o_batch,
-    o_row,
-    LOW_RANK: tl.constexpr,
+    out_batch,
+    out_row,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Add one tap to a tile of the map; a token's column is `lag` before it, and `each` channels share a head."""
+    """Add one tap to a tile of the map; a token's column is `lag` before it, and `each` channels share a head.
+
+    `query` and `key` may both be None, for a convolution without scores.
+    """
     batch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
@@ -65,11 +51,9 @@ def weighted_tiles(
     if tl.program_id(0).to(tl.int64) * COLS + lag < last:
         back = i[:, None] - landed[None, :]
         seen = (back >= 0) & (back < taps) & i_live[:, None] & j_live[None, :]
-        reading = left + batch * l_batch + i * l_token
-        landing = tap + batch * t_batch + landed * t_token
-        asking = query + batch * q_batch + i * q_token
-        asked = key + batch * k_batch + landed * k_token
-        window = kernel + back * w_tap
+        reading = left.data + batch * left.batch + i * left.token
+        landing = tap.data + batch * tap.batch + landed * tap.token
+        window = kernel.data + back * kernel.last
         total = tl.zeros((ROWS, COLS), dtype=tl.float32)
         for head in range(0, heads):
             pairs = tl.zeros((ROWS, COLS), dtype=tl.float32)
@@ -77,17 +61,17 @@ def weighted_tiles(
                 x = tl.load(reading, mask=i_live, other=0.0).to(tl.float32)
                 y = tl.load(landing, mask=j_live, other=0.0).to(tl.float32)
                 pairs += x[:, None] * y[None, :]
-                reading += l_channel
-                landing += t_channel
-            if LOW_RANK:
+                reading += left.last
+                landing += tap.last
+            if query is not None:
                 scores = tl.zeros((ROWS, COLS), dtype=tl.float32)
                 group = head // per_group
                 for nth in range(0, rank):
-                    x = tl.load(asking + group * q_group + nth * q_rank, mask=i_live, other=0.0).to(tl.float32)
-                    y = tl.load(asked + group * k_group + nth * k_rank, mask=j_live, other=0.0).to(tl.float32)
+                    x = load(query, batch, i, group, nth, i_live)
+                    y = load(key, batch, landed, group, nth, j_live)
                     scores += x[:, None] * y[None, :]
                 pairs *= scores
             total += tl.load(window, mask=seen, other=0.0).to(tl.float32) * pairs
-            window += w_head
-        at = out + batch * o_batch + row[:, None] * o_row + col[None, :]
-        tl.store(at, tl.load(at, mask=seen, other=0.0) + total, mask=seen)
+            window += kernel.head
+        target = out + batch * out_batch + row[:, None] * out_row + col[None, :]
+        tl.store(target, tl.load(target, mask=seen, other=0.0) + total, mask=seen)

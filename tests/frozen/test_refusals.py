@@ -1,0 +1,196 @@
+"""The frozen run: code without a rule, values that are no biases, and inputs that are refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch import Tensor, nn
+from torch.nn import functional
+
+import unilinattn as ula
+from tests.frozen.detached import (
+    llama_model,
+    mamba_model,
+    token_ids,
+)
+from tests.tracing.models import TokenWise
+from unilinattn.errors import ExactnessError, OptionError, UncoveredError
+from unilinattn.testing import promoted
+
+
+class _Odd(nn.Module):
+    """A submodule that calls a function without a rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(x)
+
+
+class _Hidden(nn.Module):
+    """A submodule that computes in a custom autograd function."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.save_for_forward(x)
+            return x * x
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return 2 * ctx.saved_tensors[0] * tangent
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * ctx.saved_tensors[0] * grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.Square.apply(x)
+
+
+def test_a_function_without_a_rule_is_refused_by_name() -> None:
+    model = llama_model()
+    model.model.layers[1].post_attention_layernorm = _Odd()
+    trace = ula.trace(model, token_ids(), progress=False)
+    with pytest.raises(UncoveredError, match=r"post_attention_layernorm \(_Odd\) calls '.*bessel_j0'"):
+        trace.frozen()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (functional.softplus, "adds the output of 'softplus'"),
+        (lambda x: x + (x.round() - x).detach(), "adds the output of 'detach'"),
+        (lambda x: functional.one_hot(x.argmax(-1), x.shape[-1]).to(x), "adds the output of 'argmax'"),
+        (lambda x: torch.from_numpy(2 * x.detach().numpy()), r"computes outside of torch \('numpy'\)"),
+        (lambda x: x.new_tensor(x.tolist()), r"computes outside of torch \('tolist'\)"),
+    ],
+    ids=["softplus", "straight-through", "argmax", "numpy", "list"],
+)
+def test_a_value_that_depends_on_the_tokens_is_no_bias(function: Callable[[Tensor], Tensor], message: str) -> None:
+    model = llama_model()
+    model.model.layers[0].mlp = TokenWise(function)
+    with pytest.raises(UncoveredError, match=message):
+        ula.trace(model, token_ids(), progress=False).frozen()
+
+
+def test_a_factor_that_depends_on_the_tokens_is_frozen() -> None:
+    model = llama_model()
+    model.model.layers[0].mlp = TokenWise(lambda x: x * functional.softplus(x) / x.detach().abs().amax(-1, True))
+    with promoted():
+        shares = ula.trace(model.double(), token_ids(), progress=False).frozen().shares(-1, 3)
+    assert float((shares.gap / shares.size).max()) < 1e-14
+
+
+def test_a_hook_that_requires_gradients_changes_nothing() -> None:
+    # As transformers' `enable_input_require_grads` does for gradient checkpointing.
+    plain, hooked = llama_model(), llama_model()
+    hooked.enable_input_require_grads()
+    shares = [ula.trace(model, token_ids(), progress=False).frozen().shares(-1, 3) for model in (plain, hooked)]
+    assert torch.equal(shares[0].tokens, shares[1].tokens) and torch.equal(shares[0].bias, shares[1].bias)
+
+
+def test_tokens_that_the_model_adds_are_refused() -> None:
+    model = llama_model()
+    embed, prompt = model.model.embed_tokens, torch.randn(1, 3, 8, dtype=torch.float64)
+
+    def prompted(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        vectors = embed(kwargs.pop("input_ids"))
+        return args, {**kwargs, "inputs_embeds": torch.cat([prompt.expand(len(vectors), -1, -1), vectors], 1)}
+
+    model.register_forward_pre_hook(prompted, with_kwargs=True)
+    with pytest.raises(UncoveredError, match=r"have 16 tokens, and its input has 13 ids.*such as a tuned prompt"):
+        ula.trace(model, token_ids(), progress=False).frozen()
+
+
+def test_a_custom_autograd_function_is_detected_and_named() -> None:
+    model = llama_model()
+    model.model.layers[1].post_attention_layernorm = _Hidden()
+    trace = ula.trace(model, token_ids(), progress=False)
+    with pytest.raises(ExactnessError, match=r"model\.layers\.1\.post_attention_layernorm \(_Hidden\)"):
+        trace.frozen().complete_shares(-1, 3)
+
+
+def test_a_function_without_a_forward_mode_derivative_is_an_error_that_names_its_module() -> None:
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 2 * grad
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Fused.apply(x + 1)
+
+    model = llama_model()
+    model.model.layers[1].post_attention_layernorm = Norm()
+    with pytest.raises(UncoveredError, match=r"layers\.1\.post_attention_layernorm \(Norm\) computes in a function"):
+        ula.explain(model, token_ids(), target=-1)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_nan_shares_are_refused() -> None:
+    model = llama_model()
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = torch.nan
+    with pytest.raises(ExactnessError, match="miss the logit by nan of their size"):
+        ula.trace(model, token_ids(), progress=False).frozen().complete_shares(-1, 3)
+
+
+def test_copied_and_flattened_ids_are_looked_up() -> None:
+    class Copied(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids.clamp(min=0).view(-1)).view(*ids.shape, -1)
+
+    model = llama_model()
+    expected = ula.explain(model, token_ids(), target=-1)
+    model.model.embed_tokens.__class__ = Copied
+    assert torch.equal(ula.explain(model, token_ids(), target=-1).scores, expected.scores)
+
+
+def test_ids_that_are_not_looked_up_are_an_error() -> None:
+    class OneHot(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return functional.one_hot(ids, len(self.weight)).to(self.weight) @ self.weight
+
+    model = llama_model()
+    model.model.embed_tokens.__class__ = OneHot
+    with pytest.raises(UncoveredError, match="does not look up its token ids"):
+        ula.trace(model, token_ids(), progress=False).frozen()
+
+
+def test_padding_has_no_share_and_does_not_change_shares() -> None:
+    model, ids = llama_model(), token_ids()
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    with promoted():
+        padded = ula.trace(model, {"input_ids": ids, "attention_mask": mask}, progress=False).frozen().shares(-1, 3)
+        single = ula.trace(model, ids[1:, 4:], progress=False).frozen().shares(-1, 3)
+    assert bool((padded.tokens[1, :4] == 0).all())
+    assert torch.allclose(padded.tokens[1, 4:], single.tokens[0], rtol=1e-10)
+    assert torch.allclose(padded.bias[1], single.bias[0], rtol=1e-10)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_shares_do_not_depend_on_the_gradient_mode(mode: Any) -> None:
+    model = mamba_model()
+    expected = ula.trace(model, token_ids(), progress=False).frozen().shares(-1, 3)
+    with mode():
+        shares = ula.trace(model, token_ids(), progress=False).frozen().shares(-1, 3)
+    assert torch.equal(shares.tokens, expected.tokens) and torch.equal(shares.bias, expected.bias)
+    assert not shares.tokens.requires_grad
+
+
+def test_an_unknown_rule_and_two_streams_are_errors() -> None:
+    with pytest.raises(OptionError, match="unknown rule 'halves'"):
+        ula.trace(mamba_model(), token_ids(), progress=False).frozen(rule="halves")
+    # With checked signatures the literal is refused before.
+    with pytest.raises((OptionError, TypeCheckError), match="'layers'"):
+        ula.trace(mamba_model(), token_ids(), progress=False).frozen().shares(by="layers")

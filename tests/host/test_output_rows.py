@@ -1,0 +1,197 @@
+"""Rows of the output and of the stream: logits that are not those of the layers' tokens, and vectors that are."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import unilinattn as ula
+from tests.host.test_host_calls import SMALL, VISION, ids, model_of
+from tests.tracing.models import Block, Model, added
+from unilinattn.errors import InputError, UncoveredError
+from unilinattn.registry import Architecture, overridden
+from unilinattn.testing import TOLERANCES
+
+GEMMA = dict(
+    SMALL,
+    num_hidden_layers=4,
+    num_key_value_heads=1,
+    head_dim=4,
+    global_head_dim=4,
+    vocab_size=20,
+    vocab_size_per_layer_input=20,
+    hidden_size_per_layer_input=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
+NANO = {**GEMMA, "intermediate_size": [8] * 4, "activation_sparsity_pattern": [0.0] * 4, "altup_num_inputs": 2}
+
+
+def close(value: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(value, expected, rtol=0, atol=TOLERANCES["layer", torch.float32] * expected.abs().max())
+
+
+class Plain(Model):
+    """A model whose output is a dictionary, or one number for each sequence."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__(Block(added))
+        self.read = read
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.read(super().forward(ids).logits)
+
+
+def test_a_dictionary_with_logits_is_an_output_with_logits() -> None:
+    torch.manual_seed(0)
+    model = Plain(lambda logits: {"logits": logits})
+    inputs = torch.randint(9, (2, 5))
+    result = ula.explain(model, inputs, target=-1, progress=False)
+    logit = model(inputs)["logits"][:, -1].amax(-1).double()
+    close(result.scores.double().sum(1) + result.extras["bias"], logit.detach())
+    assert ula.explain(model, inputs, method="occlusion", target=-1, progress=False).scores.shape == (2, 5)
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: {"logits": value}])
+def test_one_number_for_each_sequence_is_one_logit(wrap: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model = Plain(lambda logits: wrap(logits[:, -1, 4]))
+    inputs = torch.randint(9, (2, 5))
+    result = ula.explain(model, inputs, progress=False)
+    assert result.method == "logit"
+    with torch.no_grad():
+        expected = Model.forward(model, inputs).logits[:, -1, 4].double()
+    close(result.scores.double().sum(1) + result.extras["bias"], expected)
+    with pytest.raises(InputError, match="logit 1 is out of range: the model has logits 0 to 0"):
+        ula.explain(model, inputs, logit=1, progress=False)
+
+
+def yolos() -> tuple[nn.Module, dict[str, Tensor]]:
+    sizes = {**VISION, "image_size": [8, 8], "num_detection_tokens": 3, "num_labels": 2}
+    # With one block the model has a parameter without elements.
+    return model_of("YolosForObjectDetection", "YolosConfig", **sizes), {"pixel_values": torch.randn(2, 3, 8, 8)}
+
+
+@pytest.mark.parametrize("method", ["logit", "lrp", "gradient", "knockout", "occlusion", "attribution"])
+def test_logits_of_other_positions_than_the_tokens_need_a_function(method: str) -> None:
+    model, inputs = yolos()
+    trace = ula.trace(model, inputs, progress=False)
+    # Position 1 exists among both, and means another token.
+    with pytest.raises(InputError, match=r"logits of shape \(2, 3, 3\), and its layers have 2 sequences of 8 tokens"):
+        ula.explain(trace, method=method, target=1, progress=False)
+    result = ula.explain(trace, method=method, logit=lambda out: out.logits[:, 0, 1], target=-1, progress=False)
+    assert result.scores.shape == (2, 8)
+
+
+def musicgen() -> nn.Module:
+    sizes = dict(hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=20, num_codebooks=2)
+    return model_of("MusicgenForCausalLM", "MusicgenDecoderConfig", **sizes)
+
+
+@pytest.mark.parametrize("method", ["logit", "gradient", "knockout"])
+@pytest.mark.parametrize("logit", [None, lambda out: out.logits[::2, -1, 3]])
+def test_a_model_that_changes_the_batch_is_refused(method: str, logit: Any) -> None:
+    # Two codebooks are two rows of ids, whose embeddings are summed.
+    trace = ula.trace(musicgen(), torch.randint(20, (4, 5)), progress=False)
+    with pytest.raises((InputError, UncoveredError), match=r"\(4, 5|4 rows of ids|no embedding module"):
+        ula.explain(trace, method=method, target=-1, logit=logit, progress=False)
+
+
+@pytest.mark.parametrize("logit", [lambda out: 3.0, lambda out: None, lambda out: out.logits[:, -1]])
+def test_a_function_without_one_number_for_each_sequence_is_refused(logit: Any) -> None:
+    trace = ula.trace(model_of("LlamaForCausalLM", "LlamaConfig", **SMALL, vocab_size=20), ids(), progress=False)
+    with pytest.raises(InputError, match=r"the function `logit` returned .* for 2 sequences"):
+        ula.explain(trace, logit=logit, progress=False)
+
+
+@pytest.mark.parametrize("method", ["logit", "attribution"])
+def test_a_function_that_does_not_depend_on_the_model_is_refused(method: str) -> None:
+    trace = ula.trace(model_of("LlamaForCausalLM", "LlamaConfig", **SMALL, vocab_size=20), ids(), progress=False)
+    with pytest.raises(UncoveredError, match="does not depend on"):
+        ula.explain(trace, method=method, logit=lambda out: out.logits[:, -1].argmax(-1), progress=False)
+
+
+def test_a_classifier_that_accepts_logits_to_keep_computes_all_of_them() -> None:
+    model = model_of("BioGptForSequenceClassification", "BioGptConfig", **SMALL, vocab_size=20, num_labels=3)
+    trace = ula.trace(model, ids(), progress=False)
+    result = ula.explain(trace, target=-1, progress=False)
+    close(result.scores.double().sum(1) + result.extras["bias"], trace.output.logits.amax(-1).double())
+    assert ula.explain(trace, method="occlusion", target=-1, progress=False).scores.shape == (2, 5)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("Gemma4", GEMMA), ("Gemma3n", NANO)])
+def test_gradients_of_layers_that_read_the_keys_of_earlier_layers(name: str, settings: dict[str, Any]) -> None:
+    model = model_of(f"{name}ForCausalLM", f"{name}TextConfig", **settings)
+    outputs: list[Tensor] = []
+    modules = [layer.self_attn for layer in model.model.layers]
+    hooks = [module.register_forward_hook(lambda module, args, out: outputs.append(out[0])) for module in modules]
+    logit = model(ids(), use_cache=False).logits[:, -1].amax(-1).sum()
+    for hook in hooks:
+        hook.remove()
+    expected = torch.autograd.grad(logit, outputs)
+    for gradient, reference in zip(ula.trace(model, ids(), progress=False).gradient(-1), expected, strict=True):
+        close(gradient, reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "inputs", "tokens"),
+    [
+        (
+            "ASTForAudioClassification",
+            dict(SMALL, patch_size=4, frequency_stride=4, time_stride=4, num_mel_bins=8, max_length=12),
+            {"input_values": torch.randn(2, 12, 8)},
+            8,
+        ),
+        (
+            "WhisperForAudioClassification",
+            dict(d_model=8, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=8, num_mel_bins=6)
+            | dict(max_source_positions=5, is_encoder_decoder=False),
+            {"input_features": torch.randn(2, 6, 10)},
+            5,
+        ),
+    ],
+)
+@pytest.mark.parametrize("method", ["logit", "occlusion"])
+def test_keys_are_the_tokens_of_the_layers(
+    name: str, settings: dict[str, Any], inputs: dict[str, Tensor], tokens: int, method: str
+) -> None:
+    config = {"ASTForAudioClassification": "ASTConfig", "WhisperForAudioClassification": "WhisperConfig"}[name]
+    result = ula.explain(model_of(name, config, **settings), inputs, method=method, target=-1, progress=False)
+    assert result.scores.shape == (2, tokens)
+    assert method == "occlusion" or result.completeness_gap < TOLERANCES["layer", torch.float32]
+
+
+@pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="transformers 5.6.2 has no VideoPrism")
+def test_layers_of_several_batches_have_no_stream_of_tokens() -> None:
+    sizes = {**SMALL, "image_size": 8, "tubelet_size": [1, 4, 4], "num_frames": 2, "num_spatial_layers": 1}
+    model = model_of("VideoPrismVisionModel", "VideoPrismVisionConfig", **sizes, num_temporal_layers=1)
+    inputs = {"pixel_values_videos": torch.randn(2, 2, 3, 8, 8)}
+    with pytest.raises(UncoveredError, match=r"different \(sequences, tokens\): \(4, 4\), \(8, 2\)"):
+        ula.explain(model, inputs, logit=lambda out: out.last_hidden_state.sum((1, 2)), progress=False)
+
+
+@contextmanager
+def busy(model: nn.Module, mark: Any) -> Iterator[None]:
+    """A capture whose hooks call functions of torch."""
+    hooks = [
+        m.register_forward_pre_hook(lambda m, args: print(end=str(torch.ones(3).sum())[:0])) for m in model.modules()
+    ]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def test_functions_that_hooks_call_do_not_move_the_tokens() -> None:
+    model = model_of("ViTForImageClassification", "ViTConfig", **VISION)
+    trace = ula.trace(model, {"pixel_values": torch.randn(2, 3, 8, 8)}, progress=False)
+    expected = ula.explain(trace, target=-1, progress=False).scores
+
+    def build(call: Any) -> Any:
+        raise AssertionError("no module has this adapter")
+
+    with overridden(Architecture("busy", "busy", (), "", build, capture=busy)):
+        close(ula.explain(trace, target=-1, progress=False).scores, expected)

@@ -1,0 +1,1 @@
+"""A host run as one affine map of its tokens."""

@@ -1,0 +1,180 @@
+"""Frozen forms of norms and attention for `frozen.freezing`; their signatures are those of torch's functions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from unilinattn.errors import ModelStateError
+from unilinattn.host.nested import mapped
+
+Parts = tuple[Tensor, Tensor | None]
+"""The part of a function's result that is linear in its carried argument, and the constant that is added to it."""
+
+
+def as_source(value: Any, like: Tensor, record: Callable[[Tensor], None] | None = None) -> Any:
+    """Return a constant as a dual tensor whose tangent is its value; carried tensors and indices are unchanged.
+
+    `record` is called with the constant, which is then a leaf of the graph.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    if not isinstance(value, Tensor) or value.requires_grad or not (value.is_floating_point() or value.is_complex()):
+        return value
+    value = value.detach().clone(memory_format=torch.contiguous_format)
+    tangent = value.clone()
+    if record is not None:
+        record(value.requires_grad_())
+    return forward_ad.make_dual(value, tangent)
+
+
+def linear_in(live: Tensor, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    """Apply a function that is linear in `live`, its only carried argument, to the value and to the tangent of `live`.
+
+    torch's forward mode would also multiply the value by the tangent of each constant factor, which is zero.
+    """
+    value, tangent = forward_ad.unpack_dual(live)
+
+    def at(part: Tensor) -> Tensor:
+        given, named = mapped((args, kwargs), lambda tensor: part if tensor is live else tensor)
+        return func(*given, **named)
+
+    result = at(value)
+    if tangent is None:
+        return result
+    with torch.no_grad():
+        moved = at(tangent)
+    return forward_ad.make_dual(result, moved)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **_: Any,
+) -> Parts:
+    """Centre live, divide by the frozen deviation."""
+    axes = tuple(range(-len(normalized_shape), 0))
+    return _normed(x, axes, weight, eps), bias
+
+
+def rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Parts:
+    """Divide by the frozen root mean square."""
+    axes, wide = tuple(range(-len(normalized_shape), 0)), _widened(x)
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    scale = torch.rsqrt(wide.detach().pow(2).mean(axes, keepdim=True) + eps)
+    return (wide * (scale if weight is None else scale * weight)).to(x.dtype), None
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **_: Any,
+) -> Parts:
+    """Centre each group of channels live, divide by its frozen deviation."""
+    grouped = _normed(x.unflatten(1, (num_groups, -1)), tuple(range(2, x.ndim + 1)), None, eps)
+    shape = (-1, *[1] * (x.ndim - 2))
+    normed = grouped.flatten(1, 2)
+    normed = normed if weight is None else normed * weight.reshape(shape)
+    return normed, None if bias is None else bias.reshape(shape)
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Parts:
+    """Apply the running mean and variance, which are constants."""
+    if training or running_mean is None or running_var is None:
+        raise ModelStateError("a batch norm normalises over the batch; call model.eval() before tracing.")
+    shape = (-1, *[1] * (x.ndim - 2))
+    scale = torch.rsqrt(running_var + eps) * (1 if weight is None else weight)
+    offset = -running_mean * scale + (0 if bias is None else bias)
+    return x * scale.reshape(shape), offset.reshape(shape)
+
+
+def normalize(x: Tensor, p: int | float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> Parts:
+    """Divide by the frozen norm."""
+    return x / x.detach().norm(p, dim, keepdim=True).clamp_min(eps), None
+
+
+def frozen_slope(name: str, func: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slope (f(p) - f(0)) / p of a function of one value at each p, and f(0)."""
+    zero = torch.zeros((), dtype=point.dtype, device=point.device, requires_grad=True)
+    level = func(zero.detach())
+    difference = DIFFERENCES.get(name, lambda x: func(x) - level)
+    with torch.enable_grad():
+        (limit,) = torch.autograd.grad(difference(zero), zero)
+    near = point.abs() < torch.finfo(point.dtype).tiny
+    return torch.where(near, limit, difference(point) / point.masked_fill(near, 1)), level
+
+
+def _log_sigmoid_difference(point: Tensor) -> Tensor:
+    size = point.abs()
+    return (point - size) / 2 - torch.log1p(torch.expm1(-size) / 2)
+
+
+DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": lambda point: torch.tanh(point / 2) / 2,
+    "hardsigmoid": lambda point: point.clamp(-3, 3) / 6,
+    "log_sigmoid": _log_sigmoid_difference,
+    "logsigmoid": _log_sigmoid_difference,
+}
+"""f(p) - f(0) in closed form for functions with f(0) != 0: the difference of two values cancels near zero."""
+
+
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Parts:
+    """Average the values with frozen weights."""
+    # The math backend is the one that has a forward-mode derivative.
+    with sdpa_kernel(SDPBackend.MATH):
+        attend = functional.scaled_dot_product_attention
+        return attend(query.detach(), key.detach(), value, *args, **kw), None
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Parts:
+    """Multiply each group of rows by its own matrix; torch has no forward-mode derivative for its kernel."""
+    ends = [0, *offs.tolist()]
+    parts = [x[start:end] @ w for start, end, w in zip(ends, ends[1:], weight, strict=False)]
+    return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weight.shape[-1])]), None
+
+
+def _normed(x: Tensor, axes: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
+    """Centre a tensor and divide it by its frozen deviation."""
+    wide = _widened(x)
+    centred = wide - wide.mean(axes, keepdim=True)
+    scale = torch.rsqrt(centred.detach().pow(2).mean(axes, keepdim=True) + eps)
+    return (centred * (scale if weight is None else scale * weight)).to(x.dtype)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype in which torch computes its norms: squares of float16 overflow above 255."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+FORMS: dict[str, Callable[..., Parts]] = {
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+    "group_norm": group_norm,
+    "batch_norm": batch_norm,
+    "normalize": normalize,
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+    "_grouped_mm": grouped_mm,
+    "grouped_mm": grouped_mm,
+}
+"""Frozen forms by the name of torch's function; the sums of their parts have rank 0 (see `Freezing.rank`)."""

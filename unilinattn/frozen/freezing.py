@@ -1,0 +1,408 @@
+"""`Freezing`: run a host's token-wise code as a linear map of the tensors that it carries, with frozen factors.
+
+A tensor is carried if it requires a gradient; the model's parameters require none meanwhile. Each function on carried
+tensors follows a rule of this module, which detaches its frozen factor. A constant that is added to a carried tensor,
+such as a bias, is a source: a dual tensor whose tangent is its value. Gradients then hold the part of a value that
+comes from tokens, and tangents (`torch.autograd.forward_ad`) the part that comes from sources. A frozen factor depends
+on the tokens, so it is no source: it may multiply a carried tensor, and adding it is an error.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from unilinattn.errors import UncoveredError
+from unilinattn.frozen.forms import FORMS, as_source, frozen_slope, linear_in
+from unilinattn.host.nested import mapped, tensors
+from unilinattn.mixers.base import checked_factors
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LINEAR = _names("""
+    view view_as reshape reshape_as transpose swapaxes permute movedim T mT H mH t contiguous to type type_as
+    float double half bfloat16 clone expand expand_as repeat tile unsqueeze squeeze flatten unflatten flip roll
+    real imag getitem split split_with_sizes chunk unbind narrow select index_select gather take_along_dim tril
+    triu diagonal repeat_interleave masked_select tensor_split sum mean cumsum neg negative positive dropout
+    dropout1d dropout2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate unfold fold nan_to_num
+""")
+"""Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
+
+CASTS = _names("to type type_as float double half bfloat16 clone contiguous view reshape dropout")
+"""Functions whose result is the residual stream if their argument is."""
+
+CHOOSING = _names("max min amax amin maximum minimum where sort max_pool1d max_pool2d")
+"""Functions that choose among their arguments, each of which is carried or a source."""
+
+JOINING = _names(
+    "cat concat concatenate stack hstack vstack index_add scatter_add index_copy index_put masked_scatter copy"
+)
+"""Functions that add, join or write their arguments, each of which is carried or a source."""
+
+FACTORS = _names("""
+    softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
+    logsumexp topk reciprocal prod cumprod cosine_similarity rpow cross_entropy nll_loss mse_loss
+    binary_cross_entropy_with_logits
+""")
+"""Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
+
+NEW = _names("""
+    zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty new_tensor
+""")
+"""Functions whose outputs take only the shape and dtype of their argument."""
+
+CONSTANT = NEW | _names("detach data sign floor ceil round trunc")
+"""Functions whose outputs are constants for autograd too."""
+
+LEAVING = _names("numpy array tolist")
+"""Functions that return a tensor's values as objects that are not tensors."""
+
+AFFINE = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv_transpose1d": 2}
+"""Layers by name, with the position of their bias."""
+
+PRODUCTS = _names("matmul rmatmul mm bmm mv einsum tensordot")
+"""Products that sum over channels, tokens or heads."""
+
+LIMITS = _names("clamp clamp_min clamp_max clip hardtanh")
+"""Limits of a value, which are no activation: they keep its rank."""
+
+SLOPES = LIMITS | _names("""
+    silu gelu tanh sigmoid erf elu celu selu mish softsign hardswish hardsigmoid relu6 sin log_sigmoid logsigmoid
+""")
+"""Functions f of one value, frozen as x (f(p) - f(0)) / p + f(0)."""
+
+HOMOGENEOUS = _names("relu abs leaky_relu")
+"""Activations with f(x) = f'(x) x, whose derivative is the frozen slope."""
+
+_RULES: dict[str, Callable[..., Any]] = {}
+
+
+def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        _RULES.update(dict.fromkeys(names, method))
+        return method
+
+    return decorate
+
+
+class Freezing(TorchFunctionMode):
+    """Applies the rules to every function of torch that a host calls on carried tensors.
+
+    Args:
+        where: returns the path and class of the module that is running, for errors.
+        mark: called with each function of constants, its arguments and its result; returns the result, or a tensor
+            that is carried from here on.
+        half: whether two carried factors of different rank share the relevance of their product, as in layer-wise
+            relevance propagation; by default the activated one is frozen.
+
+    Attributes:
+        shared: functions with two carried factors of equal rank, each of which got half.
+        last_sum: the latest sum of two carried tensors (batch, length, channel), None if there is none.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], str],
+        mark: Callable[[Any, Any, Any], Any],
+        *,
+        half: bool = False,
+        record: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._where, self._mark, self._half, self._record = where, mark, half, record
+        self._ranks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._factors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.shared: set[str] = set()
+        self.last_sum: Tensor | None = None
+        self._stream: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Apply the rule of a function; raise `UncoveredError` if it has none."""
+        kwargs = kwargs or {}
+        name, in_place = _name(func, dict(kwargs))
+        if name == "requires_grad" and in_place:
+            # A host that switches gradients on or off does not change which tensors are carried.
+            return args[0]
+        origin = next((self._factors[tensor] for tensor in tensors((args, kwargs)) if tensor in self._factors), None)
+        if name in LEAVING and args[0].is_floating_point() and (origin or carried(args)):
+            raise UncoveredError(
+                f"{self._where()} computes outside of torch ({name!r}) on values that depend on the tokens, so their "
+                "shares are unknown. Compute in torch."
+            )
+        if carried(args) or carried(kwargs):
+            result, origin = self._carry(name, func, args, kwargs, in_place=in_place), origin or name
+        else:
+            result = self._mark(func, args, func(*args, **kwargs))
+        if origin is not None and name not in NEW:
+            for tensor in tensors(args[:1] if name == "setitem" else result):
+                if not tensor.requires_grad:
+                    self._factors[tensor] = origin
+        return result
+
+    def _carry(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool
+    ) -> Any:
+        if name == "setitem":
+            return self._write(func, *args)
+        if in_place:
+            kwargs.pop("inplace", None)
+            return self._in_place(name, *args, **kwargs)
+        return self._apply(name, func, args, kwargs)
+
+    def _as_source(self, value: Any, like: Tensor) -> Any:
+        return as_source(value, like, self._record)
+
+    def _source(self, value: Any, like: Tensor) -> Any:
+        """Return a constant as a source; raise `UncoveredError` for a factor, which depends on the tokens."""
+        if isinstance(value, Tensor) and value.is_floating_point() and value in self._factors:
+            raise UncoveredError(
+                f"{self._where()} adds the output of {self._factors[value]!r} to values that depend on the tokens. The "
+                "frozen run has a rule for this function in products only, so its output would count as a bias. "
+                "Report the model's class."
+            )
+        return self._as_source(value, like)
+
+    def _apply(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rank = max((self.rank(tensor) for tensor in tensors((args, kwargs))), default=0)
+        if name in _RULES:
+            return _RULES[name](self, *args, **kwargs)
+        if name in FORMS:
+            result, constant = FORMS[name](*args, **kwargs)
+            return result if constant is None else result + self._as_source(constant, result)
+        if name in LINEAR:
+            result = self._ranked(func(*args, **kwargs), rank)
+            if name in CASTS and args and self.in_stream(args[0]):
+                self.enter_stream(result)
+            return result
+        if name in CHOOSING or name in JOINING:
+            like = next(tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad)
+            args, kwargs = mapped((args, kwargs), lambda tensor: self._source(tensor, like))
+            if name == "where":
+                args = (args[0], *(self._source(value, like) for value in args[1:]))
+            return self._ranked(func(*args, **kwargs), rank)
+        if name in HOMOGENEOUS:
+            return self._ranked(func(*args, **kwargs), max(rank, 1))
+        if name in SLOPES:
+            return self._slope(name, func, *args, **kwargs)
+        if name in FACTORS:
+            return func(*mapped(args, torch.detach), **mapped(kwargs, torch.detach))
+        if name in AFFINE:
+            return self._affine(func, AFFINE[name], args, kwargs)
+        if name in PRODUCTS:
+            return self._bilinear(name, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if name not in CONSTANT and any(tensor.is_floating_point() for tensor in tensors(result)):
+            raise UncoveredError(
+                f"{self._where()} calls {name!r} on values that depend on the tokens, and the frozen run has no rule "
+                "for this function, so their shares are unknown. Report the model's class."
+            )
+        return result
+
+    def enter_stream(self, tensor: Tensor) -> None:
+        """Mark a tensor as the residual stream; its sums with other tensors are marked too."""
+        self._stream[tensor] = True
+
+    def in_stream(self, tensor: Any) -> bool:
+        """Tell whether a tensor is the residual stream, to which layers were only added."""
+        return isinstance(tensor, Tensor) and tensor in self._stream
+
+    def rank(self, tensor: Tensor) -> int:
+        """Return 0 for a tensor that is linear in the tokens, 1 after an activation, 2 after one with f(0) != 0."""
+        return self._ranks.get(tensor, 0) if tensor.requires_grad else 0
+
+    def _ranked(self, result: Any, rank: int) -> Any:
+        if rank:
+            for tensor in tensors(result):
+                self._ranks[tensor] = rank
+        return result
+
+    def _in_place(self, name: str, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if name in ("zero", "fill"):
+            value = self._as_source(torch.full_like(target, args[0] if args else 0).detach(), target)
+        elif name == "copy":
+            value = self._source(args[0], target)
+        else:
+            function = getattr(torch.Tensor, name, None) or getattr(functional, name)
+            value = self._apply(name, function, (target, *args), kwargs)
+        rank, in_stream = self.rank(value), self.in_stream(value)
+        self._ranks.pop(target, None)
+        self._stream.pop(target, None)
+        result = self._ranked(target.copy_(value), rank)
+        if in_stream:
+            self.enter_stream(result)
+        return result
+
+    def _write(self, func: Callable[..., Any], target: Tensor, index: Any, value: Any) -> None:
+        if not target.requires_grad:
+            target.copy_(self._source(target, target))
+        rank = max(self.rank(target), self.rank(value) if isinstance(value, Tensor) else 0)
+        func(target, index, self._source(value, target))
+        self._stream.pop(target, None)
+        self._ranked(target, rank)
+
+    @_rule("add")
+    def _add(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
+        like, both = x if carried(x) else other, carried(x) and carried(other)
+        x, other = self._source(x, like), self._source(other, like)
+        rank = max(self.rank(x), self.rank(other))
+        if rank and not both:
+            # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
+            rank = 2
+        result = self._ranked(torch.add(x, other, alpha=alpha), rank)
+        if both and x.shape == other.shape and x.ndim == 3:
+            self.last_sum = result
+        if self.in_stream(x) or (alpha == 1 and self.in_stream(other)):
+            self.enter_stream(result)
+        return result
+
+    @_rule("sub", "subtract")
+    def _sub(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
+        return self._add(x, other, alpha=-alpha)
+
+    @_rule("rsub")
+    def _rsub(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
+        return self._add(other, x, alpha=-alpha)
+
+    @_rule("mul", "multiply")
+    def _mul(self, x: Any, other: Any) -> Tensor:
+        return self._product("mul", torch.mul, x, other)
+
+    @_rule("div", "divide", "true_divide")
+    def _div(self, x: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
+        if rounding_mode is not None:
+            return torch.div(*mapped((x, other), torch.detach), rounding_mode=rounding_mode)
+        other = other.detach() if isinstance(other, Tensor) else other
+        return self._ranked(x / other, self.rank(x) if isinstance(x, Tensor) else 0)
+
+    @_rule("rdiv")
+    def _rdiv(self, x: Tensor, other: Any) -> Tensor:
+        return self._div(other, x)
+
+    @_rule("addcmul")
+    def _addcmul(self, x: Any, one: Any, other: Any, *, value: int | float = 1) -> Tensor:
+        product = self._mul(one, other) if carried((one, other)) else one * other
+        return self._add(x, product, alpha=value)
+
+    @_rule("lerp")
+    def _lerp(self, x: Any, end: Any, weight: Any) -> Tensor:
+        return self._add(x, self._mul(self._sub(end, x), weight))
+
+    @_rule("square")
+    def _square(self, x: Tensor) -> Tensor:
+        return self._ranked(x.detach() * x, self.rank(x))
+
+    @_rule("pow")
+    def _pow(self, x: Any, exponent: Any) -> Tensor:
+        if not carried(x) or isinstance(exponent, Tensor) or exponent < 1:
+            return torch.pow(*mapped((x, exponent), torch.detach))
+        return self._ranked(x.detach().pow(exponent - 1) * x, self.rank(x))
+
+    @_rule("masked_fill")
+    def _masked_fill(self, x: Any, mask: Tensor, value: Any) -> Tensor:
+        like = x if carried(x) else value
+        return self._ranked(torch.where(mask, self._source(value, like), self._source(x, like)), self.rank(like))
+
+    @_rule("pad")
+    def _pad(self, x: Tensor, pad: Sequence[int], mode: str = "constant", value: int | float | None = None) -> Tensor:
+        padded = functional.pad(x, pad, mode=mode)
+        if value:
+            constants = functional.pad(torch.zeros_like(x, requires_grad=False), pad, value=value)
+            padded = padded + self._as_source(constants, x)
+        return self._ranked(padded, self.rank(x))
+
+    @_rule("addmm", "baddbmm")
+    def _addmm(self, x: Any, one: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
+        product = self._bilinear("matmul", torch.matmul, (one, other), {}) if carried((one, other)) else one @ other
+        return self._add(x * beta if beta != 1 else x, product, alpha=alpha)
+
+    @_rule("glu")
+    def _glu(self, x: Tensor, dim: int = -1) -> Tensor:
+        value, gate = x.chunk(2, dim)
+        return self._ranked(value * torch.sigmoid(gate.detach()), 1)
+
+    @_rule("checked_factors")
+    def _constant_factors(self, **factors: Tensor | None) -> tuple[Any, ...]:
+        # The matrix of a token mixer is a frozen factor as a whole.
+        return checked_factors(**mapped(factors, torch.detach))
+
+    def _slope(self, name: str, func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = mapped((args, kwargs), torch.detach)
+        slope, level = frozen_slope(name, lambda point: func(point, *args, **kwargs), x.detach())
+        through = linear_in(x, torch.mul, (x, slope), {})
+        if bool(level == 0):
+            return self._ranked(through, max(name not in LIMITS, self.rank(x)))
+        return self._ranked(through + self._as_source(level, x), 2)
+
+    def _affine(
+        self, func: Callable[..., Tensor], position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        bias = kwargs.pop("bias", None) if len(args) <= position else args[position]
+        args = args if len(args) <= position else (*args[:position], None, *args[position + 1 :])
+        result = self._bilinear("linear", func, args, kwargs)
+        if bias is None:
+            return result
+        channels_last = result.shape[-1] == len(bias) and func.__name__ == "linear"
+        shape = (-1,) if channels_last else (-1, *[1] * (result.ndim - (2 if result.ndim > 2 else 1)))
+        return result + self._source(bias, result).reshape(shape)
+
+    def _bilinear(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return a product that is linear in each operand: of two carried operands each gets half."""
+        operands = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
+        if len(operands) == 1:
+            return linear_in(operands[0], func, args, kwargs)
+        self.shared.add(name)
+        parts = []
+        for operand in operands:
+
+            def only(tensor: Tensor, live: Tensor = operand) -> Tensor:
+                return tensor if tensor is live else tensor.detach()
+
+            parts.append(linear_in(operand, func, mapped(args, only), mapped(kwargs, only)) / len(operands))
+        return torch.stack(parts).sum(0)
+
+    def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
+        if not (carried(x) and carried(other)):
+            live = x if carried(x) else other
+            return self._ranked(linear_in(live, func, (x, other), {}), self.rank(live))
+        if x is other:
+            return self._square(x)
+        ranks = self.rank(x), self.rank(other)
+        result_rank = max(ranks)
+        if x.numel() != other.numel():
+            frozen_first = x.numel() < other.numel()
+        elif ranks[0] != ranks[1] and (not self._half or result_rank == 2):
+            frozen_first = ranks[0] > ranks[1]
+        else:
+            if ranks[0] == ranks[1]:
+                self.shared.add(name)
+            halves = func(x.detach(), other) / 2 + func(x, other.detach()) / 2
+            return self._ranked(halves, result_rank)
+        frozen = (x.detach(), other) if frozen_first else (x, other.detach())
+        product = linear_in(other if frozen_first else x, func, frozen, {})
+        # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
+        return self._ranked(product, min(result_rank, 1))
+
+
+def carried(value: Any) -> bool:
+    """Tell whether a tensor requires a gradient, or one of a nested value."""
+    return any(tensor.requires_grad for tensor in tensors(value))
+
+
+def _name(func: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
+    """Return a function's name without underscores, and whether it writes into its first argument."""
+    name = func.__name__
+    if name in ("__get__", "__set__"):
+        return func.__self__.__name__, False
+    if name.startswith("__"):
+        name = name.strip("_")
+        in_place = name in ("iadd", "isub", "imul", "idiv", "itruediv")
+        return (name[1:] if in_place else name), in_place
+    in_place = name.endswith("_") or kwargs.pop("inplace", False)
+    return name.rstrip("_"), in_place

@@ -1,0 +1,200 @@
+"""A traced layer in a frozen run: its recorded output, whose derivative is its operator or its live flow."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from unilinattn.call.exactness import layer_tolerance
+from unilinattn.errors import UncoveredError
+from unilinattn.host.module_calls import first_tensor
+from unilinattn.memory import return_free_pages
+from unilinattn.operator.flow import Flow, evaluated_by
+from unilinattn.operator.stages import Branch, Scale, Stage
+from unilinattn.tracing.layer import Layer
+
+
+def require_covered(model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Raise `UncoveredError` for opaque layers and for a model with two streams of tokens."""
+    for layer in layers:
+        if layer.opaque:
+            raise UncoveredError(f"{layer.name} is opaque: no adapter knows it, so its part in the output is unknown.")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UncoveredError(f"{type(model).__name__} has two streams of tokens, and shares are those of one.")
+
+
+def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
+    """Return the recorded output of a layer as the operator's image of the tensors that its ports read in this run.
+
+    Raises `UncoveredError` if the tensor of a port is none of the arguments.
+    """
+    given = _port_values(layer, arguments)
+    trigger = torch.zeros(())
+    if any(map(_has_constants, given.values())) or layer.operator.bias.any():
+        # `jvp` runs only if an input is dual. In a model without biases no tangent follows, which saves a third of the
+        # run's products.
+        trigger = forward_ad.make_dual(trigger, torch.zeros(()))
+    dtype = next(iter(given.values())).dtype
+    output: Tensor = _Operator.apply(layer, tuple(given), dtype, trigger, *given.values())
+    return output
+
+
+class _Operator(torch.autograd.Function):
+    """A traced layer: the recorded output, whose derivative is the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, ports: Any, dtype: Any, trigger: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.layer, ctx.ports = layer, ports
+        ctx.constants = [None if x.requires_grad else x.detach() for x in inputs]
+        ctx.dtypes = [x.dtype for x in inputs]
+        return layer.output.to(dtype, copy=True)
+
+    @staticmethod
+    @torch.no_grad()  # No gradient of a tangent is asked for, and its graph would hold every step of the operator.
+    def jvp(ctx: Any, layer: Any, ports: Any, dtype: Any, trigger: Tensor, *tangents: Tensor | None) -> Tensor:
+        _release(ctx.layer)
+        op = ctx.layer.operator
+        given = {}
+        for port, tangent, constant in zip(ctx.ports, tangents, ctx.constants, strict=True):
+            part = tangent if constant is None else constant
+            given[port] = torch.zeros_like(op.inputs[port]) if part is None else part.to(op.output.dtype)
+        return op.apply(given).to(ctx.dtypes[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _release(ctx.layer)
+        op = ctx.layer.operator
+        parts = zip(ctx.ports, ctx.constants, ctx.dtypes, strict=True)
+        grads = (
+            op.adjoint(grad.to(op.output.dtype), port=port).to(dtype) if constant is None else None
+            for port, constant, dtype in parts
+        )
+        return (None, None, None, None, *grads)
+
+
+def _release(layer: Layer) -> None:
+    """Return the pages of what earlier layers freed, if the input is long and operators are built one at a time."""
+    if layer.prefix_error is not None:
+        return_free_pages()
+
+
+def _has_constants(x: Tensor) -> bool:
+    """Tell whether a part of a tensor does not come from tokens."""
+    return not x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
+
+
+def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that a layer's ports read in this run, found by their values in the trace."""
+    first = first_tensor(arguments.values())
+    assert first is not None
+    if tuple(layer.ports) == ("x",):
+        return {"x": first}
+    given = {}
+    for port, recorded in layer.operator.inputs.items():
+        matching = (
+            name
+            for name, value in layer.arguments.items()
+            if isinstance(value, Tensor)
+            and value.shape == recorded.shape
+            and torch.equal(value.detach().to(recorded), recorded)
+        )
+        name = next(matching, None)
+        if name is None or not isinstance(arguments.get(name), Tensor):
+            raise UncoveredError(f"{layer.name}: the tensor of its port {port!r} is none of its arguments.")
+        given[port] = arguments[name]
+        _require_recorded(layer, name, given[port].detach().to(recorded), recorded)
+    return given
+
+
+def _require_recorded(layer: Layer, name: str, value: Tensor, recorded: Tensor) -> None:
+    """Raise `UncoveredError` for an argument that the run did not compute, such as one that an earlier layer returned.
+
+    In the run a layer returns only its output, and the shared values of its architecture.
+    """
+    missing = float((value - recorded).norm())
+    if not missing <= max(layer_tolerance(layer.precision), layer_tolerance(torch.float32)) * float(recorded.norm()):
+        raise UncoveredError(
+            f"{layer.name} reads {name!r}, whose value is not that of the trace: an earlier layer returned it in "
+            "addition to its output, and the adapter of that layer does not compute it (`shared_values` of "
+            "register_architecture)."
+        )
+
+
+def live_output(layer: Layer, arguments: Mapping[str, Any]) -> tuple[Tensor, list[GradientEdge]]:
+    """Return the recorded output of a layer with the derivative of its live flow, and the edges after its cores.
+
+    Runs inside `Freezing(half=True)`, which multiplies by the gates: a value and its gate each get half of the
+    relevance of their product, unless the gate is an activation with f(0) != 0, such as a sigmoid. All other factors
+    are constants: the matrices of token mixers, the slopes of activations and the scales of norms. Gates that an
+    adapter reads from a capture of the host's run are constants too, and a layer that reads several tensors is its
+    frozen operator, without edges after its cores.
+    """
+    x = first_tensor(arguments.values())
+    assert x is not None
+    if not x.requires_grad or tuple(layer.ports) != ("x",):
+        with torch._C.DisableTorchFunction():
+            return frozen_output(layer, arguments), []
+    with evaluated_by(_evaluate):
+        flow = _flow(layer, x.to(layer.input.dtype))
+        computed, mixed = flow.value, [get_gradient_edge(value()) for value in flow.mixed]
+    with torch._C.DisableTorchFunction():
+        # The value is the recorded one, so that later factors are those of the trace.
+        rounding = (layer.output - computed).detach()
+        return (computed + rounding).to(x.dtype), mixed
+
+
+def _flow(layer: Layer, x: Tensor) -> Flow:
+    """Return the flow that the adapter builds on `x`, or the frozen stages if it needs a capture of the host's run."""
+    if not layer.needs_capture:
+        return layer.flow_in_run(x)
+    flow = Flow(x)
+    for stage in layer.operator.chains["x"]:
+        flow.stage(stage)
+    return flow
+
+
+def _evaluate(stages: Sequence[Stage], x: Tensor) -> Tensor:
+    """Apply stages to a carried tensor; of the scales only gates are carried too."""
+    for stage in stages:
+        if isinstance(stage, Branch):
+            x = torch.stack([_evaluate(chain, x) for chain in stage.chains]).sum(0)
+        elif isinstance(stage, Scale):
+            x = (stage if stage.role == "gate" else replace(stage, factor=stage.scale.detach())).apply(x)
+        else:
+            x = _affine(stage, x)
+    return x
+
+
+def _affine(stage: Stage, x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        if not x.requires_grad:
+            return stage.apply(x)
+        # `jvp` runs only if an input is dual.
+        trigger = forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+        output: Tensor = _Affine.apply(stage, trigger, x)
+        return output
+
+
+class _Affine(torch.autograd.Function):
+    """A frozen stage, whose bias is a source."""
+
+    @staticmethod
+    def forward(ctx: Any, stage: Stage, trigger: Tensor, x: Tensor) -> Tensor:
+        ctx.stage, ctx.shape, ctx.like = stage, x.shape, x.new_empty(0)
+        return stage.apply(x.detach())
+
+    @staticmethod
+    @torch.no_grad()  # No gradient of a tangent is asked for.
+    def jvp(ctx: Any, stage: Any, trigger: Tensor, tangent: Tensor | None) -> Tensor:
+        return ctx.stage.apply(ctx.like.new_zeros(ctx.shape) if tangent is None else tangent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, ctx.stage.adjoint(grad)

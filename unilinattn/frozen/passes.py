@@ -1,0 +1,239 @@
+"""`FrozenPass`: one pass of a host with frozen factors, which keeps its graph."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
+
+from unilinattn.call.exactness import layer_tolerance
+from unilinattn.errors import UncoveredError
+from unilinattn.frozen.freezing import Freezing
+from unilinattn.frozen.layers import frozen_output, live_output
+from unilinattn.frozen.modules import plain_output
+from unilinattn.frozen.shares import Stream
+from unilinattn.host.forwards import Forward, replaced_forwards
+from unilinattn.host.inputs import bound_arguments, call_host
+from unilinattn.host.nested import mapped, tensors
+from unilinattn.host.observer import Inputs, Observer
+from unilinattn.host.recomputation import captures
+from unilinattn.host.recorder import MAIN
+from unilinattn.host.run import run
+from unilinattn.registry import architecture_of, plain_form_of
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.lookups import TokenIds
+from unilinattn.tracing.token_source import Source
+from unilinattn.tracing.tokens import TokenCall, first_stream
+
+
+@dataclass(frozen=True)
+class FrozenSpec:
+    """A model, its arguments, and how a pass freezes it.
+
+    Attributes:
+        model: the host model.
+        arguments: its arguments.
+        layers: the traced layers in order of execution.
+        rule: how a product of two factors of different rank is frozen (see `Freezing`).
+        source: where the tokens get their vectors.
+        blocks: the paths of the modules that contain layers (see `block_names`).
+    """
+
+    model: nn.Module
+    arguments: Mapping[str, Any]
+    layers: Sequence[Layer]
+    rule: str
+    source: Source
+    blocks: frozenset[str]
+
+
+class _Call(NamedTuple):
+    """A call of a module, with the stream of tokens that entered a block."""
+
+    path: str
+    module: nn.Module
+    stream: Stream | None
+
+
+class FrozenPass(Observer[_Call]):
+    """One pass of a host as an affine map of its tokens.
+
+    Args:
+        spec: the model and its arguments.
+        whole: whether tangents are those of all parts of a value, those from tokens too.
+        records_sources: whether the constants that are added to the tokens become leaves of the graph.
+
+    Attributes:
+        output: the output.
+        tangents: the tangents of its tensors: the parts of them that come from constants.
+        leaves: the vectors of the tokens.
+        outputs: the layers' outputs.
+        mixed: the edges of the graph after each layer's cores, if the rule is "half" (see `live_output`).
+        entry: the stream that enters the first block, None without one.
+        streams: the stream that enters each layer's numbered block, None without one.
+        last_stream: the stream after the last sum, None if the layers are not all added to one.
+        sources: the constants with the path of the module that added them.
+        shared: names of functions that multiplied two factors of equal rank, each of which got half.
+        suspect: the first module whose output has other tangents than values; for a `whole` pass.
+
+    Raises `UncoveredError` for a function without a rule or without a forward-mode derivative.
+    """
+
+    sees_given_inputs = False
+
+    def __init__(self, spec: FrozenSpec, *, whole: bool = False, records_sources: bool = False) -> None:
+        """Run the host."""
+        super().__init__(spec.model)
+        self._spec, self._whole, self._records_sources = spec, whole, records_sources
+        self.leaves: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.mixed: list[list[GradientEdge]] = []
+        self.entry: Stream | None = None
+        self.streams: list[Stream | None] = []
+        self.last_stream: Stream | None = None
+        self.sources: list[tuple[str, Tensor]] = []
+        self.shared: frozenset[str] = frozenset()
+        self.suspect: str | None = None
+        self._in_blocks = False
+        self._queues: dict[nn.Module, list[Layer]] = {}
+        for layer in spec.layers:
+            self._queues.setdefault(layer.module, []).append(layer)
+        mixers, observer = replaced_forwards(self.model, self._replaced), self._observed()
+        self.output, self.tangents = run(self.model, self._compute, gradients=True, mixers=mixers, observer=observer)
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        with self.attached(), captures(self.model), forward_ad.dual_level():
+            yield
+
+    def _record(self, leaf: Tensor) -> None:
+        self.sources.append((self.stack[-1].path, leaf))
+
+    def _compute(self) -> tuple[Any, Any]:
+        """Return the output of the host and its tangents."""
+        arguments, source = dict(self._spec.arguments), self._spec.source
+        if isinstance(source, str):
+            arguments[source] = self._leaf(arguments[source])
+        half, record = self._spec.rule == "half", self._record if self._records_sources else None
+        with Freezing(self._where, self._marker(), half=half, record=record) as mode:
+            self._mode = mode
+            try:
+                output = call_host(self.model, arguments)
+            except NotImplementedError as error:
+                if isinstance(error, UncoveredError):
+                    raise
+                raise UncoveredError(
+                    f"{self._where()} computes in a function without a forward-mode derivative, such as a "
+                    "fused kernel, so the part of its biases in the output is unknown. Use the module's "
+                    "plain code, or give it one (`register_plain_form`)."
+                ) from error
+        del self._mode  # Through its cycle with the pass, the graph would outlive both.
+        self.shared = frozenset(mode.shared)
+        if mode.last_sum is not None and mode.in_stream(mode.last_sum):
+            self.last_stream = Stream(mode.last_sum, forward_ad.unpack_dual(mode.last_sum).tangent)
+        tangents = mapped(output, _tangent)
+        # A view of a parameter requires a gradient again after the run.
+        values = mapped(output, lambda t: forward_ad.unpack_dual(t).primal if t.requires_grad else t.detach())
+        return values, tangents
+
+    def frame(self, path: str, module: nn.Module, inputs: Inputs) -> _Call:
+        """Find the stream that enters a block."""
+        if path not in self._spec.blocks:
+            return _Call(path, module, None)
+        args, kwargs = inputs
+        entered = None
+        # The mode of the run counts the functions that the host calls.
+        with torch._C.DisableTorchFunction():
+            stream = first_stream((*args, *kwargs.values()))
+            if stream is not None and stream.requires_grad:
+                entered = Stream(stream, forward_ad.unpack_dual(stream).tangent)
+        self.entry = self.entry or entered
+        # The code before the first block of a list may scale the embeddings.
+        if entered is not None and path.rpartition(".")[2].isdigit() and not self._in_blocks:
+            self._in_blocks = True
+            self._mode.enter_stream(entered.value)
+        return _Call(path, module, entered)
+
+    def leaving(self, frame: _Call, module: nn.Module, inputs: Inputs, output: Any) -> None:
+        """Compare the tangents of a whole pass with the values: they are the same computation."""
+        for tensor in tensors(output) if self._whole else ():
+            if self.suspect is None and tensor.requires_grad:
+                with torch._C.DisableTorchFunction():
+                    value, tangent = forward_ad.unpack_dual(tensor)
+                    missing = (value if tangent is None else value - tangent).detach().norm()
+                    if not float(missing) <= layer_tolerance(value.dtype) * float(value.detach().norm()):
+                        self.suspect = self._where()
+
+    def _where(self) -> str:
+        path, module, _ = self.stack[-1]
+        return f"{path or 'the model'} ({type(module).__name__})"
+
+    def _leaf(self, vectors: Tensor) -> Tensor:
+        """Return tokens' vectors as a leaf of the graph; the host may write into the copy that it gets."""
+        if isinstance(self._spec.source, TokenCall):
+            self._spec.source.require_same(vectors)
+        self.leaves.append(vectors.detach().clone().requires_grad_())
+        carried = self.leaves[-1].clone()
+        return forward_ad.make_dual(carried, vectors.detach().clone()) if self._whole else carried
+
+    def _replaced(self, path: str, module: nn.Module, host: Forward) -> Forward | None:
+        """Return the forward of a traced layer, or of a module with a plain form."""
+        if module in self._queues:
+            queue = self._queues[module]
+            return lambda *args, **kwargs: self._mixer(queue.pop(0), bound_arguments(module, args, kwargs))
+        form = plain_form_of(type(module))
+        return None if form is None else partial(plain_output, self._where, module, form, host)
+
+    def _mixer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
+        """Return a layer's result in the trace, with the tensors that depend on tokens in the graph."""
+        numbered = (call.stream for call in self.stack if call.path.rpartition(".")[2].isdigit())
+        self.streams.append(next((stream for stream in numbered if stream is not None), None))
+        returned = self._layer(layer, arguments)
+        architecture = architecture_of(type(layer.module))
+        if architecture is None or architecture.shared_values is None:
+            return returned
+        values = architecture.shared_values(layer.module, arguments)
+        return mapped(returned, lambda t: values if t.shape == values.shape and not t.requires_grad else t)
+
+    def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
+        """Return a layer's result in the trace, with its output in the graph."""
+        mixed: list[GradientEdge] = []
+        if self._spec.rule == "half":
+            output, mixed = live_output(layer, arguments)
+        with torch._C.DisableTorchFunction():
+            if self._spec.rule == "freeze":
+                output = frozen_output(layer, arguments)
+            self.mixed.append(mixed)
+            self.outputs.append(output)
+            return mapped(layer.structure, lambda tensor: output if tensor is MAIN else tensor)
+
+    def _marker(self) -> Callable[[Any, Any, Any], Any]:
+        """Return the function that makes tokens' vectors carried, from a function, its arguments and its result."""
+        source = self._spec.source
+        ids = TokenIds(self._spec.arguments) if source is None else None
+        is_source = source.finder() if isinstance(source, TokenCall) else lambda func, result: False
+
+        def mark(func: Any, args: Any, result: Any) -> Any:
+            if ids is None:
+                return self._leaf(result) if is_source(func, result) else result
+            ids.follow(args, result)
+            if not ids.looked_up(func, args):
+                return result
+            return self._leaf(ids.by_token(result)).reshape(result.shape)
+
+        return mark
+
+
+def _tangent(tensor: Tensor) -> Tensor:
+    """Return a tensor's tangent; a constant is a source, a carried tensor without a tangent has none."""
+    if not tensor.is_floating_point():
+        return tensor
+    value, tangent = forward_ad.unpack_dual(tensor)
+    if tangent is None:
+        return torch.zeros_like(value) if tensor.requires_grad else value.detach()
+    return tangent.detach().clone()

@@ -1,0 +1,242 @@
+"""`FrozenRun`: a host run as one affine map of its tokens, whose shares and biases add up to its output."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from unilinattn.call.exactness import layer_tolerance
+from unilinattn.errors import OptionError, UncoveredError, nearest
+from unilinattn.frozen.layers import require_covered
+from unilinattn.frozen.passes import FrozenPass, FrozenSpec
+from unilinattn.frozen.shares import (
+    Linearized,
+    Shares,
+    Unembedding,
+    biases,
+    block_streams,
+    by_depth,
+    by_layer,
+    by_token,
+    doubt_of,
+    embedding_part,
+    linearized,
+)
+from unilinattn.host.isolation import runs_in_gradient_mode
+from unilinattn.host.logits import Logit, one_each
+from unilinattn.host.wrappers import require_gradients
+from unilinattn.tracing.token_source import find_source, require_alone
+from unilinattn.tracing.tokens import block_names
+from unilinattn.tracing.trace import Target, Trace
+from unilinattn.tracing.trust import require_trust
+
+By = Literal["tokens", "depth", "layer"]
+"""Shares of the tokens' embeddings, of the stream that enters each layer's block, or through each layer's output."""
+
+RULES = ("freeze", "half")
+"""Freeze the activated one of two factors, or let both share the relevance of their product."""
+
+
+class FrozenRun:
+    """One run of a traced host in which every factor that the input decided is a constant.
+
+    Each traced layer is its operator: its value is the recorded output, its gradient `op.adjoint`. The code between
+    the layers runs by the rules of `frozen.freezing`. The output is then an affine map of the tokens' embeddings: a
+    token's share is its gradient times its embedding, and the bias is the tangent of the constants that were added.
+    The tokens of inputs without ids are the vectors that enter the first block.
+
+    The run keeps its graph, whose memory is that of the factors of all token-wise code. A scalar of the output costs
+    one backward pass.
+
+    Args:
+        trace: the trace.
+        targets: positions whose logits the run computes, if the model accepts `logits_to_keep`; None for all.
+        rule: how a product of two factors of different rank is frozen (see `Freezing`).
+
+    Attributes:
+        outputs, mixed, shared: those of the `FrozenPass` whose graph the run keeps.
+        doubt: the first warning of `complete_shares` about shares that do not add up, None if there is none.
+
+    Raises `UncoveredError` for a function without a rule, for opaque layers and for models with two streams of tokens.
+    """
+
+    def __init__(self, trace: Trace, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> None:
+        """Run the host."""
+        if rule not in RULES:
+            raise OptionError(f"unknown rule {rule!r}" + nearest(rule, RULES))
+        trace.require_whole("frozen runs")
+        model, layers = trace.host, trace.layers
+        self._layers, self._explained = layers, trace.explained_logit
+        arguments, self._kept = self._explained.arguments(model, targets)
+        require_covered(model, layers)
+        require_gradients(model)
+        self.doubt: str | None = None
+        source = find_source(model, arguments, layers)
+        self._spec = FrozenSpec(model, arguments, layers, rule, source, block_names(model, layers))
+        for layer in layers:
+            # An operator that replaced the host's forward is built when it is needed, one at a time.
+            if layer.prefix_error is None:
+                _ = layer.operator
+        self._pass = FrozenPass(self._spec)
+        self.outputs, self.mixed, self.shared = self._pass.outputs, self._pass.mixed, self._pass.shared
+        if not self._pass.leaves:
+            raise UncoveredError(
+                f"{type(model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
+                "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
+            )
+
+    @runs_in_gradient_mode(True)
+    def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
+        """Return the parts of a logit, or of another scalar of the output: one backward pass.
+
+        A scalar that is not linear in the output is explained by its gradient there (see `Shares.remainder`). With
+        by="depth", `Shares.parts` has the shares of the stream that enters each layer's block, and with by="layer" the
+        part of the scalar that passes through each layer, for one more pass of each operator (see `Parts`).
+
+        Raises `InputError` for a target or logit that does not fit, `OptionError` for an unknown `by`, and
+        `UncoveredError` if the scalar does not depend on the tokens or a layer's block has no stream of tokens.
+        """
+        if by not in get_args(By):
+            raise OptionError(f"unknown shares by {by!r}" + nearest(by, get_args(By)))
+        run = self._pass
+        scalar = self._linearized(target, logit, run)
+        entry = [] if run.entry is None else [run.entry.value]
+        streams = block_streams(self._layers, run.streams, run.leaves[0].shape[1]) if by == "depth" else []
+        more = run.outputs if by == "layer" else [stream.value for stream in streams]
+        grads = scalar.gradients([*run.leaves, *entry, *more])
+        at_leaves = zip(run.leaves, grads, strict=False)
+        tokens = torch.stack([by_token(leaf, grad) for leaf, grad in at_leaves if grad is not None]).sum(0)
+        grads = grads[len(run.leaves) :]
+        constants = embedding_part(run.entry, grads[0] if entry else None, tokens.shape[1])
+        embedding = torch.zeros_like(tokens) if constants is None else constants
+        grads, parts = grads[len(entry) :], None
+        if by != "tokens":
+            parts = by_depth(scalar, streams, grads) if by == "depth" else by_layer(self._layers, grads)
+        return Shares(
+            tokens + embedding,
+            embedding,
+            scalar.constant - embedding.sum(1),
+            scalar.value - scalar.linear,
+            self._value(scalar, target, logit),
+            parts,
+        )
+
+    @runs_in_gradient_mode(True)
+    def unembedding(self, target: Any = -1, logit: Logit = None) -> Unembedding:
+        """Return a logit, or another scalar of the output, as a function of the last residual stream.
+
+        The stream is the last sum of two carried tensors of one shape (batch, length, channel): every layer is added to
+        it, and the final norm reads it. Raises the errors of `shares`, and `UncoveredError` if the stream is normed or
+        multiplied between two layers, so that layers are not all added to the same stream.
+        """
+        stream = self._pass.last_stream
+        if stream is None:
+            raise UncoveredError(
+                f"{type(self._spec.model).__name__} norms or multiplies its residual stream between its layers, or its "
+                "last residual sum is hidden in a kernel, so its layers are not added to one stream that the final "
+                "norm reads, and their contributions to a logit cannot be told apart there."
+            )
+        scalar = self._linearized(target, logit, self._pass)
+        (slope,) = scalar.gradients([stream.value])
+        gradient = torch.zeros_like(stream.value) if slope is None else slope
+        constant = 0 if stream.tangent is None else by_token(stream.tangent, gradient).sum(1)
+        bias, remainder = scalar.constant - constant, scalar.value - scalar.linear
+        return Unembedding(stream.value.detach(), gradient, bias, remainder, self._value(scalar, target, logit))
+
+    def _value(self, scalar: Linearized, target: Any, logit: Logit) -> Float[Tensor, " batch"]:
+        """Return the scalar of the traced output, or that of this run if the trace did not compute it."""
+        observed = self._explained.observed(target, logit)
+        return scalar.value if observed is None else observed.detach().to(scalar.value)
+
+    def complete_shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
+        """Return `shares` after checking that they add up.
+
+        Raises `ExactnessError` if a gap exceeds the tolerance of the host's dtype (see `tracing.trust`) relative to the
+        parts' size; it names the first module that is not affine. Inside `trusting("warn")` the message is kept in
+        `doubt` instead.
+        """
+        shares = self.shares(target, logit, by=by)
+        accepted = max(layer_tolerance(layer.precision) for layer in self._layers)
+        doubt = None if self.doubt else doubt_of(shares, by, self._layers, accepted, self.culprit)
+        if doubt is not None:
+            require_trust(doubt)
+            self.doubt = f"{doubt}."
+        return shares
+
+    @runs_in_gradient_mode(True)
+    def bias_by_source(self, target: Any = -1, logit: Logit = None) -> dict[str, Float[Tensor, " batch"]]:
+        """Return the parts of `Shares.bias` by the module that adds them, which sum to it: path to (batch,), float64.
+
+        A traced layer is one source, and "" the model itself. Constants that are added to the tokens' embeddings are in
+        `Shares.embedding` and not here. Runs the host once more, and takes a backward pass for each sequence, because a
+        bias is the same tensor for all of them.
+        """
+        run = FrozenPass(self._spec, records_sources=True)
+        scalar = self._linearized(target, logit, run)
+        return biases(scalar, run.sources, self._layers, run.outputs, run.entry)
+
+    def _linearized(self, target: Any, logit: Logit, run: FrozenPass) -> Linearized:
+        batch, spec = len(self._layers[-1].output), self._spec
+        if callable(logit):
+            require_alone(spec.model, spec.arguments, spec.source, self._layers, lambda output: [logit(output)])
+
+        def scalar(output: Any) -> Tensor:
+            return one_each(self._explained.scalar(output, target, logit, self._kept), batch)
+
+        return linearized(run.output, run.tangents, scalar)
+
+    @runs_in_gradient_mode(True)
+    def gradients(self, edges: Sequence[GradientEdge], target: Any = -1, logit: Logit = None) -> tuple[Tensor, ...]:
+        """Return the gradients of a scalar of the output at edges of the run's graph: one backward pass."""
+        scalar = self._linearized(target, logit, self._pass)
+        return torch.autograd.grad(scalar.outputs, edges, scalar.slopes, retain_graph=True)
+
+    def culprit(self) -> str | None:
+        """Return the first module whose output is not the affine map of its tokens, None if every output is.
+
+        Runs the host once more with tangents that are equal to the values: where they differ, a part of the value took
+        a path that torch functions do not see, such as a compiled function.
+        """
+        return FrozenPass(self._spec, whole=True).suspect
+
+
+def frozen(trace: Trace, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> FrozenRun:
+    """Run a traced model once more as one affine map of its tokens, see `FrozenRun`.
+
+    Args:
+        trace: the trace.
+        targets: positions whose logits the run computes, if the model accepts `logits_to_keep`; None for all.
+        rule: "freeze" freezes the activated factor of a product, "half" gives both factors half of its relevance.
+
+    Raises `ModelStateError` if a weight changed since the trace, and the errors of `FrozenRun`.
+    """
+    trace.weights.require_same(trace.host, trace.model, "its shares would not be those of the traced model")
+    if targets is None or trace not in _shared:
+        return FrozenRun(trace, targets, rule=rule)
+    every, runs = _shared[trace]
+    if rule not in runs:
+        runs[rule] = FrozenRun(trace, every, rule=rule)
+    return runs[rule]
+
+
+Trace.frozen = frozen
+
+_shared: "WeakKeyDictionary[Trace, tuple[Sequence[Target], dict[str, FrozenRun]]]" = WeakKeyDictionary()
+
+
+@contextmanager
+def one_frozen_run(trace: Trace, targets: Sequence[Target]) -> Iterator[None]:
+    """Inside the context, `frozen` returns one run by each rule, which computes the logits of all `targets`.
+
+    For a method that runs once for each of them. The runs keep their graphs until the context ends.
+    """
+    _shared[trace] = targets, {}
+    try:
+        yield
+    finally:
+        del _shared[trace]

@@ -1,0 +1,261 @@
+"""`Shares`: the parts of a scalar of a model's output, which add up to it; `Unembedding`: its last linear part."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unilinattn.errors import UncoveredError
+from unilinattn.host.nested import mapped, tensors
+from unilinattn.tracing.layer import Layer
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Shares by layer, in float64, with an axis of layers: tokens + bias = value, up to rounding.
+
+    By depth, a row is the stream that enters the block of a layer: `bias` is the share of what is added later, and
+    `value` the linear part of the scalar. By layer, a row is what passes through the layer's output: `value` is the
+    gradient there times the output.
+    """
+
+    tokens: Float[Tensor, "layer batch key"]
+    bias: Float[Tensor, "layer batch"]
+    value: Float[Tensor, "layer batch"]
+
+    @property
+    def gap(self) -> Float[Tensor, "layer batch"]:
+        """The completeness gap |tokens + bias - value|."""
+        return (self.tokens.sum(-1) + self.bias - self.value).abs()
+
+    @property
+    def size(self) -> Float[Tensor, "layer batch"]:
+        """The sum of the parts' absolute values, whose rounding bounds that of the gap."""
+        return self.tokens.abs().sum(-1) + self.bias.abs()
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Parts of a scalar of the output, in float64: tokens + bias + remainder = value, up to rounding.
+
+    Attributes:
+        tokens: the share of each token.
+        embedding: the part of `tokens` from constants that are added to a token's embedding, such as its position.
+        bias: the share of the biases and other constants that are added later.
+        remainder: the scalar less its linear part at the output; zero for a logit.
+        value: the scalar of the traced output; at length, that of the frozen run.
+        parts: shares by depth or by layer, if they were asked for.
+    """
+
+    tokens: Float[Tensor, "batch key"]
+    embedding: Float[Tensor, "batch key"]
+    bias: Float[Tensor, " batch"]
+    remainder: Float[Tensor, " batch"]
+    value: Float[Tensor, " batch"]
+    parts: Parts | None = None
+
+    @property
+    def gap(self) -> Float[Tensor, " batch"]:
+        """The completeness gap |tokens + bias + remainder - value|."""
+        return (self.tokens.sum(1) + self.bias + self.remainder - self.value).abs()
+
+    @property
+    def size(self) -> Float[Tensor, " batch"]:
+        """The sum of the parts' absolute values, whose rounding bounds that of the gap."""
+        return self.tokens.abs().sum(1) + self.bias.abs() + self.remainder.abs()
+
+
+@dataclass(frozen=True, eq=False)
+class Unembedding:
+    """A scalar of the output as a function of the last residual stream: stream . gradient + bias + remainder = value.
+
+    Attributes:
+        stream: the residual stream after the last sum, before the final norm.
+        gradient: the gradient of the scalar at the stream, through the frozen final norm and head.
+        bias: the part of the biases and other constants after the stream.
+        remainder: the scalar less its linear part at the output; zero for a logit.
+        value: the scalar of the traced output; at length, that of the frozen run.
+    """
+
+    stream: Float[Tensor, "batch query out"]
+    gradient: Float[Tensor, "batch query out"]
+    bias: Float[Tensor, " batch"]
+    remainder: Float[Tensor, " batch"]
+    value: Float[Tensor, " batch"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A tensor of the run's graph and its tangent, the part of it that comes from constants."""
+
+    value: Tensor
+    tangent: Tensor | None
+
+
+class Linearized(NamedTuple):
+    """The first-order part of a scalar of the output.
+
+    Attributes:
+        value: the scalar of each sequence.
+        linear: its gradient at the output times the output.
+        constant: its gradient at the output times the output's tangent.
+        outputs, slopes: the tensors of the output that depend on tokens, and the gradients there.
+        unreached: the part of `constant` from tensors that do not depend on tokens.
+    """
+
+    value: Float[Tensor, " batch"]
+    linear: Float[Tensor, " batch"]
+    constant: Float[Tensor, " batch"]
+    outputs: list[Tensor]
+    slopes: list[Tensor]
+    unreached: Float[Tensor, " batch"]
+
+    def gradients(self, at: Sequence[Tensor], sequence: int | None = None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the scalar with respect to tensors of the graph; of one sequence if it is given."""
+        slopes = self.slopes
+        if sequence is not None:
+            slopes = [torch.zeros_like(slope) for slope in slopes]
+            for one, slope in zip(slopes, self.slopes, strict=True):
+                one[sequence] = slope[sequence]
+        return torch.autograd.grad(self.outputs, at, slopes, retain_graph=True, allow_unused=True)
+
+
+def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor, " batch"]]) -> Linearized:
+    """Return the first-order part of the scalar that `choose` returns from an output.
+
+    Raises `UncoveredError` if it does not depend on a tensor of the output that depends on tokens.
+    """
+    point = mapped(output, lambda t: t.detach().requires_grad_(t.is_floating_point()))
+    value = choose(point)
+    at = [tensor for tensor in tensors(point) if tensor.requires_grad]
+    if not value.requires_grad:
+        raise UncoveredError("the scalar does not depend on an output of the model, so it has no shares.")
+    slopes = torch.autograd.grad(value.sum(), at, allow_unused=True)
+    values = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
+    constants = [tensor for tensor in tensors(tangents) if tensor.is_floating_point()]
+    parts = [(s, v, c) for s, v, c in zip(slopes, values, constants, strict=True) if s is not None]
+    reached = [(s, v) for s, v, _ in parts if v.requires_grad]
+    if not reached:
+        raise UncoveredError("the scalar does not depend on an output of the model that depends on its tokens.")
+    value = value.detach().double()
+    linear = sum((_by_sequence(s * v.detach()) for s, v, _ in parts), torch.zeros_like(value))
+    constant = sum((_by_sequence(s * c) for s, _, c in parts), torch.zeros_like(value))
+    unreached = sum((_by_sequence(s * c) for s, v, c in parts if not v.requires_grad), torch.zeros_like(value))
+    return Linearized(value, linear, constant, [v for _, v in reached], [s for s, _ in reached], unreached)
+
+
+def block_streams(layers: Sequence[Layer], streams: Sequence[Stream | None], keys: int) -> list[Stream]:
+    """Return the stream that enters each layer's block; raise `UncoveredError` if one is missing or of other tokens."""
+    entering = []
+    for layer, stream in zip(layers, streams, strict=True):
+        if stream is None or stream.value.shape[1] != keys:
+            raise UncoveredError(
+                f"no stream of the model's tokens enters a numbered block around {layer.name}, so its shares by depth "
+                "are unknown; use by='layer' or by='tokens'."
+            )
+        entering.append(stream)
+    return entering
+
+
+def embedding_part(entry: Stream | None, grad: Tensor | None, keys: int) -> Float[Tensor, "batch key"] | None:
+    """Return the share of the constants in the stream that enters the first block, None if it has other tokens."""
+    if entry is None or entry.tangent is None or grad is None or entry.tangent.shape[1] != keys:
+        return None
+    return by_token(entry.tangent, grad)
+
+
+def by_depth(scalar: Linearized, streams: Sequence[Stream], grads: Sequence[Tensor | None]) -> Parts:
+    """Return the shares of the stream that enters each layer's block."""
+    tokens, bias = [], []
+    for stream, given in zip(streams, grads, strict=True):
+        grad = torch.zeros_like(stream.value) if given is None else given
+        tokens.append(by_token(stream.value, grad))
+        earlier = 0 if stream.tangent is None else by_token(stream.tangent, grad).sum(1)
+        bias.append(scalar.constant - earlier)
+    return Parts(torch.stack(tokens), torch.stack(bias), scalar.linear.expand(len(streams), -1))
+
+
+def by_layer(layers: Sequence[Layer], grads: Sequence[Tensor | None]) -> Parts:
+    """Return sum_i g_i . T_ij x_j for each layer, where g is the scalar's gradient at the layer's output."""
+    tokens, bias, value = [], [], []
+    for layer, given in zip(layers, grads, strict=True):
+        op = layer.operator
+        grad = torch.zeros_like(op.output) if given is None else given.to(op.output)
+        pulled = [by_token(x, op.adjoint(grad, port=port)) for port, x in op.inputs.items()]
+        tokens.append(torch.stack(pulled).sum(0))
+        bias.append(_by_sequence(grad * op.bias))
+        value.append(_by_sequence(grad * op.output))
+    return Parts(torch.stack(tokens), torch.stack(bias), torch.stack(value))
+
+
+def biases(
+    scalar: Linearized,
+    sources: Sequence[tuple[str, Tensor]],
+    layers: Sequence[Layer],
+    outputs: Sequence[Tensor],
+    entry: Stream | None,
+) -> dict[str, Float[Tensor, " batch"]]:
+    """Return the share of the constants by module: sources of the graph, layers, and "" for constants in the output."""
+    names, leaves = [name for name, _ in sources], [leaf for _, leaf in sources]
+    enters = [] if entry is None else [entry.value]
+    parts = {"": scalar.unreached}
+    for b in range(len(scalar.value)):
+        grads = scalar.gradients([*leaves, *outputs, *enters], b)
+        shares = [_inner(leaf, g) for leaf, g in zip(leaves, grads, strict=False)]
+        at_entry = grads[-1] if enters else None
+        if embedding_part(entry, at_entry, outputs[0].shape[1]) is not None:
+            early = torch.autograd.grad(enters, leaves, at_entry, retain_graph=True, allow_unused=True)
+            shares = [share - _inner(leaf, g) for share, leaf, g in zip(shares, leaves, early, strict=True)]
+        through = zip(layers, grads[len(leaves) :], strict=False)
+        shares += [_inner(layer.operator.bias, g) for layer, g in through]
+        for name, share in zip([*names, *(layer.name for layer in layers)], shares, strict=True):
+            parts.setdefault(name, torch.zeros_like(scalar.value))[b] += share
+    return {name: part for name, part in parts.items() if bool(part.any())}
+
+
+def doubt_of(
+    shares: Shares, by: str, layers: Sequence[Layer], accepted: float, culprit: Callable[[], str | None]
+) -> str | None:
+    """Return a message about shares whose gap exceeds `accepted` times their size, None for others.
+
+    `culprit` returns the first module that is not affine.
+    """
+    tiny = torch.finfo(torch.float64).tiny
+    error = float((shares.gap / shares.size.clamp_min(tiny)).max())
+    # Written so that a NaN is refused too.
+    if not error <= accepted:
+        return (
+            f"shares and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. The first "
+            f"module that is not affine in the frozen run: {culprit() or 'none'}. A compiled function or a custom "
+            "autograd function hides its computation; use the module's plain code"
+        )
+    if shares.parts is None:
+        return None
+    errors = (shares.parts.gap / shares.parts.size.clamp_min(tiny)).amax(1).nan_to_num(torch.inf)
+    at = int(errors.argmax())
+    if float(errors[at]) <= accepted:
+        return None
+    reason = {
+        "depth": f"tokens reach the logit beside the stream that enters the block of {layers[at].name}, for instance "
+        "where a model feeds the embeddings or values of an earlier layer in again. Use by='layer' or by='tokens'",
+        "layer": f"the operator of {layers[at].name} misses the host's output",
+    }
+    return (
+        f"shares by {by} miss their sum by {errors[at]:.1e} of their size, and {accepted:.0e} is accepted: {reason[by]}"
+    )
+
+
+def by_token(x: Tensor, grad: Tensor) -> Float[Tensor, "batch key"]:
+    """Return the inner product of two streams at each token, in float64."""
+    return (x.detach().double() * grad.double()).flatten(2).sum(2)
+
+
+def _inner(constant: Tensor, grad: Tensor | None) -> Tensor | float:
+    return 0.0 if grad is None else (constant.detach().double() * grad.double()).sum()
+
+
+def _by_sequence(product: Tensor) -> Float[Tensor, " batch"]:
+    return product.double().reshape(len(product), -1).sum(1)

@@ -1,0 +1,1 @@
+"""Run a host model: its inputs, its state during a run, records of its modules, and its outputs."""

@@ -1,0 +1,294 @@
+"""The arguments of a host model, completed and checked before it runs."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from unilinattn.errors import InputError, UnilinattnError, nearest
+from unilinattn.host.wrappers import OPTIMIZED
+
+CACHE = "past_key_values"
+"""Name of the argument with the states of earlier tokens in transformers' models."""
+
+CACHES = ("cache_params", CACHE, "past_key_value", "cache", "state")
+"""Names of arguments with the states of earlier tokens in models and layers; operators neither read nor write them."""
+
+
+def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Turn a tensor of ids or pixels, or a mapping of keyword arguments, into the arguments of the host's forward.
+
+    The host runs without a cache: `use_cache` is False if the host accepts it, and an empty cache, which the run would
+    fill, is left out. If a host accepts `position_ids` and does not derive them itself, they are computed from a
+    left-padded mask.
+
+    Raises `InputError` for inputs of another type, for arguments that the host does not accept, and for tensors that
+    do not fit.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if isinstance(inputs, Mapping):
+        given = dict(inputs)
+    elif isinstance(inputs, Tensor):
+        given = {_main_input(model): inputs}
+    else:
+        raise InputError(
+            f"inputs are a {type(inputs).__name__}; give a tensor of token ids or pixels, or a mapping of the "
+            "model's keyword arguments (as a tokenizer returns it)."
+        )
+    _check_names(model, given)
+    refuse_states(given, "the model")
+    given = {name: _ordinary(value) for name, value in given.items() if name not in CACHES}
+    _check_tensors(model, given)
+    _check_ids(model, given)
+    _check_masks(given)
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "use_cache" in parameters or (CACHE in parameters and passes_on):
+        given["use_cache"] = False
+    mask = given.get("attention_mask")
+    derives = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
+    takes_positions = "position_ids" in parameters and not derives
+    if takes_positions and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all()):
+        given.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp_min(0))
+    return given
+
+
+def refuse_states(arguments: Mapping[str, Any], name: str, caches: Sequence[str] = CACHES) -> None:
+    """Raise `InputError` for a cache that holds states: an operator maps only the tokens of the call."""
+    for cache in caches:
+        if _holds_tensors(arguments.get(cache), depth=4):
+            raise InputError(
+                f"{name} was given {cache} with the states of earlier tokens, which are not part of this call, so no "
+                "operator could account for them. Leave it out and pass the whole text."
+            )
+
+
+def call_host(model: nn.Module, given: Mapping[str, Any]) -> Any:
+    """Call a model with its arguments: by name, or by position where its forward takes only `*args`.
+
+    Raises `InputError` for more tokens than the model has positions, and for images of another size than the model's.
+    """
+    try:
+        return model(*given.values()) if _only_positional(model) else model(**given)
+    except (UnilinattnError, torch.OutOfMemoryError):
+        raise
+    except TypeError as error:
+        # A host whose forward passes its keyword arguments on may set this one itself.
+        if "use_cache" not in given or "multiple values for keyword argument 'use_cache'" not in str(error):
+            raise
+        return call_host(model, {name: value for name, value in given.items() if name != "use_cache"})
+    except (IndexError, RuntimeError, ValueError, AssertionError) as error:
+        if (reason := _misfit(model, given)) is None:
+            raise
+        raise InputError(reason) from error
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Return the number of positions in a model's configuration, None if it has none."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the module of `get_input_embeddings`, None for a model that does not define it.
+
+    transformers defines it for every model and raises an error where it finds no such module, as for two towers.
+    """
+    try:
+        embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
+    return embedding
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Return the number of ids that a model embeds, None if it is unknown."""
+    size = getattr(input_embedding(model), "num_embeddings", None)
+    return size if isinstance(size, int) else None
+
+
+def pixels(given: Mapping[str, Any]) -> Float[Tensor, "batch channel height width"] | None:
+    """Return the images among a host's arguments, None if there are none or several tensors of them."""
+    images = [x for x in given.values() if isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point()]
+    return images[0] if len(images) == 1 else None
+
+
+def _misfit(model: nn.Module, given: Mapping[str, Any]) -> str | None:
+    """Return why a model failed on these inputs, None if they fit its positions and its image size."""
+    ids, most = token_ids(given), max_positions(model)
+    name = type(model).__name__
+    if ids is not None and most is not None and ids.shape[1] > most:
+        return f"the inputs have {ids.shape[1]} tokens, and {name} has positions for {most}; give a shorter text."
+    images = pixels(given)
+    embedding = getattr(model, "patch_embed", None)
+    size = getattr(getattr(model, "config", None), "image_size", getattr(embedding, "img_size", None))
+    if images is None or size is None:
+        return None
+    wanted = (size, size) if isinstance(size, int) else tuple(size)
+    if tuple(images.shape[2:]) == wanted:
+        return None
+    return (
+        f"the image has {images.shape[2]} x {images.shape[3]} pixels, and {name} takes {wanted[0]} x {wanted[1]}; "
+        "give the processor or transform of this model, which resizes images."
+    )
+
+
+def token_ids(given: Mapping[str, Any]) -> Tensor | None:
+    """Return the (batch, length) ids among a host's arguments, None if there are none or those of two streams.
+
+    Their name ends in `input_ids`, or they are the only tensor but for masks and positions.
+    """
+    named = [name for name in given if name.endswith("input_ids")]
+    if not named:
+        arrays = [name for name, value in given.items() if isinstance(value, Tensor) and value.ndim > 1]
+        named = [name for name in arrays if "mask" not in name and "position" not in name]
+    ids = given[named[0]] if len(named) == 1 else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        return None
+    return ids
+
+
+def real_tokens(given: Mapping[str, Any], name: str = "attention_mask") -> Bool[Tensor, "batch length"] | None:
+    """Return the real tokens of a padding mask among a host's arguments, None if all are real."""
+    mask = given.get(name)
+    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
+
+
+def last_real(mask: Bool[Tensor, "batch length"] | None) -> Int[Tensor, " batch"]:
+    """Return the position of each sequence's last real token; a single -1 without a mask."""
+    if mask is None:
+        return torch.tensor([-1])
+    return (torch.arange(mask.shape[1]) * mask.cpu()).amax(1)
+
+
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Name the arguments of a call by the parameters of the module's `forward`."""
+    # A compiled module has the arguments of its original module.
+    source = getattr(module, OPTIMIZED) if OPTIMIZED in module._modules else module
+    bound = inspect.signature(type(source).forward).bind(source, *args, **kwargs)
+    arguments = dict(list(bound.arguments.items())[1:])
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(parameter.name, {}))
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            arguments.update({str(k): v for k, v in enumerate(arguments.pop(parameter.name, ()))})
+    return arguments
+
+
+def _main_input(model: nn.Module) -> str:
+    """Return the name of a model's first input; for a wrapper with *args that of the model inside."""
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    passes_on = first is None or first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD)
+    candidates = model.modules() if passes_on else (model,)
+    named = (name for module in candidates if (name := getattr(module, "main_input_name", None)))
+    return next(named, "input" if first is None else first.name)
+
+
+def _only_positional(model: nn.Module) -> bool:
+    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+    return kinds == {inspect.Parameter.VAR_POSITIONAL}
+
+
+def _check_names(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise `InputError` for arguments that a model's forward does not accept, and for several if it has only *args."""
+    parameters = inspect.signature(model.forward).parameters
+    if _only_positional(model):
+        if len(given) > 1:
+            raise InputError(
+                f"{type(model).__name__}.forward takes only *args, so it cannot be given {', '.join(given)} by name; "
+                "trace the model that it wraps, or give one tensor."
+            )
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = [name for name in given if name not in parameters]
+    if unknown:
+        raise InputError(
+            f"{type(model).__name__}.forward takes no argument {unknown[0]!r}"
+            + nearest(unknown[0], parameters)
+            + (" It wraps other modules: trace the model inside." if type(model) is nn.Sequential else "")
+        )
+
+
+def _check_ids(model: nn.Module, given: Mapping[str, Any]) -> None:
+    ids = given.get("input_ids")
+    if ids is None:
+        return
+    integer = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not integer or ids.ndim != 2:
+        what = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(f"input_ids are {what}; integer token ids of shape (batch, length) are needed.")
+    if ids.shape[0] == 0 or ids.shape[1] == 0:
+        raise InputError(f"input_ids have shape {tuple(ids.shape)}; at least one sequence of one token is needed.")
+    size = vocabulary_size(model)
+    if size is not None and (int(ids.min()) < 0 or int(ids.max()) >= size):
+        raise InputError(
+            f"input_ids reach from {int(ids.min())} to {int(ids.max())}; the model knows ids 0 to {size - 1}."
+        )
+
+
+def _check_tensors(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise `InputError` for tensors without elements, with NaN, or on another device than that of the whole model."""
+    places = {parameter.device for parameter in model.parameters()}
+    # accelerate, which distributes a model over devices, also moves its inputs.
+    moved = any(hasattr(module, "_hf_hook") for module in model.modules())
+    for name, value in given.items():
+        if not isinstance(value, Tensor) or not value.ndim:
+            continue
+        if not value.numel():
+            raise InputError(f"{name} has shape {tuple(value.shape)}; at least one sequence of one token is needed.")
+        if len(places) == 1 and value.device not in places and not moved:
+            (place,) = places
+            raise InputError(
+                f"{name} is on {value.device}, and {type(model).__name__} is on {place}; move one of them with "
+                f".to({str(place)!r})."
+            )
+        # A mask that is added to scores may hold infinity.
+        wrong = value.isnan() if "mask" in name else ~value.isfinite()
+        if bool(wrong.any()):
+            raise InputError(
+                f"{name} holds {int(wrong.sum())} NaN or infinite numbers, the first at "
+                f"{tuple(wrong.nonzero()[0].tolist())}; finite numbers are needed."
+            )
+
+
+def _check_masks(given: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a mask without one entry for each token or for each pair of tokens."""
+    for name, streams in {
+        "attention_mask": ("input_ids", "inputs_embeds"),
+        "decoder_attention_mask": ("decoder_input_ids", "decoder_inputs_embeds"),
+    }.items():
+        mask = given.get(name)
+        tokens = next((given[s] for s in streams if isinstance(given.get(s), Tensor)), None)
+        # With a cache the mask also covers its earlier tokens.
+        if mask is None or tokens is None or given.get(CACHE) is not None:
+            continue
+        batch, length = tokens.shape[:2]
+        if not isinstance(mask, Tensor):
+            raise InputError(f"{name} is a {type(mask).__name__}; give a tensor of shape {(batch, length)}.")
+        pairs = mask.ndim in (3, 4) and mask.shape[0] in (1, batch) and tuple(mask.shape[-2:]) == (length, length)
+        if tuple(mask.shape) != (batch, length) and not pairs:
+            raise InputError(
+                f"{name} has shape {tuple(mask.shape)}, and the inputs have {batch} sequences of {length} tokens; give "
+                f"one entry a token, {(batch, length)}, or one a pair of tokens, {(batch, 1, length, length)}."
+            )
+
+
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Tell whether a cache of any class holds a tensor with elements."""
+    if isinstance(value, Tensor):
+        return value.numel() > 0
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, (tuple, list)):
+        parts = value
+    else:
+        parts = getattr(value, "__dict__", {}).values()
+    return depth > 0 and any(_holds_tensors(part, depth - 1) for part in parts)
+
+
+def _ordinary(value: Any) -> Any:
+    """Return a copy of a tensor made in inference mode, which passes no gradients; other values unchanged."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value

@@ -1,0 +1,221 @@
+"""Run a host model, one run at a time, and restore the model and the process afterwards.
+
+A run attaches hooks, replaces forwards, swaps weights and fills process-wide tables. `Found.restore` undoes all of this
+by comparison with a snapshot taken before the first change. It does not depend on the changes that were made, so a run
+may be interrupted anywhere, and so may the restoration: it is idempotent and is repeated until it is complete.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar, copy_context
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode
+
+from unilinattn import progress
+from unilinattn.call import attention_interface as interface
+from unilinattn.call.entries import Entries
+from unilinattn.errors import ModelStateError
+
+Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
+
+ATTEMPTS = 3
+"""Largest number of attempts at a restoration, which survives one interrupt fewer."""
+
+LOCK = threading.RLock()
+"""Lock of a run under hooks, some of whose replacements are process-wide: a second thread waits.
+
+A thread acquires it once, so that `release` can be repeated; a run inside a run does not acquire it again.
+"""
+
+_run: ContextVar[object] = ContextVar("run", default=None)
+
+
+def isolated(model: nn.Module, run: Callable[[], Result]) -> Result:
+    """Return `run()` and restore the model and the process to their state before it, also after an exception.
+
+    Restores attributes, parameters, buffers, submodules and hooks of every module, their configurations, transformers'
+    attention tables, the gradient mode, torch function modes and context variables. A second thread waits.
+
+    Raises `ModelStateError` if the run wrote into a parameter.
+    """
+
+    def inside() -> Result:
+        _run.set(object())
+        return run()
+
+    def restored() -> Result:
+        snapshot = Found(model)
+        result = finished(lambda: copy_context().run(inside), snapshot.restore)
+        snapshot.require_same_parameters()
+        return result
+
+    def locked() -> Result:
+        LOCK.acquire()
+        return restored()
+
+    return restored() if owned() else finished(locked, release)
+
+
+def owned() -> bool:
+    """Tell whether this thread holds the lock."""
+    # No public method of the lock tells; threading.Condition calls this one too.
+    is_owned: bool = LOCK._is_owned()  # type: ignore[attr-defined]
+    return is_owned
+
+
+def release() -> None:
+    """Release the lock if this thread holds it; may be interrupted and repeated."""
+    if owned():
+        LOCK.release()
+
+
+def current_run() -> object:
+    """Return a token of the isolated run that calls this function, None outside a run and in other threads."""
+    return _run.get()
+
+
+def in_gradient_mode(enabled: bool, compute: Callable[[], Result]) -> Result:
+    """Return `compute()` with gradients enabled or disabled and inference mode off; restore both, also if interrupted.
+
+    Tensors made by `compute` can be used anywhere. No context manager sets the modes: after an interrupt its end could
+    run as late as the release of the traceback, and change the modes of that moment.
+    """
+    before = torch.is_grad_enabled()
+
+    def run() -> Result:
+        torch.set_grad_enabled(enabled)
+        return compute()
+
+    def outside_inference() -> Result:
+        with torch.inference_mode(False):
+            return run()
+
+    outermost = outside_inference if torch.is_inference_mode_enabled() else run
+    return finished(outermost, lambda: torch.set_grad_enabled(before))
+
+
+def runs_in_gradient_mode(enabled: bool) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function whose calls run `in_gradient_mode`."""
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @wraps(function)
+        def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            return in_gradient_mode(enabled, lambda: function(*args, **kwargs))
+
+        return run
+
+    return decorate
+
+
+def with_own_random_numbers(devices: Iterable[torch.device], compute: Callable[[], Result]) -> Result:
+    """Return `compute()` and restore the random number generators of the CPU and of the CUDA `devices`."""
+    before, others = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def restore() -> None:
+        torch.set_rng_state(before)
+        for device, state in others:
+            torch.cuda.set_rng_state(state, device)
+
+    return finished(compute, restore)
+
+
+def finished(run: Callable[[], Result], restore: Callable[[], object], attempts: int = ATTEMPTS) -> Result:
+    """Return `run()` and complete an idempotent `restore()`, also if either of them is interrupted.
+
+    An interrupt can arrive on the line that calls `restore`, so each attempt is enclosed in another one.
+    """
+    try:
+        return run() if attempts == 1 else finished(run, restore, attempts - 1)
+    finally:
+        restore()
+
+
+class Found:
+    """A snapshot of a model and of the process at construction, which it can restore."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take the snapshot, which copies buffers and other tensors that are not parameters."""
+        modules = list(model.modules())
+        objects = [vars(owner) for owner in (*modules, *interface.configurations(model))]
+        objects.append(progress.scope())
+        self._objects = [(attributes, dict(attributes)) for attributes in objects]
+        containers = _containers(value for attributes in objects for value in attributes.values())
+        self._containers = [(container, _copy(container)) for container in (*containers, interface.chosen)]
+        tensors = {id(t): t for module in modules for t in (*vars(module).values(), *module._buffers.values())}
+        copied = [t for t in tensors.values() if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        self._tensors = [(tensor, _version(tensor), tensor.detach().clone()) for tensor in copied]
+        self._parameters = [(name, p, _version(p)) for name, p in model.named_parameters()]
+        self._entries = Entries(interface.tables())
+        self._gradients = torch.is_grad_enabled()
+        self._modes = len(_get_current_function_mode_stack())
+        self._restored = False
+
+    def restore(self) -> None:
+        """Restore everything that differs from the snapshot; may be interrupted and repeated."""
+        if self._restored:
+            return
+        torch.set_grad_enabled(self._gradients)
+        while len(_get_current_function_mode_stack()) > self._modes:
+            _pop_mode()
+        self._entries.put_back()
+        for attributes, before in self._objects:
+            _restore_mapping(attributes, before)
+        for container, copy in self._containers:
+            _restore(container, copy)
+        in_gradient_mode(False, self._restore_tensors)
+        self._restored = True
+
+    def _restore_tensors(self) -> None:
+        for tensor, version, copy in self._tensors:
+            # Inference tensors have no version counter.
+            if not torch.equal(tensor, copy) if version is None else _version(tensor) != version:
+                tensor.copy_(copy)
+
+    def require_same_parameters(self) -> None:
+        """Raise `ModelStateError` if a parameter changed since the snapshot, which has no copy to restore it from."""
+        changed = [name for name, p, version in self._parameters if _version(p) != version]
+        if changed:
+            raise ModelStateError(
+                f"running the model changed its own parameters {changed[:3]}; such a model cannot be traced."
+            )
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return list({id(value): value for value in values if isinstance(value, (dict, list, set))}.values())
+
+
+def _copy(container: Any) -> Any:
+    return next(kind for kind in (dict, list, set) if isinstance(container, kind))(container)
+
+
+def _restore(container: Any, before: Any) -> None:
+    if isinstance(container, dict):
+        _restore_mapping(container, before)
+    elif isinstance(container, list):
+        if len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
+            container[:] = before
+    elif container != before:
+        container.difference_update(container - before)
+        container.update(before)
+
+
+def _restore_mapping(mapping: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Restore a dictionary's keys, values and order, key by key, so that a module stays usable meanwhile."""
+    for key in [key for key in mapping if key not in before]:
+        del mapping[key]
+    for key, value in before.items():
+        if key not in mapping or mapping[key] is not value:
+            mapping[key] = value
+    if list(mapping) != list(before):
+        for key, value in before.items():
+            del mapping[key]
+            mapping[key] = value
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

@@ -1,0 +1,134 @@
+"""`CallRecord`: one recorded call of a module of a host."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from unilinattn.call import Call, Captured
+from unilinattn.errors import UncoveredError
+from unilinattn.host.nested import tensors
+from unilinattn.operator.piecewise import Piece
+from unilinattn.registry import Architecture
+
+
+@dataclass(frozen=True)
+class ResidualSite:
+    """How a host adds a layer's output to a stream: total = skip * stream + multiplier * output + factor * other.
+
+    `total` is a tensor that a later module received or returned, `other` the output of one more module (a parallel MLP
+    or mixer) or None.
+    """
+
+    total: Tensor
+    stream: Tensor
+    skip: float
+    multiplier: float
+    other: Tensor | None
+    factor: float
+
+
+def _no_operator(call: Call) -> Any:
+    """Raise `UncoveredError`: a mixer without an adapter has no operator."""
+    raise UncoveredError(
+        f"{call.name} ({type(call.module).__qualname__}) is opaque: no adapter knows it, so it has no operator. "
+        "Register one with `unilinattn.register_architecture`."
+    )
+
+
+OPAQUE = Architecture("opaque", "opaque", (), "", _no_operator)
+"""Architecture of unknown mixers in `trace(..., strict=False)`."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The check of an operator that replaced a host's forward.
+
+    Attributes:
+        output: the host's own output for the first tokens.
+        error: relative error of the operator on them: norm of the difference over norm of the host's output, over real
+            tokens, of the worst sequence.
+        ports: (batch, number of tokens) of each tensor that the operator reads, by port.
+        pieces: the tokens in the pieces that the operator ran on, None if it ran on all tokens at once.
+        stream_norms: the norm of the stream that enters the block at each token, if the run was in pieces.
+    """
+
+    output: Float[Tensor, "batch prefix out"]
+    error: float
+    ports: dict[str, tuple[int, int]]
+    pieces: tuple[Piece, ...] | None = None
+    stream_norms: Float[Tensor, "batch token"] | None = None
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """One call of one module: its arguments, its output, and the calls inside it.
+
+    `returned` holds the returned tensors of the output's size. For a layer, `structure` is the nesting that it
+    returned, with a mark in place of its output; `entered` is a copy of its input; `site` is the sum of its output and
+    a stream; and `reader` is the path of the module that reads the output itself, if no such sum was found.
+    """
+
+    module: nn.Module
+    name: str
+    arguments: dict[str, Any]
+    parent: "CallRecord | None"
+    architecture: Architecture | None = None
+    seen: list[Captured] = field(default_factory=list)
+    children: list["CallRecord"] = field(default_factory=list)
+    output: Tensor | None = None
+    structure: Any = None
+    holds_layer: bool = False
+    entered: Tensor | None = None
+    returned: tuple[Tensor, ...] = ()
+    site: ResidualSite | None = None
+    reader: str | None = None
+    prefix: Prefix | None = None
+
+    @property
+    def input(self) -> Tensor | None:
+        """The first floating-point tensor among the arguments."""
+        return first_tensor(self.arguments.values())
+
+    @property
+    def outermost(self) -> "CallRecord":
+        """The outermost enclosing call of a module with an architecture, by default this call."""
+        outermost, frame = self, self.parent
+        while frame is not None:
+            outermost = frame if frame.architecture is not None else outermost
+            frame = frame.parent
+        return outermost
+
+
+def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None:
+    """Run the `check` of each layer's adapter; with strict=False an uncovered call becomes an opaque layer.
+
+    The layers that were computed by their operators were checked before.
+    """
+    for record in layers:
+        if record.architecture is None or record.architecture.check is None or record.prefix is not None:
+            continue
+        if record.entered is None or record.output is None:
+            continue
+        seen = tuple(record.seen)
+        try:
+            record.architecture.check(
+                Call(record.module, record.name, record.arguments, record.entered, record.output, seen)
+            )
+        except UncoveredError as error:
+            if strict:
+                raise UncoveredError(f"{error} Or trace with strict=False, which leaves this layer out.") from None
+            record.architecture = OPAQUE
+
+
+def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:
+    """Return the first floating-point tensor with at least `axes` axes, by default batch, length and channel."""
+    fitting = (v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= axes)
+    return next(fitting, None)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Return the floating-point tensors with at least two axes in a tensor or in nested mappings and sequences."""
+    return (tensor for tensor in tensors(value) if tensor.is_floating_point() and tensor.ndim >= 2)

@@ -1,0 +1,124 @@
+"""Gradients segment by segment: only the inputs of a model's blocks are kept, and the blocks are computed again."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from unilinattn.host.forwards import Forward, replaced_forwards
+from unilinattn.host.inputs import CACHES
+from unilinattn.host.module_calls import first_tensor
+from unilinattn.host.nested import mapped
+from unilinattn.host.recorder import captured
+from unilinattn.host.substitution import functional, through_operators
+from unilinattn.memory import return_free_pages
+
+BLOCK = "transformers.modeling_layers.GradientCheckpointingLayer"
+"""The base class of blocks that transformers declares fit for recomputation."""
+
+
+@contextmanager
+def recomputing(model: nn.Module) -> Iterator[None]:
+    """Keep only the inputs of segments while a model runs with gradients; its mixers run through their operators.
+
+    A segment is a block that its package declares fit for recomputation, or a registered mixer outside of such a block,
+    unless it is called with a cache. The backward pass computes the segments again, one after the other; it must run
+    inside `through_operators` and `captures`.
+    """
+    entered: list[nn.Module] = []
+
+    def segmented(path: str, module: nn.Module, host: Forward) -> Forward | None:
+        if functional(module) is None and not is_block(module):
+            return None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if entered or any(kwargs.get(cache) is not None for cache in CACHES):
+                return host(*args, **kwargs)
+            entered.append(module)
+            try:
+                run = _Segment(module, host, args, kwargs)
+                return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+            finally:
+                entered.pop()
+
+        return forward
+
+    with constant_parameters(model), through_operators(model), replaced_forwards(model, segmented):
+        yield
+
+
+@contextmanager
+def captures(model: nn.Module) -> Iterator[None]:
+    """Enter every architecture's `capture`, as in the forward pass, and discard its records."""
+    with constant_parameters(model), captured(model):
+        yield
+
+
+def is_block(module: nn.Module) -> bool:
+    """Tell whether a module's package declares it fit for recomputation in the backward pass."""
+    return any(f"{ancestor.__module__}.{ancestor.__qualname__}" == BLOCK for ancestor in type(module).__mro__)
+
+
+@contextmanager
+def constant_parameters(model: nn.Module) -> Iterator[None]:
+    """Let no parameter of a model require a gradient, so that nothing is kept for the parameters' gradients."""
+    live = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in live:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in live:
+            parameter.requires_grad_(True)
+
+
+class _Segment:
+    """One call of a module: first on its arguments, then on copies that nothing writes into."""
+
+    def __init__(
+        self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._own, self._given, self._begun = own, (args, kwargs), False
+        # A host may run on temporary parameters, such as rescaled copies.
+        self._parameters = [(inner, dict(inner._parameters)) for inner in module.modules()]
+        # torch exits the active modes before it runs a backward pass.
+        self._modes = _get_current_function_mode_stack()
+        # The backward pass of a GPU runs in another thread, without the context variables of the segment's run.
+        self._context = copy_context()
+
+    def __call__(self) -> Any:
+        return_free_pages()
+        return self._context.copy().run(self._again) if self._begun else self._run()
+
+    def _again(self) -> Any:
+        with ExitStack() as stack:
+            entered = _get_current_function_mode_stack()
+            for mode in self._modes:
+                if not any(mode is other for other in entered):
+                    stack.enter_context(mode)
+            for inner, parameters in self._parameters:
+                stack.callback(inner._parameters.update, dict(inner._parameters))
+                inner._parameters.update(parameters)
+            return self._run()
+
+    def _run(self) -> Any:
+        args, kwargs = self._given
+        stream = first_tensor((*args, *kwargs.values()))
+        if not self._begun:
+            # The parameters require no gradient, so the first segment's input has to.
+            live = None if stream is None or stream.requires_grad else stream.detach().requires_grad_().clone()
+            if live is not None:
+                # The containers stay those of the host: a layer may write keys and values for later ones into them.
+                args = tuple(live if value is stream else value for value in args)
+                kwargs = {name: live if value is stream else value for name, value in kwargs.items()}
+            # A host may write into the tensors that it passes on.
+            self._given, self._begun = mapped((args, kwargs), _copied), True
+        return self._own(*args, **kwargs)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_() if tensor.requires_grad else tensor

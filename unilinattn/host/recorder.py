@@ -1,0 +1,186 @@
+"""Record the token-mixing modules of one run of a host model, with their arguments and outputs."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from unilinattn.call import Captured
+from unilinattn.errors import ModelStateError
+from unilinattn.host.inputs import CACHES, bound_arguments, refuse_states
+from unilinattn.host.module_calls import OPAQUE, CallRecord, Prefix, first_tensor, tensors_in
+from unilinattn.host.nested import mapped
+from unilinattn.host.observer import Inputs, Observer
+from unilinattn.registry import Architecture, Mark, architecture_of, list_architectures
+
+MAIN = torch.empty(0)
+"""Marks the place of a layer's output in the nesting that the layer returned (`CallRecord.structure`)."""
+
+
+class Recorder(Observer[CallRecord]):
+    """Records every call of every module while attached, and the calls of token-mixing modules as layers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        opaque: Collection[str] = (),
+        locate: Callable[[CallRecord, CallRecord], bool] | None = None,
+    ) -> None:
+        """Prepare for one model; the modules at the paths `opaque` become layers without an operator.
+
+        `locate(layer, block)` is called for each layer and each finished block around it, until it returns True: it
+        reads what the modules of the block exchanged.
+        """
+        super().__init__(model)
+        self.opaque = frozenset(opaque)
+        self.layers: list[CallRecord] = []
+        self._locate = locate
+        self._unplaced: list[CallRecord] = []
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Record the current run's calls of the model's modules."""
+        with super().attached(), captured(self.model, self._marker):
+            yield
+
+    def on_layer(self, output: Any, result: Tensor) -> Any:
+        """Called with the output of a layer and the tensor in it; returns the replacement of the output, or None."""
+        return None
+
+    def note_prefix(self, module: nn.Module, prefix: Prefix) -> None:
+        """Record that an operator replaces the forward of a module during its present call, with its check."""
+        frame = next(f for f in reversed(self.stack) if f.module is module)
+        frame.prefix = prefix
+
+    def _marker(self, architecture: Architecture) -> Mark:
+        def mark(module: nn.Module, record: Any) -> None:
+            frame = next((f for f in reversed(self.stack) if f.module is module), None)
+            if frame is None or self.elsewhere():
+                return
+            frame.architecture = frame.architecture or architecture
+            frame.outermost.seen.append(Captured(module, frame.arguments, record))
+
+        return mark
+
+    def frame(self, path: str, module: nn.Module, inputs: Inputs) -> CallRecord:
+        """Return the record of a call, with a copy of a layer's input."""
+        parent = self.stack[-1] if self.stack else None
+        architecture = architecture_of(type(module)) or (OPAQUE if path in self.opaque else None)
+        record = CallRecord(module, path, bound_arguments(module, *inputs), parent, architecture)
+        if parent is not None:
+            parent.children.append(record)
+        # A wrapper may pass a cache to its model; the other names also pass states between layers of a host.
+        refuse_states(record.arguments, path, CACHES[:2])
+        if record.architecture is not None and record.input is not None:
+            # A host may write into its argument.
+            record.entered = record.input.detach().clone()
+        return record
+
+    def leaving(self, frame: CallRecord, module: nn.Module, inputs: Inputs, output: Any) -> Any:
+        """Complete the record of a call; of a layer, return the replacement of its output."""
+        frame.output = main_tensor(output)
+        if frame.output is not None:
+            # Other returned tensors, such as attention weights, are too large to keep.
+            size = frame.output.numel()
+            frame.returned = tuple(t for t in tensors_in(output) if t.numel() == size)
+        is_layer = frame.architecture is not None and frame.outermost is frame
+        if frame.parent is not None and (frame.holds_layer or frame.architecture is not None):
+            frame.parent.holds_layer = True
+        self._place(frame)
+        if not is_layer:
+            return None
+        # A host may write into the tensors that it passes on.
+        if frame.entered is None and frame.input is not None:
+            frame.entered = frame.input.detach().clone()
+        result = frame.output
+        frame.output = None if result is None else result.detach().clone()
+        # Expanded zeros of one element: other values, such as attention weights, may be larger than the output.
+        frame.structure = mapped(output, lambda t: MAIN if t is result else t.new_zeros(()).expand(t.shape))
+        self.layers.append(frame)
+        if self._locate is not None:
+            self._unplaced.append(frame)
+        return None if result is None else self.on_layer(output, result)
+
+    def _place(self, block: CallRecord) -> None:
+        """Find the residual streams of the layers inside a finished block, then release the block's tensors."""
+        locate = self._locate
+        if locate is not None and block.architecture is None and block.children:
+            self._unplaced = [layer for layer in self._unplaced if not locate(layer, block)]
+        for child in block.children:
+            child.children.clear()
+            child.returned = ()
+            if child.architecture is None:
+                child.arguments, child.output = {}, None
+        if locate is None:
+            block.children.clear()
+
+
+class GradientRecorder(Recorder):
+    """Makes every layer's output require a gradient, though the parameters require none."""
+
+    def __init__(self, model: nn.Module, *, opaque: Collection[str]) -> None:
+        super().__init__(model, opaque=opaque)
+        self.outputs: list[Tensor] = []
+
+    def on_layer(self, output: Any, result: Tensor) -> Any:
+        """Record the output as a tensor that requires a gradient, and return a copy of it to the host."""
+        self.layers.clear()
+        leaf = result if result.requires_grad else result.detach().requires_grad_()
+        self.outputs.append(leaf)
+        # The host may write into the output, and a leaf must not be written into.
+        given = leaf.clone()
+        return mapped(output, lambda t: given if t is result else t)
+
+
+@contextmanager
+def captured(model: nn.Module, marker: Callable[[Architecture], Mark] | None = None) -> Iterator[None]:
+    """Enter the `capture` of every architecture that has one, for a run of the model.
+
+    `marker` returns the function that receives an architecture's records; by default they are discarded.
+    """
+    with ExitStack() as stack:
+        for architecture in list_architectures().values():
+            if architecture.capture is not None:
+                mark = (lambda module, record: None) if marker is None else marker(architecture)
+                stack.enter_context(architecture.capture(model, mark))
+        yield
+
+
+def main_tensor(output: Any) -> Tensor | None:
+    """Return the first floating-point tensor with at least two axes in a module's output."""
+    return first_tensor(output if isinstance(output, (tuple, list)) else _values(output), axes=2)
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Make the rest of an isolated run raise `ModelStateError` at active dropout, if a module is in train mode."""
+    if any(module.training for module in model.modules()):
+        # `isolated` exits the mode: after an interrupt the mode's own exit could run too late and exit another one.
+        _RefuseDropout().__enter__()
+
+
+class _RefuseDropout(TorchFunctionMode):
+    """Raises `ModelStateError` at the first active dropout, under which a frozen layer would explain only noise."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's
+        """Raise `ModelStateError` for dropout with p > 0 in training mode, and call any other function."""
+        kwargs = kwargs or {}
+        name, probability, training = getattr(func, "__name__", ""), 0.0, True
+        if "dropout" in name:
+            probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+        elif name == "scaled_dot_product_attention":
+            probability = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        if training and probability > 0:
+            raise ModelStateError(
+                f"the model is in train mode and dropout with p = {probability} is active, so its layers are "
+                "random; call model.eval() before tracing (or set its dropout to 0)."
+            )
+        return func(*args, **kwargs)
+
+
+def _values(output: Any) -> list[Any]:
+    return list(output.values()) if isinstance(output, Mapping) else [output]

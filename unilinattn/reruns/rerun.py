@@ -1,0 +1,87 @@
+"""Run a traced model again on chosen sequences of its inputs, without some edges."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.errors import InputError, UncoveredError
+from unilinattn.host.inputs import call_host
+from unilinattn.host.logits import KEEP, at_positions, kept_positions, logits_at, logits_of
+from unilinattn.reruns.cut import Cut, run_without
+from unilinattn.tracing.trace import Trace
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The output of a run, its (batch, length), and the positions whose logits it holds, None for all."""
+
+    output: Any
+    tokens: tuple[int, int]
+    kept: Int[Tensor, " position"] | None
+
+    def logits(
+        self, positions: Int[Tensor, " batch"] | None
+    ) -> Float[Tensor, "batch position logit"] | Float[Tensor, "batch logit"]:
+        """Return the logits at one position of each sequence, or at all; a model that classifies has no positions.
+
+        Raises the errors of `logits_of`, and `InputError` for positions whose logits were not computed.
+        """
+        logits = logits_of(self.output, "the model", self.tokens, self.kept)
+        if logits.ndim == 2:
+            return logits
+        if positions is None:
+            if self.kept is not None:
+                raise InputError(f"the inputs have {KEEP}, so not every position has logits; leave it out.")
+            return logits
+        return at_positions(logits, positions, self.kept).unsqueeze(1)
+
+
+def rerun(
+    found: Trace,
+    sequences: Int[Tensor, " run"],
+    cuts: Sequence[Cut] = (),
+    *,
+    positions: Int[Tensor, " batch"] | None = None,
+) -> Rerun:
+    """Run a traced model without gradients on some of its sequences, without some edges.
+
+    `sequences` are indices of the traced sequences, each any number of times. A host that accepts `logits_to_keep`
+    computes only the logits at `positions`, one for each traced sequence.
+
+    Raises `ModelStateError` if a weight changed since the trace, and the errors of a call inside `cut`.
+    """
+    model = found.host
+    found.weights.require_same(model, found.model, "this run would not be that of the traced model")
+    given = of_sequences(found, sequences)
+    if positions is not None:
+        given = logits_at(model, given, lambda: [positions[sequences]], above=0)
+    output = run_without(model, partial(call_host, model, given), given, cuts, found.opaque)
+    length = found.layers[-1].output.shape[1]
+    return Rerun(output, (len(sequences), length), kept_positions(given, length))
+
+
+def of_sequences(found: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]:
+    """Return the arguments of a traced call for some of its sequences, each any number of times.
+
+    Raises `UncoveredError` if an argument has other rows than one for each sequence, unless all sequences are asked for
+    in order.
+    """
+    batch = found.layers[-1].output.shape[0]
+    if not torch.equal(sequences.cpu(), torch.arange(batch)):
+        for name, value in found.arguments.items():
+            if isinstance(value, Tensor) and value.ndim > 1 and len(value) not in (1, batch):
+                raise UncoveredError(
+                    f"{name} has shape {tuple(value.shape)}, and the layers of {found.model} have {batch} sequences, "
+                    "so the rows of one sequence are unknown and it cannot run again by itself."
+                )
+    return {
+        name: value[sequences.to(value.device)]
+        if isinstance(value, Tensor) and value.ndim and len(value) == batch and name != KEEP
+        else value
+        for name, value in found.arguments.items()
+    }
