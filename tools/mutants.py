@@ -30,8 +30,8 @@ SUITES = {"test": ["-m", "not slow"], "slow": ["-m", "slow"], "thorough": ["-m",
 
 LIVED = "lived"
 
-PASSED, FAILED, NONE_SELECTED = 0, 1, 5
-"""Exit codes of pytest."""
+PASSED, FAILED, NOT_COLLECTED, NONE_SELECTED = 0, 1, 2, 5
+"""Exit codes of pytest; a fault may keep a module from being imported."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ def _fails(copy: Path, tests: Sequence[str], suite: str) -> bool:
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode not in (PASSED, FAILED, NONE_SELECTED):
+    if done.returncode not in (PASSED, FAILED, NOT_COLLECTED, NONE_SELECTED):
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}")
-    return done.returncode == FAILED
+    return done.returncode in (FAILED, NOT_COLLECTED)
 
 
 def copied(folder: Path) -> Path:

@@ -74,7 +74,7 @@ def test_columns_that_pass_joined_chunks_agree_with_the_matrix(name: str, length
 
 
 def test_joined_chunks_fit_in_a_quarter_of_the_memory(short: None) -> None:
-    mixer = CASES["delta rule"].build(CASES["delta rule"].draw(50))
+    mixer = CASES["delta rule, decay by head"].build(CASES["delta rule, decay by head"].draw(50))
     with max_memory(8 * 4 * mixer.making_elements(mixer.heads, 2)):
         assert mixer.chunks_at_once == 2
     with max_memory(8 * 4 * mixer.making_elements(mixer.heads, 2) - 1):
@@ -99,7 +99,7 @@ def test_a_long_pass_saves_states_but_not_matrices_for_its_gradient(
     passed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked, "KEPT", 64)
-    mixer = CASES["delta rule"].build(CASES["delta rule"].draw(1280))
+    mixer = CASES["delta rule, decay by head"].build(CASES["delta rule, decay by head"].draw(1280))
     vectors = laws.values(mixer).requires_grad_()
     with Peak() as counted:
         passed_on = getattr(mixer, passed)(vectors)
@@ -155,8 +155,8 @@ def test_the_form_of_triton_has_the_same_values_and_gradients(name: str, passed:
 
 
 def test_chunks_side_by_side_fit_in_a_quarter_of_the_memory(short: None) -> None:
-    factors = laws.cast(CASES["delta rule"].draw(50), torch.float32)
-    mixer = CASES["delta rule"].build(factors)
+    factors = laws.cast(CASES["delta rule, decay by head"].draw(50), torch.float32)
+    mixer = CASES["delta rule, decay by head"].build(factors)
     assert mixer.side_by_side == 1
     with using("triton"):
         assert mixer.side_by_side == 12
