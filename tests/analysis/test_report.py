@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import unilinattn as ula
 from unilinattn import examples
 from unilinattn.analysis import report
 from unilinattn.analysis.compare import compare_trained, method_rows
@@ -112,7 +113,8 @@ def test_the_measurements_of_trained_models() -> None:
 
 def test_each_variant_of_a_method_is_a_row() -> None:
     rows = method_rows(["alti", "raw"])
-    assert rows == {"alti": "alti", "alti (composed)": ("alti", {"compose": "rollout"}), "raw": "raw"}
+    assert list(rows) == ["alti", "alti (composed)", "raw"] and (rows["alti"], rows["raw"]) == ("alti", "raw")
+    assert rows["alti (composed)"] == ula.methods.Alti(compose="rollout")
 
 
 @pytest.mark.slow
