@@ -126,6 +126,10 @@ def test_an_object_is_the_row_of_its_name_and_options() -> None:
     assert rows_of(listed) == rows_of(ula.evaluate({"m": tiny.model()}, tiny.data(1), pairs, ["ap"], baselines=[]))
     labelled = ula.evaluate({"m": tiny.model()}, tiny.data(1), {"mine": raw(layers=[1])}, ["ap"], baselines=[])
     assert (labelled[0]["method"], labelled[0]["value"]) == ("mine", listed[0]["value"])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_method_is_no_metric() -> None:
     with pytest.raises(OptionError, match="'latim'"):
         ula.evaluate({"m": tiny.model()}, tiny.data(1), ["raw"], [ula.methods.Latim()], baselines=[])
 

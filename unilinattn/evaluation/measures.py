@@ -288,7 +288,7 @@ def _weights() -> Float[Tensor, " fraction"]:
     return weights * len(weights) / weights.sum()
 
 
-def deletion_curve(samples: Sequence[Sequence[Part]]) -> PerturbationCurve:
+def deletion_curve(samples: Sequence[Sequence[Sequence[float]]]) -> PerturbationCurve:
     """Return the deletion curve of each sample from the parts of the metric `deletion`, its weighted values."""
     values = torch.tensor([[top / bottom for top, bottom in parts] for parts in samples], dtype=torch.float64)
     return PerturbationCurve(TENTHS, values / _weights())

@@ -41,8 +41,8 @@ class Scorer:
     reads_model: bool = True
 
 
-def scorer(label: str, method: str | Callable[[Trace, Sample], Any], options: Mapping[str, Any]) -> Scorer:
-    """Return a row of a registered method with options, or of a function.
+def scorer(label: str, method: str | Scorer | Callable[[Trace, Sample], Any], options: Mapping[str, Any]) -> Scorer:
+    """Return a row of a registered method with options, of a function, or another row under this label.
 
     Raises `OptionError` for an unknown method or option.
     """
