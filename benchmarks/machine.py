@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from unilinattn.evaluation import report
+from unilinattn.analysis import report
 from unilinattn.kernels.backend import using
 
 AVX2 = {
