@@ -107,19 +107,20 @@ def test_a_wide_layer_stays_within_the_limit_or_is_refused(name: str, method: st
     check(traced(name, LENGTH), method, options)
 
 
-STEP = 13
+STEP = 22
 """Every so many cases run on a host."""
 
 SHORT = ("bert", "hyena", "multi-head hyena", "opt")
 """Hosts that accept only about 40 tokens."""
 NAMES = list({host.architecture: host.name for host in reversed(HOSTS)}.values())
+EVERY_CASE, SOME_CASES = ("wide mamba", "llama, grouped queries"), ("wide mamba2", "wide rwkv", "qwen3 next", "s4d")
 SAMPLED = [
-    *(("wide mamba", *case) for case in CASES),
-    *((name, *case) for at, name in enumerate(NAMES) for case in CASES[at % STEP :: STEP]),
-    *((name, *case) for at, name in enumerate(WIDE) for case in CASES[at % 3 :: 3]),
+    *((name, *case) for name in EVERY_CASE for case in CASES),
+    *((name, *case) for at, name in enumerate(SOME_CASES) for case in CASES[at % 3 :: 3]),
+    *((name, *case) for at, name in enumerate(NAMES) for case in CASES[at % STEP :: STEP] if name not in EVERY_CASE),
 ]
-"""The bytes depend on the structure and on the cut: one host of each architecture with some cases, so that each case
-runs on several structures, and every case on a host whose maps exceed the limit many times."""
+"""The bytes depend on the structure and on the cut: every case on a decayed memory and on attention, some cases on the
+other structures of the mixers, and a few on a host of each architecture."""
 
 
 @pytest.mark.slow
