@@ -23,8 +23,8 @@ def markdown(docstring: str) -> str:
 def typeset(text: str) -> str:
     """Return Markdown with its products, sums, norms and equations of indexed symbols as TeX.
 
-    `y_i = sum_j T_ij x_j + b_i` becomes a formula, and so does each run of such symbols inside of other text. Code is
-    left as it is.
+    `y_i = sum_j T_ij x_j + b_i` becomes a formula, and so does each run of such symbols inside of other text. Code
+    does not change.
     """
     parts = _CODE.split(text)
     parts[::2] = [_FORMULA.sub(_tex, part) for part in parts[::2]]

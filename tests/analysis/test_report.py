@@ -11,7 +11,7 @@ import torch
 
 import unilinattn as ula
 from unilinattn import examples
-from unilinattn.analysis import report
+from unilinattn.analysis import report, report_folder
 from unilinattn.analysis.compare import compare_trained, method_rows
 from unilinattn.analysis.comparison import ModelComparison
 from unilinattn.errors import OptionError, ResultFileError
@@ -169,8 +169,10 @@ def test_the_text_has_the_table_of_each_task() -> None:
 
 def test_the_page_and_the_picture(tmp_path: Path) -> None:
     report.write(tmp_path, compared())
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((report.PAGE, report.PICTURE, report.NUMBERS))
-    page = (tmp_path / report.PAGE).read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        (report_folder.PAGE, report_folder.PICTURE, report_folder.NUMBERS)
+    )
+    page = (tmp_path / report_folder.PAGE).read_text()
     boards = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     # Two layers of raw, one composed map and the intervention for each of three models; answers are outlined.
     assert [list(board["columns"]) for board in boards] == [["transformer"], ["transformer", "s4d"]]
@@ -203,7 +205,7 @@ def test_the_page_and_the_picture(tmp_path: Path) -> None:
     assert page.index('class="ula-board"') < page.index("<table>")
     for link in ('src="http', 'href="http', "@import", "url(http"):
         assert link not in page
-    assert (tmp_path / report.PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / report_folder.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_invalid_counts_are_refused() -> None:
@@ -222,32 +224,32 @@ def test_select() -> None:
 
 
 def write_report(folder: Path) -> None:
-    (folder / report.NUMBERS).write_text(json.dumps({"format": report.FORMAT}))
-    (folder / report.PAGE).write_text("page")
+    (folder / report_folder.NUMBERS).write_text(json.dumps({"format": report_folder.FORMAT}))
+    (folder / report_folder.PAGE).write_text("page")
 
 
 def test_a_report_is_written_atomically_and_replaces_an_older_one(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "report"
-    with report.staged(out) as folder:
+    with report_folder.staged(out) as folder:
         write_report(folder)
         assert not out.exists()
-    with report.staged(out) as folder:
+    with report_folder.staged(out) as folder:
         write_report(folder)
-        (folder / report.PAGE).write_text("newer")
-        assert (out / report.PAGE).read_text() == "page"
-    assert (out / report.PAGE).read_text() == "newer"
+        (folder / report_folder.PAGE).write_text("newer")
+        assert (out / report_folder.PAGE).read_text() == "page"
+    assert (out / report_folder.PAGE).read_text() == "newer"
     assert [path.name for path in out.parent.iterdir()] == ["report"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failed_report_changes_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     out = tmp_path / "report"
-    with report.staged(out) as folder:
+    with report_folder.staged(out) as folder:
         write_report(folder)
-    with pytest.raises(error), report.staged(out) as folder:
-        (folder / report.PAGE).write_text("half")
+    with pytest.raises(error), report_folder.staged(out) as folder:
+        (folder / report_folder.PAGE).write_text("half")
         raise error
-    assert (out / report.PAGE).read_text() == "page"
+    assert (out / report_folder.PAGE).read_text() == "page"
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
@@ -255,16 +257,16 @@ def test_a_failed_report_changes_nothing(tmp_path: Path, error: type[BaseExcepti
     ("files", "message"),
     [
         ({"notes.txt": "mine"}, "notes.txt"),
-        ({report.NUMBERS: "{}"}, "not one of ours"),
-        ({report.NUMBERS: "[1]"}, "not one of ours"),
-        ({report.PAGE: "another page"}, "not one of ours"),
-        ({report.NUMBERS: json.dumps({"format": report.FORMAT}), "notes.txt": "mine"}, "notes.txt"),
+        ({report_folder.NUMBERS: "{}"}, "not one of ours"),
+        ({report_folder.NUMBERS: "[1]"}, "not one of ours"),
+        ({report_folder.PAGE: "another page"}, "not one of ours"),
+        ({report_folder.NUMBERS: json.dumps({"format": report_folder.FORMAT}), "notes.txt": "mine"}, "notes.txt"),
     ],
 )
 def test_a_folder_with_other_files_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(ResultFileError, match=message), report.staged(tmp_path):
+    with pytest.raises(ResultFileError, match=message), report_folder.staged(tmp_path):
         raise AssertionError
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
@@ -273,10 +275,10 @@ def test_a_file_is_refused_and_an_empty_folder_accepted(tmp_path: Path) -> None:
     file, empty = tmp_path / "file", tmp_path / "empty"
     file.write_text("mine")
     empty.mkdir()
-    with pytest.raises(ResultFileError, match="no folder"), report.staged(file):
+    with pytest.raises(ResultFileError, match="no folder"), report_folder.staged(file):
         raise AssertionError
-    with report.staged(empty) as folder:
+    with report_folder.staged(empty) as folder:
         write_report(folder)
-    assert (empty / report.PAGE).read_text() == "page"
-    with pytest.raises(ResultFileError, match="Cannot write"), report.staged(file / "below"):
+    assert (empty / report_folder.PAGE).read_text() == "page"
+    with pytest.raises(ResultFileError, match="Cannot write"), report_folder.staged(file / "below"):
         raise AssertionError

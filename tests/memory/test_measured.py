@@ -108,7 +108,7 @@ def test_a_wide_layer_stays_within_the_limit_or_is_refused(name: str, method: st
 
 
 STEP = 22
-"""Every so many cases run on a host."""
+"""A host of the last group runs every `STEP`-th case, from an offset of its own."""
 
 SHORT = ("bert", "hyena", "multi-head hyena", "opt")
 """Hosts that accept only about 40 tokens."""

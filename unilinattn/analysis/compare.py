@@ -186,7 +186,6 @@ def method_rows(methods: Sequence[str]) -> dict[str, Any]:
 
 
 def _comparison(recorders: Mapping[str, "_Recorder"], similarity: SampleSimilarity, **others: Any) -> ModelComparison:
-    kept = {"texts": (), "images": (), "on_images": (), "masking": "zero", **others}
     return ModelComparison(
         models={name: one.measurements() for name, one in recorders.items()},
         table=Table([row for one in recorders.values() for row in one.rows()]),
@@ -194,7 +193,7 @@ def _comparison(recorders: Mapping[str, "_Recorder"], similarity: SampleSimilari
         compared=similarity.counts,
         not_compared=similarity.refused,
         scope=similarity.scope,
-        **kept,
+        **others,
     )
 
 

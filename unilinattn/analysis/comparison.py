@@ -103,8 +103,6 @@ class ModelComparison:
     """Models side by side on texts, images or the sequences of a task.
 
     Attributes:
-        texts: the texts, empty for other samples.
-        images: the names of the images, empty for other samples.
         models: the measurements of each model.
         table: the metrics of each model, method and sample, as `unilinattn.evaluate` returns them.
         similarity: similarity of the maps of every two layers, averaged over the rows of a sample and then over those
@@ -113,25 +111,27 @@ class ModelComparison:
             same tokens, or images of which both have the same grid of patches and number of class tokens.
         not_compared: a message for each model without maps that can be compared.
         shown: the results on the first sample, by model and method; None if no method covers any model.
-        on_images: the results on the first images.
         scope: scope of the maps.
+        texts: the texts, empty for other samples.
+        images: the names of the images, empty for other samples.
+        on_images: the results on the first images.
         masking: the values in place of a removed token.
         task: name of the task; empty for texts and images.
         counts: numbers of a task's sequences.
         expected: the known answer of a task's first sequence.
     """
 
-    texts: tuple[str, ...]
-    images: tuple[str, ...]
     models: Mapping[str, ModelMeasurements]
     table: Table
     similarity: LayerSimilarity | None
     compared: Mapping[tuple[str, str], int]
     not_compared: Mapping[str, str]
     shown: Comparison | None
-    on_images: tuple[ImageResults, ...]
     scope: str
-    masking: str
+    texts: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    on_images: tuple[ImageResults, ...] = ()
+    masking: str = "zero"
     task: str = ""
     counts: Counts | None = None
     expected: Bool[Tensor, "query key"] | None = None

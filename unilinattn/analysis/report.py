@@ -3,11 +3,8 @@
 import json
 import os
 import platform
-import shutil
 import textwrap
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +25,7 @@ from unilinattn.analysis.comparison import (
     remarks,
     similarity_rows,
 )
-from unilinattn.errors import ResultFileError
+from unilinattn.analysis.report_folder import FORMAT, NUMBERS, PAGE, PICTURE
 from unilinattn.evaluation.measures import METRICS
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve
 from unilinattn.evaluation.scorers import BASELINES, DRAWS
@@ -48,12 +45,8 @@ from unilinattn.viz.image import pixels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = "unilinattn.report"
 FORMAT_VERSION = "3"
 """Version 3: the fields of `ModelMeasurements`, and the table of `evaluate`."""
-
-PAGE, PICTURE, NUMBERS = "index.html", "compare.png", "compare.json"
-"""The files of a report; its folder holds no others."""
 
 DEFINITIONS = {
     "accuracy": "share of right answers on held-out sequences",
@@ -85,41 +78,44 @@ DEFINITIONS = {
 """Definitions of the numbers and of the rows that are no methods."""
 
 
-def definitions(found: ModelComparison) -> dict[str, str]:
+def definitions(comparison: ModelComparison) -> dict[str, str]:
     """Return the definitions of the numbers in a comparison."""
-    named = {row[name] for row in found.table for name in ("metric", "method")}
-    absent = {*METRICS, CORRELATION, *BASELINES, INTERVENTION} - named | (set() if found.task else {"accuracy"})
+    named = {row[name] for row in comparison.table for name in ("metric", "method")}
+    absent = {*METRICS, CORRELATION, *BASELINES, INTERVENTION} - named | (set() if comparison.task else {"accuracy"})
     return {name: meaning for name, meaning in DEFINITIONS.items() if name not in absent}
 
 
 def text(comparisons: Sequence[ModelComparison]) -> str:
     """Return the tables of comparisons, of tasks under their names, and the definitions of the numbers."""
-    tables = "\n\n".join(f"{found.task}\n\n{found}" if found.task else str(found) for found in comparisons)
+    tables = "\n\n".join(
+        f"{comparison.task}\n\n{comparison}" if comparison.task else str(comparison) for comparison in comparisons
+    )
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in definitions(comparisons[0]).items())
     return f"{tables}\n\n{textwrap.fill(f'{meanings}.', WIDTH)}"
 
 
 def numbers(comparisons: Sequence[ModelComparison]) -> dict[str, Any]:
     """Return the content of `compare.json`: plain values, without the machine's name or paths."""
-    measured = [one for found in comparisons for one in found.models.values()]
+    measured = [one for comparison in comparisons for one in comparison.models.values()]
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "definitions": definitions(comparisons[0]),
         "comparisons": [
             {
-                "task": found.task or None,
-                f"{found.unit}s": list(found.samples),
+                "task": comparison.task or None,
+                f"{comparison.unit}s": list(comparison.samples),
                 "models": {
-                    name: {**_plain(one), "worst_error": _plain(one.worst_error)} for name, one in found.models.items()
+                    name: {**_plain(one), "worst_error": _plain(one.worst_error)}
+                    for name, one in comparison.models.items()
                 },
-                "table": [dict(row) for row in found.table.summary()],
-                "similarity": _plain(found.similarity),
-                "compared": [{"models": list(pair), "samples": count} for pair, count in found.compared.items()],
-                "not_compared": dict(found.not_compared),
-                "options": {"scope": found.scope, "masking": found.masking},
+                "table": [dict(row) for row in comparison.table.summary()],
+                "similarity": _plain(comparison.similarity),
+                "compared": [{"models": list(pair), "samples": count} for pair, count in comparison.compared.items()],
+                "not_compared": dict(comparison.not_compared),
+                "options": {"scope": comparison.scope, "masking": comparison.masking},
             }
-            for found in comparisons
+            for comparison in comparisons
         ],
         "sequences": _plain(comparisons[0].counts),
         "seeds": {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED, "intervention": INTERVENTION_SEED},
@@ -157,7 +153,7 @@ def machine() -> dict[str, Any]:
 
 def page(comparisons: Sequence[ModelComparison]) -> str:
     """Return the report as a self-contained HTML page."""
-    found = comparisons[0]
+    comparison = comparisons[0]
     tasks = [each.task for each in comparisons if each.task]
     if tasks:
         title = f"Trained models side by side: {', '.join(tasks)}"
@@ -166,17 +162,17 @@ def page(comparisons: Sequence[ModelComparison]) -> str:
             "sequence of each task; a query's own key is blank."
         )
     else:
-        count, title = len(found.samples), f"{', '.join(found.models)} side by side"
-        lead = f"{count} {found.unit}{'s' if count > 1 else ''}, for which no answer is known."
+        count, title = len(comparison.samples), f"{', '.join(comparison.models)} side by side"
+        lead = f"{count} {comparison.unit}{'s' if count > 1 else ''}, for which no answer is known."
     sections = [
         (f"{each.task}: {heading}" if len(tasks) > 1 else heading, body)
         for each in comparisons
         for heading, body in _sections(each)
     ]
     about = [*map(blocks.paragraph, (remark for each in comparisons for remark in remarks(each)))]
-    about += [blocks.facts(definitions(found)), _environment(comparisons)]
+    about += [blocks.facts(definitions(comparison)), _environment(comparisons)]
     if not tasks:
-        about.append(blocks.details(f"{found.unit.title()}s", *map(blocks.paragraph, found.samples)))
+        about.append(blocks.details(f"{comparison.unit.title()}s", *map(blocks.paragraph, comparison.samples)))
     return blocks.page(title, [*sections, ("How it was measured", "".join(about))], lead=lead)
 
 
@@ -191,7 +187,7 @@ def picture(comparisons: Sequence[ModelComparison], path: Path) -> None:
 
     Raises `MissingExtraError` if matplotlib is missing.
     """
-    drawn = [_pixels(_task_figure(found)) for found in comparisons]
+    drawn = [_pixels(_task_figure(comparison)) for comparison in comparisons]
     height = max(image.shape[0] for image in drawn)
     padded = [np.pad(i, ((0, height - i.shape[0]), (0, 0), (0, 0)), constant_values=255) for i in drawn]
     import_extra("matplotlib.image", "plot").imsave(path, np.ascontiguousarray(np.concatenate(padded, axis=1)))
@@ -209,116 +205,72 @@ def write(folder: Path, comparisons: Sequence[ModelComparison]) -> None:
     (folder / NUMBERS).write_text(plain + "\n", encoding="utf-8")
 
 
-@contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`, which replaces `out` on success and is removed on failure.
-
-    Raises `ResultFileError`, on entry, unless `out` is free, an empty folder or an earlier report, or if its parent
-    folder is not writable.
-    """
-    out = Path(os.path.abspath(out))
-    check_replaceable(out)
-    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-    except OSError as error:
-        raise ResultFileError(f"Cannot write a report to {out}: {error.strerror}. Name another folder.") from error
-    try:
-        yield temporary
-        check_replaceable(out)
-        if out.exists():
-            shutil.rmtree(out)
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def check_replaceable(out: Path) -> None:
-    """Raise `ResultFileError` unless `out` is free, an empty folder, or a folder with only a report."""
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise ResultFileError(f"{out} is no folder, so no report can be written there; name another with --out.")
-    names = sorted(entry.name for entry in out.iterdir()) if out.exists() else []
-    strange = [name for name in names if name not in (PAGE, PICTURE, NUMBERS)]
-    if not names or (not strange and _is_ours(out / NUMBERS)):
-        return
-    reason = f"it holds {', '.join(map(repr, strange[:3]))}" if strange else f"its {NUMBERS} is not one of ours"
-    raise ResultFileError(
-        f"{out} is not empty and not just a report of this program ({reason}), so it is not changed; "
-        "name another folder with --out, or empty it."
-    )
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("format") == FORMAT
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _sections(found: ModelComparison) -> Iterator[tuple[str, str]]:
+def _sections(comparison: ModelComparison) -> Iterator[tuple[str, str]]:
     """Yield the headings and the bodies of a comparison: scores, models, methods, similarity of maps, layers."""
-    if found.images:
-        names = [one.name for one in found.on_images]
-        heading = "Scores on the images" if len(names) == len(found.images) else f"Scores on {len(names)} images"
-        predictions = [(one.name, *one.predicted.values()) for one in found.on_images]
-        yield heading, blocks.table(["predicted class of", *found.models], predictions) + _image_board(found)
-    elif found.shown is not None:
-        yield f"Scores on the first {found.unit}", _task_board(found) if found.task else pages.comparison(found.shown)
-    yield "Models", _table(model_rows(found))
-    if found.task:
-        yield "Which method finds the answer", _methods(found)
+    if comparison.images:
+        names = [one.name for one in comparison.on_images]
+        heading = "Scores on the images" if len(names) == len(comparison.images) else f"Scores on {len(names)} images"
+        predictions = [(one.name, *one.predicted.values()) for one in comparison.on_images]
+        yield heading, blocks.table(["predicted class of", *comparison.models], predictions) + _image_board(comparison)
+    elif comparison.shown is not None:
+        yield (
+            f"Scores on the first {comparison.unit}",
+            _task_board(comparison) if comparison.task else pages.comparison(comparison.shown),
+        )
+    yield "Models", _table(model_rows(comparison))
+    if comparison.task:
+        yield "Which method finds the answer", _methods(comparison)
     else:
-        tables = [_table(_curves(name, one)) for name, one in found.models.items()]
+        tables = [_table(_curves(name, one)) for name, one in comparison.models.items()]
         folded = blocks.details("Probability of the prediction by fraction removed", *tables)
         yield (
-            f"Which {AXES[found.unit][0].split()[0]} the prediction depends on",
-            _plots(found) + _methods(found) + folded,
+            f"Which {AXES[comparison.unit][0].split()[0]} the prediction depends on",
+            _plots(comparison) + _methods(comparison) + folded,
         )
-    matrices = blocks.details("Every two layers", *map(_table, _matrices(found)))
-    yield "Similarity of the maps", _table(similarity_rows(found)) + matrices
-    yield "Layers", _table(layer_rows(found))
+    matrices = blocks.details("Every two layers", *map(_table, _matrices(comparison)))
+    yield "Similarity of the maps", _table(similarity_rows(comparison)) + matrices
+    yield "Layers", _table(layer_rows(comparison))
 
 
-def _methods(found: ModelComparison) -> str:
+def _methods(comparison: ModelComparison) -> str:
     """Return the table of the metrics, in which the best method of each model by each metric is emphasised."""
-    head, *rows = found.table.cells()
+    head, *rows = comparison.table.cells()
     methods = [at for at, row in enumerate(rows) if row[1] not in (*BASELINES, INTERVENTION)]
     strong = set()
     for column, name in enumerate(head[3:], 3):
         best = max if name == CORRELATION or METRICS[name].larger_is_better else min
-        for model in found.models:
+        for model in comparison.models:
             values = {at: rows[at][column] for at in methods if rows[at][0] == model}
             strong |= {(at, column) for at, value in values.items() if value == best(values.values())}
     return blocks.table(head, rows, strong=strong)
 
 
-def _image_board(found: ModelComparison) -> str:
+def _image_board(comparison: ModelComparison) -> str:
     """Return the scores of each model and method over the image as the model read it, with a picker for the image."""
     pictures: dict[tuple[str, str], list[Cell]] = {}
-    kinds = {name: count_kinds(one.kinds) for name, one in found.models.items()}
-    for at, image in enumerate(found.on_images):
+    kinds = {name: count_kinds(one.kinds) for name, one in comparison.models.items()}
+    for at, image in enumerate(comparison.on_images):
         results = [] if image.results is None else list(image.results.results())
         # The methods of a model have one grid.
         grids = {model: result.grid for model, _, result in results if result.grid is not None}
         below = {model: pixels(image.read[model], grid) for model, grid in grids.items()}
         for model, method, result in results:
-            one = cell(result, method, model, batches=[0], image=below.get(model))
-            moved = [replace(picture, sequence=at) for picture in one.pictures]
-            pictures.setdefault((method, model), []).append(replace(one, pictures=moved))
+            panel = cell(result, method, model, batches=[0], image=below.get(model))
+            moved = [replace(picture, sequence=at) for picture in panel.pictures]
+            pictures.setdefault((method, model), []).append(replace(panel, pictures=moved))
     cells = [
         replace(cells[0], pictures=[picture for one in cells for picture in one.pictures])
         for cells in pictures.values()
     ]
-    names = ("Image", [image.name for image in found.on_images])
+    names = ("Image", [image.name for image in comparison.on_images])
     return board(cells, columns=kinds, sequences=names, layer_hint="compare fewer models or methods") if cells else ""
 
 
-def _plots(found: ModelComparison) -> str:
+def _plots(comparison: ModelComparison) -> str:
     """Return the deletion curves of each model as plots."""
-    names = AXES[found.unit]
+    names = AXES[comparison.unit]
     drawn = []
-    for model, one in found.models.items():
+    for model, one in comparison.models.items():
         lines = {row: curve for row, curve in one.deletion.items() if isinstance(curve, PerturbationCurve)}
         series = {row: curve.mean.tolist() for row, curve in lines.items()}
         notes = {row: f"area {curve.area:.3f}" for row, curve in lines.items()}
@@ -339,10 +291,12 @@ def _curves(name: str, one: ModelMeasurements) -> Iterator[Row]:
             yield row, *curve.mean.tolist(), curve.area
 
 
-def _matrices(found: ModelComparison) -> Iterator[Iterator[Row]]:
-    if found.similarity is not None:
+def _matrices(comparison: ModelComparison) -> Iterator[Iterator[Row]]:
+    if comparison.similarity is not None:
         for title in ("rank_correlation", "divergence"):
-            yield _matrix(title.replace("_", " "), found.similarity.names, getattr(found.similarity, title).tolist())
+            yield _matrix(
+                title.replace("_", " "), comparison.similarity.names, getattr(comparison.similarity, title).tolist()
+            )
 
 
 def _matrix(title: str, names: Sequence[str], values: Sequence[Sequence[float]]) -> Iterator[Row]:
@@ -351,28 +305,30 @@ def _matrix(title: str, names: Sequence[str], values: Sequence[Sequence[float]])
         yield name, *("-" if value != value else value for value in line)
 
 
-def _task_board(found: ModelComparison) -> str:
+def _task_board(comparison: ModelComparison) -> str:
     """Return the maps of a task: models in columns, methods in rows, each at its scored layer first."""
-    assert found.shown is not None
-    precisions = {(row["model"], row["method"]): row for row in found.table.summary().select(metric="ap")}
+    assert comparison.shown is not None
+    precisions = {(row["model"], row["method"]): row for row in comparison.table.summary().select(metric="ap")}
     cells = []
-    for row in found.shown.methods:
-        for model in found.models:
-            result, scored = found.shown[model][row], precisions[model, row]
+    for row in comparison.shown.methods:
+        for model in comparison.models:
+            result, scored = comparison.shown[model][row], precisions[model, row]
             notes, start = [f"AP over all sequences {scored['value']:.3f}"], 0
             if "layer" in result.dims:
                 start = result.layers.index(scored["layer"])
                 notes = [notes[0] if at == start else "layer not scored" for at in range(len(result.layers))]
-            made = cell(result, row, model, batches=[0], expected=found.expected, start=start, notes=notes)
+            made = cell(result, row, model, batches=[0], expected=comparison.expected, start=start, notes=notes)
             # The own key is blank, so there is none to leave out of the scale.
             cells.append(replace(made, apart=False))
-    columns = {name: f"{count_kinds(one.kinds)}, accuracy {one.accuracy:.1%}" for name, one in found.models.items()}
+    columns = {
+        name: f"{count_kinds(one.kinds)}, accuracy {one.accuracy:.1%}" for name, one in comparison.models.items()
+    }
     return board(cells, columns=columns, layer_hint="compare fewer models or methods for all scores")
 
 
-def _task_figure(found: ModelComparison) -> "Figure":
-    assert found.shown is not None
-    scored = {(row["model"], row["method"]): row["layer"] for row in found.table}
+def _task_figure(comparison: ModelComparison) -> "Figure":
+    assert comparison.shown is not None
+    scored = {(row["model"], row["method"]): row["layer"] for row in comparison.table}
     # Panels of all tasks have one size only without labels of tokens.
     chosen = {
         model: {
@@ -382,11 +338,11 @@ def _task_figure(found: ModelComparison) -> "Figure":
             )
             for row, result in results.items()
         }
-        for model, results in found.shown.items()
+        for model, results in comparison.shown.items()
     }
-    figure = plots.comparison(Comparison(chosen), expected=found.expected)
-    length = TASKS[found.task].length
-    title = f"{found.task}, {length} tokens: each method at its scored layer, the known answer outlined"
+    figure = plots.comparison(Comparison(chosen), expected=comparison.expected)
+    length = TASKS[comparison.task].length
+    title = f"{comparison.task}, {length} tokens: each method at its scored layer, the known answer outlined"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     return figure
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unilinattn.analysis import report
+from unilinattn.analysis import report, report_folder
 from unilinattn.analysis.compare import compare_models, compare_trained
 from unilinattn.analysis.comparison import ModelComparison
 from unilinattn.cli.arguments import METHODS
@@ -90,9 +90,9 @@ def _reported(out: Path) -> Iterator[list[ModelComparison]]:
     """Yield a list for comparisons, which are printed and written as a report."""
     start = time.perf_counter()
     comparisons: list[ModelComparison] = []
-    with report.staged(out) as folder:
+    with report_folder.staged(out) as folder:
         yield comparisons
         report.write(folder, comparisons)
-    files = [report.PAGE, *([report.PICTURE] if comparisons[0].task else []), report.NUMBERS]
+    files = [report_folder.PAGE, *([report_folder.PICTURE] if comparisons[0].task else []), report_folder.NUMBERS]
     seconds = time.perf_counter() - start
     print(f"{report.text(comparisons)}\n\nReport: {out / files[0]}, {', '.join(files[1:])} ({seconds:.0f} s)")

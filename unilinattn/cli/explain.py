@@ -45,10 +45,10 @@ def run(options: argparse.Namespace) -> None:
         host, tokenizer = load_checkpoint(options.path, options.dtype)
         observed = trace(host, options.text, tokenizer=tokenizer)
         target = position_of(observed, _integer("-1" if options.target is None else options.target))
-        chosen = _method_options(options)
+        keywords = _method_options(options)
         with warnings.catch_warnings():
             _ignore_doubts()
-            result = explain(observed, method=options.method, target=target, trust=options.trust, **chosen)
+            result = explain(observed, method=options.method, target=target, trust=options.trust, **keywords)
     assert result.tokens is not None
     texts, place = result.tokens[0], int(observed.positions(-1 if target is None else target)[0])
     column, scores = _shown_scores(result, options.layer)
@@ -118,15 +118,15 @@ def _integer(text: str) -> int | str:
 
 
 def _method_options(options: argparse.Namespace) -> dict[str, Any]:
-    chosen: dict[str, Any] = dict(option("--option", pair) for pair in options.option)
+    keywords: dict[str, Any] = dict(option("--option", pair) for pair in options.option)
     if options.scope is not None:
-        chosen["scope"] = options.scope
+        keywords["scope"] = options.scope
     if options.logit is not None:
         tokens = tuple(map(_integer, options.logit))
         if len(tokens) > 2:
             raise OptionError(f"--logit takes one token, or two for their difference; got {len(tokens)}.")
-        chosen["logit"] = tokens[0] if len(tokens) == 1 else tokens
-    return chosen
+        keywords["logit"] = tokens[0] if len(tokens) == 1 else tokens
+    return keywords
 
 
 def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:

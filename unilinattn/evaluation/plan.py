@@ -76,14 +76,14 @@ class Plan:
         for label, (entry, _) in (asked | rows).items():
             if batch_size > 1 and callable(entry) and not isinstance(entry, Metric):
                 raise OptionError(f"{label} is a function, which takes one sample at a time; use batch_size=1.")
-        chosen = {label: _metric(*entry) for label, entry in asked.items()}
-        select_by = next(iter(chosen)) if select_by is None else select_by
-        if select_by not in chosen and select_by not in METRICS:
+        measured = {label: _metric(*entry) for label, entry in asked.items()}
+        select_by = next(iter(measured)) if select_by is None else select_by
+        if select_by not in measured and select_by not in METRICS:
             raise OptionError(
-                f"select_by={select_by!r} is none of the metrics{nearest(select_by, [*chosen, *METRICS])}"
+                f"select_by={select_by!r} is none of the metrics{nearest(select_by, [*measured, *METRICS])}"
             )
-        chooser = chosen[select_by] if select_by in chosen else metric(select_by, {})
-        require_fields(list(chosen.values()), samples)
+        chooser = measured[select_by] if select_by in measured else metric(select_by, {})
+        require_fields(list(measured.values()), samples)
         others = None if selection is None else _samples(selection, "selection")
         if others is not None:
             if chooser.larger_is_better is None:
@@ -96,7 +96,7 @@ class Plan:
             if [other.label for other in scorers].count(one.label) > 1:
                 raise OptionError(f"two rows are called {one.label!r}; give a mapping with another label for one.")
         settings["batch_size"] = batch_size
-        return cls(models, samples, others, tuple(scorers), chosen, select_by, chooser, **settings)
+        return cls(models, samples, others, tuple(scorers), measured, select_by, chooser, **settings)
 
     def configuration(self) -> dict[str, Any]:
         """Return the request as JSON values: results of the same configuration belong together."""

@@ -123,5 +123,5 @@ class Intervention:
     def _correlation(self, case: Case) -> Measurement:
         # Only the rows that the ranking metrics count.
         asked = case.valid & (case.relevant & case.valid).any(-1, keepdim=True)
-        found = rank_correlation(case.scores, self.effects(case.model, case.sample), asked)
-        return Measurement.mean(found.mean, float(found.rows))
+        correlation = rank_correlation(case.scores, self.effects(case.model, case.sample), asked)
+        return Measurement.mean(correlation.mean, float(correlation.rows))
