@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -75,3 +76,9 @@ def seeded() -> Iterator[None]:
     # Imported late, because a thorough run checks modules of the package that are imported after its configuration.
     if "tests.shared" in sys.modules:
         sys.modules["tests.shared"].require_unwritten()
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the checks of a thorough run, whose errors would precede those of the library."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

@@ -9,6 +9,7 @@ import torch
 from tests.methods.hosts import traced
 from unilinattn import methods, options
 from unilinattn.errors import OptionError
+from unilinattn.evaluation.evaluate import evaluate
 from unilinattn.frozen.run import By
 from unilinattn.methods import compare, estimate, explain
 from unilinattn.methods.needs import TRIALS
@@ -111,6 +112,21 @@ def test_an_object_takes_no_options_beside_it() -> None:
         lambda: compare({"a": traced("mamba2")}, methods=["raw", methods.Latim(p=1)], layers=0),
     ):
         with pytest.raises(OptionError, match=r"Latim\(p=1.0\) has its options; give layers to Latim, or the name 'la"):
+            run()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_class_of_a_method_is_no_object() -> None:
+    trace: Any = traced("mamba2")
+    cls: Any = methods.Latim
+    for run in (
+        lambda: explain(trace, method=cls),
+        lambda: estimate(trace, method=cls),
+        lambda: compare({"a": trace}, methods=[cls]),
+        lambda: evaluate({"a": trace}, [], [cls], ["ap"]),
+        lambda: evaluate({"a": trace}, [], {"mine": cls}, ["ap"]),
+    ):
+        with pytest.raises(OptionError, match=r"Latim is the class of a method; give an object of it, Latim\(\)\."):
             run()
 
 

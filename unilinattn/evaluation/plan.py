@@ -13,7 +13,7 @@ from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.measures import METRICS, Metric, function_metric, metric, require_fields
 from unilinattn.evaluation.samples import Sample, fingerprint, function_name
 from unilinattn.evaluation.scorers import BASELINES, Scorer, baseline, scorer
-from unilinattn.options.base import Options, label_of
+from unilinattn.options.base import Options, label_of, refuse_class
 from unilinattn.tracing.trust import Trust
 
 VALUES = 4096
@@ -174,6 +174,7 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
 
 
 def _entry(given: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
+    refuse_class(given)
     if isinstance(given, Options):
         return given.name, given.keywords
     if isinstance(given, str | Scorer) or callable(given):

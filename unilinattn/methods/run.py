@@ -26,6 +26,7 @@ from unilinattn.methods.sinks import warn_of_sinks
 from unilinattn.methods.targets import NamedTarget, logit_names, logit_of, position_of
 from unilinattn.methods.underflow import head_underflow
 from unilinattn.options import Alti, Options
+from unilinattn.options.base import refuse_class
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.registry import Method, list_methods
@@ -237,8 +238,9 @@ def _remedy(result: Attribution) -> str:
 def named(method: str | Options, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of a method and its options as keywords, before the model runs.
 
-    Raises `OptionError` for an unknown name, and for keywords beside an object, which has its options.
+    Raises `OptionError` for an unknown name or a class, and for keywords beside an object, which has its options.
     """
+    refuse_class(method)
     if isinstance(method, Options):
         if options:
             raise OptionError(

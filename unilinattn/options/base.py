@@ -93,6 +93,12 @@ class Options(BaseModel):
         return first_line(cls)
 
 
+def refuse_class(method: object) -> None:
+    """Raise `OptionError` for the class of a method in place of an object of it."""
+    if isinstance(method, type) and issubclass(method, Options):
+        raise OptionError(f"{method.__name__} is the class of a method; give an object of it, {method.__name__}().")
+
+
 def first_line(documented: object) -> str:
     """Return the first line of the docstring of a class or function."""
     return (documented.__doc__ or "").strip().split("\n", 1)[0]
