@@ -10,6 +10,7 @@ from tests.methods.hosts import traced
 from unilinattn import methods, options
 from unilinattn.errors import OptionError
 from unilinattn.evaluation.evaluate import evaluate
+from unilinattn.evaluation.samples import Sample
 from unilinattn.frozen.run import By
 from unilinattn.methods import compare, estimate, explain
 from unilinattn.methods.needs import TRIALS
@@ -119,12 +120,13 @@ def test_an_object_takes_no_options_beside_it() -> None:
 def test_the_class_of_a_method_is_no_object() -> None:
     trace: Any = traced("mamba2")
     cls: Any = methods.Latim
+    sample = [Sample(inputs=torch.arange(4)[None])]
     for run in (
         lambda: explain(trace, method=cls),
         lambda: estimate(trace, method=cls),
         lambda: compare({"a": trace}, methods=[cls]),
-        lambda: evaluate({"a": trace}, [], [cls], ["ap"]),
-        lambda: evaluate({"a": trace}, [], {"mine": cls}, ["ap"]),
+        lambda: evaluate({"a": trace.host}, sample, [cls], ["ap"]),
+        lambda: evaluate({"a": trace.host}, sample, {"mine": cls}, ["ap"]),
     ):
         with pytest.raises(OptionError, match=r"Latim is the class of a method; give an object of it, Latim\(\)\."):
             run()
