@@ -19,12 +19,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "unilinattn"
 
 SURFACE = "__init__"
-GROUND = ("aligned", "errors", "memory", "optional", "progress", "startup")
+GROUND = ("aligned", "errors", "memory", "nested", "optional", "progress", "startup")
 LAYERS = (
     GROUND,
     ("call", "kernels", "options", "viz"),
     ("mixers", "models", "results"),
     ("operator",),
+    ("rules",),
     ("registry",),
     ("architectures", "host"),
     ("tracing",),

@@ -127,6 +127,9 @@ class Method:
     needs: tuple[Need, ...] | None = None
 
 
+UNREGISTERED = "recorded"
+"""Name of the architecture of modules without an adapter."""
+
 _architectures: dict[str, Architecture] = {}
 _hosts: dict[str, Architecture] = {}
 _methods: dict[str, Method] = {}

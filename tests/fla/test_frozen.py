@@ -12,7 +12,7 @@ import unilinattn as ula
 from tests.fla.recurrences import gla
 from tests.fla.rwkv_recurrences import before, rwkv7, rwkv7_channel
 from unilinattn.errors import ExactnessError, UncoveredError
-from unilinattn.host.nested import tensors
+from unilinattn.nested import tensors
 from unilinattn.registry import architecture_of, overridden, plain_form_of
 from unilinattn.testing import Host, relative_error, tolerance
 from unilinattn.testing.hosts.fla import HOSTS

@@ -13,7 +13,7 @@ from tests.shared import exact_trace
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import cut, trace
 from unilinattn.errors import InputError
-from unilinattn.host.nested import mapped
+from unilinattn.nested import mapped
 from unilinattn.host.recorder import main_tensor
 from unilinattn.models import S4D
 from unilinattn.operator.edges import is_causal

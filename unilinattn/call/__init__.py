@@ -1,6 +1,7 @@
 """The call of a host's module: its arguments, its weights, and transformers' attention interface inside it."""
 
 from unilinattn.call.call import (
+    CACHES,
     MASKING,
     Affine,
     Call,
@@ -17,6 +18,7 @@ from unilinattn.call.call import (
 )
 
 __all__ = [
+    "CACHES",
     "MASKING",
     "Affine",
     "Call",

@@ -94,7 +94,7 @@ def interface(model: nn.Module, handle: Callable[..., Any]) -> Iterator[None]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    configs = configurations(model)
+    configs = _of_interface(model)
     before = Entries(
         [
             *tables(),
@@ -146,6 +146,22 @@ def configurations(model: nn.Module) -> list[Any]:
         configs[id(config)] = config
         waiting.extend(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))
     return list(configs.values())
+
+
+def _of_interface(model: nn.Module) -> list[Any]:
+    """Return the configurations of modules whose file calls the interface; others choose by the name by themselves."""
+    configs = {
+        id(config): config
+        for module in model.modules()
+        if (config := getattr(module, "config", None)) is not None and calls_interface(module)
+    }
+    return [config for config in configurations(model) if id(config) in configs]
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Tell whether the file of a module's class, or of an ancestor, knows the table of attention functions."""
+    files = (sys.modules.get(ancestor.__module__) for ancestor in type(module).__mro__)
+    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files if file is not None)
 
 
 def only_attention(call: Call) -> Captured:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unilinattn.errors import ModelStateError
-from unilinattn.host.nested import mapped
+from unilinattn.nested import mapped
 
 Parts = tuple[Tensor, Tensor | None]
 """The part of a function's result that is linear in its carried argument, and the constant that is added to it."""
@@ -49,19 +49,6 @@ def linear_in(live: Tensor, func: Callable[..., Tensor], args: Any, kwargs: Any)
     with torch.no_grad():
         moved = at(tangent)
     return forward_ad.make_dual(result, moved)
-
-
-def name_of(func: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
-    """Return a function's name without underscores, and whether it writes into its first argument."""
-    name = func.__name__
-    if name in ("__get__", "__set__"):
-        return func.__self__.__name__, False
-    if name.startswith("__"):
-        name = name.strip("_")
-        in_place = name in ("iadd", "isub", "imul", "idiv", "itruediv")
-        return (name[1:] if in_place else name), in_place
-    in_place = name.endswith("_") or kwargs.pop("inplace", False)
-    return name.rstrip("_"), in_place
 
 
 def layer_norm(
@@ -125,31 +112,6 @@ def batch_norm(
 def normalize(x: Tensor, p: int | float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> Parts:
     """Divide by the frozen norm."""
     return x / x.detach().norm(p, dim, keepdim=True).clamp_min(eps), None
-
-
-def frozen_slope(name: str, func: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slope (f(p) - f(0)) / p of a function of one value at each p, and f(0)."""
-    zero = torch.zeros((), dtype=point.dtype, device=point.device, requires_grad=True)
-    level = func(zero.detach())
-    difference = DIFFERENCES.get(name, lambda x: func(x) - level)
-    with torch.enable_grad():
-        (limit,) = torch.autograd.grad(difference(zero), zero)
-    near = point.abs() < torch.finfo(point.dtype).tiny
-    return torch.where(near, limit, difference(point) / point.masked_fill(near, 1)), level
-
-
-def _log_sigmoid_difference(point: Tensor) -> Tensor:
-    size = point.abs()
-    return (point - size) / 2 - torch.log1p(torch.expm1(-size) / 2)
-
-
-DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": lambda point: torch.tanh(point / 2) / 2,
-    "hardsigmoid": lambda point: point.clamp(-3, 3) / 6,
-    "log_sigmoid": _log_sigmoid_difference,
-    "logsigmoid": _log_sigmoid_difference,
-}
-"""f(p) - f(0) in closed form for functions with f(0) != 0: the difference of two values cancels near zero."""
 
 
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Parts:

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from unilinattn.call.exactness import tolerance
 from unilinattn.errors import ExactnessError
 from unilinattn.frozen.freezing import carried
-from unilinattn.host.nested import mapped, tensors
+from unilinattn.nested import mapped, tensors
 from unilinattn.registry import PlainForm
 from unilinattn.tracing.trust import precision_of
 

@@ -19,7 +19,7 @@ from unilinattn.frozen.modules import plain_output
 from unilinattn.frozen.shares import Stream
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, call_host
-from unilinattn.host.nested import mapped, tensors
+from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.recomputation import captures
 from unilinattn.host.recorder import MAIN

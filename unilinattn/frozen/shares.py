@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.errors import UncoveredError
-from unilinattn.host.nested import mapped, tensors
+from unilinattn.nested import mapped, tensors
 from unilinattn.tracing.layer import Layer
 
 

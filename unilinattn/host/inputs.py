@@ -8,15 +8,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from unilinattn.call import CACHES
 from unilinattn.errors import InputError, UnilinattnError, nearest
 from unilinattn.host.wrappers import OPTIMIZED
 
 CACHE = "past_key_values"
 """Name of the argument with the states of earlier tokens in transformers' models."""
-
-CACHES = ("cache_params", CACHE, "past_key_value", "cache", "state")
-"""Names of arguments with the states of earlier tokens in models and layers; operators neither read nor write them."""
-
 
 def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
     """Turn a tensor of ids or pixels, or a mapping of keyword arguments, into the arguments of the host's forward.

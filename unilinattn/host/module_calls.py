@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from unilinattn.call import Call, Captured
 from unilinattn.errors import UncoveredError
-from unilinattn.host.nested import tensors
+from unilinattn.nested import tensors
 from unilinattn.operator.piecewise import Piece
-from unilinattn.registry import Architecture
+from unilinattn.registry import UNREGISTERED, Architecture, list_architectures
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,27 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
         if record.entered is None or record.output is None:
             continue
         seen = tuple(record.seen)
+        call = Call(record.module, record.name, record.arguments, record.entered, record.output, seen)
         try:
-            record.architecture.check(
-                Call(record.module, record.name, record.arguments, record.entered, record.output, seen)
-            )
+            record.architecture.check(call)
         except UncoveredError as error:
+            other = list_architectures()[UNREGISTERED]
+            if record.architecture is not other and _covers(other, call):
+                record.architecture = other
+                continue
             if strict:
                 raise UncoveredError(f"{error} Or trace with strict=False, which leaves this layer out.") from None
             record.architecture = OPAQUE
+
+
+def _covers(architecture: Architecture, call: Call) -> bool:
+    """Tell whether an adapter covers a call."""
+    assert architecture.check is not None
+    try:
+        architecture.check(call)
+    except UncoveredError:
+        return False
+    return True
 
 
 def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:

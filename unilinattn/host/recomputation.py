@@ -10,9 +10,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from unilinattn.host.forwards import Forward, replaced_forwards
-from unilinattn.host.inputs import CACHES
+from unilinattn.call import CACHES
 from unilinattn.host.module_calls import first_tensor
-from unilinattn.host.nested import mapped
+from unilinattn.nested import mapped
 from unilinattn.host.recorder import captured
 from unilinattn.host.substitution import functional, through_operators
 from unilinattn.memory import return_free_pages

@@ -10,11 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import Captured
 from unilinattn.errors import ModelStateError
-from unilinattn.host.inputs import CACHES, bound_arguments, refuse_states
-from unilinattn.host.module_calls import OPAQUE, CallRecord, Prefix, first_tensor, tensors_in
-from unilinattn.host.nested import mapped
+from unilinattn.call import CACHES
+from unilinattn.host.inputs import bound_arguments, refuse_states
+from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tensors_in
+from unilinattn.nested import mapped
 from unilinattn.host.observer import Inputs, Observer
-from unilinattn.registry import Architecture, Mark, architecture_of, list_architectures
+from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
 
 MAIN = torch.empty(0)
 """Marks the place of a layer's output in the nesting that the layer returned (`CallRecord.structure`)."""
@@ -40,6 +41,7 @@ class Recorder(Observer[CallRecord]):
         self.layers: list[CallRecord] = []
         self._locate = locate
         self._unplaced: list[CallRecord] = []
+        self._recorded = list_architectures()[UNREGISTERED]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -69,7 +71,7 @@ class Recorder(Observer[CallRecord]):
     def frame(self, path: str, module: nn.Module, inputs: Inputs) -> CallRecord:
         """Return the record of a call, with a copy of a layer's input."""
         parent = self.stack[-1] if self.stack else None
-        architecture = architecture_of(type(module)) or (OPAQUE if path in self.opaque else None)
+        architecture = architecture_of(type(module)) or (self._recorded if path in self.opaque else None)
         record = CallRecord(module, path, bound_arguments(module, *inputs), parent, architecture)
         if parent is not None:
             parent.children.append(record)

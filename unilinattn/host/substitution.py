@@ -12,7 +12,8 @@ from unilinattn.call import Call
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import FactorError, InputError, UncoveredError
 from unilinattn.host.forwards import Forward, replaced_forwards
-from unilinattn.host.inputs import CACHES, bound_arguments
+from unilinattn.call import CACHES
+from unilinattn.host.inputs import bound_arguments
 from unilinattn.host.module_calls import Prefix, first_tensor
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.reconstruction import worst_error

@@ -5,6 +5,7 @@ from unilinattn.mixers.delta_rule import DeltaRule
 from unilinattn.mixers.dense import Dense
 from unilinattn.mixers.diagonal_decay import DiagonalDecay
 from unilinattn.mixers.exclusive_bonus import ExclusiveBonus
+from unilinattn.mixers.gather import Gather
 from unilinattn.mixers.low_rank_update import LowRankUpdate
 from unilinattn.mixers.mlstm import MLSTM
 from unilinattn.mixers.normalized_exponential import NormalizedExponential
@@ -21,6 +22,7 @@ __all__ = [
     "Dense",
     "DiagonalDecay",
     "ExclusiveBonus",
+    "Gather",
     "LowRankUpdate",
     "NormalizedExponential",
     "Reversed",

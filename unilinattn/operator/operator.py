@@ -14,7 +14,7 @@ from unilinattn.operator.contributions import contributions, split_taps, tap_fun
 from unilinattn.operator.maps import fill_heads, map_blocks, map_row_product, map_rows, map_shape, mean_map
 from unilinattn.operator.pairwise import PairwiseContributions, pairwise_of
 from unilinattn.operator.reconstruction import worst_error
-from unilinattn.operator.scopes import ScopedMap, check_scope, scoped
+from unilinattn.operator.scopes import ScopedMap, check_scope, has_core, scoped
 from unilinattn.operator.selection import Heads, Rows, check_input, checked_inputs, checked_rows
 from unilinattn.operator.stages import (
     Branch,
@@ -262,6 +262,9 @@ class MixerOperator:
         Raises `OptionError` for an unknown scope and for `layer`, `UncoveredError` if a stage in it mixes channels.
         """
         check_scope(scope)
+        if port is None:
+            # A port may only add to the output, such as the queries' stream of a cross-attention with a residual.
+            port = next((name for name, chain in self.chains.items() if has_core(chain)), None)
         whole, x = self._port(port)
         chain, channels = scoped(whole, scope, x.shape[2])
         groups = channel_groups(chain)

@@ -77,7 +77,7 @@ def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
             channels = stage.width
     lead = chain[first]
     if first == last and isinstance(lead, Branch) and _holds_projections(lead):
-        cuts = [scoped(inner, scope, channels) for inner in lead.chains if _has_core(inner)]
+        cuts = [scoped(inner, scope, channels) for inner in lead.chains if has_core(inner)]
         if len(cuts) == 1:
             return cuts[0]
         return (Branch(lead.role, tuple(cut for cut, _ in cuts)),), cuts[0][1]
@@ -110,7 +110,7 @@ def sums_cores(chain: Chain) -> bool:
 
 def _after_core(chain: Chain, stages: Chain) -> Chain | None:
     """Insert stages after a chain's core, in each branch with projections that has one; drop the other branches."""
-    if not _has_core(chain):
+    if not has_core(chain):
         return None
     first, last = _core_span(chain)
     lead = chain[first]
@@ -123,16 +123,17 @@ def _after_core(chain: Chain, stages: Chain) -> Chain | None:
 
 def _holds_projections(branch: Branch) -> bool:
     """Whether the projections stand inside this branch, so what stands around it (a residual) is outside the core."""
-    carrying = (inner for inner in branch.chains if _has_core(inner))
+    carrying = (inner for inner in branch.chains if has_core(inner))
     return any(isinstance(stage, (Matrix, Unmapped)) for inner in carrying for stage in walk(inner))
 
 
-def _has_core(chain: Chain) -> bool:
+def has_core(chain: Chain) -> bool:
+    """Tell whether a stage of a chain is a core mixer."""
     return any(stage.role == "core" and stage.mixes for stage in walk(chain))
 
 
 def _core_span(chain: Chain) -> tuple[int, int]:
-    positions = [k for k, stage in enumerate(chain) if _has_core((stage,))]
+    positions = [k for k, stage in enumerate(chain) if has_core((stage,))]
     return positions[0], positions[-1]
 
 
@@ -142,7 +143,7 @@ def _cut(stage: Stage, scope: str) -> Chain:
         return (stage,)
     chains = []
     for inner in stage.chains:
-        if _has_core(inner):
+        if has_core(inner):
             first, last = _core_span(inner)
             chains.append(tuple(piece for s in inner[first : last + 1] for piece in _cut(s, scope)))
         elif scope == "mixer" and inner and all(s.role == "skip" and isinstance(s, Scale) for s in inner):

@@ -111,11 +111,12 @@ class ToReal(Stage):
 class Scale(Stage):
     """A frozen factor (batch or 1, length or 1, group) for each token and group of consecutive channels.
 
-    A deferred factor is computed when it is first needed, which a map of the core does without.
+    A deferred factor is computed when it is first needed, which a map of the core does without. The bias may differ by
+    token, (batch or 1, length or 1, channel).
     """
 
     factor: Float[Tensor, "batch length group"] | Deferred
-    bias: Float[Tensor, " channel"] | None = None
+    bias: Float[Tensor, " channel"] | Float[Tensor, "batch length channel"] | None = None
 
     @property
     def scale(self) -> Float[Tensor, "batch length group"]:
@@ -147,11 +148,8 @@ class Scale(Stage):
 
     def at(self, index: Int[Tensor, "batch row"]) -> "Scale":
         """Gather the factors of the selected tokens."""
-        if self.scale.shape[1] == 1:
-            return self
-        batch, groups = index.shape[0], self.scale.shape[2]
-        scale = self.scale.expand(batch, -1, -1).gather(1, index[..., None].expand(-1, -1, groups))
-        return replace(self, factor=scale)
+        bias = self.bias if self.bias is None or self.bias.ndim == 1 else _gathered(self.bias, index)
+        return replace(self, factor=_gathered(self.scale, index), bias=bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,6 +322,13 @@ def _on_channels(weight: Tensor, x: Tensor) -> Tensor:
 
 def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + _columns(bias, product.ndim - 3)
+
+
+def _gathered(factors: Float[Tensor, "batch length group"], index: Int[Tensor, "batch row"]) -> Tensor:
+    """Return the factors of some tokens; factors that all tokens share are unchanged."""
+    if factors.shape[1] == 1:
+        return factors
+    return factors.expand(len(index), -1, -1).gather(1, index[..., None].expand(-1, -1, factors.shape[2]))
 
 
 def _columns(factor: Tensor, count: int) -> Tensor:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from unilinattn.call.entries import Entries
 from unilinattn.errors import InputError, ModelStateError, OptionError, nearest
-from unilinattn.host.inputs import CACHES, bound_arguments, host_arguments
+from unilinattn.call import CACHES
+from unilinattn.host.inputs import bound_arguments, host_arguments
 from unilinattn.host.isolation import current_run
-from unilinattn.host.nested import mapped
+from unilinattn.nested import mapped
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE
 from unilinattn.host.wrappers import unwrapped

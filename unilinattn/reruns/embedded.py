@@ -14,7 +14,7 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.inputs import call_host, token_ids, vocabulary_size
 from unilinattn.host.isolation import Result, in_gradient_mode
 from unilinattn.host.logits import kept_positions, logits_at
-from unilinattn.host.nested import tensors
+from unilinattn.nested import tensors
 from unilinattn.host.recomputation import constant_parameters
 from unilinattn.host.run import run
 from unilinattn.host.wrappers import require_gradients

@@ -22,7 +22,7 @@ from unilinattn.call.attention_interface import configurations
 from unilinattn.host.inputs import call_host, real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
-from unilinattn.host.nested import mapped, tensors
+from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Functions, Inputs
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Held, Run, noisy

@@ -114,7 +114,7 @@ def refuse(
     With `strict` no mixer is allowed; otherwise those that hold registered layers are not. A model without layers runs
     once more on the arguments `given`, to name the modules that probably mix.
     """
-    refused = [mixer for mixer in mixers if strict or mixer.holds_layers]
+    refused = [mixer for mixer in mixers if mixer.holds_layers]
     if not refused and (layers or mixers):
         return
     if not refused:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.host.inputs import call_host, token_ids
-from unilinattn.host.nested import mapped, tensors
+from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Functions
 
 IDS = 4096

@@ -16,8 +16,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from unilinattn.host.forwards import Forward, replaced_forwards
-from unilinattn.host.inputs import CACHES, call_host
-from unilinattn.host.nested import mapped, tensors
+from unilinattn.call import CACHES
+from unilinattn.host.inputs import call_host
+from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run

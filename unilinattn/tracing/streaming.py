@@ -16,7 +16,7 @@ from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, real_tokens
 from unilinattn.host.logits import logits_at
 from unilinattn.host.module_calls import OPAQUE, CallRecord, Prefix, ResidualSite
-from unilinattn.host.nested import tensors
+from unilinattn.nested import tensors
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
 from unilinattn.host.substitution import build_flow, called_on, functional, returned

@@ -11,7 +11,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host, token_ids
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
-from unilinattn.host.nested import mapped, tensors
+from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer

@@ -1,0 +1,101 @@
+"""Modules without an adapter: their operator is read from the functions of torch that they call."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unilinattn.call import CACHES, Call
+from unilinattn.call.exactness import layer_tolerance, relative_error
+from unilinattn.errors import UncoveredError
+from unilinattn.nested import mapped, tensors
+from unilinattn.operator.flow import Flow
+from unilinattn.registry import UNREGISTERED, register_architecture
+from unilinattn.rules.compilation import chains_of
+from unilinattn.rules.recording import Node, Recording
+
+
+def _check(call: Call) -> None:
+    """Raise `UncoveredError` unless the recorded stages give the output of the call."""
+    flow = recorded(call)
+    assert call.output is not None
+    missed = relative_error(flow.value, call.output.to(flow.value))
+    if not missed <= layer_tolerance(call.output.dtype):
+        raise UncoveredError(
+            f"{_named(call)}: the functions that it calls give its output with an error of {missed:.1e}, so one of "
+            "them was not seen, such as a compiled kernel. Register an adapter for this class."
+        )
+
+
+@register_architecture(name=UNREGISTERED, kind="recorded", needs_capture=True, check=_check)
+def recorded(call: Call) -> Flow:
+    """Any module without an adapter, from the functions of torch that it calls: its sums over tokens are the core.
+
+    The module runs once more, and its functions are recorded. From its output back, each one becomes a stage: a linear
+    layer a matrix, a sum over tokens with frozen weights a token mixer, whatever made the weights, an activation or a
+    norm a frozen scale, a sum a branch. The check of a trace compares the stages with the module's output.
+
+    Raises `UncoveredError` with the function that is no stage.
+    """
+    module, arguments = _promoted(call)
+    streams = {name: value for name, value in arguments.items() if _is_stream(value)}
+    first = next((name for name, value in streams.items() if value.shape == call.input.shape), None)
+    if first is None:
+        raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
+    inputs = {"x": streams.pop(first), **streams}
+    factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
+    recording = Recording(module, inputs, factors)
+    try:
+        with torch.no_grad(), recording:
+            returned = module(**arguments)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UncoveredError(
+            f"{_named(call)} ran inside the model, and raises {type(error).__name__} when it runs again: {error}. "
+            "Register an adapter for this class."
+        ) from error
+    output = next((t for t in tensors(returned) if t.is_floating_point() and t.ndim >= 2), None)
+    node = recording.node(output)
+    if node is None:
+        raise UncoveredError(f"{_named(call)}: its output does not depend on its inputs by functions of torch.")
+    try:
+        chains = chains_of(node, call.input)
+    except UncoveredError as error:
+        raise UncoveredError(f"{_named(call)}: {error}.") from None
+    return _flow(call, chains, inputs)
+
+
+def _flow(call: Call, chains: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> Flow:
+    """Return the flow of the chains from each port, which are summed."""
+    flow: Flow | None = None
+    for port, chain in chains.items():
+        branch = Flow(call.input if port == "x" else inputs[port].detach(), port=port)
+        for stage in chain:
+            branch.stage(stage)
+        flow = branch if flow is None else flow.merge(branch)
+    assert flow is not None
+    return flow
+
+
+def _promoted(call: Call) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the module and its arguments in the operator's dtype; the module itself if it has that dtype."""
+    dtype, module = call.input.dtype, call.module
+    if any(p.is_floating_point() and p.dtype != dtype for p in (*module.parameters(), *module.buffers())):
+        module = copy.deepcopy(module).to(dtype)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return call.tensor(tensor).detach() if tensor.is_floating_point() else tensor
+
+    # A cache has the states of the traced call.
+    given = {name: None if name in CACHES else value for name, value in call.arguments.items() if not name.isdigit()}
+    arguments = {name: mapped(value, cast) for name, value in given.items()}
+    return module, arguments
+
+
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
+
+
+def _named(call: Call) -> str:
+    return f"{call.name} ({type(call.module).__module__}.{type(call.module).__qualname__})"

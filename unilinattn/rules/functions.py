@@ -1,0 +1,79 @@
+"""Functions of torch by name, sorted by what they do to tensors that carry tokens."""
+
+from typing import Any
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LINEAR = _names("""
+    view view_as reshape reshape_as transpose swapaxes permute movedim T mT H mH t contiguous to type type_as
+    float double half bfloat16 clone expand expand_as repeat tile unsqueeze squeeze flatten unflatten flip roll
+    real imag getitem split split_with_sizes chunk unbind narrow select index_select gather take_along_dim tril
+    triu diagonal repeat_interleave masked_select tensor_split sum mean cumsum neg negative positive dropout
+    dropout1d dropout2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate unfold fold nan_to_num as_strided
+""")
+"""Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
+
+LIKE = _names("view_as reshape_as expand_as type_as to")
+"""Functions that take only the shape or the dtype of their second argument."""
+
+CASTS = _names("to type type_as float double half bfloat16 clone contiguous view reshape dropout")
+"""Functions whose result is the residual stream if their argument is."""
+
+CHOOSING = _names("max min amax amin maximum minimum where sort max_pool1d max_pool2d")
+"""Functions that choose among their arguments, each of which is carried or a source."""
+
+JOINING = _names(
+    "cat concat concatenate stack hstack vstack index_add scatter_add index_copy index_put masked_scatter copy"
+)
+"""Functions that add, join or write their arguments, each of which is carried or a source."""
+
+FACTORS = _names("""
+    softmax log_softmax exp expm1 softplus log log1p log2 sqrt rsqrt var std var_mean std_mean norm vector_norm
+    logsumexp topk reciprocal prod cumprod cosine_similarity rpow cross_entropy nll_loss mse_loss
+    binary_cross_entropy_with_logits
+""")
+"""Functions whose outputs are frozen: factors of what follows, and losses, which no logit depends on."""
+
+NEW = _names("""
+    zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty new_tensor
+""")
+"""Functions whose outputs take only the shape and dtype of their argument."""
+
+CONSTANT = NEW | _names("detach data sign floor ceil round trunc")
+"""Functions whose outputs are constants for autograd too."""
+
+LEAVING = _names("numpy array tolist")
+"""Functions that return a tensor's values as objects that are not tensors."""
+
+AFFINE = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv_transpose1d": 2}
+"""Layers by name, with the position of their bias."""
+
+PRODUCTS = _names("matmul rmatmul mm bmm mv einsum tensordot")
+"""Products that sum over channels, tokens or heads."""
+
+LIMITS = _names("clamp clamp_min clamp_max clip hardtanh")
+"""Limits of a value, which are no activation: they keep its rank."""
+
+SLOPES = LIMITS | _names("""
+    silu gelu tanh sigmoid erf elu celu selu mish softsign hardswish hardsigmoid relu6 sin log_sigmoid logsigmoid
+""")
+"""Functions f of one value, frozen as x (f(p) - f(0)) / p + f(0)."""
+
+HOMOGENEOUS = _names("relu abs leaky_relu")
+"""Activations with f(x) = f'(x) x, whose derivative is the frozen slope."""
+
+
+def name_of(func: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
+    """Return a function's name without underscores, and whether it writes into its first argument."""
+    name = func.__name__
+    if name in ("__get__", "__set__"):
+        return func.__self__.__name__, False
+    if name.startswith("__"):
+        name = name.strip("_")
+        in_place = name in ("iadd", "isub", "imul", "idiv", "itruediv")
+        return (name[1:] if in_place else name), in_place
+    in_place = name.endswith("_") or kwargs.pop("inplace", False)
+    return name.rstrip("_"), in_place

@@ -1,0 +1,161 @@
+"""`Recording`: the functions that a module calls on tensors which depend on its inputs, as a graph.
+
+Nothing is computed beside the module's own values. What a function does to the tokens is read later, from its output
+back, so that scores and gates, which are only frozen factors, cost no more than their values.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from unilinattn.nested import mapped, tensors
+from unilinattn.rules.functions import CONSTANT, FACTORS, HOMOGENEOUS, LIKE, LIMITS, SLOPES, name_of
+
+Kind = Literal["carried", "factor"]
+"""Whether a tensor may be linear in the inputs, or depends on them in another way and is frozen."""
+
+LEVELS = ("sigmoid", "hardsigmoid", "log_sigmoid", "logsigmoid")
+"""Activations with f(0) != 0."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A tensor that depends on a module's inputs: the function that made it, and its arguments.
+
+    Attributes:
+        name: the function's name; "input" for an input of the module.
+        func: the function, without its in-place form.
+        args, kwargs: its arguments, with nodes in place of the tensors that have one.
+        value: the tensor.
+        kind: "factor" if the function's result is frozen.
+        rank: 0 for a tensor that is linear in the inputs, 1 after an activation, 2 after one with f(0) != 0.
+        item: the number of the tensor in the function's result, None if it is the result.
+        port: name of the input.
+    """
+
+    name: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Tensor
+    kind: Kind
+    rank: int = 0
+    item: int | None = None
+    port: str = ""
+
+    def __repr__(self) -> str:
+        """Show the function and the shape."""
+        return f"{self.name}{tuple(self.value.shape)}"
+
+
+class Recording(TorchFunctionMode):
+    """Records every function whose arguments depend on the inputs.
+
+    Args:
+        module: the module that runs; its parameters and buffers are constants.
+        inputs: the tensors that carry tokens, by port.
+        factors: further tensors that may depend on tokens, such as masks: they may multiply, and adding them to a
+            carried tensor is an error.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Mapping[str, Tensor], factors: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._nodes: dict[int, Node] = {}
+        # A tensor that neither the module has nor a function made comes from elsewhere, perhaps from tokens.
+        self._constants: dict[int, Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        for tensor in tensors(factors):
+            self._enter(Node("argument", None, (), {}, tensor, "factor"))
+        for port, tensor in inputs.items():
+            self._enter(Node("input", None, (), {}, tensor, "carried", port=port))
+
+    def node(self, value: Any) -> Node | None:
+        """Return the node of a tensor, None for a constant."""
+        return self._nodes.get(id(value)) if isinstance(value, Tensor) else None
+
+    def _enter(self, node: Node) -> None:
+        self._nodes[id(node.value)] = node
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, and record it if an argument depends on the inputs."""
+        kwargs = dict(kwargs or {})
+        name, in_place = name_of(func, dict(kwargs))
+        if name == "multi_head_attention_forward":
+            # A composite function: the functions that it calls are recorded.
+            with self:
+                return _open(func)(*args, **kwargs)
+        for tensor in tensors((args, kwargs)):
+            if id(tensor) not in self._nodes and id(tensor) not in self._constants:
+                self._enter(Node("attribute", None, (), {}, tensor, "factor"))
+        named, resolved = mapped((args, kwargs), self._resolve)
+        if name in LIKE:
+            # Of the other arguments only the shape or the dtype matters.
+            named, resolved = (named[0], *args[1:]), kwargs
+        before = args[0] if (in_place or name == "setitem") and isinstance(args[0], Tensor) else None
+        if before is not None and (node := self.node(before)) is not None:
+            # Earlier functions read the value that is written over here.
+            node.value = before.detach().clone()
+        result = func(*args, **kwargs)
+        nodes = list(_nodes_in((named, resolved)))
+        if not nodes:
+            self._keep(result if before is None else before)
+            return result
+        kind: Kind = "factor" if name in FACTORS | CONSTANT else _kind(nodes)
+        resolved.pop("inplace", None)
+        rank = _rank(name, nodes, named)
+        target = before if before is not None else result
+        if isinstance(target, Tensor):
+            self._enter(Node(name, func, named, resolved, target, kind, rank))
+        else:
+            for item, tensor in enumerate(tensors(target)):
+                self._enter(Node(name, func, named, resolved, tensor, kind, rank, item))
+        return result
+
+    def _resolve(self, tensor: Tensor) -> Any:
+        return self._nodes.get(id(tensor), tensor)
+
+    def _keep(self, result: Any) -> None:
+        for tensor in tensors(result):
+            self._constants[id(tensor)] = tensor
+
+
+def _nodes_in(value: Any) -> Iterator[Node]:
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from _nodes_in(entry)
+    elif isinstance(value, Mapping):
+        yield from _nodes_in(list(value.values()))
+
+
+def _kind(nodes: list[Node]) -> Kind:
+    return "carried" if any(node.kind == "carried" for node in nodes) else "factor"
+
+
+def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int:
+    """Return the rank of a function's result (see `Node.rank`)."""
+    ranks = [node.rank for node in nodes if node.kind == "carried"]
+    rank = max(ranks, default=0)
+    if name in HOMOGENEOUS:
+        return max(rank, 1)
+    if name in SLOPES:
+        return 2 if name in LEVELS else max(rank, int(name not in LIMITS))
+    if name in ("add", "sub", "rsub") and rank and len(ranks) == 1 and len(nodes) == 1:
+        # An activation plus a constant, such as 1 + tanh, is one with f(0) != 0.
+        return 2
+    if name in ("mul", "multiply") and len(nodes) == 2:
+        # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
+        return min(rank, 1)
+    return rank
+
+
+def _open(func: Any) -> Any:
+    """Return a composite function of torch that does not hand its call to a mode."""
+    functions = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    opened = FunctionType(func.__code__, functions, func.__name__, func.__defaults__, func.__closure__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened

@@ -1,0 +1,98 @@
+"""Shorter chains of stages for the same map: tokens in another order are read by the matrix of the attention itself."""
+
+from dataclasses import replace
+
+import torch
+
+from unilinattn.mixers import Dense, Gather
+from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage
+
+
+def simplified(chain: Chain) -> Chain:
+    """Return a chain whose gathers stand beside matrices of tokens, and are part of them where that is possible.
+
+    Windows of tokens are then blocks of one matrix in the order of the model's tokens.
+    """
+    stages: list[Stage] = []
+    for stage in chain:
+        if isinstance(stage, Branch):
+            stage = replace(stage, chains=tuple(simplified(inner) for inner in stage.chains))
+        _append(stages, stage)
+    return tuple(stages)
+
+
+def _append(stages: list[Stage], stage: Stage) -> None:
+    """Append a stage; a gather moves before stages that treat all tokens alike."""
+    if _is_gather(stage):
+        place = len(stages)
+        while place and _is_uniform(stages[place - 1]):
+            place -= 1
+        if place and (joined := _joined(stages[place - 1], stage)) is not None:
+            stages[place - 1] = joined
+            return
+    elif stages and _is_gather(stages[-1]) and (joined := _joined(stages[-1], stage)) is not None:
+        stages[-1] = joined
+        return
+    elif isinstance(stage, Matrix) and stages and (joined := _multiplied(stages[-1], stage)) is not None:
+        stages[-1] = joined
+        return
+    elif isinstance(stage, Scale) and stages and (joined := _shifted(stages[-1], stage)) is not None:
+        stages[-1] = joined
+        return
+    stages.append(stage)
+
+
+def _is_gather(stage: Stage) -> bool:
+    return isinstance(stage, Mix) and isinstance(stage.mixer, Gather) and stage.bias is None
+
+
+def _is_uniform(stage: Stage) -> bool:
+    """Whether a stage treats all tokens alike."""
+    if isinstance(stage, Scale):
+        return stage.scale.shape[:2] == (1, 1) and (stage.bias is None or stage.bias.ndim == 1)
+    return isinstance(stage, (Matrix, Center))
+
+
+def _joined(first: Stage, second: Stage) -> Stage | None:
+    """Return one token mixer for two, of which one is a gather; None if there is none."""
+    if not (isinstance(first, Mix) and isinstance(second, Mix)):
+        return None
+    a, b = first.mixer, second.mixer
+    if isinstance(a, Gather) and isinstance(b, Gather) and first.role == second.role:
+        read = a.index.gather(1, b.index.clamp_min(0)).masked_fill(b.index < 0, -1)
+        return replace(first, mixer=Gather(read, a.shape[3], like=a.zeros((0,))))
+    if isinstance(a, Dense) and isinstance(b, Gather) and first.bias is None and bool((b.index >= 0).all()):
+        places = b.index[:, None, :, None].expand(-1, a.heads, -1, a.shape[3])
+        return replace(first, mixer=Dense(a.weights.gather(2, places)))
+    if isinstance(a, Gather) and isinstance(b, Dense):
+        real = a.index >= 0
+        weights = b.weights * real[:, None, None]
+        places = a.index.clamp_min(0)[:, None, None].expand(weights.shape)
+        return replace(second, mixer=Dense(weights.new_zeros(*weights.shape[:3], a.shape[3]).scatter_add_(3, places, weights)))
+    return None
+
+
+def _multiplied(first: Stage, second: Matrix) -> Stage | None:
+    """Return a matrix after an equal selection as one; None if the product would take more numbers than both."""
+    if not isinstance(first, Matrix) or first.weight.is_complex() or second.weight.is_complex():
+        return None
+    out, inner, width = len(second.weight), len(first.weight), first.weight.shape[1]
+    if out * width > inner * (out + width):
+        return None
+    bias = second.bias
+    if first.bias is not None:
+        level = second.weight @ first.bias
+        bias = level if bias is None else bias + level
+    return Matrix(second.role, second.weight @ first.weight, bias)
+
+
+def _shifted(first: Stage, second: Scale) -> Stage | None:
+    """Return a stage with the bias of a scale by one after it; None if there is none."""
+    ones = second.scale
+    if second.bias is None or second.bias.ndim != 1 or ones.numel() != 1 or not bool(ones == 1):
+        return None
+    if not isinstance(first, (Matrix, Scale)) or (first.bias is not None and first.bias.ndim != 1):
+        return None
+    if isinstance(first, Matrix) and first.weight.is_complex():
+        return None
+    return replace(first, bias=second.bias if first.bias is None else first.bias + second.bias)

@@ -1,0 +1,31 @@
+"""Frozen slopes of activations: f(p) = slope(p) p + f(0)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def frozen_slope(name: str, func: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slope (f(p) - f(0)) / p of a function of one value at each p, and f(0)."""
+    zero = torch.zeros((), dtype=point.dtype, device=point.device, requires_grad=True)
+    level = func(zero.detach())
+    difference = DIFFERENCES.get(name, lambda x: func(x) - level)
+    with torch.enable_grad():
+        (limit,) = torch.autograd.grad(difference(zero), zero)
+    near = point.abs() < torch.finfo(point.dtype).tiny
+    return torch.where(near, limit, difference(point) / point.masked_fill(near, 1)), level
+
+
+def _log_sigmoid_difference(point: Tensor) -> Tensor:
+    size = point.abs()
+    return (point - size) / 2 - torch.log1p(torch.expm1(-size) / 2)
+
+
+DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": lambda point: torch.tanh(point / 2) / 2,
+    "hardsigmoid": lambda point: point.clamp(-3, 3) / 6,
+    "log_sigmoid": _log_sigmoid_difference,
+    "logsigmoid": _log_sigmoid_difference,
+}
+"""f(p) - f(0) in closed form for functions with f(0) != 0: the difference of two values cancels near zero."""
