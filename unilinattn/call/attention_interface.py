@@ -160,8 +160,9 @@ def _of_interface(model: nn.Module) -> list[Any]:
 
 def calls_interface(module: nn.Module) -> bool:
     """Tell whether the file of a module's class, or of an ancestor, knows the table of attention functions."""
-    files = (sys.modules.get(ancestor.__module__) for ancestor in type(module).__mro__)
-    return any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files if file is not None)
+    # The file of every model's ancestor, `PreTrainedModel`, defines the table.
+    files = {ancestor.__module__ for ancestor in type(module).__mro__} - {"transformers.modeling_utils"}
+    return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
 def only_attention(call: Call) -> Captured:

@@ -9,6 +9,7 @@ from torch import Tensor
 from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.host.logits import Logit, has_logits, logits_of
 from unilinattn.operator.operator import MixerOperator
+from unilinattn.operator.stages import walk
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.sinks import sink_tokens
 from unilinattn.tracing.trace import Target, Trace
@@ -162,19 +163,30 @@ def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bo
 
 def only_port(layer: Layer) -> MixerOperator:
     """Return a layer's operator; raise `UncoveredError` if it reads several tensors, so that one map is incomplete."""
-    _only(layer)
+    if len(layer.ports) > 1:
+        raise UncoveredError(_several(layer))
     return layer.operator
 
 
 def _only(layer: Layer) -> tuple[str, tuple[int, int]]:
-    """Return a layer's only port and its (batch, number of tokens), without building an operator at length."""
+    """Return the only port whose tokens a layer mixes and its (batch, number of tokens).
+
+    Other ports add to the tokens of the output, such as a residual stream. Builds no operator at length.
+    """
     ports = layer.ports
     if len(ports) > 1:
-        raise UncoveredError(
-            f"{layer.name} reads several tensors ({', '.join(ports)}), so one map does not describe it; its "
-            "operator has `matrix(port=...)` and `contributions(port=...)`, and layers=[...] leaves it out."
-        )
+        chains = layer.operator.chains
+        ports = {port: shape for port, shape in ports.items() if any(stage.mixes for stage in walk(chains[port]))}
+    if len(ports) != 1:
+        raise UncoveredError(_several(layer))
     return next(iter(ports.items()))
+
+
+def _several(layer: Layer) -> str:
+    return (
+        f"{layer.name} reads several tensors ({', '.join(layer.ports)}), so one map does not describe it; its "
+        "operator has `matrix(port=...)` and `contributions(port=...)`, and layers=[...] leaves it out."
+    )
 
 
 def _named(trace: Trace, method: str, wanted: int | str) -> Layer:
