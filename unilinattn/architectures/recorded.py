@@ -21,7 +21,7 @@ def _check(call: Call) -> None:
     """Raise `UncoveredError` unless the recorded stages give the output of the call."""
     flow = recorded(call)
     assert call.output is not None
-    missed = relative_error(flow.value, call.output.to(flow.value))
+    missed = relative_error(flow.value, _as_tokens(call.output.to(flow.value)))
     if not missed <= layer_tolerance(call.output.dtype):
         raise UncoveredError(
             f"{_named(call)}: the functions that it calls give its output with an error of {missed:.1e}, so one of "
@@ -40,8 +40,10 @@ def recorded(call: Call) -> Flow:
     Raises `UncoveredError` with the function that is no stage.
     """
     module, arguments = _promoted(call)
-    streams = {name: value for name, value in arguments.items() if _is_stream(value)}
-    first = next((name for name, value in streams.items() if value.shape == call.input.shape), None)
+    entered = next((v for v in arguments.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
+    axes = 3 if entered is None else entered.ndim
+    streams = {name: value for name, value in arguments.items() if _is_stream(value, axes)}
+    first = next((name for name, value in streams.items() if value.numel() == call.input.numel()), None)
     if first is None:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
     inputs = {"x": streams.pop(first), **streams}
@@ -70,7 +72,7 @@ def _flow(call: Call, chains: Mapping[str, Any], inputs: Mapping[str, Tensor]) -
     """Return the flow of the chains from each port, which are summed."""
     flow: Flow | None = None
     for port, chain in chains.items():
-        branch = Flow(call.input if port == "x" else inputs[port].detach(), port=port)
+        branch = Flow(call.input if port == "x" else _as_tokens(inputs[port].detach()), port=port)
         for stage in chain:
             branch.stage(stage)
         flow = branch if flow is None else flow.merge(branch)
@@ -93,8 +95,16 @@ def _promoted(call: Call) -> tuple[nn.Module, dict[str, Any]]:
     return module, arguments
 
 
-def _is_stream(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
+def _as_tokens(x: Tensor) -> Tensor:
+    return x[None] if x.ndim == 2 else x.flatten(1, -2)
+
+
+def _has_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2
+
+
+def _is_stream(value: Any, axes: int) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == axes
 
 
 def _named(call: Call) -> str:

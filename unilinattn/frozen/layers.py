@@ -52,7 +52,8 @@ class _Operator(torch.autograd.Function):
         ctx.layer, ctx.ports = layer, ports
         ctx.constants = [None if x.requires_grad else x.detach() for x in inputs]
         ctx.dtypes = [x.dtype for x in inputs]
-        return layer.output.to(dtype, copy=True)
+        ctx.shapes = [x.shape for x in inputs]
+        return layer.output.to(dtype, copy=True).view(layer.output_shape)
 
     @staticmethod
     @torch.no_grad()  # No gradient of a tangent is asked for, and its graph would hold every step of the operator.
@@ -62,18 +63,20 @@ class _Operator(torch.autograd.Function):
         given = {}
         for port, tangent, constant in zip(ctx.ports, tangents, ctx.constants, strict=True):
             part = tangent if constant is None else constant
-            given[port] = torch.zeros_like(op.inputs[port]) if part is None else part.to(op.output.dtype)
-        return op.apply(given).to(ctx.dtypes[0])
+            like = op.inputs[port]
+            given[port] = torch.zeros_like(like) if part is None else part.to(op.output.dtype).reshape(like.shape)
+        return op.apply(given).to(ctx.dtypes[0]).view(ctx.layer.output_shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         _release(ctx.layer)
         op = ctx.layer.operator
-        parts = zip(ctx.ports, ctx.constants, ctx.dtypes, strict=True)
+        parts = zip(ctx.ports, ctx.constants, ctx.dtypes, ctx.shapes, strict=True)
+        grad = grad.to(op.output.dtype).reshape(op.output.shape)
         grads = (
-            op.adjoint(grad.to(op.output.dtype), port=port).to(dtype) if constant is None else None
-            for port, constant, dtype in parts
+            op.adjoint(grad, port=port).to(dtype).view(shape) if constant is None else None
+            for port, constant, dtype, shape in parts
         )
         return (None, None, None, None, *grads)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -89,8 +90,12 @@ class CallRecord:
 
     @property
     def input(self) -> Tensor | None:
-        """The first floating-point tensor among the arguments."""
-        return first_tensor(self.arguments.values())
+        """The first floating-point tensor among the arguments that is (batch, length, channel).
+
+        For a layer without one, the first with two axes: tokens of all sequences in one axis.
+        """
+        packed = 2 if self.architecture is not None else 3
+        return next((x for n in (3, packed) if (x := first_tensor(self.arguments.values(), axes=n)) is not None), None)
 
     @property
     def outermost(self) -> "CallRecord":
@@ -113,7 +118,10 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
         if record.entered is None or record.output is None:
             continue
         seen = tuple(record.seen)
-        call = Call(record.module, record.name, record.arguments, record.entered, record.output, seen)
+        # Operators compute in float32 at least.
+        dtype = torch.promote_types(record.entered.dtype, torch.float32)
+        entered, output = (as_tokens(x.to(dtype)) for x in (record.entered, record.output))
+        call = Call(record.module, record.name, record.arguments, entered, output, seen)
         try:
             record.architecture.check(call)
         except UncoveredError as error:
@@ -134,6 +142,11 @@ def _covers(architecture: Architecture, call: Call) -> bool:
     except UncoveredError:
         return False
     return True
+
+
+def as_tokens(x: Tensor) -> Float[Tensor, "batch token channel"]:
+    """Return a tensor as vectors of tokens: middle axes number the tokens, and packed tokens are one sequence."""
+    return x[None] if x.ndim == 2 else x.flatten(1, -2)
 
 
 def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:

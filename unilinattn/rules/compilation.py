@@ -1,6 +1,7 @@
 """Compile a recorded module: from the functions that it called to the chain of stages from its inputs to its output."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product as product_of
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class Compilation:
     def _input(self, node: Node) -> Carried:
         x = node.value
         # The tokens of an input with more axes are numbered by its middle axes.
-        shape = x.shape[0], x.shape[1:-1].numel(), x.shape[-1]
+        shape = (1, *x.shape) if x.ndim == 2 else (x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
         return Carried({node.port: ()}, shape, whole(shape, x).view(x.shape), self._like)
 
     def number(self, value: Any) -> Any:
@@ -125,11 +126,26 @@ def chains_of(node: Node, like: Tensor) -> Mapping[str, Chain]:
     Raises `UncoveredError` with the reason if the output is not a sum of chains of stages.
     """
     carried = Compilation(like).value(node)
-    carried = carried.moved(carried.index.reshape(node.value.shape)).arranged()
+    carried = _output(carried.moved(carried.index.reshape(node.value.shape)))
     mixes = [stage for chain in carried.chains.values() for stage in walk(chain) if stage.mixes]
     core = any(stage.role == "core" and not isinstance(getattr(stage, "mixer", None), Gather) for stage in mixes)
     chains = {port: simplified(chain) for port, chain in carried.chains.items()}
+    if not mixes:
+        # Its factors depend on other tokens and its values do not, as in attention over channels.
+        batch, length, _ = carried.shape
+        tokens = torch.arange(length, device=like.device).expand(batch, -1)
+        port, chain = next(iter(chains.items()))
+        chains[port] = (Mix("core", Gather(tokens, length, like=like)), *chain)
     return {port: _with_roles(chain, core)[0] for port, chain in chains.items()}
+
+
+def _output(carried: Carried) -> Carried:
+    """Return the value of a module's output, whose last axis has the channels."""
+    rows = frozenset(range(1, carried.index.ndim - 1))
+    carried = carried.arranged(rows)
+    if carried.index.ndim >= 3 and carried.index.shape[-1] != carried.shape[2]:
+        raise UncoveredError("the last axis of its output is no axis of channels")
+    return carried
 
 
 def _with_roles(chain: Chain, core: bool, *, behind: bool = False) -> tuple[Chain, bool]:
@@ -174,7 +190,7 @@ def _moved(at: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> Ca
     if node.name in ("tril", "triu"):
         ones = torch.ones_like(x.value)
         return at.scaled(carried, node.func(ones, *args, **kwargs), "gate")
-    if node.func is functional.unfold or node.name in ("real", "imag", "interpolate", "fold", "avg_pool1d", "avg_pool2d", "nan_to_num") or (
+    if node.func is functional.unfold or node.name in ("real", "imag", "interpolate", "fold", "nan_to_num") or (
         node.name.startswith("adaptive")
     ):
         raise UncoveredError(f"{node.name!r} is applied to values that depend on the tokens, and has no rule")
@@ -552,7 +568,8 @@ def along(carried: Carried, axis: int, index: Tensor) -> Carried:
             *[k for k, row in enumerate(layout.is_row) if row], *[k for k, row in enumerate(layout.is_row) if not row]
         ).reshape(layout.rows.numel(), -1)[:, 0]
         tokens = tokens.masked_fill(~rows[layout._order].view(batch, -1), -1)
-        value = carried.then(Mix("conv", Gather(tokens, length, like=carried.like)), tokens=tokens.shape[1])
+        role = "conv" if tokens.shape[1] == length else "core"
+        value = carried.then(Mix(role, Gather(tokens, length, like=carried.like)), tokens=tokens.shape[1])
         if not layout.has_all_channels:
             value = value.select(layout.channels)
         return value.moved(layout.own_index)
@@ -604,8 +621,8 @@ def _stack(at: Compilation, node: Node, tensors: Sequence[Any], dim: int = 0) ->
     return sum_
 
 
-@_rule("conv1d")
-def _conv1d(
+@_rule("conv1d", "conv2d")
+def _conv(
     at: Compilation,
     node: Node,
     x: Any,
@@ -616,34 +633,89 @@ def _conv1d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Carried:
-    """Sum over the taps: tokens at each tap's distance, times its matrix."""
+    """Sum over the taps: the tokens at each tap's distance, times its matrix."""
     weight = at.number(weight)
-    stride, dilation = (v if isinstance(v, int) else v[0] for v in (stride, dilation))
-    taps = weight.shape[2]
+    out, _, *kernel = weight.shape
+    grouped = weight.unflatten(0, (groups, -1))
+
+    def tap(moved: Carried, places: tuple[int, ...]) -> Carried:
+        matrix = grouped[(..., *places)]
+        if matrix.shape[1:] == (1, 1):
+            return at.scaled(moved, matrix.reshape(-1, *[1] * len(kernel)), "conv")
+        # (batch, group, channel, *tokens) by (group, out, channel).
+        space = tuple(range(10, 10 + len(kernel)))
+        product = Product((0, 1, 2, *space), (1, 3, 2), (0, 1, 3, *space))
+        shape = torch.Size((len(x.value), groups, matrix.shape[1], *node.value.shape[2:]))
+        by_group = moved.moved(moved.index.unflatten(1, (groups, -1)))
+        result = contracted(by_group, matrix, product, shape, "input")
+        return result.moved(result.index.flatten(1, 2))
+
+    total = _over_taps(at.value(x), kernel, (stride, padding, dilation), node.value.shape[2:], tap)
+    if bias is None:
+        return total
+    return at.shifted(total, bias if isinstance(bias, Node) else bias.reshape(-1, *[1] * len(kernel)))
+
+
+@_rule("avg_pool1d", "avg_pool2d")
+def _avg_pool(
+    at: Compilation,
+    node: Node,
+    x: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: Any = None,
+) -> Carried:
+    """Average the tokens of each window."""
+    space = node.value.ndim - (x.value.ndim - (2 if node.name == "avg_pool2d" else 1))
+    kernel = [kernel_size] * space if isinstance(kernel_size, int) else list(kernel_size)
+    stride = kernel_size if stride is None or stride == () else stride
+    if ceil_mode:
+        raise UncoveredError("a pooling window that reaches over the end")
+    total = _over_taps(at.value(x), kernel, (stride, padding, 1), node.value.shape[-space:], lambda moved, _: moved)
+    # The pool of ones counts the tokens of each window.
+    ones = torch.ones_like(x.value)
+    counts = node.func(ones, kernel_size, stride, padding, ceil_mode, count_include_pad, *(
+        () if divisor_override is None else (divisor_override,)
+    ))
+    divided = functional.avg_pool2d if space == 2 else functional.avg_pool1d
+    reach = divided(ones, kernel_size, stride, padding, ceil_mode, True) if space == 1 else divided(
+        ones, kernel_size, stride, padding, ceil_mode, True, 1
+    )
+    size = reach if space == 2 else reach * kernel[0]
+    return at.scaled(total, counts / size.clamp_min(1), "conv")
+
+
+def _over_taps(
+    carried: Carried,
+    kernel: Sequence[int],
+    options: tuple[Any, Any, Any],
+    out: Sequence[int],
+    tap: Callable[[Carried, tuple[int, ...]], Carried],
+) -> Carried:
+    """Sum a function of the moved tokens over the places of a window; `options` are its stride, padding and dilation."""
+    count = len(kernel)
+    stride, dilation = ([v] * count if isinstance(v, int) else list(v) * (count if len(v) == 1 else 1) for v in options[::2])
+    padding = options[1]
     if isinstance(padding, str):
-        extra = dilation * (taps - 1) if padding == "same" else 0
-        before, after = extra // 2, extra - extra // 2
+        reach = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+        before = [r // 2 for r in reach]
     else:
-        before = after = padding if isinstance(padding, int) else padding[0]
-    if taps > TAPS:
-        raise UncoveredError(f"a convolution of {taps} taps over values that depend on the tokens")
-    carried = at.value(x)
-    size, out = x.value.shape[2], node.value.shape[2]
-    # weight (out, in / groups, tap): one group of channels after the other.
-    letters = (0, 1, 2, 3)
+        before = [padding] * count if isinstance(padding, int) else list(padding) * (count if len(padding) == 1 else 1)
+    places = list(product_of(*(range(size) for size in kernel)))
+    if len(places) > TAPS:
+        raise UncoveredError(f"a convolution of {len(places)} taps over values that depend on the tokens")
     total: Carried | None = None
-    for tap in range(taps):
-        index = torch.arange(out) * stride + tap * dilation - before
-        index = index.masked_fill((index < 0) | (index >= size), -1).to(carried.index.device)
-        moved = along(carried, 2, index)
-        grouped = moved.moved(moved.index.unflatten(1, (groups, -1)))
-        matrix = weight[:, :, tap].unflatten(0, (groups, -1))
-        if groups == x.value.shape[1] and matrix.shape[1] == 1:
-            term = at.scaled(moved, matrix.reshape(-1, 1), "conv")
-        else:
-            shape = torch.Size((len(x.value), groups, matrix.shape[1], out))
-            term = contracted(grouped, matrix, Product(letters, (1, 4, 2), (0, 1, 4, 3)), shape, "input")
-            term = term.moved(term.index.flatten(1, 2))
+    for place in places:
+        moved = carried
+        for axis in range(count):
+            size = carried.index.shape[axis - count]
+            index = torch.arange(out[axis]) * stride[axis] + place[axis] * dilation[axis] - before[axis]
+            index = index.masked_fill((index < 0) | (index >= size), -1).to(carried.index.device)
+            moved = along(moved, moved.index.ndim + axis - count, index)
+        term = tap(moved, place)
         total = term if total is None else added(total, term)
     assert total is not None
-    return total if bias is None else at.shifted(total, bias.reshape(-1, 1) if not isinstance(bias, Node) else bias)
+    return total

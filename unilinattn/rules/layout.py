@@ -61,12 +61,13 @@ class Carried:
         """Append a stage that keeps the shape of the value; the tensor's elements stay where they are."""
         return self.then(stage).moved(self.index)
 
-    def arranged(self) -> "Carried":
+    def arranged(self, row_axes: frozenset[int] = frozenset()) -> "Carried":
         """Return the tensor as a value (batch, token, channel) in the order of the tensor's own axes.
 
-        Rows come in the order of the axes that are tokens, channels in that of the axes that are channels.
+        Rows come in the order of the axes that are tokens, channels in that of the axes that are channels. An axis of
+        copies numbers channels, such as those of repeated heads, or tokens if it is one of `row_axes`.
         """
-        layout, value = self.layout, self
+        layout, value = Layout(self.index, self.shape, row_axes) if row_axes else self.layout, self
         batch, length, width = self.shape
         tokens = layout.tokens
         if tokens.shape[1] != length or not bool((tokens == torch.arange(length, device=tokens.device)).all()):
@@ -101,8 +102,10 @@ class Layout:
     Raises `UncoveredError` for an index that is no product of rows and channels.
     """
 
-    def __init__(self, index: Int[Tensor, "*axes"], shape: Shape) -> None:
-        self._index, self._shape = index, shape
+    def __init__(
+        self, index: Int[Tensor, "*axes"], shape: Shape, row_axes: frozenset[int] = frozenset()
+    ) -> None:
+        self._index, self._shape, self._row_axes = index, shape, row_axes
         width = shape[2]
         self.row, self.channel = index // width, index % width
         # Sizes of each axis after it is split into axes that change only the row or only the channel.
@@ -115,12 +118,19 @@ class Layout:
             channel = channel.narrow(axis, 0, 1) if is_row else channel
         self.row, self.channel = row, channel
 
+    @property
+    def row_axes(self) -> list[int]:
+        """The tensor's axes that number rows."""
+        return [axis for axis, sizes in enumerate(self.split) if any(is_row and size > 1 for size, is_row in sizes)]
+
     def _split(self, axis: int) -> list[tuple[int, bool]]:
         """Return the sizes of an axis, outer first, and whether each changes the row."""
         size = self._index.shape[axis]
         before, after = prod(self._index.shape[:axis]), prod(self._index.shape[axis + 1 :])
         row, channel = (x.reshape(before, size, after) for x in (self.row, self.channel))
         split: list[tuple[int, bool]] = []
+        if axis in self._row_axes and _is_pure(row, channel, size) is False and not bool((channel != channel[:, :1]).any()):
+            return [(size, True)]
         while True:
             inner = next(inner for inner in _divisors(size) if _is_pure(row, channel, inner) is not None)
             if inner == 1 and size > 1:
@@ -231,7 +241,9 @@ def whole(shape: Shape, like: Tensor) -> Int[Tensor, "batch token channel"]:
 def added(first: Carried, second: Carried) -> Carried:
     """Return the sum of two carried tensors of one shape."""
     if first.shape != second.shape or not torch.equal(first.index, second.index):
-        first, second = first.arranged(), second.arranged()
+        # The mean of all tokens is added to each of them: copies along an axis of the other's tokens are tokens.
+        rows = frozenset(axis for term in (first, second) for axis in term.layout.row_axes)
+        first, second = first.arranged(rows), second.arranged(rows)
         if first.shape != second.shape or not torch.equal(first.index, second.index):
             raise UncoveredError("two tensors are added whose tokens lie along different axes")
     chains = dict(first.chains)

@@ -29,6 +29,7 @@ from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
 from unilinattn.registry import list_architectures
+from unilinattn.tracing.candidates import mixing_modules
 from unilinattn.tracing.completeness import Leak, find_leak
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
 from unilinattn.tracing.unknown import holders, without_adapters, without_layers
@@ -86,17 +87,19 @@ def unregistered_mixers(
     docstring of this file gives the cost.
     """
     examined = _shortened(given, above)
-    if examined is not given:
-        layers = _layers_of(model, examined)
-    mixers = _Search(model, examined, layers).run()
+    seeds = mixing_modules(model, examined, {layer.name for layer in layers})
+    if examined is not given or seeds:
+        layers = _layers_of(model, examined, seeds)
+    recorded = tuple(UnregisteredMixer(path, model.get_submodule(path), False) for path in seeds)
+    mixers = (*recorded, *_Search(model, examined, layers).run())
     answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
     _answers[model] = _Answer(state_of(model, given), _shapes(examined), answer)
     return mixers
 
 
-def _layers_of(model: nn.Module, given: Mapping[str, Any]) -> list[CallRecord]:
-    """Run the model and return the calls of its layers."""
-    recorder = Recorder(model)
+def _layers_of(model: nn.Module, given: Mapping[str, Any], recorded: Sequence[str]) -> list[CallRecord]:
+    """Run the model and return the calls of its layers, those at the paths `recorded` among them."""
+    recorder = Recorder(model, opaque=recorded)
     run(model, given, observer=recorder.attached())
     return recorder.layers
 

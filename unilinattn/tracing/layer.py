@@ -13,7 +13,7 @@ from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import real_tokens
 from unilinattn.host.isolation import in_gradient_mode, isolated
-from unilinattn.host.module_calls import OPAQUE, CallRecord, ResidualSite
+from unilinattn.host.module_calls import OPAQUE, CallRecord, ResidualSite, as_tokens
 from unilinattn.host.recomputation import constant_parameters
 from unilinattn.host.substitution import build_flow
 from unilinattn.kernels.precision import full_precision
@@ -38,6 +38,7 @@ class Layer:
         mask: real positions of the output (batch, query), None if all are real.
         module: the host's module.
         arguments: the arguments of the call, by parameter name.
+        output_shape: the shape of the host's output, which may have several axes of tokens.
         structure: the nesting that the module returned, with `recorder.MAIN` in place of the output.
         seen: the records that the architecture's `capture` made during the call.
         stream: the host's residual stream before the layer, times the host's factor on it; None if none was found
@@ -73,8 +74,9 @@ class Layer:
         in_pieces = prefix is not None and prefix.pieces is not None
         # The files of streams stay where they are.
         device = (record.output if in_pieces else next(record.module.parameters(), record.output)).device
-        self.input: Float[Tensor, "batch key in"] = source.detach().to(device, dtype)
-        self.output: Float[Tensor, "batch query out"] = record.output.detach().to(device, dtype)
+        self.input: Float[Tensor, "batch key in"] = as_tokens(source.detach().to(device, dtype))
+        self.output: Float[Tensor, "batch query out"] = as_tokens(record.output.detach().to(device, dtype))
+        self.output_shape = record.output.shape
         self.mask = None if mask is None else mask.to(device)
         around = _NO_STREAM if record.site is None else _stream_around(record.site, device, dtype)
         self.stream, self.multiplier = around.entering, around.multiplier
@@ -366,11 +368,11 @@ def _stream_around(site: ResidualSite, device: torch.device, dtype: torch.dtype)
 
     Without such a module the stream after it is the host's tensor in its dtype, often the stream of the next layer.
     """
-    entering, leaving = site.stream.detach().to(device, dtype), site.total.detach()
+    entering, leaving = as_tokens(site.stream.detach().to(device, dtype)), as_tokens(site.total.detach())
     # Most hosts have no factor, and their tensor saves a copy.
     entering = entering if site.skip == 1 else site.skip * entering
     if site.other is not None:
-        leaving = leaving.to(device, dtype) - site.factor * site.other.detach().to(device, dtype)
+        leaving = leaving.to(device, dtype) - site.factor * as_tokens(site.other.detach().to(device, dtype))
     return _StreamAround(entering, leaving, site.multiplier, site.total.dtype)
 
 

@@ -134,17 +134,18 @@ def probable_mixers(model: nn.Module, given: Mapping[str, Any]) -> list[Refused]
 
     def watch(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            if _mixes(getattr(func, "__name__", ""), args, kwargs):
+            if mixes_tokens(getattr(func, "__name__", ""), args, kwargs):
                 mixing[paths.stack[-1] if paths.stack else ""] = None
         return result
 
     run(model, given, mixers=paths.attached(), observer=Functions(watch))
-    modules = dict(_holder(model, path, model.get_submodule(path), _is_basic) for path in mixing)
+    modules = dict(_holder(model, path, model.get_submodule(path), is_basic) for path in mixing)
     first = {type(module): (path, module) for path, module in reversed(modules.items())}
     return list(first.values())[::-1]
 
 
-def _mixes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def mixes_tokens(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call of a function is one by which tokens usually mix."""
     if name in ("conv1d", "conv2d", "conv3d"):
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
@@ -168,7 +169,7 @@ def _rearranges(module: nn.Module) -> bool:
     return isinstance(module, (nn.Flatten, nn.Unflatten, *containers)) or type(module).__module__.startswith("einops.")
 
 
-def _is_basic(module: nn.Module) -> bool:
+def is_basic(module: nn.Module) -> bool:
     """Whether a module is one of torch's own functions, which the module around it uses for its computation."""
     is_whole = isinstance(module, (*RECURRENT, nn.MultiheadAttention))
     return not is_whole and (type(module).__module__.startswith("torch.nn.") or _rearranges(module))

@@ -1,0 +1,159 @@
+"""Find modules without an adapter that mix tokens, by the functions of torch that they call.
+
+The innermost module around such a function that takes a stream of tokens and returns one becomes a layer, if
+perturbing some tokens of its input moves others of its output. What mixes elsewhere is found by `completeness`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unilinattn.host.module_calls import as_tokens, first_tensor
+from unilinattn.host.observer import Functions, Inputs, Observer
+from unilinattn.host.recorder import captured, main_tensor
+from unilinattn.host.run import run
+from unilinattn.tracing.perturbation import TOLERANCE
+from unilinattn.tracing.unknown import is_basic, mixes_tokens
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a module: the functions that mix in it, and whether it is a layer that may be recorded."""
+
+    path: str
+    module: nn.Module
+    inputs: Inputs
+    shape: tuple[int, ...] | None = None
+    mixes: bool = False
+    holds_layer: bool = False
+
+
+def mixing_modules(model: nn.Module, given: Mapping[str, Any], layers: Collection[str]) -> list[str]:
+    """Return the paths of modules outside of the layers at the paths `layers` that mix tokens, in order of execution.
+
+    Runs the model once, and each candidate once more per call.
+    """
+    search = _Search(model, layers)
+    run(model, given, mixers=captured(model), observer=search.attached())
+    return list(search.paths)
+
+
+class _Search(Observer[_Call]):
+    """One run that finds the innermost modules around functions that mix tokens."""
+
+    def __init__(self, model: nn.Module, layers: Collection[str]) -> None:
+        super().__init__(model)
+        self._layers = set(layers)
+        self.paths: dict[str, None] = {}
+        self._batch: int | None = None
+        self._trying = False
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Follow the calls of modules and of functions."""
+        with super().attached(), Functions(self._called):
+            yield
+
+    def _called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            if self.stack and not self._trying and mixes_tokens(getattr(func, "__name__", ""), args, kwargs):
+                self.stack[-1].mixes = True
+        return result
+
+    def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+        """Follow a call, except those of a trial."""
+        return None if self._trying else super().enter(path, module, args, kwargs)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Follow the end of a call, except those of a trial."""
+        return None if self._trying else super().leave(module, args, kwargs, output)
+
+    def frame(self, path: str, module: nn.Module, inputs: Inputs) -> _Call:
+        """Note the shape of the call's tokens."""
+        call = _Call(path, module, inputs)
+        args, kwargs = inputs
+        x = first_tensor((*args, *kwargs.values()))
+        call.shape = None if x is None else tuple(x.shape)
+        if not self.stack:
+            sizes = [v.shape[0] for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim]
+            self._batch = sizes[0] if sizes else None
+        if path in self._layers:
+            for outer in self.stack:
+                outer.holds_layer = True
+        return call
+
+    def leaving(self, frame: _Call, module: nn.Module, inputs: Inputs, output: Any) -> None:
+        """Make the call a layer if it takes and returns a stream, else hand what mixes to the module around it."""
+        inside = any(call.path in self._layers or call.path in self.paths for call in self.stack) or (
+            frame.path in self._layers
+        )
+        if not frame.mixes or inside or frame.holds_layer:
+            return
+        result = main_tensor(output)
+        parent = self.stack[-2] if len(self.stack) > 1 else None
+        if is_basic(module) or not self._is_stream(frame, result):
+            if parent is not None:
+                parent.mixes = True
+            return
+        if parent is None or not self._moves_others(frame, result):
+            return
+        self.paths[frame.path] = None
+        for outer in self.stack[:-1]:
+            outer.holds_layer = True
+
+    def _is_stream(self, frame: _Call, result: Tensor | None) -> bool:
+        """Whether a call takes and returns vectors of tokens, in as many sequences as the model."""
+        shape = frame.shape
+        if shape is None or result is None or result.ndim < 3 or not result.is_floating_point():
+            return False
+        if shape[0] != self._batch or result.shape[0] != self._batch:
+            return False
+        return not (len(shape) > 3 and _has_channels_first(frame.module, shape))
+
+    def _moves_others(self, frame: _Call, result: Tensor) -> bool:
+        """Tell whether other tokens of a module's output move with some tokens of its input."""
+        x = first_tensor((*frame.inputs[0], *frame.inputs[1].values()))
+        assert x is not None
+        tokens = as_tokens(x)
+        length = tokens.shape[1]
+        if length < 2 or as_tokens(result).shape[1] != length:
+            return length > 1
+        generator = torch.Generator().manual_seed(0)
+        half = torch.randperm(length, generator=generator) < length // 2
+        noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
+        size = tokens.float().square().mean().sqrt().to(tokens)
+        moved = (tokens + (size + 1e-3) * noise * half.to(tokens)[:, None]).view(x.shape)
+        args, kwargs = (
+            tuple(moved if v is x else v for v in frame.inputs[0]),
+            {name: moved if v is x else v for name, v in frame.inputs[1].items()},
+        )
+        self._trying = True
+        try:
+            after = main_tensor(frame.module.forward(*args, **kwargs))
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return True
+        finally:
+            self._trying = False
+        if after is None or after.shape != result.shape:
+            return True
+        before, after = as_tokens(result)[:, ~half], as_tokens(after)[:, ~half]
+        allowed = TOLERANCE.get(result.dtype, 0.05)
+        return float((after - before).norm()) > allowed * float(before.norm())
+
+
+def _has_channels_first(module: nn.Module, shape: Sequence[int]) -> bool:
+    """Whether the first convolution or norm of a module reads channels from the second axis."""
+    for inner in module.modules():
+        if isinstance(inner, nn.Linear):
+            return inner.in_features != shape[-1]
+        if isinstance(inner, nn.LayerNorm):
+            return tuple(inner.normalized_shape) != tuple(shape[-1:])
+        if isinstance(inner, nn.Conv2d):
+            return inner.in_channels == shape[1]
+        if isinstance(inner, (nn.BatchNorm2d, nn.GroupNorm)):
+            return True
+    return False
