@@ -21,7 +21,7 @@ def _check(call: Call) -> None:
     """Raise `UncoveredError` unless the recorded stages give the output of the call."""
     flow = recorded(call)
     assert call.output is not None
-    missed = relative_error(flow.value, _as_tokens(call.output.to(flow.value)))
+    missed = relative_error(flow.value, call.output.to(flow.value))
     if not missed <= layer_tolerance(call.output.dtype):
         raise UncoveredError(
             f"{_named(call)}: the functions that it calls give its output with an error of {missed:.1e}, so one of "
@@ -47,6 +47,8 @@ def recorded(call: Call) -> Flow:
     if first is None:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
     inputs = {"x": streams.pop(first), **streams}
+    # (token, batch, channel)
+    transposed = axes == 3 and inputs["x"].shape[:2] != call.input.shape[:2]
     factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
     recording = Recording(module, inputs, factors)
     try:
@@ -62,17 +64,18 @@ def recorded(call: Call) -> Flow:
     if node is None:
         raise UncoveredError(f"{_named(call)}: its output does not depend on its inputs by functions of torch.")
     try:
-        chains = chains_of(node, call.input)
+        chains = chains_of(node, call.input, transposed=transposed)
     except UncoveredError as error:
         raise UncoveredError(f"{_named(call)}: {error}.") from None
-    return _flow(call, chains, inputs)
+    return _flow(call, chains, inputs, transposed=transposed)
 
 
-def _flow(call: Call, chains: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> Flow:
+def _flow(call: Call, chains: Mapping[str, Any], inputs: Mapping[str, Tensor], *, transposed: bool) -> Flow:
     """Return the flow of the chains from each port, which are summed."""
     flow: Flow | None = None
     for port, chain in chains.items():
-        branch = Flow(call.input if port == "x" else _as_tokens(inputs[port].detach()), port=port)
+        x = call.input if port == "x" else _as_tokens(inputs[port].detach(), transposed=transposed)
+        branch = Flow(x, port=port)
         for stage in chain:
             branch.stage(stage)
         flow = branch if flow is None else flow.merge(branch)
@@ -95,7 +98,8 @@ def _promoted(call: Call) -> tuple[nn.Module, dict[str, Any]]:
     return module, arguments
 
 
-def _as_tokens(x: Tensor) -> Tensor:
+def _as_tokens(x: Tensor, *, transposed: bool = False) -> Tensor:
+    x = x.transpose(0, 1) if transposed else x
     return x[None] if x.ndim == 2 else x.flatten(1, -2)
 
 

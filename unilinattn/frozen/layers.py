@@ -53,7 +53,7 @@ class _Operator(torch.autograd.Function):
         ctx.constants = [None if x.requires_grad else x.detach() for x in inputs]
         ctx.dtypes = [x.dtype for x in inputs]
         ctx.shapes = [x.shape for x in inputs]
-        return layer.output.to(dtype, copy=True).view(layer.output_shape)
+        return layer.as_returned(layer.output.to(dtype, copy=True))
 
     @staticmethod
     @torch.no_grad()  # No gradient of a tangent is asked for, and its graph would hold every step of the operator.
@@ -64,8 +64,8 @@ class _Operator(torch.autograd.Function):
         for port, tangent, constant in zip(ctx.ports, tangents, ctx.constants, strict=True):
             part = tangent if constant is None else constant
             like = op.inputs[port]
-            given[port] = torch.zeros_like(like) if part is None else part.to(op.output.dtype).reshape(like.shape)
-        return op.apply(given).to(ctx.dtypes[0]).view(ctx.layer.output_shape)
+            given[port] = torch.zeros_like(like) if part is None else ctx.layer.as_read(part.to(op.output.dtype), like.shape)
+        return ctx.layer.as_returned(op.apply(given).to(ctx.dtypes[0]))
 
     @staticmethod
     @once_differentiable
@@ -73,9 +73,9 @@ class _Operator(torch.autograd.Function):
         _release(ctx.layer)
         op = ctx.layer.operator
         parts = zip(ctx.ports, ctx.constants, ctx.dtypes, ctx.shapes, strict=True)
-        grad = grad.to(op.output.dtype).reshape(op.output.shape)
+        grad = ctx.layer.as_read(grad.to(op.output.dtype), op.output.shape)
         grads = (
-            op.adjoint(grad, port=port).to(dtype).view(shape) if constant is None else None
+            ctx.layer.in_shape(op.adjoint(grad, port=port).to(dtype), shape) if constant is None else None
             for port, constant, dtype, shape in parts
         )
         return (None, None, None, None, *grads)

@@ -69,7 +69,7 @@ class CallRecord:
 
     `returned` holds the returned tensors of the output's size. For a layer, `structure` is the nesting that it
     returned, with a mark in place of its output; `entered` is a copy of its input; `site` is the sum of its output and
-    a stream; and `reader` is the path of the module that reads the output itself, if no such sum was found.
+    a stream; `batch` is the number of sequences, for a module without an adapter; and `reader` is the path of the module that reads the output itself, if no such sum was found.
     """
 
     module: nn.Module
@@ -87,6 +87,7 @@ class CallRecord:
     site: ResidualSite | None = None
     reader: str | None = None
     prefix: Prefix | None = None
+    batch: int | None = None
 
     @property
     def input(self) -> Tensor | None:
@@ -120,7 +121,7 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
         seen = tuple(record.seen)
         # Operators compute in float32 at least.
         dtype = torch.promote_types(record.entered.dtype, torch.float32)
-        entered, output = (as_tokens(x.to(dtype)) for x in (record.entered, record.output))
+        entered, output = (as_tokens(x.to(dtype), record.batch) for x in (record.entered, record.output))
         call = Call(record.module, record.name, record.arguments, entered, output, seen)
         try:
             record.architecture.check(call)
@@ -144,8 +145,13 @@ def _covers(architecture: Architecture, call: Call) -> bool:
     return True
 
 
-def as_tokens(x: Tensor) -> Float[Tensor, "batch token channel"]:
-    """Return a tensor as vectors of tokens: middle axes number the tokens, and packed tokens are one sequence."""
+def as_tokens(x: Tensor, batch: int | None = None) -> Float[Tensor, "batch token channel"]:
+    """Return a tensor as vectors of tokens: middle axes number the tokens, and packed tokens are one sequence.
+
+    Tokens come first in a tensor (token, batch, channel), which is known by the number of sequences `batch`.
+    """
+    if x.ndim == 3 and batch == x.shape[1] and batch != x.shape[0]:
+        return x.transpose(0, 1)
     return x[None] if x.ndim == 2 else x.flatten(1, -2)
 
 

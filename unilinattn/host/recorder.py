@@ -13,7 +13,7 @@ from unilinattn.errors import ModelStateError
 from unilinattn.call import CACHES
 from unilinattn.host.inputs import bound_arguments, refuse_states
 from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tensors_in
-from unilinattn.nested import mapped
+from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
 
@@ -41,6 +41,7 @@ class Recorder(Observer[CallRecord]):
         self.layers: list[CallRecord] = []
         self._locate = locate
         self._unplaced: list[CallRecord] = []
+        self._batch: int | None = None
         self._recorded = list_architectures()[UNREGISTERED]
 
     @contextmanager
@@ -73,6 +74,10 @@ class Recorder(Observer[CallRecord]):
         parent = self.stack[-1] if self.stack else None
         architecture = architecture_of(type(module)) or (self._recorded if path in self.opaque else None)
         record = CallRecord(module, path, bound_arguments(module, *inputs), parent, architecture)
+        if parent is None:
+            self._batch = next((t.shape[0] for t in tensors(record.arguments) if t.ndim), None)
+        if architecture is self._recorded:
+            record.batch = self._batch
         if parent is not None:
             parent.children.append(record)
         # A wrapper may pass a cache to its model; the other names also pass states between layers of a host.

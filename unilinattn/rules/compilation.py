@@ -47,11 +47,11 @@ class Compilation:
 
     Args:
         like: a tensor of the operator's dtype and device.
-        length: number of tokens of the module's input, which tells its tokens from those of another stream.
+        transposed: whether inputs are (token, batch, channel).
     """
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like.new_empty(0)
+    def __init__(self, like: Tensor, *, transposed: bool) -> None:
+        self._like, self._transposed = like.new_empty(0), transposed
         self._values: dict[int, Carried] = {}
 
     def value(self, node: Any) -> Carried:
@@ -86,6 +86,9 @@ class Compilation:
     def _input(self, node: Node) -> Carried:
         x = node.value
         # The tokens of an input with more axes are numbered by its middle axes.
+        if self._transposed:
+            shape = x.shape[1], x.shape[0], x.shape[2]
+            return Carried({node.port: ()}, shape, whole(shape, x).transpose(0, 1), self._like)
         shape = (1, *x.shape) if x.ndim == 2 else (x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
         return Carried({node.port: ()}, shape, whole(shape, x).view(x.shape), self._like)
 
@@ -120,12 +123,12 @@ class Compilation:
         return carried.same_elements(Scale("skip", ones, bias[0, 0].clone() if same else bias))
 
 
-def chains_of(node: Node, like: Tensor) -> Mapping[str, Chain]:
+def chains_of(node: Node, like: Tensor, *, transposed: bool = False) -> Mapping[str, Chain]:
     """Return the stages from each input port to a module's output, (batch, token, channel).
 
     Raises `UncoveredError` with the reason if the output is not a sum of chains of stages.
     """
-    carried = Compilation(like).value(node)
+    carried = Compilation(like, transposed=transposed).value(node)
     carried = _output(carried.moved(carried.index.reshape(node.value.shape)))
     mixes = [stage for chain in carried.chains.values() for stage in walk(chain) if stage.mixes]
     core = any(stage.role == "core" and not isinstance(getattr(stage, "mixer", None), Gather) for stage in mixes)
@@ -141,9 +144,9 @@ def chains_of(node: Node, like: Tensor) -> Mapping[str, Chain]:
 
 def _output(carried: Carried) -> Carried:
     """Return the value of a module's output, whose last axis has the channels."""
-    rows = frozenset(range(1, carried.index.ndim - 1))
+    rows = frozenset(range(carried.index.ndim - 1))
     carried = carried.arranged(rows)
-    if carried.index.ndim >= 3 and carried.index.shape[-1] != carried.shape[2]:
+    if carried.index.shape[-1] != carried.shape[2]:
         raise UncoveredError("the last axis of its output is no axis of channels")
     return carried
 

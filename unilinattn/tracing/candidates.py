@@ -39,7 +39,7 @@ def mixing_modules(model: nn.Module, given: Mapping[str, Any], layers: Collectio
     """
     search = _Search(model, layers)
     run(model, given, mixers=captured(model), observer=search.attached())
-    return list(search.paths)
+    return list(search.paths) if search.paths or layers else search.weak()
 
 
 class _Search(Observer[_Call]):
@@ -49,6 +49,7 @@ class _Search(Observer[_Call]):
         super().__init__(model)
         self._layers = set(layers)
         self.paths: dict[str, None] = {}
+        self._weak: dict[str, None] = {}
         self._batch: int | None = None
         self._trying = False
 
@@ -99,18 +100,29 @@ class _Search(Observer[_Call]):
             if parent is not None:
                 parent.mixes = True
             return
-        if parent is None or not self._moves_others(frame, result):
+        if parent is None:
+            return
+        if not self._moves_others(frame, result):
+            # The tokens may lie along another axis here, and a module whose weights begin at zero moves nothing yet.
+            self._weak.setdefault(frame.path)
+            parent.mixes = True
             return
         self.paths[frame.path] = None
         for outer in self.stack[:-1]:
             outer.holds_layer = True
+
+    def weak(self) -> list[str]:
+        """Return the innermost modules that may mix tokens, of a model in which no module moves other tokens."""
+        return [path for path in self._weak if not any(other.startswith(f"{path}.") for other in self._weak)]
 
     def _is_stream(self, frame: _Call, result: Tensor | None) -> bool:
         """Whether a call takes and returns vectors of tokens, in as many sequences as the model."""
         shape = frame.shape
         if shape is None or result is None or result.ndim < 3 or not result.is_floating_point():
             return False
-        if shape[0] != self._batch or result.shape[0] != self._batch:
+        if self._batch not in (shape[0], shape[1] if len(shape) == 3 else None):
+            return False
+        if self._batch not in (result.shape[0], result.shape[1] if result.ndim == 3 else None):
             return False
         return not (len(shape) > 3 and _has_channels_first(frame.module, shape))
 

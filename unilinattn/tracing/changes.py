@@ -128,7 +128,7 @@ def rows(
     x: Float[Tensor, "batch token *channel"],
 ) -> tuple[Float[Tensor, "batch token"], Float[Tensor, "batch token"]]:
     """Return a projection and the norm of each token."""
-    vectors = x.flatten(2)
+    vectors = x if x.ndim == 3 else x.flatten(1, -2)
     return projection(vectors), torch.linalg.vector_norm(vectors, dim=-1)
 
 

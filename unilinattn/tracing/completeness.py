@@ -27,6 +27,9 @@ from unilinattn.host.observer import Functions, Inputs
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Held, Run, noisy
 
+AXES = (3, 4)
+"""Numbers of axes of vectors of tokens, which may lie along rows and columns."""
+
 PIECES = (2, 16)
 """Numbers of pieces of an input without tokens: halves, and pieces in which attention to some neighbours ends."""
 
@@ -53,7 +56,7 @@ def find_leak(model: nn.Module, given: Mapping[str, Any], layers: Sequence[CallR
     `layers` are the recorded calls of the model's layers on the arguments `given`; the modules of `held` return
     constants. The model and the random number generators are restored.
     """
-    vectors = [x for record in layers for x in (record.entered, record.output) if x is not None and x.ndim == 3]
+    vectors = [x for record in layers for x in (record.entered, record.output) if x is not None and x.ndim in AXES]
     streams = {_shape(x) for x in vectors}
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
@@ -94,7 +97,9 @@ class _Tokens:
 
     def noisy(self, t: Tensor) -> Tensor:
         """Add noise to the tokens of the stream."""
-        return noisy(t, self._half) if t.ndim == 3 and _shape(t) == self._shape else t
+        if t.ndim not in AXES or _shape(t) != self._shape:
+            return t
+        return noisy(t.flatten(1, -2), self._half).view(t.shape)
 
     def _exchanged(self, name: str, value: Any, given: Mapping[str, Any]) -> Any:
         if not isinstance(value, Tensor) or value.ndim < 2 or _shape(value) != self._shape:
@@ -220,7 +225,7 @@ class _Probe(Run):
         logits = logits_in(output)  # Also of an object of another kind.
         results = [*tensors(output), *([] if logits is None else [logits])]
         for at, t in enumerate(t for t in results if t.is_floating_point() and t.ndim and t.numel()):
-            self._compare(("output", "", 1, at), rows if t.ndim == 3 else sample, t)
+            self._compare(("output", "", 1, at), rows if t.ndim in AXES else sample, t)
 
     def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:
         """Compare the tensors that enter a module."""
@@ -233,8 +238,8 @@ class _Probe(Run):
     def reading(self, path: str, number: int, inputs: Inputs) -> None:
         """Compare the vectors that a layer reads."""
         streams = {shape[:2] for shape in self._shapes}
-        vectors = [t for t in tensors(inputs) if t.ndim == 3 and _shape(t) in streams]
-        for at, t in enumerate(t for t in vectors if t.is_floating_point() and t[0, 0].numel() > 1):
+        vectors = [t for t in tensors(inputs) if t.ndim in AXES and _shape(t) in streams]
+        for at, t in enumerate(t for t in vectors if t.is_floating_point() and t.shape[-1] > 1):
             self._compare(("layer", path, number, at), rows, t)
 
     def held_output(self, output: Tensor) -> Tensor:
@@ -260,7 +265,7 @@ class _Probe(Run):
 
     def _originated(self, name: str, args: Any, result: Any) -> Any:
         """Perturb the first vectors of a stream, unless they moved with the inputs."""
-        if not isinstance(result, Tensor) or result.ndim != 3 or not result.is_floating_point():
+        if not isinstance(result, Tensor) or result.ndim not in AXES or not result.is_floating_point():
             return result
         # A function without operands makes constants, and one in place changes an operand too.
         makes = not any(True for _ in tensors(args)) or name.endswith("_like") or name.startswith("new_")
@@ -305,7 +310,7 @@ def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
     """Tell whether an input is a tensor of numbers that are no sequence of a stream's tokens."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or "mask" in name:
         return False
-    return x.ndim != 3 or _shape(x) not in streams
+    return x.ndim not in AXES or _shape(x) not in streams
 
 
 def _is_ids(name: str, x: Any) -> bool:
@@ -313,7 +318,7 @@ def _is_ids(name: str, x: Any) -> bool:
 
 
 def _shape(x: Tensor) -> Shape:
-    return x.shape[0], x.shape[1]
+    return x.shape[0], x.shape[1] if x.ndim < 4 else x.shape[1:-1].numel()
 
 
 def _special_ids(model: nn.Module) -> Int[Tensor, " id"]:

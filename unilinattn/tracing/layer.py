@@ -74,11 +74,11 @@ class Layer:
         in_pieces = prefix is not None and prefix.pieces is not None
         # The files of streams stay where they are.
         device = (record.output if in_pieces else next(record.module.parameters(), record.output)).device
-        self.input: Float[Tensor, "batch key in"] = as_tokens(source.detach().to(device, dtype))
-        self.output: Float[Tensor, "batch query out"] = as_tokens(record.output.detach().to(device, dtype))
+        self.input: Float[Tensor, "batch key in"] = as_tokens(source.detach().to(device, dtype), record.batch)
+        self.output: Float[Tensor, "batch query out"] = as_tokens(record.output.detach().to(device, dtype), record.batch)
         self.output_shape = record.output.shape
         self.mask = None if mask is None else mask.to(device)
-        around = _NO_STREAM if record.site is None else _stream_around(record.site, device, dtype)
+        around = _NO_STREAM if record.site is None else _stream_around(record.site, record.batch, device, dtype)
         self.stream, self.multiplier = around.entering, around.multiplier
         self.next_stream = None if in_pieces else around.leaving
         self.stream_dtype = around.dtype or self.output.dtype
@@ -91,6 +91,22 @@ class Layer:
         """Show path, kind and shapes."""
         checked = "" if self.expected is None else f", the host's own on the first {self.expected.shape[1]} tokens"
         return f"Layer({self.name}, {self.kind}, {tuple(self.input.shape)} -> {tuple(self.output.shape)}{checked})"
+
+    def as_returned(self, vectors: Float[Tensor, "batch query out"]) -> Tensor:
+        """Return vectors of the output's tokens in the shape in which the host returns them."""
+        return self.in_shape(vectors, self.output_shape)
+
+    def in_shape(self, vectors: Float[Tensor, "batch token channel"], shape: torch.Size) -> Tensor:
+        """Return vectors of tokens in the shape of a host's tensor."""
+        if len(shape) == 3 and shape[:2] != vectors.shape[:2]:
+            return vectors.transpose(0, 1)
+        return vectors.reshape(shape)
+
+    def as_read(self, tensor: Tensor, shape: torch.Size) -> Float[Tensor, "batch token channel"]:
+        """Return a host's tensor as vectors of tokens, (batch, token, channel) = `shape`."""
+        if tensor.ndim == 3 and tensor.shape[:2] != shape[:2]:
+            return tensor.transpose(0, 1)
+        return tensor.reshape(shape)
 
     @property
     def expected(self) -> Float[Tensor, "batch prefix out"] | None:
@@ -363,16 +379,16 @@ class _StreamAround(NamedTuple):
 _NO_STREAM = _StreamAround(None, None, 1.0, None)
 
 
-def _stream_around(site: ResidualSite, device: torch.device, dtype: torch.dtype) -> _StreamAround:
+def _stream_around(site: ResidualSite, batch: int | None, device: torch.device, dtype: torch.dtype) -> _StreamAround:
     """Return the streams around a layer, less the output of another module in the same sum.
 
     Without such a module the stream after it is the host's tensor in its dtype, often the stream of the next layer.
     """
-    entering, leaving = as_tokens(site.stream.detach().to(device, dtype)), as_tokens(site.total.detach())
+    entering, leaving = as_tokens(site.stream.detach().to(device, dtype), batch), as_tokens(site.total.detach(), batch)
     # Most hosts have no factor, and their tensor saves a copy.
     entering = entering if site.skip == 1 else site.skip * entering
     if site.other is not None:
-        leaving = leaving.to(device, dtype) - site.factor * as_tokens(site.other.detach().to(device, dtype))
+        leaving = leaving.to(device, dtype) - site.factor * as_tokens(site.other.detach().to(device, dtype), batch)
     return _StreamAround(entering, leaving, site.multiplier, site.total.dtype)
 
 
