@@ -224,8 +224,6 @@ def frozen(trace: Trace, targets: Sequence[Target] | None = None, *, rule: str =
     return runs[rule]
 
 
-Trace.frozen = frozen
-
 _shared: "WeakKeyDictionary[Trace, tuple[Sequence[Target], dict[str, FrozenRun]]]" = WeakKeyDictionary()
 
 

@@ -33,9 +33,7 @@ def prompt_ids(model: nn.Module, prompt: Any, tokenizer: Any) -> Int[Tensor, "1 
     if isinstance(prompt, (list, tuple)):
         raise InputError(f"the prompt is a {type(prompt).__name__}; {ONE_PROMPT}")
     if is_text(prompt):
-        text = encoded(prompt, tokenizer)
-        text.require_vocabulary(model)
-        prompt = text.arguments["input_ids"].to(next(model.parameters()).device)
+        prompt = encoded(prompt, tokenizer).arguments_for(model)["input_ids"]
     given = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
     if further := sorted(given.keys() - {"input_ids", "attention_mask"}):
         images = " An image in the prompt is not covered." if pixels(given) is not None else ""

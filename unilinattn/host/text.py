@@ -74,8 +74,16 @@ class Text:
         remaining = iter(values)
         return [next(remaining) if real else filler for real, filler in zip(self._real[at], fillers, strict=True)]
 
-    def require_vocabulary(self, model: nn.Module) -> None:
-        """Raise `InputError` for ids that the model does not have, and warn of a tokenizer with more tokens than it."""
+    def arguments_for(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return `arguments` on a model's device.
+
+        Raises `InputError` for ids that the model does not have, and warns of a tokenizer with more tokens than it.
+        """
+        self._require_vocabulary(model)
+        device = next(model.parameters()).device
+        return {name: ids.to(device) for name, ids in self.arguments.items()}
+
+    def _require_vocabulary(self, model: nn.Module) -> None:
         size = vocabulary_size(model)
         if size is None:
             return

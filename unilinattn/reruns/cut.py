@@ -24,8 +24,9 @@ from unilinattn.host.recorder import Recorder
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.operator.edges import Edges, Groups, Listed, Pairs, Selection, along, core_channels
+from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.discovery import refuse, remembered_mixers
-from unilinattn.tracing.layer import Layer, LayerBuilder
+from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.recording import recorded_run
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import require_exact

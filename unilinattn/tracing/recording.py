@@ -1,24 +1,53 @@
 """Runs of a model under a recorder of its layers."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from unilinattn.host.inputs import call_host, last_real, real_tokens
 from unilinattn.host.logits import logits_at
+from unilinattn.host.module_calls import require_covered_calls
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
 from unilinattn.host.substitution import may_be_long, operators_at_length
 from unilinattn.progress import bars
+from unilinattn.tracing.discovery import UnregisteredMixer, refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.residual import locate_in_stream
 
 
-def recorded(
-    model: nn.Module, given: Mapping[str, Any], opaque: Collection[str], *, progress: bool, above: int
+def covered_run(
+    model: nn.Module, given: Mapping[str, Any], *, strict: bool, progress: bool, above: int
+) -> tuple[Recorder, Any, Tensor]:
+    """Run a model whose modules that mix tokens all have adapters, or become opaque layers.
+
+    Returns the recorder, the output, and the state of the random number generator before the run. The first run of a
+    model is followed by a search for mixers without an adapter; if there are any, the model runs again.
+
+    Raises the errors of `refuse`, of `require_covered_calls` and of `recorded_run`.
+    """
+    mixers = remembered_mixers(model, given, above)
+    if mixers:
+        refuse(model, (), mixers, given, strict=strict)
+    seed = torch.get_rng_state()
+    recorder, output = _recorded(model, given, mixers or (), progress=progress, above=above)
+    if mixers is None:
+        mixers = unregistered_mixers(model, given, recorder.layers, above)
+        refuse(model, recorder.layers, mixers, given, strict=strict)
+        if mixers:
+            seed = torch.get_rng_state()
+            recorder, output = _recorded(model, given, mixers, progress=progress, above=above)
+    refuse(model, recorder.layers, (), given, strict=strict)
+    require_covered_calls(recorder.layers, strict=strict)
+    return recorder, output, seed
+
+
+def _recorded(
+    model: nn.Module, given: Mapping[str, Any], mixers: Sequence[UnregisteredMixer], *, progress: bool, above: int
 ) -> tuple[Recorder, Any]:
-    """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
-    recorder = Recorder(model, opaque=opaque, locate=locate_in_stream)
+    """Run the model with `mixers` as opaque layers; return the recorder and the output."""
+    recorder = Recorder(model, opaque=[mixer.path for mixer in mixers], locate=locate_in_stream)
     last = [last_real(real_tokens(given))]
 
     def call() -> Any:
