@@ -221,8 +221,7 @@ class FrozenPass(Observer[_Call]):
         def mark(func: Any, args: Any, result: Any) -> Any:
             if ids is None:
                 return self._leaf(result) if is_source(func, result) else result
-            ids.follow(args, result)
-            if not ids.looked_up(func, args):
+            if not ids.looks_up(func, args, result):
                 return result
             return self._leaf(ids.by_token(result)).reshape(result.shape)
 

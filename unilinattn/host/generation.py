@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.image import is_image
 from unilinattn.host.inputs import host_arguments, max_positions, pixels
-from unilinattn.host.isolation import in_gradient_mode, isolated
 from unilinattn.host.recomputation import captures
-from unilinattn.host.recorder import refuse_dropout
+from unilinattn.host.run import run
 from unilinattn.host.text import encoded, is_text
 
 RESERVED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "max_new_tokens", "max_length")
@@ -84,15 +83,10 @@ def generated(
             f"{most}; give a shorter prompt or generate at most {max(most - length, 0)} tokens."
         )
 
-    def run() -> Tensor:
-        refuse_dropout(model)
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        # As in a trace: without captures, RWKV would rescale its weights in place.
-        with captures(model):
-            made = generate(ids, **{**given, **settings})
-        return made if isinstance(made, Tensor) else made.sequences
-
-    whole: Tensor = in_gradient_mode(False, lambda: isolated(model, run))
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
+    # As in a trace: without captures, RWKV would rescale its weights in place.
+    made = run(model, lambda: generate(ids, **{**arguments, **settings}), mixers=captures(model))
+    whole: Tensor = made if isinstance(made, Tensor) else made.sequences
     if whole.shape[1] <= length or not torch.equal(whole[:, :length], ids):
         raise UncoveredError(f"{name}.generate did not continue the prompt; its {whole.shape[1]} ids are another text.")
     return whole

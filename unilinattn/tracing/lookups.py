@@ -53,21 +53,19 @@ class TokenIds:
         """Tell whether a value holds the ids in their order; a part, such as one codebook, begins at the same place."""
         return isinstance(value, Tensor) and any(_views(value, ids) for ids in self._tensors)
 
-    def follow(self, args: Sequence[Any], result: Any) -> None:
-        """Note the result of a function of the ids if its numbers are the same, as of a clamp or another dtype."""
-        if not isinstance(result, Tensor) or result.is_floating_point() or result.numel() != self.shape.numel():
-            return
-        if any(map(self.is_ids, args)) and not self.is_ids(result) and torch.equal(self.flat, result.flatten()):
-            self._tensors.append(result)
+    def looks_up(self, function: Any, args: Sequence[Any], result: Any) -> bool:
+        """Tell whether a call of a torch function looks the ids up in a table.
 
-    @property
-    def flat(self) -> Int[Tensor, " token"]:
-        """The ids one after the other."""
-        return self._tensors[0].flatten()
-
-    def looked_up(self, function: Any, args: Sequence[Any]) -> bool:
-        """Tell whether a call looks the ids up in a table."""
-        return function is functional.embedding and len(args) > 1 and self.is_ids(args[0])
+        Call it for every function of the run: a result with the numbers of the ids, as of a clamp or another dtype, is
+        followed as the ids.
+        """
+        if function is functional.embedding:
+            return len(args) > 1 and self.is_ids(args[0])
+        if isinstance(result, Tensor) and not result.is_floating_point() and result.numel() == self.shape.numel():
+            copies = any(map(self.is_ids, args)) and not self.is_ids(result)
+            if copies and torch.equal(self._tensors[0].flatten(), result.flatten()):
+                self._tensors.append(result)
+        return False
 
     def by_token(self, vectors: Float[Tensor, "*axes channel"]) -> Float[Tensor, "batch token channel"]:
         """Return vectors of the ids, which a host may have flattened, by sequence and token."""
@@ -140,8 +138,7 @@ class Lookups:
         open_modules: list[nn.Module] = []
 
         def in_table(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-            ids.follow(args, result)
-            if open_modules or not ids.looked_up(func, args):
+            if not ids.looks_up(func, args, result) or open_modules:
                 return result
             table = args[1]
             return change(Lookup(lambda more: functional.embedding(more, table), len(table), table), result)
@@ -207,10 +204,9 @@ class _Reads:
 
     def called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Note the rows of the tables in which functions look the ids up."""
-        if self._ids.looked_up(func, args):
+        if self._ids.looks_up(func, args, result):
             for read in self._open:
                 read.rows = min(len(args[1]), read.rows or len(args[1]))
-        self._ids.follow(args, result)
         return result
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
