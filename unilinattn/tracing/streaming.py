@@ -1,4 +1,8 @@
-"""Trace a model on consecutive pieces of its tokens: mixers carry their states, and streams are written to files."""
+"""Trace a model on consecutive pieces of its tokens: mixers carry their states, and streams are written to files.
+
+`trace(stream_to=)` is the only way to millions of tokens: a trace has three tensors (batch, length, channel) for each
+layer, which no memory holds at that length, and neither does it hold the values of the host's forward on all tokens.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
