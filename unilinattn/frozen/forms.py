@@ -39,15 +39,15 @@ def linear_in(live: Tensor, func: Callable[..., Tensor], args: Any, kwargs: Any)
     """
     value, tangent = forward_ad.unpack_dual(live)
 
-    def at(part: Tensor) -> Tensor:
-        given, named = mapped((args, kwargs), lambda tensor: part if tensor is live else tensor)
-        return func(*given, **named)
+    def applied(component: Tensor) -> Tensor:
+        values, named = mapped((args, kwargs), lambda tensor: component if tensor is live else tensor)
+        return func(*values, **named)
 
-    result = at(value)
+    result = applied(value)
     if tangent is None:
         return result
     with torch.no_grad():
-        moved = at(tangent)
+        moved = applied(tangent)
     return forward_ad.make_dual(result, moved)
 
 
@@ -163,8 +163,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *arg
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Parts:
     """Multiply each group of rows by its own matrix; torch has no forward-mode derivative for its kernel."""
     ends = [0, *offs.tolist()]
-    parts = [x[start:end] @ w for start, end, w in zip(ends, ends[1:], weight, strict=False)]
-    return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weight.shape[-1])]), None
+    products = [x[start:end] @ w for start, end, w in zip(ends, ends[1:], weight, strict=False)]
+    return torch.cat([*products, x.new_zeros(len(x) - ends[-1], weight.shape[-1])]), None
 
 
 def _normed(x: Tensor, axes: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:

@@ -286,8 +286,8 @@ class Freezing(TorchFunctionMode):
         return self._div(other, x)
 
     @_rule("addcmul")
-    def _addcmul(self, x: Any, one: Any, other: Any, *, value: int | float = 1) -> Tensor:
-        product = self._mul(one, other) if carried((one, other)) else one * other
+    def _addcmul(self, x: Any, first: Any, other: Any, *, value: int | float = 1) -> Tensor:
+        product = self._mul(first, other) if carried((first, other)) else first * other
         return self._add(x, product, alpha=value)
 
     @_rule("lerp")
@@ -318,8 +318,10 @@ class Freezing(TorchFunctionMode):
         return self._ranked(padded, self.rank(x))
 
     @_rule("addmm", "baddbmm")
-    def _addmm(self, x: Any, one: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
-        product = self._bilinear("matmul", torch.matmul, (one, other), {}) if carried((one, other)) else one @ other
+    def _addmm(self, x: Any, first: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
+        product = (
+            self._bilinear("matmul", torch.matmul, (first, other), {}) if carried((first, other)) else first @ other
+        )
         return self._add(x * beta if beta != 1 else x, product, alpha=alpha)
 
     @_rule("glu")
@@ -358,14 +360,14 @@ class Freezing(TorchFunctionMode):
         if len(operands) == 1:
             return linear_in(operands[0], func, args, kwargs)
         self.shared.add(name)
-        parts = []
+        products = []
         for operand in operands:
 
             def only(tensor: Tensor, live: Tensor = operand) -> Tensor:
                 return tensor if tensor is live else tensor.detach()
 
-            parts.append(linear_in(operand, func, mapped(args, only), mapped(kwargs, only)) / len(operands))
-        return torch.stack(parts).sum(0)
+            products.append(linear_in(operand, func, mapped(args, only), mapped(kwargs, only)) / len(operands))
+        return torch.stack(products).sum(0)
 
     def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
         if not (carried(x) and carried(other)):

@@ -33,18 +33,18 @@ def prompt_ids(model: nn.Module, prompt: Any, tokenizer: Any) -> Int[Tensor, "1 
         raise InputError(f"the prompt is a {type(prompt).__name__}; {ONE_PROMPT}")
     if is_text(prompt):
         prompt = encoded(prompt, tokenizer).arguments_for(model)["input_ids"]
-    given = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
-    if further := sorted(given.keys() - {"input_ids", "attention_mask"}):
-        images = " An image in the prompt is not covered." if pixels(given) is not None else ""
+    arguments = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
+    if further := sorted(arguments.keys() - {"input_ids", "attention_mask"}):
+        images = " An image in the prompt is not covered." if pixels(arguments) is not None else ""
         raise InputError(
             f"the prompt holds {', '.join(further)}; give a text, or its input_ids, whose tokens are explained.{images}"
         )
-    ids = host_arguments(model, given).get("input_ids")
+    ids = host_arguments(model, arguments).get("input_ids")
     if not isinstance(ids, Tensor):
         raise InputError("the prompt has no input_ids; give a text, or its token ids.")
     if len(ids) != 1:
         raise InputError(f"the prompt holds {len(ids)} sequences; {ONE_PROMPT}")
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise InputError("the prompt has padding; give its tokens only.")
     return ids

@@ -132,8 +132,8 @@ class GradientRecorder(Recorder):
         leaf = result if result.requires_grad else result.detach().requires_grad_()
         self.outputs.append(leaf)
         # The host may write into the output, and a leaf must not be written into.
-        given = leaf.clone()
-        return mapped(output, lambda t: given if t is result else t)
+        copied = leaf.clone()
+        return mapped(output, lambda t: copied if t is result else t)
 
 
 @contextmanager

@@ -36,15 +36,15 @@ class Lookup:
     def mean(self, ids: Int[Tensor, "batch token"], rows: int) -> Float[Tensor, " channel"]:
         """Return the mean vector of the first `rows` ids, in float64; `ids` gives their dtype and device."""
         every = torch.arange(rows, dtype=ids.dtype, device=ids.device)
-        return torch.stack([self.embed(part[None])[0].double().sum(0) for part in every.split(IDS)]).sum(0) / rows
+        return torch.stack([self.embed(chunk[None])[0].double().sum(0) for chunk in every.split(IDS)]).sum(0) / rows
 
 
 class TokenIds:
     """The token ids in a run of a model: the argument, and tensors with the same numbers that functions made of it."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Begin with the argument."""
-        ids = token_ids(given)
+        ids = token_ids(arguments)
         assert ids is not None
         self.shape = ids.shape
         self._tensors = [ids]
@@ -88,7 +88,7 @@ class Lookups:
     lookups: list[Lookup]
     vectors: list[Float[Tensor, "batch token channel"]]
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Any], layers: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], layers: Iterable[str]) -> None:
         """Run the model twice; inside `isolated`. `layers` are the paths of the token-mixing layers."""
         self.lookups, self.vectors = [], []
         mixing = {path.split("#")[0] + "." for path in layers}
@@ -97,16 +97,16 @@ class Lookups:
             for path, module in model.named_modules()
             if path and not any(x.startswith(f"{path}.") for x in mixing)
         ]
-        reads = _Reads(TokenIds(given))
+        reads = _Reads(TokenIds(arguments))
         with _hooked(outside, reads.enter, reads.leave), Functions(reads.called):
-            call_host(model, given)
+            call_host(model, arguments)
         embedding = [read for read in reads.found if read.gives_own_vectors()]
         self._modules = {
             read.module: Lookup(read.embed, read.rows, read.module)
             for read in embedding
             if not any(other in embedding for other in read.inside)
         }
-        ids = TokenIds(given)
+        ids = TokenIds(arguments)
 
         def record(lookup: Lookup, result: Tensor) -> Tensor:
             if not any(_same(other.source, lookup.source) for other in self.lookups):
@@ -114,27 +114,27 @@ class Lookups:
                 self.vectors.append(ids.by_token(result.detach()).clone())
             return result
 
-        with self._intercepted(given, record):
-            call_host(model, given)
+        with self._intercepted(arguments, record):
+            call_host(model, arguments)
 
     @contextmanager
     def replaced(
-        self, given: Mapping[str, Any], vectors: Sequence[Float[Tensor, "run token channel"]]
+        self, arguments: Mapping[str, Any], vectors: Sequence[Float[Tensor, "run token channel"]]
     ) -> Iterator[None]:
-        """Return other vectors, one tensor for each lookup, in runs of the model on the arguments `given`."""
+        """Return other vectors, one tensor for each lookup, in runs of the model on `arguments`."""
 
         def replace(lookup: Lookup, result: Tensor) -> Tensor:
-            at = next(at for at, other in enumerate(self.lookups) if _same(other.source, lookup.source))
+            index = next(index for index, other in enumerate(self.lookups) if _same(other.source, lookup.source))
             # The host may write into the copy.
-            return vectors[at].reshape(result.shape).to(result, copy=True)
+            return vectors[index].reshape(result.shape).to(result, copy=True)
 
-        with self._intercepted(given, replace):
+        with self._intercepted(arguments, replace):
             yield
 
     @contextmanager
-    def _intercepted(self, given: Mapping[str, Any], change: Callable[[Lookup, Tensor], Tensor]) -> Iterator[None]:
-        """Pass the result of every lookup of the ids among `given` through a function."""
-        ids = TokenIds(given)
+    def _intercepted(self, arguments: Mapping[str, Any], change: Callable[[Lookup, Tensor], Tensor]) -> Iterator[None]:
+        """Pass the result of every lookup of the ids among `arguments` through a function."""
+        ids = TokenIds(arguments)
         open_modules: list[nn.Module] = []
 
         def in_table(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
