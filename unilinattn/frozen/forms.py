@@ -96,6 +96,7 @@ def group_norm(
     **_: Any,
 ) -> Parts:
     """Centre each group of channels live, divide by its frozen deviation."""
+    # With 3 groups (batch, 6, length) becomes (batch, 3, 2, length), whose axes 2 and 3 are normed.
     grouped = _normed(x.unflatten(1, (num_groups, -1)), tuple(range(2, x.ndim + 1)), None, eps)
     shape = (-1, *[1] * (x.ndim - 2))
     normed = grouped.flatten(1, 2)
@@ -134,11 +135,14 @@ def frozen_slope(name: str, func: Callable[[Tensor], Tensor], point: Tensor) -> 
     difference = DIFFERENCES.get(name, lambda x: func(x) - level)
     with torch.enable_grad():
         (limit,) = torch.autograd.grad(difference(zero), zero)
+    # At p = 0 the slope is its limit f'(0); the quotient of the smallest numbers would be imprecise or 0 / 0.
     near = point.abs() < torch.finfo(point.dtype).tiny
     return torch.where(near, limit, difference(point) / point.masked_fill(near, 1)), level
 
 
 def _log_sigmoid_difference(point: Tensor) -> Tensor:
+    # With a = |p|, log sigmoid(p) = (p - a) / 2 - log(1 + exp(-a)) and log sigmoid(0) = -log 2. No exponential
+    # overflows, and 1 + exp(-a) = 2 (1 + expm1(-a) / 2) leaves no difference of two logarithms.
     size = point.abs()
     return (point - size) / 2 - torch.log1p(torch.expm1(-size) / 2)
 
@@ -162,6 +166,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *arg
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Parts:
     """Multiply each group of rows by its own matrix; torch has no forward-mode derivative for its kernel."""
+    # With offs = (3, 5), rows 0 to 2 are multiplied by weight[0], rows 3 and 4 by weight[1], and later rows are zero.
     ends = [0, *offs.tolist()]
     products = [x[start:end] @ w for start, end, w in zip(ends, ends[1:], weight, strict=False)]
     return torch.cat([*products, x.new_zeros(len(x) - ends[-1], weight.shape[-1])]), None

@@ -241,7 +241,7 @@ class Freezing(TorchFunctionMode):
 
     def _write(self, func: Callable[..., Any], target: Tensor, index: Any, value: Any) -> None:
         if not target.requires_grad:
-            target.copy_(self._source(target, target))
+            target.copy_(self._source(target, target))  # The elements that are not written stay constants.
         rank = max(self.rank(target), self.rank(value) if isinstance(value, Tensor) else 0)
         func(target, index, self._source(value, target))
         self._stream.pop(target, None)
@@ -278,6 +278,7 @@ class Freezing(TorchFunctionMode):
     def _div(self, x: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
         if rounding_mode is not None:
             return torch.div(*mapped((x, other), torch.detach), rounding_mode=rounding_mode)
+        # A quotient is not linear in its divisor, which normalises: a norm, or a sum of weights.
         other = other.detach() if isinstance(other, Tensor) else other
         return self._ranked(x / other, self.rank(x) if isinstance(x, Tensor) else 0)
 
@@ -302,6 +303,7 @@ class Freezing(TorchFunctionMode):
     def _pow(self, x: Any, exponent: Any) -> Tensor:
         if not carried(x) or isinstance(exponent, Tensor) or exponent < 1:
             return torch.pow(*mapped((x, exponent), torch.detach))
+        # Below 1 the factor x^(n - 1) would have a pole at zero, so the power is a factor as a whole.
         return self._ranked(x.detach().pow(exponent - 1) * x, self.rank(x))
 
     @_rule("masked_fill")
@@ -313,15 +315,12 @@ class Freezing(TorchFunctionMode):
     def _pad(self, x: Tensor, pad: Sequence[int], mode: str = "constant", value: int | float | None = None) -> Tensor:
         padded = functional.pad(x, pad, mode=mode)
         if value:
-            constants = functional.pad(torch.zeros_like(x, requires_grad=False), pad, value=value)
-            padded = padded + self._as_source(constants, x)
+            padded = padded + self._as_source(functional.pad(torch.zeros_like(x), pad, value=value), x)
         return self._ranked(padded, self.rank(x))
 
     @_rule("addmm", "baddbmm")
-    def _addmm(self, x: Any, first: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
-        product = (
-            self._bilinear("matmul", torch.matmul, (first, other), {}) if carried((first, other)) else first @ other
-        )
+    def _addmm(self, x: Any, left: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
+        product = self._bilinear("matmul", torch.matmul, (left, other), {}) if carried((left, other)) else left @ other
         return self._add(x * beta if beta != 1 else x, product, alpha=alpha)
 
     @_rule("glu")
@@ -350,6 +349,7 @@ class Freezing(TorchFunctionMode):
         result = self._bilinear("linear", func, args, kwargs)
         if bias is None:
             return result
+        # (channel,) for (batch, length, channel), and (channel, 1) for a convolution's (batch, channel, length).
         channels_last = result.shape[-1] == len(bias) and func.__name__ == "linear"
         shape = (-1,) if channels_last else (-1, *[1] * (result.ndim - (2 if result.ndim > 2 else 1)))
         return result + self._source(bias, result).reshape(shape)
@@ -360,6 +360,7 @@ class Freezing(TorchFunctionMode):
         if len(operands) == 1:
             return linear_in(operands[0], func, args, kwargs)
         self.shared.add(name)
+        # The derivatives y and x of x y sum to twice the product, so each operand gets half of it.
         products = []
         for operand in operands:
 
@@ -378,7 +379,9 @@ class Freezing(TorchFunctionMode):
         ranks = self.rank(x), self.rank(other)
         result_rank = max(ranks)
         if x.numel() != other.numel():
+            # A scale (batch, length, 1) of a stream (batch, length, channel) is a factor at any rank.
             frozen_first = x.numel() < other.numel()
+        # By the half rule a gate with f(0) != 0, such as a sigmoid, is frozen too: at zero it still passes values on.
         elif ranks[0] != ranks[1] and (not self._half or result_rank == 2):
             frozen_first = ranks[0] > ranks[1]
         else:

@@ -173,6 +173,7 @@ def by_depth(scalar: Linearized, streams: Sequence[Stream], grads: Sequence[Tens
     for stream, slope in zip(streams, grads, strict=True):
         grad = torch.zeros_like(stream.value) if slope is None else slope
         tokens.append(by_token(stream.value, grad))
+        # The constants that were added before the block are in its stream, and so in the shares.
         earlier = 0 if stream.tangent is None else by_token(stream.tangent, grad).sum(1)
         bias.append(scalar.constant - earlier)
     return Parts(torch.stack(tokens), torch.stack(bias), scalar.linear.expand(len(streams), -1))
@@ -207,6 +208,7 @@ def biases(
         shares = [_inner(leaf, g) for leaf, g in zip(leaves, grads, strict=False)]
         at_entry = grads[-1] if enters else None
         if embedding_part(entry, at_entry, outputs[0].shape[1]) is not None:
+            # A constant that reaches the logit through the first block's stream belongs to the tokens' embeddings.
             early = torch.autograd.grad(enters, leaves, at_entry, retain_graph=True, allow_unused=True)
             shares = [share - _inner(leaf, g) for share, leaf, g in zip(shares, leaves, early, strict=True)]
         through = zip(layers, grads[len(leaves) :], strict=False)

@@ -106,6 +106,7 @@ class _Tokens:
             return _rotated(value, half) if value.ndim == 3 and "mask" not in name else value
         if not _is_ids(name, value):
             return value
+        # Other special ids would change the layout: padding is masked, and those of an image become its vectors.
         ordinary = half & ~torch.isin(value, _special_ids(self._model).to(value))
         real = real_tokens(arguments, name.replace("input_ids", "attention_mask"))
         return _rotated(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
@@ -128,6 +129,7 @@ class _Signal:
     def _reversed(self, x: Tensor) -> Tensor:
         axis = max(range(1 if x.ndim > 2 else 0, x.ndim), key=lambda axis: x.shape[axis])
         pieces = x.tensor_split(self._pieces, dim=axis)
+        # Of two pieces (a b c | d e f), the first perturbation gives (a b c | f e d), the second (c b a | d e f).
         flipped = [x.flip(axis) if index % 2 == int(self._first) else x for index, x in enumerate(pieces)]
         return torch.cat(flipped, dim=axis)
 
@@ -149,6 +151,7 @@ def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor]) -> Leak | None
         elif kind == "in" and entry.mixed:
             mixed_inputs.add((path, number))
         elif kind == "out" and entry.mixed and (path, number) not in mixed_inputs:
+            # A module ends after those inside it, one of which already explains its mixed output.
             inside = f"{path}." if path else ""
             sources += [] if any(source.startswith(inside) for source in sources) else [path]
     return None
@@ -256,6 +259,7 @@ class _Probe(Run):
             key = ("attention", path, number, (count, name))
             self._compare(key, lines, ATTENTION[name](args, kwargs))
             if key == self._change:
+                # Every vector changes, and also which sequence has it: whatever reads the result moves.
                 return mapped(result, lambda t: t.flip(0) + 1 if t.is_floating_point() else t)
         return self._originated(name, args, result)
 
@@ -299,7 +303,10 @@ def _half(shape: Shape) -> Bool[Tensor, "batch token"]:
 
 
 def _rotated(x: Tensor, tokens: Bool[Tensor, "batch token"]) -> Tensor:
-    """Give each chosen token the value of the next one."""
+    """Give each of some tokens the value of the one before it among them: a b c d becomes c b a d for the 1st and 3rd.
+
+    The values stay those of the input, so that each is valid.
+    """
     result = x.clone()
     result[tokens] = x[tokens].roll(1, dims=0)
     return result

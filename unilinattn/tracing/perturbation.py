@@ -273,6 +273,7 @@ def noisy(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch tok
     size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(t.shape[1:], generator=generator).to(wide)
+    # (token,) becomes (token, 1) for a (batch, token, channel), and (batch, token) becomes (batch, token, 1).
     factor = perturbed.to(t.device).view(*perturbed.shape, *[1] * (t.ndim - 2))
     whole = (wide == wide.round()).flatten(0, -2).all(0)
     return (wide + size * noise * factor * (~whole | whole.all())).to(t.dtype)
@@ -284,6 +285,8 @@ def changed(before: Rows, after: Tensor, watched: Bool[Tensor, " token"]) -> boo
     now = [projection(x) for x in _by_token(after, len(watched))]
     if [reference.shape for reference, _ in before] != [value.shape for value in now]:
         return False
+    # Along another axis of the same length, such as channels, every entry holds perturbed tokens and so differs: the
+    # token axis decides.
     return bool(now) and all(
         _differ(reference[:, watched], value[:, watched], allowed * norm[:, watched])
         for (reference, norm), value in zip(before, now, strict=True)
@@ -303,6 +306,7 @@ def _differ(reference: Tensor, value: Tensor, allowed: Tensor) -> bool:
 
 
 def _by_token(t: Tensor, length: int) -> list[Float[Tensor, "first token channel"]]:
+    # (2, 5, 5, 4) with 5 tokens may have them along two axes, and gives a (2, 5, 20) for each.
     tokens = [t.detach().movedim(axis, 1).flatten(2) for axis in range(1, t.ndim) if t.shape[axis] == length]
     return [x.to(torch.promote_types(t.dtype, torch.float32)) for x in tokens]
 
