@@ -29,6 +29,7 @@ from unilinattn.operator.piecewise import Piece
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
+from unilinattn.tracing.recording import covered_run
 from unilinattn.tracing.residual import group_parallel, locate_in_stream
 from unilinattn.tracing.streams import Stream
 
@@ -41,46 +42,34 @@ SAME_FACTOR = 1e-3
 """Largest relative difference of a layer's factor in the stream between two pieces: more is not rounding."""
 
 
-def first_tokens(arguments: Mapping[str, Any], folder: Any) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of `stream_to` and the host's arguments on the first `PREFIX` tokens.
-
-    Raises `OptionError` if `folder` is no folder, and `InputError` for padding and for tensors other than the ids or
-    embeddings of the tokens.
-    """
-    if not isinstance(folder, (str, Path)) or not Path(folder).is_dir():
-        raise OptionError(f"stream_to={folder!r}; give an existing folder, with space for the streams, or None.")
-    name, x = _tokens(arguments)
-    if real_tokens(arguments) is not None:
-        raise InputError(
-            "stream_to= has no padding: its pieces are cut at the same tokens; trace each text separately."
-        )
-    others = [
-        key for key, value in arguments.items() if key not in (name, MASK) and any(t.ndim for t in tensors(value))
-    ]
-    if others:
-        raise InputError(
-            f"stream_to= runs the model on pieces of {name}, and {others[0]!r} cannot be cut with them; leave it out, "
-            "or trace without stream_to=."
-        )
-    return Path(folder), _cut(arguments, slice(0, min(substitution.PREFIX, x.shape[1])))
-
-
 def run_in_pieces(
-    recorder: Recorder, arguments: Mapping[str, Any], folder: Path, dtype: torch.dtype | None, *, progress: bool
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    folder: Any,
+    dtype: torch.dtype | None,
+    *,
+    strict: bool,
+    progress: bool,
+    above: int,
 ) -> tuple[Recorder, Any]:
     """Run a model on consecutive pieces of its tokens, and return a recorder of the whole run and the last output.
 
     Registered mixers run through their operators, which carry their states from piece to piece. The inputs, outputs and
-    streams of the layers are tensors in files of `folder`. `recorder` holds the host's own run on the first tokens,
-    inside which the first piece ends, so that the comparison of each layer's output covers the states, and everything
-    else that the host computes from several tokens.
+    streams of the layers are tensors in files of `folder`. Before that the host itself runs on the first tokens, inside
+    which the first piece ends, so that the comparison of each layer's output covers the states, and everything else
+    that the host computes from several tokens.
 
-    Raises `UncoveredError` for a layer that cannot be computed in pieces, and if the pieces differ from the host.
+    Raises the errors of `covered_run` for that run, `OptionError` if `folder` is no folder, `InputError` for padding
+    and for tensors other than the ids or embeddings of the tokens, and `UncoveredError` for a layer that cannot be
+    computed in pieces, and if the pieces differ from the host.
     """
-    model, records = recorder.model, recorder.layers
+    first = _first_tokens(arguments, folder)
+    above = max(above, substitution.PREFIX)
+    recorder, _, _ = covered_run(model, first, strict=strict, progress=progress, above=above)
+    records = recorder.layers
     _require_pieces(records)
     length, output = _tokens(arguments)[1].shape[1], None
-    run = _Run(model, records, length, folder, dtype)
+    run = _Run(model, records, length, Path(folder), dtype)
     with bars(progress):
         for tokens in steps(list(_pieces(length)), "trace"):
             output = run.on(arguments, tokens)
@@ -216,6 +205,30 @@ class _Run:
             layer.stream = write(layer.stream, entered)
             # Norms that were read from the files afterwards would bring whole streams into memory.
             layer.norms.append(torch.linalg.vector_norm(entered.detach().to(dtype), dim=-1))
+
+
+def _first_tokens(arguments: Mapping[str, Any], folder: Any) -> dict[str, Any]:
+    """Return the host's arguments on the first `PREFIX` tokens, after checking those of `stream_to`.
+
+    Raises `OptionError` if `folder` is no folder, and `InputError` for padding and for tensors other than the ids or
+    embeddings of the tokens.
+    """
+    if not isinstance(folder, (str, Path)) or not Path(folder).is_dir():
+        raise OptionError(f"stream_to={folder!r}; give an existing folder, with space for the streams, or None.")
+    name, x = _tokens(arguments)
+    if real_tokens(arguments) is not None:
+        raise InputError(
+            "stream_to= has no padding: its pieces are cut at the same tokens; trace each text separately."
+        )
+    others = [
+        key for key, value in arguments.items() if key not in (name, MASK) and any(t.ndim for t in tensors(value))
+    ]
+    if others:
+        raise InputError(
+            f"stream_to= runs the model on pieces of {name}, and {others[0]!r} cannot be cut with them; leave it out, "
+            "or trace without stream_to=."
+        )
+    return _cut(arguments, slice(0, min(substitution.PREFIX, x.shape[1])))
 
 
 def _pieces(length: int) -> Iterator[slice]:

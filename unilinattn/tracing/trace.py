@@ -18,7 +18,7 @@ from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit, positions_of
-from unilinattn.host.substitution import PREFIX, SUBSTITUTE_ABOVE, may_be_long
+from unilinattn.host.substitution import SUBSTITUTE_ABOVE, may_be_long
 from unilinattn.host.text import Text, encoded, is_text, tokenized
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
@@ -30,8 +30,11 @@ from unilinattn.tracing.gradients import gradient_of
 from unilinattn.tracing.layer import Layer, Step
 from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.recording import covered_run
-from unilinattn.tracing.streaming import first_tokens, run_in_pieces
+from unilinattn.tracing.streaming import run_in_pieces
 from unilinattn.tracing.weights import Weights
+
+_version = cache(version)
+"""Versions of packages: reading their metadata takes milliseconds."""
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
 """A position, or one for each sequence, counted over real tokens; negative ones count from their end."""
@@ -92,7 +95,7 @@ class Trace:
     def versions(self) -> dict[str, str]:
         """Versions of this library, of torch and of the host's package."""
         package = type(self.host).__module__.split(".")[0]
-        versions = {"unilinattn": _version(), "torch": torch.__version__}
+        versions = {"unilinattn": _version("unilinattn"), "torch": torch.__version__}
         host = getattr(sys.modules.get(package), "__version__", None)
         return versions if host is None else {**versions, package: str(host)}
 
@@ -232,11 +235,9 @@ def trace(
     if stream_to is None:
         recorder, output, seed = covered_run(model, arguments, strict=strict, progress=progress, above=substitute_above)
     else:
-        # The host's own forward runs on the first tokens, with which the pieces are compared.
-        folder, first = first_tokens(arguments, stream_to)
-        above = max(substitute_above, PREFIX)
-        recorder, _, _ = covered_run(model, first, strict=strict, progress=progress, above=above)
-        recorder, output = run_in_pieces(recorder, arguments, folder, dtype, progress=progress)
+        recorder, output = run_in_pieces(
+            model, arguments, stream_to, dtype, strict=strict, progress=progress, above=substitute_above
+        )
     warn_of_leaks(arguments, recorder.layers)
     builder = LayerBuilder(model, arguments, dtype)
     layers, steps = builder.build_steps(recorder.layers)
@@ -247,9 +248,3 @@ def trace(
         call = {name: value for name, value in arguments.items() if name in named}
         traced.warnings = compared_with_call(model, call, arguments, output, seed)
     return traced
-
-
-@cache
-def _version() -> str:
-    """Return the version of this library, whose metadata takes milliseconds to read."""
-    return version("unilinattn")
