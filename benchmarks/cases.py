@@ -22,6 +22,7 @@ from benchmarks.rivals import (
     row_steps,
     vectors_floor,
 )
+from unilinattn.frozen.run import frozen
 from unilinattn.host.substitution import through_operators
 from unilinattn.methods.attribution import gradient_weights
 from unilinattn.methods.maps import Weight, unit_rows, vecmat
@@ -182,7 +183,7 @@ def logit(structure: str, length: int, place: Place) -> Prepared:
     trace, host = _two_layers(structure, length, place)
 
     def call() -> Tensor:
-        shares = trace.frozen([-1]).shares(-1)
+        shares = frozen(trace, [-1]).shares(-1)
         return torch.stack([shares.tokens.sum(1) + shares.bias, shares.value])
 
     return Prepared(call, {"host": Rival(host)})
@@ -191,7 +192,7 @@ def logit(structure: str, length: int, place: Place) -> Prepared:
 def next_logit(structure: str, length: int, place: Place) -> Prepared:
     """Compute the shares of one more logit in an existing frozen run; return their sum and the logit."""
     trace, host = _two_layers(structure, length, place)
-    run = trace.frozen([-1])
+    run = frozen(trace, [-1])
 
     def call() -> Tensor:
         shares = run.shares(-1)

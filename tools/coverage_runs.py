@@ -23,6 +23,7 @@ from unilinattn.call import package_version
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.evaluation.checkpoints import quiet_hosts
+from unilinattn.frozen.run import frozen
 from unilinattn.host.inputs import host_arguments
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import SCOPES
@@ -168,7 +169,7 @@ def _gap(run: Trace) -> float | None:
     output = run.output
     has_logits = isinstance(output, Tensor) or hasattr(output, "logits")
     with promoted() if run.layers[0].input.dtype is torch.float64 else nullcontext(), suppress(UncoveredError):
-        shares = run.frozen().shares(-1, 1 if has_logits else _states)
+        shares = frozen(run).shares(-1, 1 if has_logits else _states)
         return float(f"{(shares.gap / shares.size).max():.1e}")
     return None
 

@@ -12,8 +12,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, Mapping)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors(part)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors(item)
     elif is_dataclass(value) and not isinstance(value, type):
         yield from tensors(_parts(value))
 
@@ -23,11 +23,11 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        items = {key: mapped(part, function) for key, part in value.items()}
+        items = {key: mapped(item, function) for key, item in value.items()}
         return items if type(value) is dict else type(value)(**items)
     if isinstance(value, (tuple, list)):
-        parts = [mapped(part, function) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        results = [mapped(item, function) for item in value]
+        return type(value)(*results) if hasattr(value, "_fields") else type(value)(results)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **mapped(_parts(value), function))
     return value

@@ -185,7 +185,7 @@ def register_architecture(
 def register_plain_form(*hosts: str) -> Callable[[Form], Form]:
     """Register the plain form of modules between layers whose own code hides its computation, such as fused norms.
 
-    The frozen run (see `Trace.frozen`) calls `form(module, *args, **kwargs)` in place of the module's forward, and
+    The frozen run (`frozen.run.frozen`) calls `form(module, *args, **kwargs)` in place of the module's forward, and
     compares the results. `hosts` are class names, "package.module.Class"; subclasses match by their MRO.
 
     Raises `OptionError` if a host class has a plain form already.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.fla.recurrences import frozen
 from unilinattn import trace
 from unilinattn.errors import UncoveredError
+from unilinattn.frozen.run import FrozenRun
 from unilinattn.testing import HOST_LAWS, OPERATOR_LAWS, Host, relative_error, tolerance
 from unilinattn.testing.checks import fresh, left_as_found, variant
 from unilinattn.testing.hosts.fla import HOSTS
@@ -128,7 +129,7 @@ def test_every_law_holds(host: Host) -> None:
 @pytest.mark.parametrize("form", ["plain", "padded"])
 def test_shares_add_up_to_the_logit(host: Host, form: str) -> None:
     host_trace = traced(host, form)
-    run = host_trace.frozen()
+    run = FrozenRun(host_trace)
     shares = run.complete_shares(-1, 1)
     assert float((shares.gap / shares.size).max()) <= tolerance("reconstruction", torch.float32)
     assert bool((shares.tokens != 0).any()) and not run.shared

@@ -12,6 +12,7 @@ import unilinattn as ula
 from tests.fla.recurrences import gla
 from tests.fla.rwkv_recurrences import before, rwkv7, rwkv7_channel
 from unilinattn.errors import ExactnessError, UncoveredError
+from unilinattn.frozen.run import frozen
 from unilinattn.nested import tensors
 from unilinattn.registry import architecture_of, overridden, plain_form_of
 from unilinattn.testing import Host, relative_error, tolerance
@@ -71,7 +72,7 @@ def _frozen_rwkv7(model: nn.Module, x: Tensor) -> Tensor:
 def _differences(name: str) -> tuple[float, float]:
     """Return the largest differences of shares and of the bias from those of the detached float64 model."""
     model = _model(name)
-    shares = _trace(model).frozen().shares(-1, 3)
+    shares = frozen(_trace(model)).shares(-1, 3)
     ids, model = _trace(model).ids, model.double()
     x = model.model.embeddings(ids)[0].detach().requires_grad_()
     logit = {"gla": _frozen_gla, "rwkv7": _frozen_rwkv7}[name](model, x)[3]
@@ -102,7 +103,7 @@ def test_values_that_no_adapter_computes_are_refused_by_name() -> None:
     architecture = architecture_of(type(trace.layers[0].module))
     without = type(architecture)(**{**vars(architecture), "shared_values": None})
     with overridden(without), pytest.raises(UncoveredError, match=r"layers\.1\.attn reads 'v_first', whose value is"):
-        trace.frozen()
+        frozen(trace)
 
 
 def test_a_module_that_differs_from_its_plain_form_is_refused() -> None:
@@ -116,13 +117,13 @@ def test_a_module_that_differs_from_its_plain_form_is_refused() -> None:
 
     norm.__class__ = Scaled
     with pytest.raises(ExactnessError, match=r"layers\.1\.mlp_norm \(Scaled\) differs from its plain form by 1\.0e-03"):
-        _trace(model).frozen()
+        frozen(_trace(model))
 
 
 def test_an_activation_without_a_plain_form_is_refused() -> None:
     model = Host("powlu", "", lambda: _with_powlu()).model()
     with pytest.raises(UncoveredError, match=r"activation 'powlu' of GatedMLP has no plain form"):
-        _trace(model).frozen()
+        frozen(_trace(model))
 
 
 def _with_powlu() -> nn.Module:

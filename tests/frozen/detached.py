@@ -18,6 +18,7 @@ from transformers import (
 
 import unilinattn as ula
 from unilinattn.frozen.passes import FrozenPass
+from unilinattn.frozen.run import frozen
 from unilinattn.testing import promoted
 
 LENGTH = 13
@@ -222,7 +223,7 @@ def misses(name: str) -> float:
     (grad,) = torch.autograd.grad(logit.sum(), x)
     expected = (grad * x).sum(-1).detach()
     with promoted():
-        shares = ula.trace(model, token_ids(), progress=False).frozen().shares(-1, 3)
+        shares = frozen(ula.trace(model, token_ids(), progress=False)).shares(-1, 3)
     assert torch.allclose(logit.detach(), shares.value, rtol=1e-9)
     bias = logit.detach() - expected.sum(1)
     parts = torch.cat([expected, bias[:, None], (grad * positions).sum(-1)], 1)

@@ -25,6 +25,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.frozen import passes
 from unilinattn.frozen.freezing import Freezing, carried
 from unilinattn.frozen.layers import frozen_output
+from unilinattn.frozen.run import frozen
 from unilinattn.frozen.shares import Shares
 from unilinattn.mixers import DiagonalDecay
 from unilinattn.testing import Host, promoted
@@ -52,7 +53,7 @@ WITHOUT_BIASES = {"basic/mamba, no conv bias", "basic/llama, grouped queries", "
 def _relevance(host: Host, rule: str = "half") -> Shares:
     trace = exact_trace(host)
     with promoted():
-        return trace.frozen(rule=rule).shares(-1, scalar_of(trace))
+        return frozen(trace, rule=rule).shares(-1, scalar_of(trace))
 
 
 @pytest.mark.parametrize("host", CASES)
@@ -127,7 +128,7 @@ def _misses(name: str) -> float:
     (grad,) = torch.autograd.grad(logit.sum(), x)
     expected = (grad * x).sum(-1).detach()
     with promoted():
-        relevance = ula.trace(model, token_ids(), progress=False).frozen(rule="half").shares(-1, 3)
+        relevance = frozen(ula.trace(model, token_ids(), progress=False), rule="half").shares(-1, 3)
     assert torch.allclose(logit.detach(), relevance.value, rtol=1e-9)
     bias = logit.detach() - expected.sum(1)
     worst = torch.maximum((relevance.tokens - expected).abs().max(), (relevance.bias - bias).abs().max())
@@ -174,7 +175,7 @@ def test_models_without_a_gate_to_share_with_have_the_shares_of_the_freeze_rule(
 
 def test_float32_relevance_is_conserved() -> None:
     trace = ula.trace(HOSTS["basic/mamba2"].model(), HOSTS["basic/mamba2"].inputs(), progress=False)
-    relevance = trace.frozen(rule="half").complete_shares(-1, 1)
+    relevance = frozen(trace, rule="half").complete_shares(-1, 1)
     assert float((relevance.gap / relevance.size).max()) <= 1e-6
 
 
@@ -184,14 +185,14 @@ def test_padding_has_no_relevance_and_does_not_change_it() -> None:
     mask[1, 9:] = 0
     with promoted():
         padded = ula.trace(model, {"input_ids": ids, "attention_mask": mask}, progress=False)
-        single = ula.trace(model, ids[1:, :9], progress=False).frozen(rule="half").shares(-1, 3)
-        relevance = padded.frozen(rule="half").shares(-1, 3)
+        single = frozen(ula.trace(model, ids[1:, :9], progress=False), rule="half").shares(-1, 3)
+        relevance = frozen(padded, rule="half").shares(-1, 3)
     assert bool((relevance.tokens[1, 9:] == 0).all())
     assert torch.allclose(relevance.tokens[1, :9], single.tokens[0], rtol=1e-10)
 
 
 def test_the_culprit_of_a_gap_is_found_by_the_same_rule() -> None:
-    run = ula.trace(mamba_model(), token_ids(), progress=False).frozen(rule="half")
+    run = frozen(ula.trace(mamba_model(), token_ids(), progress=False), rule="half")
     assert run.culprit() is None
     assert len(run.outputs) == len(run.mixed) == 2
 
@@ -203,7 +204,7 @@ def test_a_gate_with_an_unknown_function_is_refused_by_name(monkeypatch: pytest.
         _ = layer.operator
     monkeypatch.setattr("unilinattn.architectures.mamba.silu", torch.special.bessel_j0)
     with pytest.raises(UncoveredError, match=r"mixer \(MambaMixer\) calls '.*bessel_j0'"):
-        trace.frozen(rule="half")
+        frozen(trace, rule="half")
 
 
 def test_factors_of_mixers_are_constants_only_in_a_frozen_run() -> None:

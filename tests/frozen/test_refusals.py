@@ -17,6 +17,7 @@ from tests.frozen.detached import (
 )
 from tests.tracing.models import TokenWise
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError
+from unilinattn.frozen.run import frozen
 from unilinattn.testing import promoted
 
 
@@ -54,7 +55,7 @@ def test_a_function_without_a_rule_is_refused_by_name() -> None:
     model.model.layers[1].post_attention_layernorm = _Odd()
     trace = ula.trace(model, token_ids(), progress=False)
     with pytest.raises(UncoveredError, match=r"post_attention_layernorm \(_Odd\) calls '.*bessel_j0'"):
-        trace.frozen()
+        frozen(trace)
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not torch.overrides._get_current_function_mode_stack()
@@ -75,14 +76,14 @@ def test_a_value_that_depends_on_the_tokens_is_no_bias(function: Callable[[Tenso
     model = llama_model()
     model.model.layers[0].mlp = TokenWise(function)
     with pytest.raises(UncoveredError, match=message):
-        ula.trace(model, token_ids(), progress=False).frozen()
+        frozen(ula.trace(model, token_ids(), progress=False))
 
 
 def test_a_factor_that_depends_on_the_tokens_is_frozen() -> None:
     model = llama_model()
     model.model.layers[0].mlp = TokenWise(lambda x: x * functional.softplus(x) / x.detach().abs().amax(-1, True))
     with promoted():
-        shares = ula.trace(model.double(), token_ids(), progress=False).frozen().shares(-1, 3)
+        shares = frozen(ula.trace(model.double(), token_ids(), progress=False)).shares(-1, 3)
     assert float((shares.gap / shares.size).max()) < 1e-14
 
 
@@ -90,7 +91,7 @@ def test_a_hook_that_requires_gradients_changes_nothing() -> None:
     # As transformers' `enable_input_require_grads` does for gradient checkpointing.
     plain, hooked = llama_model(), llama_model()
     hooked.enable_input_require_grads()
-    shares = [ula.trace(model, token_ids(), progress=False).frozen().shares(-1, 3) for model in (plain, hooked)]
+    shares = [frozen(ula.trace(model, token_ids(), progress=False)).shares(-1, 3) for model in (plain, hooked)]
     assert torch.equal(shares[0].tokens, shares[1].tokens) and torch.equal(shares[0].bias, shares[1].bias)
 
 
@@ -104,7 +105,7 @@ def test_tokens_that_the_model_adds_are_refused() -> None:
 
     model.register_forward_pre_hook(prompted, with_kwargs=True)
     with pytest.raises(UncoveredError, match=r"have 16 tokens, and its input has 13 ids.*such as a tuned prompt"):
-        ula.trace(model, token_ids(), progress=False).frozen()
+        frozen(ula.trace(model, token_ids(), progress=False))
 
 
 def test_a_custom_autograd_function_is_detected_and_named() -> None:
@@ -112,7 +113,7 @@ def test_a_custom_autograd_function_is_detected_and_named() -> None:
     model.model.layers[1].post_attention_layernorm = _Hidden()
     trace = ula.trace(model, token_ids(), progress=False)
     with pytest.raises(ExactnessError, match=r"model\.layers\.1\.post_attention_layernorm \(_Hidden\)"):
-        trace.frozen().complete_shares(-1, 3)
+        frozen(trace).complete_shares(-1, 3)
 
 
 def test_a_function_without_a_forward_mode_derivative_is_an_error_that_names_its_module() -> None:
@@ -141,7 +142,7 @@ def test_nan_shares_are_refused() -> None:
     with torch.no_grad():
         model.lm_head.weight[3, 0] = torch.nan
     with pytest.raises(ExactnessError, match="miss the logit by nan of their size"):
-        ula.trace(model, token_ids(), progress=False).frozen().complete_shares(-1, 3)
+        frozen(ula.trace(model, token_ids(), progress=False)).complete_shares(-1, 3)
 
 
 def test_copied_and_flattened_ids_are_looked_up() -> None:
@@ -163,7 +164,7 @@ def test_ids_that_are_not_looked_up_are_an_error() -> None:
     model = llama_model()
     model.model.embed_tokens.__class__ = OneHot
     with pytest.raises(UncoveredError, match="does not look up its token ids"):
-        ula.trace(model, token_ids(), progress=False).frozen()
+        frozen(ula.trace(model, token_ids(), progress=False))
 
 
 def test_padding_has_no_share_and_does_not_change_shares() -> None:
@@ -171,8 +172,8 @@ def test_padding_has_no_share_and_does_not_change_shares() -> None:
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     with promoted():
-        padded = ula.trace(model, {"input_ids": ids, "attention_mask": mask}, progress=False).frozen().shares(-1, 3)
-        single = ula.trace(model, ids[1:, 4:], progress=False).frozen().shares(-1, 3)
+        padded = frozen(ula.trace(model, {"input_ids": ids, "attention_mask": mask}, progress=False)).shares(-1, 3)
+        single = frozen(ula.trace(model, ids[1:, 4:], progress=False)).shares(-1, 3)
     assert bool((padded.tokens[1, :4] == 0).all())
     assert torch.allclose(padded.tokens[1, 4:], single.tokens[0], rtol=1e-10)
     assert torch.allclose(padded.bias[1], single.bias[0], rtol=1e-10)
@@ -181,16 +182,16 @@ def test_padding_has_no_share_and_does_not_change_shares() -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_shares_do_not_depend_on_the_gradient_mode(mode: Any) -> None:
     model = mamba_model()
-    expected = ula.trace(model, token_ids(), progress=False).frozen().shares(-1, 3)
+    expected = frozen(ula.trace(model, token_ids(), progress=False)).shares(-1, 3)
     with mode():
-        shares = ula.trace(model, token_ids(), progress=False).frozen().shares(-1, 3)
+        shares = frozen(ula.trace(model, token_ids(), progress=False)).shares(-1, 3)
     assert torch.equal(shares.tokens, expected.tokens) and torch.equal(shares.bias, expected.bias)
     assert not shares.tokens.requires_grad
 
 
 def test_an_unknown_rule_and_two_streams_are_errors() -> None:
     with pytest.raises(OptionError, match="unknown rule 'halves'"):
-        ula.trace(mamba_model(), token_ids(), progress=False).frozen(rule="halves")
+        frozen(ula.trace(mamba_model(), token_ids(), progress=False), rule="halves")
     # With checked signatures the literal is refused before.
     with pytest.raises((OptionError, TypeCheckError), match="'layers'"):
-        ula.trace(mamba_model(), token_ids(), progress=False).frozen().shares(by="layers")
+        frozen(ula.trace(mamba_model(), token_ids(), progress=False)).shares(by="layers")

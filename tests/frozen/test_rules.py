@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from tests.tracing.models import VOCABULARY, WIDTH, Block, Model, TokenWise, added, ids
 from unilinattn.errors import UncoveredError
+from unilinattn.frozen.run import frozen
 from unilinattn.frozen.shares import Shares
 from unilinattn.testing import relative_error, tolerance
 from unilinattn.tracing.trace import Trace, trace
@@ -98,10 +99,10 @@ def gate_of(function: Callable[[Tensor], Tensor], form: Callable[[Tensor], Tenso
 def frozen_gate_of(function: Callable[[Tensor], Tensor]) -> Case:
     """Return the case of a gate that is frozen by both rules, because it is not zero at zero."""
 
-    def frozen(g: Tensor, u: Tensor, o: Tensor) -> Tensor:
+    def constant_gate(g: Tensor, u: Tensor, o: Tensor) -> Tensor:
         return function(g).detach() * u
 
-    return Case(lambda g, u, o: function(g) * u, frozen, frozen)
+    return Case(lambda g, u, o: function(g) * u, constant_gate, constant_gate)
 
 
 def shared_by(live: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Case:
@@ -247,12 +248,12 @@ def test_products_freeze_the_factor_of_the_definition(name: str, rule: Rule) -> 
     def detached(x: Tensor) -> Tensor:
         return x + block.down(form(block.gate(x), block.up(x), block.other(x)))
 
-    check(traced.frozen(rule=rule).shares(-1, LOGIT), by_hand(model, traced, detached))
+    check(frozen(traced, rule=rule).shares(-1, LOGIT), by_hand(model, traced, detached))
 
 
 def test_products_of_equal_rank_are_noted_and_others_are_not() -> None:
     for name, noted in {"three factors": False, "silu": False, "silu written out and tanh": True}.items():
-        run = gated(name)[1].frozen()
+        run = frozen(gated(name)[1])
         assert run.shared == ({"mul"} if noted else frozenset())
 
 
@@ -291,7 +292,7 @@ STATISTICS = torch.linspace(0.2, 1.4, 2 * WIDTH, dtype=torch.float64).unflatten(
 def test_norms_divide_by_the_frozen_norm_of_the_definition(name: str) -> None:
     live, form = NORMS[name]
     model, traced = with_mixer(TokenWise(live))
-    check(traced.frozen().shares(-1, LOGIT), by_hand(model, traced, form))
+    check(frozen(traced).shares(-1, LOGIT), by_hand(model, traced, form))
 
 
 def without_first(x: Tensor) -> Tensor:
@@ -313,7 +314,7 @@ def without_first(x: Tensor) -> Tensor:
     ids=["subtracted", "subtracted from", "factor", "in place", "product", "written"],
 )
 def test_a_stream_with_another_factor_is_not_the_residual_stream(block: Any) -> None:
-    run = trace(built(Block(added), Block(block)), ids()).frozen()
+    run = frozen(trace(built(Block(added), Block(block)), ids()))
     run.complete_shares(-1, LOGIT)
     with pytest.raises(UncoveredError, match="norms or multiplies its residual stream between its layers"):
         run.unembedding(-1, LOGIT)
@@ -331,7 +332,7 @@ def test_a_stream_with_another_factor_is_not_the_residual_stream(block: Any) -> 
     ids=["less", "factor of the output", "added in place", "subtracted in place", "copied"],
 )
 def test_sums_on_the_stream_are_the_residual_stream(block: Any) -> None:
-    run = trace(built(Block(added), Block(block)), ids()).frozen()
+    run = frozen(trace(built(Block(added), Block(block)), ids()))
     last = run.unembedding(-1, LOGIT)
     parts = (last.stream * last.gradient).sum((1, 2)) + last.bias + last.remainder
     assert relative_error(parts[:, None], last.value[:, None]) <= EXACT
@@ -362,7 +363,7 @@ def test_constants_of_the_output_are_biases() -> None:
     torch.manual_seed(0)
     model = Offset().double().eval()
     offset = model.offset.detach()
-    run = trace(model, ids()).frozen()
+    run = frozen(trace(model, ids()))
     plain = run.shares(-1, LOGIT)
 
     def moved(output: Any) -> Tensor:

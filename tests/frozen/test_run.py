@@ -24,6 +24,7 @@ from unilinattn.errors import ExactnessError, UncoveredError
 from unilinattn.frozen import freezing
 from unilinattn.frozen.forms import as_source
 from unilinattn.frozen.freezing import Freezing
+from unilinattn.frozen.run import frozen
 from unilinattn.testing import Host, promoted
 
 HOSTS = [case for name, table in tables().items() for case in cases(table, prefix=f"{name}/")]
@@ -33,7 +34,7 @@ HOSTS = [case for name, table in tables().items() for case in cases(table, prefi
 def test_shares_and_biases_add_up(host: Host) -> None:
     trace = exact_trace(host)
     with promoted():
-        run = trace.frozen()
+        run = frozen(trace)
         shares = run.shares(-1, scalar_of(trace))
     assert float((shares.gap / shares.size).max()) <= 1e-12
     assert float(shares.remainder.abs().max() / shares.size.max()) <= 1e-12
@@ -64,7 +65,7 @@ def test_shares_by_depth_and_by_layer_equal_those_of_detached_models(name: str, 
         bias.append(total.detach() - tokens[-1].sum(1))
         value.append(total.detach())
     with promoted():
-        parts = ula.trace(model, token_ids(), progress=False).frozen().complete_shares(-1, 3, by=by).parts
+        parts = frozen(ula.trace(model, token_ids(), progress=False)).complete_shares(-1, 3, by=by).parts
     assert parts is not None and parts.tokens.shape == (2, 2, LENGTH)
     assert worst(parts.tokens, torch.stack(tokens)) <= 1e-12
     assert worst(parts.bias, torch.stack(bias)) <= 1e-12
@@ -82,7 +83,7 @@ def test_biases_by_source_equal_gradients_at_the_biases(name: str) -> None:
             [sum((g * c).sum() for g, c in zip(row, constants, strict=True)).detach() for row in grads]
         )
     with promoted():
-        run = ula.trace(model, token_ids(), progress=False).frozen()
+        run = frozen(ula.trace(model, token_ids(), progress=False))
         shares, biases = run.shares(-1, 3), run.bias_by_source(-1, 3)
     assert set(biases) == set(expected)
     assert worst(torch.stack([biases[m] for m in expected]), torch.stack(list(expected.values()))) <= 1e-12
@@ -91,7 +92,7 @@ def test_biases_by_source_equal_gradients_at_the_biases(name: str) -> None:
 
 def test_a_model_that_feeds_its_embeddings_in_again_has_no_shares_by_depth() -> None:
     host = next(case.values[0] for case in HOSTS if "zamba" in case.values[0].name.lower())
-    run = ula.trace(host.model(), host.inputs(), progress=False).frozen()
+    run = frozen(ula.trace(host.model(), host.inputs(), progress=False))
     run.complete_shares(-1, 1, by="layer")
     with pytest.raises(ExactnessError, match=r"shares by depth miss .*tokens reach the logit beside the"):
         run.complete_shares(-1, 1, by="depth")
@@ -122,4 +123,4 @@ def test_a_lost_bias_is_detected_with_its_module(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         ExactnessError, match=r"miss the logit by .* not affine in the frozen run: model\.layers\.0\.mlp"
     ):
-        trace.frozen().complete_shares(-1, 3)
+        frozen(trace).complete_shares(-1, 3)

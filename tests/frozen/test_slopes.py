@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from unilinattn.frozen.forms import FORMS
 from unilinattn.frozen.freezing import Freezing
+from unilinattn.frozen.run import frozen
 from unilinattn.testing import relative_error, tolerance
 from unilinattn.tracing.trace import trace
 
@@ -37,7 +38,7 @@ def test_a_stream_whose_squares_are_beyond_float16_has_shares() -> None:
     config = GPT2Config(vocab_size=17, n_embd=8, n_layer=1, n_head=2, n_positions=9, tie_word_embeddings=False)
     model = GPT2LMHeadModel(config).eval()
     model.transformer.wte.weight.data *= 5e4
-    shares = trace(model.half(), torch.arange(9)[None]).frozen().complete_shares(-1, 3)
+    shares = frozen(trace(model.half(), torch.arange(9)[None])).complete_shares(-1, 3)
     assert float(shares.tokens.abs().sum()) > 0
     assert float((shares.gap / shares.size).max()) <= tolerance("layer", torch.float16)
 
@@ -62,7 +63,7 @@ SLOPED: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 }
 
 
-def frozen(function: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+def value_and_slope(function: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
     """Return the value of a function in a frozen run, and its slope."""
     x = point.clone().requires_grad_()
     with forward_ad.dual_level(), Freezing(lambda: "here", lambda func, args, result: result):
@@ -73,7 +74,9 @@ def frozen(function: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor,
 @pytest.mark.parametrize("name", SLOPED)
 def test_slopes_near_zero_are_the_derivative_there(name: str) -> None:
     function, derivative = SLOPED[name]
-    assert torch.allclose(frozen(function, NEAR)[1], torch.tensor(derivative, dtype=NEAR.dtype), rtol=NEARLY, atol=0)
+    assert torch.allclose(
+        value_and_slope(function, NEAR)[1], torch.tensor(derivative, dtype=NEAR.dtype), rtol=NEARLY, atol=0
+    )
 
 
 FAR = torch.tensor([-800.0, -40.0, -3.5, -1.0, -1e-3, 1e-3, 1.0, 2.9, 40.0, 800.0], dtype=torch.float64)
@@ -82,7 +85,7 @@ FAR = torch.tensor([-800.0, -40.0, -3.5, -1.0, -1e-3, 1e-3, 1.0, 2.9, 40.0, 800.
 @pytest.mark.parametrize("name", SLOPED)
 def test_slopes_are_those_of_the_line_to_zero(name: str) -> None:
     function = SLOPED[name][0]
-    value, slope = frozen(function, FAR)
+    value, slope = value_and_slope(function, FAR)
     at_zero = function(torch.zeros((), dtype=FAR.dtype))
     assert relative_error(value[None], function(FAR)[None]) <= EXACT
     assert relative_error((slope * FAR)[None], (function(FAR) - at_zero)[None]) <= EXACT

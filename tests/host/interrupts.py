@@ -9,30 +9,22 @@ from typing import Any
 
 @dataclass
 class Interrupts:
-    """Counts the lines that run in files whose names end with one of `files`, and raises at the numbers `at`.
-
-    Python stops tracing when a trace function raises. A profile function restarts it at the next call or return, so
-    that a second interrupt can occur while the first one is handled.
-    """
+    """Counts the lines that run in files whose names end with one of `files`, and raises at one of the counts."""
 
     files: tuple[str, ...]
-    at: tuple[int, ...] = ()
+    interrupted: int | None = None
     lines: list[tuple[str, int]] = field(default_factory=list)
-    raised: int = 0
 
     def run(self, function: Callable[[], Any]) -> bool:
         """Run a function; return whether it raised an interrupt."""
-        before = sys.gettrace(), sys.getprofile()
+        before = sys.gettrace()
         try:
-            if len(self.at) > 1:
-                sys.setprofile(self._resume)
             sys.settrace(self._enter)
             function()
         except KeyboardInterrupt:
             return True
         finally:
-            sys.settrace(before[0])
-            sys.setprofile(before[1])
+            sys.settrace(before)
         return False
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -41,19 +33,9 @@ class Interrupts:
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             self.lines.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(self.lines) - 1 in self.at:
-                self.raised += 1
+            if len(self.lines) - 1 == self.interrupted:
                 raise KeyboardInterrupt
         return self._line
-
-    def _resume(self, frame: FrameType, event: str, argument: Any) -> None:
-        if self.raised and sys.gettrace() is None:
-            above: FrameType | None = frame
-            while above is not None:
-                if above.f_code.co_filename.endswith(self.files):
-                    above.f_trace = self._line
-                above = above.f_back
-            sys.settrace(self._enter)
 
 
 def first_and_last(lines: Iterable[tuple[str, int]]) -> list[int]:

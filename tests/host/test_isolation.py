@@ -71,22 +71,16 @@ def sweep(model: nn.Module, run: Callable[[], object], files: tuple[str, ...], s
     assert not counting.run(run)
     chosen = first_and_last(counting.lines)
     chosen = chosen if sample is None else chosen[len(chosen) // (2 * sample) :: len(chosen) // sample]
-    require_restored(model, run, files, [(number,) for number in chosen])
-    return len(chosen)
-
-
-def require_restored(
-    model: nn.Module, run: Callable[[], object], files: tuple[str, ...], places: list[tuple[int, ...]]
-) -> None:
     before, around = model_state(model), process_state()
-    for at in places:
-        interrupts = Interrupts(files, at)
-        assert interrupts.run(run), f"interrupt {at} was swallowed or did not occur"
+    for count in chosen:
+        interrupts = Interrupts(files, count)
+        assert interrupts.run(run), f"interrupt {count} was swallowed or did not occur"
         changed = differences(before, model_state(model)) | differences(around, process_state())
-        path, line = interrupts.lines[at[0]]
-        assert not changed, f"interrupted at {Path(path).name}:{line}, {at}: {changed}"
+        path, line = interrupts.lines[count]
+        assert not changed, f"interrupted at {Path(path).name}:{line}, {count}: {changed}"
     # A lock that is not released would block another thread forever.
     assert "owner=0" in repr(isolation.LOCK)
+    return len(chosen)
 
 
 def runs(model: nn.Module, x: object) -> dict[str, Callable[[], object]]:
@@ -133,20 +127,6 @@ def test_an_interrupt_on_any_line_of_a_run(name: str, what: str) -> None:
     # Most lines are those of every host. The adapter of RWKV changes the module in a trace.
     every = name == SWEPT[0] or (name, what) == ("rwkv", "trace")
     assert sweep(model, runs(model, x)[what], FILES, None if every else 100) >= (300 if every else 100)
-
-
-def test_a_second_interrupt_during_the_restoration() -> None:
-    model = Model(Block(added)).eval().train()
-    model.blocks[0].dropout.p = 0.0
-    run = runs(model, ids())["trace"]
-    counting = Interrupts(RESTORING)
-    assert not counting.run(run)
-    chosen = first_and_last(counting.lines)[-60::15]
-    pairs = [(first, first + further) for first in chosen for further in (1, 2, 5, 30)]
-    require_restored(model, run, RESTORING, pairs)
-    twice = Interrupts(RESTORING, pairs[0])
-    twice.run(run)
-    assert twice.raised == 2
 
 
 def test_the_sweep_detects_a_restoration_that_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +178,7 @@ def test_a_generator_closed_late_after_an_interrupt_changes_nothing() -> None:
             except KeyboardInterrupt as error:
                 errors.append(error)
 
-        Interrupts((contextlib.__file__,), (number,)).run(run)
+        Interrupts((contextlib.__file__,), number).run(run)
         model.set_attn_implementation("eager")
         assert len(errors) == 1
         with left_as_found(model):

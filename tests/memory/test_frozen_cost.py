@@ -3,6 +3,7 @@
 import pytest
 
 from tests.memory.hosts import traced
+from unilinattn.frozen.run import frozen
 from unilinattn.testing.peak import Peak
 
 
@@ -12,7 +13,7 @@ from unilinattn.testing.peak import Peak
 )
 def test_the_estimate_of_a_frozen_run_is_within_a_factor_of_two(name: str) -> None:
     trace = traced(name, 256)
-    trace.frozen([-1]).shares(-1)
+    frozen(trace, [-1]).shares(-1)
     with Peak() as counted:
-        trace.frozen([-1]).shares(-1)
+        frozen(trace, [-1]).shares(-1)
     assert counted.peak / 2 <= trace.frozen_cost(1) <= 2 * counted.peak

@@ -24,7 +24,7 @@ from tests.methods.hosts import (
 )
 from tests.methods.test_alti import mixing
 from unilinattn.errors import ExactnessError, InputError, OptionError, UncoveredError
-from unilinattn.frozen.run import FrozenRun
+from unilinattn.frozen.run import FrozenRun, frozen
 from unilinattn.frozen.shares import Unembedding
 from unilinattn.testing import promoted, relative_error
 from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT_HOSTS
@@ -182,7 +182,7 @@ def test_outputs_are_scaled_by_the_residual_multiplier() -> None:
     host_trace = part_added()
     with promoted():
         result = ula.explain(host_trace, method="alti_logit", target=-1)
-        part = host_trace.frozen().unembedding(-1)
+        part = frozen(host_trace).unembedding(-1)
     size = result.scores.abs().sum(-1) + result.extras["bias"].abs()
     assert (result.extras["gap"] <= 1e-10 * size).all()
     biases = sum(PART * (layer.operator.bias * part.gradient).sum((1, 2)) for layer in host_trace.layers)

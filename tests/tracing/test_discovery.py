@@ -1,7 +1,6 @@
 """Detection of unregistered mixers: invented mixers of every kind are refused, and no real host is."""
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,11 +16,8 @@ from unilinattn.errors import UnknownArchitectureError
 from unilinattn.host import substitution
 from unilinattn.testing import left_as_found
 from unilinattn.testing.hosts import randomize
-from unilinattn.tracing import discovery
+from unilinattn.tracing import discovery, recording
 from unilinattn.tracing.perturbation import Run
-
-TRACE = sys.modules["unilinattn.tracing.trace"]
-"""The module; `unilinattn.tracing.trace` is the function of the same name."""
 
 IDS = torch.randint(30, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -57,7 +53,7 @@ def test_without_strict_an_unregistered_mixer_is_an_opaque_layer(name: str) -> N
 
 @pytest.mark.parametrize("name", INVENTED)
 def test_only_the_search_detects_an_unregistered_mixer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TRACE, "unregistered_mixers", lambda *_: ())
+    monkeypatch.setattr(recording, "unregistered_mixers", lambda *_: ())
     trace = ula.trace(hybrid(INVENTED[name][0]()), IDS)
     assert [layer.name for layer in trace.layers] == ["backbone.layers.0.mixer", "backbone.layers.2.mixer"]
 
@@ -193,7 +189,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         searches.append(model)
         return original(model, *rest)
 
-    monkeypatch.setattr(TRACE, "unregistered_mixers", search)
+    monkeypatch.setattr(recording, "unregistered_mixers", search)
     yield searches
 
 

@@ -166,7 +166,7 @@ def _delta_rule(
     frozen, carried = call.tensor(kernel).split([len(rows) for rows in weights])
 
     side = Flow(_masked(call)).matrix(weights[0], role="input").conv(frozen).activation(activation)
-    query, key = (_unit(part.unflatten(-1, (-1, state))) for part in side.value.chunk(2, dim=-1))
+    query, key = (_unit(half.unflatten(-1, (-1, state))) for half in side.value.chunk(2, dim=-1))
     core = DeltaRule(query * state**-0.5, key, strength, log_decay)
 
     flow = Flow(call.input).scale(_mask(call), role="input").matrix(weights[1], role="input")

@@ -103,8 +103,8 @@ def hgrn(call: Call) -> Flow:
     early = mask if host.use_short_conv else None
     forget, flow = (linear(call, Flow(call.input), name).scale(early, role="input") for name in "fi")
     decay = _forget(call, convolved(call, forget, "f").value)
-    one = torch.ones_like(call.input[..., None, :1])
-    core = DiagonalDecay(one, one, decay.unsqueeze(-1), key_scale=1 - decay.exp())
+    ones = torch.ones_like(call.input[..., None, :1])
+    core = DiagonalDecay(ones, ones, decay.unsqueeze(-1), key_scale=1 - decay.exp())
     convolved(call, flow, "i").activation("silu").scale(mask, role="act").core(core)
     gated_norm(call, flow, host.g_norm, compute(call, host.g_proj, call.input))
     return output(call, flow, None)

@@ -27,8 +27,8 @@ def mamba(call: Call) -> Flow:
     flow = Flow(call.input).matrix(*projection[:inner], role="input")
     flow.scale(mask, role="input").conv(*call.affine(host.conv1d))
     flow.activation(_ACTIVATIONS.get(host.activation, host.activation)).scale(mask, role="act")
-    parts = functional.linear(flow.value, tensor(host.x_proj.weight)).split([rank, state, state], dim=-1)
-    step, key, query = (part.unsqueeze(2) for part in parts)
+    factors = functional.linear(flow.value, tensor(host.x_proj.weight)).split([rank, state, state], dim=-1)
+    step, key, query = (factor.unsqueeze(2) for factor in factors)
     delta = functional.softplus(call.affine(host.dt_proj)(step.squeeze(2)))
     flow.core(s6_core(call, delta, key, query, host.A_log), skip=tensor(host.D))
     flow.gate(elementwise(call, call.host.activation)(projection[inner:](call.input)))
@@ -52,9 +52,9 @@ def mamba2(call: Call) -> Flow:
     # B and C pass the same convolution and activation as x, in a separate flow that is frozen.
     frozen = Flow(masked(side, mask)).conv(*conv[inner:])
     frozen.activation(activation).scale(mask, role="act")
-    key, query = (part.unflatten(-1, (host.n_groups, state)) for part in frozen.value.chunk(2, dim=-1))
+    key, query = (factor.unflatten(-1, (host.n_groups, state)) for factor in frozen.value.chunk(2, dim=-1))
     if not (host_function(call.module, "is_fast_path_available") and host.in_proj.weight.is_cuda):
-        key, query = (part.repeat(1, 1, host.num_heads // host.n_groups, 1) for part in (key, query))
+        key, query = (factor.repeat(1, 1, host.num_heads // host.n_groups, 1) for factor in (key, query))
     delta = functional.softplus(step + tensor(host.dt_bias)).clamp(*host.dt_limit)
     decay = -torch.exp(tensor(host.A_log)) * delta
 

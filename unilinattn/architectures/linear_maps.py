@@ -17,19 +17,19 @@ EMPTY = torch.device("meta")
 """Device of tensors that have a shape and a memory layout, and no numbers."""
 
 
-def linear_maps(call: Call, seen: Captured, place: str) -> tuple[Affine, Affine] | None:
+def linear_maps(call: Call, seen: Captured, source: str) -> tuple[Affine, Affine] | None:
     """Return the affine maps to the values and from the attention's result to the output: ((W_v, b_v), (W_o, b_o)).
 
-    They are weights of linear layers if the values are a view of the output of one whose input is the argument `place`,
-    and the module's output is that of one whose input is the attention's result. A copy of the module without numbers
-    shows this. Returns None otherwise, and for a module whose run needs numbers.
+    They are weights of linear layers if the values are a view of the output of one whose input is the argument
+    `source`, and the module's output is that of one whose input is the attention's result. A copy of the module without
+    numbers shows this. Returns None otherwise, and for a module whose run needs numbers.
     """
     record: Attended = seen.record
     batch, heads, queries = record.query.shape[:3]
     weights = (*seen.module.parameters(), *seen.module.buffers())
     module = without_hooks(seen.module, {id(weight): _empty(weight) for weight in weights})
     originals = dict(zip(module.modules(), seen.module.modules(), strict=True))
-    given = {name: _empty(value) for name, value in seen.arguments.items() if not name.isdigit()}
+    inputs = {name: _empty(value) for name, value in seen.arguments.items() if not name.isdigit()}
     result = record.value.new_empty(batch, queries, heads, record.value.shape[-1], device=EMPTY)
     values: list[Tensor] = []
     ran: list[tuple[nn.Module, Tensor, Tensor]] = []
@@ -46,12 +46,12 @@ def linear_maps(call: Call, seen: Captured, place: str) -> tuple[Affine, Affine]
             layer.register_forward_hook(note)
     try:
         with torch.no_grad(), EMPTY, interface(module, handle):
-            output = module(**given)
+            output = module(**inputs)
     except (RuntimeError, TypeError, ValueError):
         # The module reads a number, or mixes its tensors with those of another device.
         return None
     output = output[0] if isinstance(output, tuple) else output
-    to_values = ((layer, _channels(values[-1], out)) for layer, x, out in ran if _is_whole(x, given[place]))
+    to_values = ((layer, _channels(values[-1], out)) for layer, x, out in ran if _is_whole(x, inputs[source]))
     first = next(((layer, rows) for layer, rows in to_values if rows is not None), None)
     last = next((layer for layer, x, out in ran if _is_whole(x, result) and _is_whole(out, output)), None)
     return None if first is None or last is None else (_rows(call, *first), _rows(call, last, slice(None)))
@@ -106,8 +106,8 @@ def _channels(value: Tensor, output: Tensor) -> Tensor | None:
     if (batch, tokens) != output.shape[:2] or (steps[0], steps[2], 1) != output.stride():
         return None
     first = int(value.storage_offset()) - int(output.storage_offset())
-    at = (first + torch.arange(heads)[:, None] * steps[1] + torch.arange(channels) * steps[3]).flatten()
-    return at if bool(((at >= 0) & (at < output.shape[2])).all()) else None
+    index = (first + torch.arange(heads)[:, None] * steps[1] + torch.arange(channels) * steps[3]).flatten()
+    return index if bool(((index >= 0) & (index < output.shape[2])).all()) else None
 
 
 def _is_whole(tensor: Tensor, other: Tensor) -> bool:

@@ -120,7 +120,7 @@ def _mixed(call: Call, projection: Affine, limit: Sequence[float]) -> tuple[Flow
     # B and C pass the same convolution and activation as x, in a separate flow that is frozen.
     side = Flow(frozen).conv(*conv[inner:])
     side.activation(host.activation).scale(mask, role="act")
-    key, query = (part.unflatten(-1, (groups, state)) for part in side.value.chunk(2, dim=-1))
+    key, query = (half.unflatten(-1, (groups, state)) for half in side.value.chunk(2, dim=-1))
     delta = functional.softplus(step + tensor(host.dt_bias)).clamp(*limit)
     decay = -torch.exp(tensor(host.A_log)) * delta
 

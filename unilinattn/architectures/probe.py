@@ -19,20 +19,20 @@ def probe(call: Call, seen: Captured, source: Tensor) -> tuple[Affine, Affine]:
 
     Raises `UncoveredError` if no argument of the module is `source`, the input of the values.
     """
-    place = next((name for name, value in seen.arguments.items() if _is_source(value, source, call)), None)
-    if place is None:
+    argument = next((name for name, value in seen.arguments.items() if _is_source(value, source, call)), None)
+    if argument is None:
         raise UncoveredError(
             f"{call.name} ({type(call.module).__name__}): no argument of its attention module is the input that its "
             "values come from; register an adapter for this class."
         )
-    return linear_maps(call, seen, place) or images(call, seen, source, place)
+    return linear_maps(call, seen, argument) or images(call, seen, source, argument)
 
 
-def images(call: Call, seen: Captured, source: Tensor, place: str) -> tuple[Affine, Affine]:
+def images(call: Call, seen: Captured, source: Tensor, name: str) -> tuple[Affine, Affine]:
     """Compute both maps column by column, as images of basis vectors.
 
     A copy of the module runs on basis vectors as tokens, in batches of the observed call's shape (its masks and
-    position embeddings have that shape), while its attention function returns basis vectors as the result. `place`:
+    position embeddings have that shape), while its attention function returns basis vectors as the result. `name`:
     the argument that is `source`, the input of the values.
     """
     record: Attended = seen.record
@@ -54,7 +54,7 @@ def images(call: Call, seen: Captured, source: Tensor, place: str) -> tuple[Affi
     with torch.no_grad(), interface(module, handle):
         for start in range(calls):
             rows = _rows(basis, start * tokens, tokens).view(batch, -1, width)
-            outputs.append(_run(module, call, seen, **{place: rows}))
+            outputs.append(_run(module, call, seen, **{name: rows}))
     return _affine(torch.cat(values), width), _affine(torch.cat(outputs), inner)
 
 
@@ -118,9 +118,9 @@ def add_values(flow: Flow, call: Call, seen: Captured, value: Affine, repeats: i
         flow.matrix(weight, bias, role="input")
 
 
-def values_missed(found: Tensor, call: Call, seen: Captured) -> float:
+def values_missed(values: Tensor, call: Call, seen: Captured) -> float:
     """Return the relative error of values (batch, key, head * channel) against those of the captured call."""
-    return relative_error(found, call.tensor(seen.record.value).transpose(1, 2).flatten(2))
+    return relative_error(values, call.tensor(seen.record.value).transpose(1, 2).flatten(2))
 
 
 def add_output(flow: Flow, call: Call, seen: Captured, mixed: Tensor, output: Affine) -> Flow:
@@ -150,8 +150,8 @@ def _run(module: nn.Module, call: Call, seen: Captured, **instead: Tensor) -> Te
 
     Returns the output (batch * query, channel).
     """
-    given = {name: cast(call, value) for name, value in seen.arguments.items() if not name.isdigit()}
-    result = module(**{**given, **instead})
+    arguments = {name: cast(call, value) for name, value in seen.arguments.items() if not name.isdigit()}
+    result = module(**{**arguments, **instead})
     return (result[0] if isinstance(result, tuple) else result).flatten(0, 1)
 
 

@@ -14,7 +14,7 @@ from unilinattn.nested import mapped, tensors
 from unilinattn.operator.flow import Flow
 from unilinattn.registry import UNREGISTERED, register_architecture
 from unilinattn.rules.compilation import chains_of
-from unilinattn.rules.recording import Node, Recording
+from unilinattn.rules.recording import Recording
 
 
 def _check(call: Call) -> None:

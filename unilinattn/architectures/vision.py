@@ -52,8 +52,8 @@ def timm_vit(module: Any, height: int, width: int) -> ImageTokens | None:
 def vim(module: Any, height: int, width: int) -> ImageTokens | None:
     """The patches row by row, with CLS where the model's `cls_position` puts it."""
     classes, (rows, columns) = module.cls_positions, module.grid_size
-    places = [place for place in range(rows * columns + len(classes)) if place not in classes]
-    return ImageTokens((rows, columns), tuple(places), tuple(classes))
+    patches = [position for position in range(rows * columns + len(classes)) if position not in classes]
+    return ImageTokens((rows, columns), tuple(patches), tuple(classes))
 
 
 def _projection(module: Any) -> nn.Module | None:

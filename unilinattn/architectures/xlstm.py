@@ -59,7 +59,7 @@ def _projections(call: Call) -> tuple[list[Affine], list[Affine]]:
     host, heads = call.host, call.host.config.num_heads
     if host.config.weight_mode == "single":
         wide, narrow = [host.q, host.k, host.v, host.ogate_preact], [host.igate_preact, host.fgate_preact]
-        return [call.affine(part) for part in wide], [call.affine(part) for part in narrow]
+        return [call.affine(projection) for projection in wide], [call.affine(projection) for projection in narrow]
     sizes = [host.qk_dim, host.qk_dim, host.v_dim, host.v_dim]
     return _rows(call, host.qkv_opreact, sizes), _rows(call, host.ifgate_preact, [heads, heads])
 

@@ -39,15 +39,15 @@ def linear_in(live: Tensor, func: Callable[..., Tensor], args: Any, kwargs: Any)
     """
     value, tangent = forward_ad.unpack_dual(live)
 
-    def at(part: Tensor) -> Tensor:
-        given, named = mapped((args, kwargs), lambda tensor: part if tensor is live else tensor)
-        return func(*given, **named)
+    def applied(component: Tensor) -> Tensor:
+        values, named = mapped((args, kwargs), lambda tensor: component if tensor is live else tensor)
+        return func(*values, **named)
 
-    result = at(value)
+    result = applied(value)
     if tangent is None:
         return result
     with torch.no_grad():
-        moved = at(tangent)
+        moved = applied(tangent)
     return forward_ad.make_dual(result, moved)
 
 
@@ -83,6 +83,7 @@ def group_norm(
     **_: Any,
 ) -> Parts:
     """Centre each group of channels live, divide by its frozen deviation."""
+    # With 3 groups (batch, 6, length) becomes (batch, 3, 2, length), whose axes 2 and 3 are normed.
     grouped = _normed(x.unflatten(1, (num_groups, -1)), tuple(range(2, x.ndim + 1)), None, eps)
     shape = (-1, *[1] * (x.ndim - 2))
     normed = grouped.flatten(1, 2)
@@ -124,9 +125,10 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *arg
 
 def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Parts:
     """Multiply each group of rows by its own matrix; torch has no forward-mode derivative for its kernel."""
+    # With offs = (3, 5), rows 0 to 2 are multiplied by weight[0], rows 3 and 4 by weight[1], and later rows are zero.
     ends = [0, *offs.tolist()]
-    parts = [x[start:end] @ w for start, end, w in zip(ends, ends[1:], weight, strict=False)]
-    return torch.cat([*parts, x.new_zeros(len(x) - ends[-1], weight.shape[-1])]), None
+    products = [x[start:end] @ w for start, end, w in zip(ends, ends[1:], weight, strict=False)]
+    return torch.cat([*products, x.new_zeros(len(x) - ends[-1], weight.shape[-1])]), None
 
 
 def _normed(x: Tensor, axes: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:

@@ -39,7 +39,6 @@ from unilinattn.rules.functions import (
 )
 from unilinattn.rules.slopes import frozen_slope
 
-
 _RULES: dict[str, Callable[..., Any]] = {}
 
 
@@ -204,7 +203,7 @@ class Freezing(TorchFunctionMode):
 
     def _write(self, func: Callable[..., Any], target: Tensor, index: Any, value: Any) -> None:
         if not target.requires_grad:
-            target.copy_(self._source(target, target))
+            target.copy_(self._source(target, target))  # The elements that are not written stay constants.
         rank = max(self.rank(target), self.rank(value) if isinstance(value, Tensor) else 0)
         func(target, index, self._source(value, target))
         self._stream.pop(target, None)
@@ -241,6 +240,7 @@ class Freezing(TorchFunctionMode):
     def _div(self, x: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
         if rounding_mode is not None:
             return torch.div(*mapped((x, other), torch.detach), rounding_mode=rounding_mode)
+        # A quotient is not linear in its divisor, which normalises: a norm, or a sum of weights.
         other = other.detach() if isinstance(other, Tensor) else other
         return self._ranked(x / other, self.rank(x) if isinstance(x, Tensor) else 0)
 
@@ -249,8 +249,8 @@ class Freezing(TorchFunctionMode):
         return self._div(other, x)
 
     @_rule("addcmul")
-    def _addcmul(self, x: Any, one: Any, other: Any, *, value: int | float = 1) -> Tensor:
-        product = self._mul(one, other) if carried((one, other)) else one * other
+    def _addcmul(self, x: Any, first: Any, other: Any, *, value: int | float = 1) -> Tensor:
+        product = self._mul(first, other) if carried((first, other)) else first * other
         return self._add(x, product, alpha=value)
 
     @_rule("lerp")
@@ -265,6 +265,7 @@ class Freezing(TorchFunctionMode):
     def _pow(self, x: Any, exponent: Any) -> Tensor:
         if not carried(x) or isinstance(exponent, Tensor) or exponent < 1:
             return torch.pow(*mapped((x, exponent), torch.detach))
+        # Below 1 the factor x^(n - 1) would have a pole at zero, so the power is a factor as a whole.
         return self._ranked(x.detach().pow(exponent - 1) * x, self.rank(x))
 
     @_rule("masked_fill")
@@ -276,13 +277,12 @@ class Freezing(TorchFunctionMode):
     def _pad(self, x: Tensor, pad: Sequence[int], mode: str = "constant", value: int | float | None = None) -> Tensor:
         padded = functional.pad(x, pad, mode=mode)
         if value:
-            constants = functional.pad(torch.zeros_like(x, requires_grad=False), pad, value=value)
-            padded = padded + self._as_source(constants, x)
+            padded = padded + self._as_source(functional.pad(torch.zeros_like(x), pad, value=value), x)
         return self._ranked(padded, self.rank(x))
 
     @_rule("addmm", "baddbmm")
-    def _addmm(self, x: Any, one: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
-        product = self._bilinear("matmul", torch.matmul, (one, other), {}) if carried((one, other)) else one @ other
+    def _addmm(self, x: Any, left: Tensor, other: Tensor, *, beta: int | float = 1, alpha: int | float = 1) -> Tensor:
+        product = self._bilinear("matmul", torch.matmul, (left, other), {}) if carried((left, other)) else left @ other
         return self._add(x * beta if beta != 1 else x, product, alpha=alpha)
 
     @_rule("glu")
@@ -311,6 +311,7 @@ class Freezing(TorchFunctionMode):
         result = self._bilinear("linear", func, args, kwargs)
         if bias is None:
             return result
+        # (channel,) for (batch, length, channel), and (channel, 1) for a convolution's (batch, channel, length).
         channels_last = result.shape[-1] == len(bias) and func.__name__ == "linear"
         shape = (-1,) if channels_last else (-1, *[1] * (result.ndim - (2 if result.ndim > 2 else 1)))
         return result + self._source(bias, result).reshape(shape)
@@ -321,14 +322,15 @@ class Freezing(TorchFunctionMode):
         if len(operands) == 1:
             return linear_in(operands[0], func, args, kwargs)
         self.shared.add(name)
-        parts = []
+        # The derivatives y and x of x y sum to twice the product, so each operand gets half of it.
+        products = []
         for operand in operands:
 
             def only(tensor: Tensor, live: Tensor = operand) -> Tensor:
                 return tensor if tensor is live else tensor.detach()
 
-            parts.append(linear_in(operand, func, mapped(args, only), mapped(kwargs, only)) / len(operands))
-        return torch.stack(parts).sum(0)
+            products.append(linear_in(operand, func, mapped(args, only), mapped(kwargs, only)) / len(operands))
+        return torch.stack(products).sum(0)
 
     def _product(self, name: str, func: Callable[..., Tensor], x: Any, other: Any) -> Tensor:
         if not (carried(x) and carried(other)):
@@ -339,7 +341,9 @@ class Freezing(TorchFunctionMode):
         ranks = self.rank(x), self.rank(other)
         result_rank = max(ranks)
         if x.numel() != other.numel():
+            # A scale (batch, length, 1) of a stream (batch, length, channel) is a factor at any rank.
             frozen_first = x.numel() < other.numel()
+        # By the half rule a gate with f(0) != 0, such as a sigmoid, is frozen too: at zero it still passes values on.
         elif ranks[0] != ranks[1] and (not self._half or result_rank == 2):
             frozen_first = ranks[0] > ranks[1]
         else:

@@ -33,14 +33,14 @@ def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
 
     Raises `UncoveredError` if the tensor of a port is none of the arguments.
     """
-    given = _port_values(layer, arguments)
+    inputs = _port_values(layer, arguments)
     trigger = torch.zeros(())
-    if any(map(_has_constants, given.values())) or layer.operator.bias.any():
+    if any(map(_has_constants, inputs.values())) or layer.operator.bias.any():
         # `jvp` runs only if an input is dual. In a model without biases no tangent follows, which saves a third of the
         # run's products.
         trigger = forward_ad.make_dual(trigger, torch.zeros(()))
-    dtype = next(iter(given.values())).dtype
-    output: Tensor = _Operator.apply(layer, tuple(given), dtype, trigger, *given.values())
+    dtype = next(iter(inputs.values())).dtype
+    output: Tensor = _Operator.apply(layer, tuple(inputs), dtype, trigger, *inputs.values())
     return output
 
 
@@ -60,23 +60,25 @@ class _Operator(torch.autograd.Function):
     def jvp(ctx: Any, layer: Any, ports: Any, dtype: Any, trigger: Tensor, *tangents: Tensor | None) -> Tensor:
         _release(ctx.layer)
         op = ctx.layer.operator
-        given = {}
+        values = {}
         for port, tangent, constant in zip(ctx.ports, tangents, ctx.constants, strict=True):
-            part = tangent if constant is None else constant
+            value = tangent if constant is None else constant
             like = op.inputs[port]
-            given[port] = torch.zeros_like(like) if part is None else ctx.layer.as_read(part.to(op.output.dtype), like.shape)
-        return ctx.layer.as_returned(op.apply(given).to(ctx.dtypes[0]))
+            values[port] = (
+                torch.zeros_like(like) if value is None else ctx.layer.as_read(value.to(op.output.dtype), like.shape)
+            )
+        return ctx.layer.as_returned(op.apply(values).to(ctx.dtypes[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         _release(ctx.layer)
         op = ctx.layer.operator
-        parts = zip(ctx.ports, ctx.constants, ctx.dtypes, ctx.shapes, strict=True)
+        inputs = zip(ctx.ports, ctx.constants, ctx.dtypes, ctx.shapes, strict=True)
         grad = ctx.layer.as_read(grad.to(op.output.dtype), op.output.shape)
         grads = (
             ctx.layer.in_shape(op.adjoint(grad, port=port).to(dtype), shape) if constant is None else None
-            for port, constant, dtype, shape in parts
+            for port, constant, dtype, shape in inputs
         )
         return (None, None, None, None, *grads)
 
@@ -98,7 +100,7 @@ def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor
     assert first is not None
     if tuple(layer.ports) == ("x",):
         return {"x": first}
-    given = {}
+    values = {}
     for port, recorded in layer.operator.inputs.items():
         matching = (
             name
@@ -110,9 +112,9 @@ def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor
         name = next(matching, None)
         if name is None or not isinstance(arguments.get(name), Tensor):
             raise UncoveredError(f"{layer.name}: the tensor of its port {port!r} is none of its arguments.")
-        given[port] = arguments[name]
-        _require_recorded(layer, name, given[port].detach().to(recorded), recorded)
-    return given
+        values[port] = arguments[name]
+        _require_recorded(layer, name, values[port].detach().to(recorded), recorded)
+    return values
 
 
 def _require_recorded(layer: Layer, name: str, value: Tensor, recorded: Tensor) -> None:

@@ -33,9 +33,11 @@ def plain_output(
         shapes = [[tuple(t.shape) for t in values] for values in (expected, actual)]
         if shapes[0] != shapes[1]:
             raise ExactnessError(f"{where()}: its plain form returns shapes {shapes[1]}, and the module {shapes[0]}.")
-        for own, plain in zip(expected, actual, strict=True):
-            allowed = max(tolerance("stream", dtype) for dtype in (precision_of(module, own), torch.float32))
-            error = float((own.double() - plain.double()).norm() / own.double().norm().clamp_min(1e-300))
+        for host_output, plain in zip(expected, actual, strict=True):
+            allowed = max(tolerance("stream", dtype) for dtype in (precision_of(module, host_output), torch.float32))
+            error = float(
+                (host_output.double() - plain.double()).norm() / host_output.double().norm().clamp_min(1e-300)
+            )
             # Written so that a NaN is refused too.
             if not error <= allowed:
                 raise ExactnessError(

@@ -19,11 +19,11 @@ from unilinattn.frozen.modules import plain_output
 from unilinattn.frozen.shares import Stream
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, call_host
-from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.recomputation import captures
 from unilinattn.host.recorder import MAIN
 from unilinattn.host.run import run
+from unilinattn.nested import mapped, tensors
 from unilinattn.registry import architecture_of, plain_form_of
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds
@@ -221,8 +221,7 @@ class FrozenPass(Observer[_Call]):
         def mark(func: Any, args: Any, result: Any) -> Any:
             if ids is None:
                 return self._leaf(result) if is_source(func, result) else result
-            ids.follow(args, result)
-            if not ids.looked_up(func, args):
+            if not ids.looks_up(func, args, result):
                 return result
             return self._leaf(ids.by_token(result)).reshape(result.shape)
 

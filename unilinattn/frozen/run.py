@@ -72,7 +72,7 @@ class FrozenRun:
         trace.require_whole("frozen runs")
         model, layers = trace.host, trace.layers
         self._layers, self._explained = layers, trace.explained_logit
-        arguments, self._kept = self._explained.arguments(model, targets)
+        arguments, self._computed_positions = self._explained.arguments(model, targets)
         require_covered(model, layers)
         require_gradients(model)
         self.doubt: str | None = None
@@ -186,7 +186,7 @@ class FrozenRun:
             require_alone(spec.model, spec.arguments, spec.source, self._layers, lambda output: [logit(output)])
 
         def scalar(output: Any) -> Tensor:
-            return one_each(self._explained.scalar(output, target, logit, self._kept), batch)
+            return one_each(self._explained.scalar(output, target, logit, self._computed_positions), batch)
 
         return linearized(run.output, run.tangents, scalar)
 
@@ -223,8 +223,6 @@ def frozen(trace: Trace, targets: Sequence[Target] | None = None, *, rule: str =
         runs[rule] = FrozenRun(trace, every, rule=rule)
     return runs[rule]
 
-
-Trace.frozen = frozen
 
 _shared: "WeakKeyDictionary[Trace, tuple[Sequence[Target], dict[str, FrozenRun]]]" = WeakKeyDictionary()
 

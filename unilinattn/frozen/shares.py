@@ -113,14 +113,14 @@ class Linearized(NamedTuple):
     slopes: list[Tensor]
     unreached: Float[Tensor, " batch"]
 
-    def gradients(self, at: Sequence[Tensor], sequence: int | None = None) -> tuple[Tensor | None, ...]:
+    def gradients(self, inputs: Sequence[Tensor], sequence: int | None = None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the scalar with respect to tensors of the graph; of one sequence if it is given."""
         slopes = self.slopes
         if sequence is not None:
             slopes = [torch.zeros_like(slope) for slope in slopes]
-            for one, slope in zip(slopes, self.slopes, strict=True):
-                one[sequence] = slope[sequence]
-        return torch.autograd.grad(self.outputs, at, slopes, retain_graph=True, allow_unused=True)
+            for single, slope in zip(slopes, self.slopes, strict=True):
+                single[sequence] = slope[sequence]
+        return torch.autograd.grad(self.outputs, inputs, slopes, retain_graph=True, allow_unused=True)
 
 
 def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor, " batch"]]) -> Linearized:
@@ -130,20 +130,20 @@ def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor,
     """
     point = mapped(output, lambda t: t.detach().requires_grad_(t.is_floating_point()))
     value = choose(point)
-    at = [tensor for tensor in tensors(point) if tensor.requires_grad]
+    leaves = [tensor for tensor in tensors(point) if tensor.requires_grad]
     if not value.requires_grad:
         raise UncoveredError("the scalar does not depend on an output of the model, so it has no shares.")
-    slopes = torch.autograd.grad(value.sum(), at, allow_unused=True)
+    slopes = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
     values = [tensor for tensor in tensors(output) if tensor.is_floating_point()]
     constants = [tensor for tensor in tensors(tangents) if tensor.is_floating_point()]
-    parts = [(s, v, c) for s, v, c in zip(slopes, values, constants, strict=True) if s is not None]
-    reached = [(s, v) for s, v, _ in parts if v.requires_grad]
+    terms = [(s, v, c) for s, v, c in zip(slopes, values, constants, strict=True) if s is not None]
+    reached = [(s, v) for s, v, _ in terms if v.requires_grad]
     if not reached:
         raise UncoveredError("the scalar does not depend on an output of the model that depends on its tokens.")
     value = value.detach().double()
-    linear = sum((_by_sequence(s * v.detach()) for s, v, _ in parts), torch.zeros_like(value))
-    constant = sum((_by_sequence(s * c) for s, _, c in parts), torch.zeros_like(value))
-    unreached = sum((_by_sequence(s * c) for s, v, c in parts if not v.requires_grad), torch.zeros_like(value))
+    linear = sum((_by_sequence(s * v.detach()) for s, v, _ in terms), torch.zeros_like(value))
+    constant = sum((_by_sequence(s * c) for s, _, c in terms), torch.zeros_like(value))
+    unreached = sum((_by_sequence(s * c) for s, v, c in terms if not v.requires_grad), torch.zeros_like(value))
     return Linearized(value, linear, constant, [v for _, v in reached], [s for s, _ in reached], unreached)
 
 
@@ -170,9 +170,10 @@ def embedding_part(entry: Stream | None, grad: Tensor | None, keys: int) -> Floa
 def by_depth(scalar: Linearized, streams: Sequence[Stream], grads: Sequence[Tensor | None]) -> Parts:
     """Return the shares of the stream that enters each layer's block."""
     tokens, bias = [], []
-    for stream, given in zip(streams, grads, strict=True):
-        grad = torch.zeros_like(stream.value) if given is None else given
+    for stream, slope in zip(streams, grads, strict=True):
+        grad = torch.zeros_like(stream.value) if slope is None else slope
         tokens.append(by_token(stream.value, grad))
+        # The constants that were added before the block are in its stream, and so in the shares.
         earlier = 0 if stream.tangent is None else by_token(stream.tangent, grad).sum(1)
         bias.append(scalar.constant - earlier)
     return Parts(torch.stack(tokens), torch.stack(bias), scalar.linear.expand(len(streams), -1))
@@ -181,9 +182,9 @@ def by_depth(scalar: Linearized, streams: Sequence[Stream], grads: Sequence[Tens
 def by_layer(layers: Sequence[Layer], grads: Sequence[Tensor | None]) -> Parts:
     """Return sum_i g_i . T_ij x_j for each layer, where g is the scalar's gradient at the layer's output."""
     tokens, bias, value = [], [], []
-    for layer, given in zip(layers, grads, strict=True):
+    for layer, slope in zip(layers, grads, strict=True):
         op = layer.operator
-        grad = torch.zeros_like(op.output) if given is None else given.to(op.output)
+        grad = torch.zeros_like(op.output) if slope is None else slope.to(op.output)
         pulled = [by_token(x, op.adjoint(grad, port=port)) for port, x in op.inputs.items()]
         tokens.append(torch.stack(pulled).sum(0))
         bias.append(_by_sequence(grad * op.bias))
@@ -201,19 +202,20 @@ def biases(
     """Return the share of the constants by module: sources of the graph, layers, and "" for constants in the output."""
     names, leaves = [name for name, _ in sources], [leaf for _, leaf in sources]
     enters = [] if entry is None else [entry.value]
-    parts = {"": scalar.unreached}
+    by_module = {"": scalar.unreached}
     for b in range(len(scalar.value)):
         grads = scalar.gradients([*leaves, *outputs, *enters], b)
         shares = [_inner(leaf, g) for leaf, g in zip(leaves, grads, strict=False)]
         at_entry = grads[-1] if enters else None
         if embedding_part(entry, at_entry, outputs[0].shape[1]) is not None:
+            # A constant that reaches the logit through the first block's stream belongs to the tokens' embeddings.
             early = torch.autograd.grad(enters, leaves, at_entry, retain_graph=True, allow_unused=True)
             shares = [share - _inner(leaf, g) for share, leaf, g in zip(shares, leaves, early, strict=True)]
         through = zip(layers, grads[len(leaves) :], strict=False)
         shares += [_inner(layer.operator.bias, g) for layer, g in through]
         for name, share in zip([*names, *(layer.name for layer in layers)], shares, strict=True):
-            parts.setdefault(name, torch.zeros_like(scalar.value))[b] += share
-    return {name: part for name, part in parts.items() if bool(part.any())}
+            by_module.setdefault(name, torch.zeros_like(scalar.value))[b] += share
+    return {name: total for name, total in by_module.items() if bool(total.any())}
 
 
 def doubt_of(
@@ -235,17 +237,16 @@ def doubt_of(
     if shares.parts is None:
         return None
     errors = (shares.parts.gap / shares.parts.size.clamp_min(tiny)).amax(1).nan_to_num(torch.inf)
-    at = int(errors.argmax())
-    if float(errors[at]) <= accepted:
+    worst = int(errors.argmax())
+    error, name = float(errors[worst]), layers[worst].name
+    if error <= accepted:
         return None
     reason = {
-        "depth": f"tokens reach the logit beside the stream that enters the block of {layers[at].name}, for instance "
+        "depth": f"tokens reach the logit beside the stream that enters the block of {name}, for instance "
         "where a model feeds the embeddings or values of an earlier layer in again. Use by='layer' or by='tokens'",
-        "layer": f"the operator of {layers[at].name} misses the host's output",
+        "layer": f"the operator of {name} misses the host's output",
     }
-    return (
-        f"shares by {by} miss their sum by {errors[at]:.1e} of their size, and {accepted:.0e} is accepted: {reason[by]}"
-    )
+    return f"shares by {by} miss their sum by {error:.1e} of their size, and {accepted:.0e} is accepted: {reason[by]}"
 
 
 def by_token(x: Tensor, grad: Tensor) -> Float[Tensor, "batch key"]:

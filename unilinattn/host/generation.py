@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.image import is_image
 from unilinattn.host.inputs import host_arguments, max_positions, pixels
-from unilinattn.host.isolation import in_gradient_mode, isolated
 from unilinattn.host.recomputation import captures
-from unilinattn.host.recorder import refuse_dropout
+from unilinattn.host.run import run
 from unilinattn.host.text import encoded, is_text
 
 RESERVED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "max_new_tokens", "max_length")
@@ -33,21 +32,19 @@ def prompt_ids(model: nn.Module, prompt: Any, tokenizer: Any) -> Int[Tensor, "1 
     if isinstance(prompt, (list, tuple)):
         raise InputError(f"the prompt is a {type(prompt).__name__}; {ONE_PROMPT}")
     if is_text(prompt):
-        text = encoded(prompt, tokenizer)
-        text.require_vocabulary(model)
-        prompt = text.arguments["input_ids"].to(next(model.parameters()).device)
-    given = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
-    if further := sorted(given.keys() - {"input_ids", "attention_mask"}):
-        images = " An image in the prompt is not covered." if pixels(given) is not None else ""
+        prompt = encoded(prompt, tokenizer).arguments_for(model)["input_ids"]
+    arguments = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
+    if further := sorted(arguments.keys() - {"input_ids", "attention_mask"}):
+        images = " An image in the prompt is not covered." if pixels(arguments) is not None else ""
         raise InputError(
             f"the prompt holds {', '.join(further)}; give a text, or its input_ids, whose tokens are explained.{images}"
         )
-    ids = host_arguments(model, given).get("input_ids")
+    ids = host_arguments(model, arguments).get("input_ids")
     if not isinstance(ids, Tensor):
         raise InputError("the prompt has no input_ids; give a text, or its token ids.")
     if len(ids) != 1:
         raise InputError(f"the prompt holds {len(ids)} sequences; {ONE_PROMPT}")
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise InputError("the prompt has padding; give its tokens only.")
     return ids
@@ -86,15 +83,10 @@ def generated(
             f"{most}; give a shorter prompt or generate at most {max(most - length, 0)} tokens."
         )
 
-    def run() -> Tensor:
-        refuse_dropout(model)
-        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
-        # As in a trace: without captures, RWKV would rescale its weights in place.
-        with captures(model):
-            made = generate(ids, **{**given, **settings})
-        return made if isinstance(made, Tensor) else made.sequences
-
-    whole: Tensor = in_gradient_mode(False, lambda: isolated(model, run))
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
+    # As in a trace: without captures, RWKV would rescale its weights in place.
+    made = run(model, lambda: generate(ids, **{**arguments, **settings}), mixers=captures(model))
+    whole: Tensor = made if isinstance(made, Tensor) else made.sequences
     if whole.shape[1] <= length or not torch.equal(whole[:, :length], ids):
         raise UncoveredError(f"{name}.generate did not continue the prompt; its {whole.shape[1]} ids are another text.")
     return whole

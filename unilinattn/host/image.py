@@ -20,8 +20,8 @@ ACCEPTED = "a PIL image, a uint8 array (height, width, 3), or a list of them"
 def is_image(inputs: Any) -> bool:
     """Tell whether inputs are an image or a sequence that holds one: a PIL image or an array with three axes."""
     return any(
-        _is_pil(one) or (isinstance(one, np.ndarray) and one.ndim == 3)
-        for one in (inputs if isinstance(inputs, (list, tuple)) else [inputs])
+        _is_pil(image) or (isinstance(image, np.ndarray) and image.ndim == 3)
+        for image in (inputs if isinstance(inputs, (list, tuple)) else [inputs])
     )
 
 
@@ -40,21 +40,21 @@ def processed(inputs: Any, processor: Any, model: nn.Module | None = None) -> di
     different sizes.
     """
     if not callable(processor):
-        given = "no processor" if processor is None else f"{type(processor).__name__} as processor"
+        named = "no processor" if processor is None else f"{type(processor).__name__} as processor"
         raise InputError(
-            f"the input is an image, with {given}; pass processor=AutoImageProcessor.from_pretrained(path), or timm's "
+            f"the input is an image, with {named}; pass processor=AutoImageProcessor.from_pretrained(path), or timm's "
             "create_transform(**resolve_model_data_config(model))."
         )
-    images = [_as_pil(one) for one in (inputs if isinstance(inputs, (list, tuple)) else [inputs])]
+    images = [_as_pil(each) for each in (inputs if isinstance(inputs, (list, tuple)) else [inputs])]
     if not images:
         raise InputError(f"the inputs are an empty list; give {ACCEPTED}.")
     rows = [_tensors(processor, image) for image in images]
     shapes = [{name: tuple(value.shape[1:]) for name, value in row.items()} for row in rows]
-    if different := [at for at, shape in enumerate(shapes) if shape != shapes[0]]:
-        at = different[0]
+    if different := [number for number, shape in enumerate(shapes) if shape != shapes[0]]:
+        number = different[0]
         raise InputError(
-            f"the processor returns {_sizes(shapes[0])} for image 0 and {_sizes(shapes[at])} for image {at}; use one "
-            "that resizes to one size, or give one image at a time."
+            f"the processor returns {_sizes(shapes[0])} for image 0 and {_sizes(shapes[number])} for image "
+            f"{number}; use one that resizes to one size, or give one image at a time."
         )
     tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     if model is not None:
@@ -63,25 +63,25 @@ def processed(inputs: Any, processor: Any, model: nn.Module | None = None) -> di
         moved = {name: value.to(device) for name, value in tensors.items()}
         tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in moved.items()}
         parameters = inspect.signature(model.forward).parameters
-        open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         if len(tensors) == 1 and not open_ended and not tensors.keys() & parameters.keys():
             # Models outside of transformers have other names for the pixels.
             return next(iter(tensors.values()))
     return tensors.get("", tensors)
 
 
-def image_tokens(model: nn.Module, given: Mapping[str, Any], lengths: Collection[int]) -> ImageTokens | None:
+def image_tokens(model: nn.Module, arguments: Mapping[str, Any], lengths: Collection[int]) -> ImageTokens | None:
     """Return the places of the tokens of a model's images, None if they are unknown.
 
-    `given`: the model's arguments. `lengths`: the numbers of tokens of its layers.
+    `arguments`: the model's arguments. `lengths`: the numbers of tokens of its layers.
     """
-    images = pixels(given)
+    images = pixels(arguments)
     entries = [(module, image_tokens_of(type(module))) for module in model.modules()]
-    known = [(module, places) for module, places in entries if places is not None]
-    if images is None or len(known) != 1:
+    sources = [(module, locate) for module, locate in entries if locate is not None]
+    if images is None or len(sources) != 1:
         return None
-    ((module, places),) = known
-    tokens = places(module, images.shape[2], images.shape[3])
+    ((module, locate),) = sources
+    tokens = locate(module, images.shape[2], images.shape[3])
     # A model with further tokens, or that merges patches, has another length.
     fits = tokens is not None and set(lengths) == {max((*tokens.patches, *tokens.cls)) + 1}
     return tokens if fits else None

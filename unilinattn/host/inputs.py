@@ -15,6 +15,7 @@ from unilinattn.host.wrappers import OPTIMIZED
 CACHE = "past_key_values"
 """Name of the argument with the states of earlier tokens in transformers' models."""
 
+
 def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
     """Turn a tensor of ids or pixels, or a mapping of keyword arguments, into the arguments of the host's forward.
 
@@ -27,29 +28,29 @@ def host_arguments(model: nn.Module, inputs: Any) -> dict[str, Any]:
     """
     parameters = inspect.signature(model.forward).parameters
     if isinstance(inputs, Mapping):
-        given = dict(inputs)
+        arguments = dict(inputs)
     elif isinstance(inputs, Tensor):
-        given = {_main_input(model): inputs}
+        arguments = {_main_input(model): inputs}
     else:
         raise InputError(
             f"inputs are a {type(inputs).__name__}; give a tensor of token ids or pixels, or a mapping of the "
             "model's keyword arguments (as a tokenizer returns it)."
         )
-    _check_names(model, given)
-    refuse_states(given, "the model")
-    given = {name: _ordinary(value) for name, value in given.items() if name not in CACHES}
-    _check_tensors(model, given)
-    _check_ids(model, given)
-    _check_masks(given)
+    _check_names(model, arguments)
+    refuse_states(arguments, "the model")
+    arguments = {name: _ordinary(value) for name, value in arguments.items() if name not in CACHES}
+    _check_tensors(model, arguments)
+    _check_ids(model, arguments)
+    _check_masks(arguments)
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "use_cache" in parameters or (CACHE in parameters and passes_on):
-        given["use_cache"] = False
-    mask = given.get("attention_mask")
+        arguments["use_cache"] = False
+    mask = arguments.get("attention_mask")
     derives = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
     takes_positions = "position_ids" in parameters and not derives
     if takes_positions and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all()):
-        given.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp_min(0))
-    return given
+        arguments.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp_min(0))
+    return arguments
 
 
 def refuse_states(arguments: Mapping[str, Any], name: str, caches: Sequence[str] = CACHES) -> None:
@@ -62,22 +63,22 @@ def refuse_states(arguments: Mapping[str, Any], name: str, caches: Sequence[str]
             )
 
 
-def call_host(model: nn.Module, given: Mapping[str, Any]) -> Any:
+def call_host(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """Call a model with its arguments: by name, or by position where its forward takes only `*args`.
 
     Raises `InputError` for more tokens than the model has positions, and for images of another size than the model's.
     """
     try:
-        return model(*given.values()) if _only_positional(model) else model(**given)
+        return model(*arguments.values()) if _only_positional(model) else model(**arguments)
     except (UnilinattnError, torch.OutOfMemoryError):
         raise
     except TypeError as error:
         # A host whose forward passes its keyword arguments on may set this one itself.
-        if "use_cache" not in given or "multiple values for keyword argument 'use_cache'" not in str(error):
+        if "use_cache" not in arguments or "multiple values for keyword argument 'use_cache'" not in str(error):
             raise
-        return call_host(model, {name: value for name, value in given.items() if name != "use_cache"})
+        return call_host(model, {name: value for name, value in arguments.items() if name != "use_cache"})
     except (IndexError, RuntimeError, ValueError, AssertionError) as error:
-        if (reason := _misfit(model, given)) is None:
+        if (reason := _misfit(model, arguments)) is None:
             raise
         raise InputError(reason) from error
 
@@ -106,19 +107,19 @@ def vocabulary_size(model: nn.Module) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def pixels(given: Mapping[str, Any]) -> Float[Tensor, "batch channel height width"] | None:
+def pixels(arguments: Mapping[str, Any]) -> Float[Tensor, "batch channel height width"] | None:
     """Return the images among a host's arguments, None if there are none or several tensors of them."""
-    images = [x for x in given.values() if isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point()]
+    images = [x for x in arguments.values() if isinstance(x, Tensor) and x.ndim == 4 and x.is_floating_point()]
     return images[0] if len(images) == 1 else None
 
 
-def _misfit(model: nn.Module, given: Mapping[str, Any]) -> str | None:
+def _misfit(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
     """Return why a model failed on these inputs, None if they fit its positions and its image size."""
-    ids, most = token_ids(given), max_positions(model)
+    ids, most = token_ids(arguments), max_positions(model)
     name = type(model).__name__
     if ids is not None and most is not None and ids.shape[1] > most:
         return f"the inputs have {ids.shape[1]} tokens, and {name} has positions for {most}; give a shorter text."
-    images = pixels(given)
+    images = pixels(arguments)
     embedding = getattr(model, "patch_embed", None)
     size = getattr(getattr(model, "config", None), "image_size", getattr(embedding, "img_size", None))
     if images is None or size is None:
@@ -132,24 +133,24 @@ def _misfit(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     )
 
 
-def token_ids(given: Mapping[str, Any]) -> Tensor | None:
+def token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
     """Return the (batch, length) ids among a host's arguments, None if there are none or those of two streams.
 
     Their name ends in `input_ids`, or they are the only tensor but for masks and positions.
     """
-    named = [name for name in given if name.endswith("input_ids")]
+    named = [name for name in arguments if name.endswith("input_ids")]
     if not named:
-        arrays = [name for name, value in given.items() if isinstance(value, Tensor) and value.ndim > 1]
+        arrays = [name for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim > 1]
         named = [name for name in arrays if "mask" not in name and "position" not in name]
-    ids = given[named[0]] if len(named) == 1 else None
+    ids = arguments[named[0]] if len(named) == 1 else None
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         return None
     return ids
 
 
-def real_tokens(given: Mapping[str, Any], name: str = "attention_mask") -> Bool[Tensor, "batch length"] | None:
+def real_tokens(arguments: Mapping[str, Any], name: str = "attention_mask") -> Bool[Tensor, "batch length"] | None:
     """Return the real tokens of a padding mask among a host's arguments, None if all are real."""
-    mask = given.get(name)
+    mask = arguments.get(name)
     return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
 
 
@@ -188,19 +189,19 @@ def _only_positional(model: nn.Module) -> bool:
     return kinds == {inspect.Parameter.VAR_POSITIONAL}
 
 
-def _check_names(model: nn.Module, given: Mapping[str, Any]) -> None:
+def _check_names(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` for arguments that a model's forward does not accept, and for several if it has only *args."""
     parameters = inspect.signature(model.forward).parameters
     if _only_positional(model):
-        if len(given) > 1:
+        if len(arguments) > 1:
             raise InputError(
-                f"{type(model).__name__}.forward takes only *args, so it cannot be given {', '.join(given)} by name; "
-                "trace the model that it wraps, or give one tensor."
+                f"{type(model).__name__}.forward takes only *args, so it cannot be given {', '.join(arguments)} by "
+                "name; trace the model that it wraps, or give one tensor."
             )
         return
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    unknown = [name for name in given if name not in parameters]
+    unknown = [name for name in arguments if name not in parameters]
     if unknown:
         raise InputError(
             f"{type(model).__name__}.forward takes no argument {unknown[0]!r}"
@@ -209,8 +210,8 @@ def _check_names(model: nn.Module, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_ids(model: nn.Module, given: Mapping[str, Any]) -> None:
-    ids = given.get("input_ids")
+def _check_ids(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    ids = arguments.get("input_ids")
     if ids is None:
         return
     integer = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
@@ -226,21 +227,21 @@ def _check_ids(model: nn.Module, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_tensors(model: nn.Module, given: Mapping[str, Any]) -> None:
+def _check_tensors(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` for tensors without elements, with NaN, or on another device than that of the whole model."""
-    places = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters()}
     # accelerate, which distributes a model over devices, also moves its inputs.
     moved = any(hasattr(module, "_hf_hook") for module in model.modules())
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not isinstance(value, Tensor) or not value.ndim:
             continue
         if not value.numel():
             raise InputError(f"{name} has shape {tuple(value.shape)}; at least one sequence of one token is needed.")
-        if len(places) == 1 and value.device not in places and not moved:
-            (place,) = places
+        if len(devices) == 1 and value.device not in devices and not moved:
+            (device,) = devices
             raise InputError(
-                f"{name} is on {value.device}, and {type(model).__name__} is on {place}; move one of them with "
-                f".to({str(place)!r})."
+                f"{name} is on {value.device}, and {type(model).__name__} is on {device}; move one of them with "
+                f".to({str(device)!r})."
             )
         # A mask that is added to scores may hold infinity.
         wrong = value.isnan() if "mask" in name else ~value.isfinite()
@@ -251,16 +252,16 @@ def _check_tensors(model: nn.Module, given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_masks(given: Mapping[str, Any]) -> None:
+def _check_masks(arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` for a mask without one entry for each token or for each pair of tokens."""
     for name, streams in {
         "attention_mask": ("input_ids", "inputs_embeds"),
         "decoder_attention_mask": ("decoder_input_ids", "decoder_inputs_embeds"),
     }.items():
-        mask = given.get(name)
-        tokens = next((given[s] for s in streams if isinstance(given.get(s), Tensor)), None)
+        mask = arguments.get(name)
+        tokens = next((arguments[s] for s in streams if isinstance(arguments.get(s), Tensor)), None)
         # With a cache the mask also covers its earlier tokens.
-        if mask is None or tokens is None or given.get(CACHE) is not None:
+        if mask is None or tokens is None or arguments.get(CACHE) is not None:
             continue
         batch, length = tokens.shape[:2]
         if not isinstance(mask, Tensor):
@@ -278,12 +279,12 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
     if isinstance(value, Tensor):
         return value.numel() > 0
     if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
+        values: Iterable[Any] = value.values()
     elif isinstance(value, (tuple, list)):
-        parts = value
+        values = value
     else:
-        parts = getattr(value, "__dict__", {}).values()
-    return depth > 0 and any(_holds_tensors(part, depth - 1) for part in parts)
+        values = getattr(value, "__dict__", {}).values()
+    return depth > 0 and any(_holds_tensors(content, depth - 1) for content in values)
 
 
 def _ordinary(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A run attaches hooks, replaces forwards, swaps weights and fills process-wide tables. `Found.restore` undoes all of this
 by comparison with a snapshot taken before the first change. It does not depend on the changes that were made, so a run
-may be interrupted anywhere, and so may the restoration: it is idempotent and is repeated until it is complete.
+may be interrupted anywhere by Ctrl-C, and so may the restoration: it is idempotent and called twice.
 """
 
 import threading
@@ -22,9 +22,6 @@ from unilinattn.errors import ModelStateError
 
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
-
-ATTEMPTS = 3
-"""Largest number of attempts at a restoration, which survives one interrupt fewer."""
 
 LOCK = threading.RLock()
 """Lock of a run under hooks, some of whose replacements are process-wide: a second thread waits.
@@ -124,13 +121,17 @@ def with_own_random_numbers(devices: Iterable[torch.device], compute: Callable[[
     return finished(compute, restore)
 
 
-def finished(run: Callable[[], Result], restore: Callable[[], object], attempts: int = ATTEMPTS) -> Result:
-    """Return `run()` and complete an idempotent `restore()`, also if either of them is interrupted.
+def finished(run: Callable[[], Result], restore: Callable[[], object]) -> Result:
+    """Return `run()` and complete an idempotent `restore()`, also if Ctrl-C interrupts either of them.
 
-    An interrupt can arrive on the line that calls `restore`, so each attempt is enclosed in another one.
+    The interrupt can arrive on the line that calls `restore` or inside it, so a second call follows. A second interrupt
+    during the restoration, which takes milliseconds, may end it early.
     """
     try:
-        return run() if attempts == 1 else finished(run, restore, attempts - 1)
+        try:
+            return run()
+        finally:
+            restore()
     finally:
         restore()
 

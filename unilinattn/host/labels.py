@@ -22,7 +22,7 @@ MOST_PARTS = 8
 """Largest number of tokens that are decoded as one text: a character has at most four bytes."""
 
 
-def labels_of_text(tokenizer: Any, ids: Sequence[int], places: Sequence[tuple[int, int]], text: str) -> list[str]:
+def labels_of_text(tokenizer: Any, ids: Sequence[int], spans: Sequence[tuple[int, int]], text: str) -> list[str]:
     """Return the labels of tokens whose places (first character, one after the last) in a text are known.
 
     A token without characters, such as a special one, has the label of its id. Of the characters that the tokenizer
@@ -30,7 +30,7 @@ def labels_of_text(tokenizer: Any, ids: Sequence[int], places: Sequence[tuple[in
     """
     labels: list[str] = []
     last, done = None, 0
-    for token, (begin, end) in zip(ids, places, strict=True):
+    for token, (begin, end) in zip(ids, spans, strict=True):
         if last is not None and (marks := _marks(text[done:begin])):
             labels[last] += marks
             done += len(marks)
@@ -104,4 +104,4 @@ def _byte_letters() -> dict[str, int]:
     """Return the byte of each letter of byte-level BPE (GPT-2): printable ones are themselves, others from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(256 + at): byte for at, byte in enumerate(others)}}
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + index): byte for index, byte in enumerate(others)}}

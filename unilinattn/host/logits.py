@@ -21,7 +21,7 @@ Logit = int | tuple[int, int] | Callable[[Any], Tensor] | None
 
 def logits_at(
     model: nn.Module,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     positions: Callable[[], Sequence[Int[Tensor, " position"]]],
     *,
     above: int,
@@ -31,13 +31,13 @@ def logits_at(
     The arguments are unchanged for inputs of at most `above` tokens, if they have `logits_to_keep` already or `labels`,
     whose loss needs all logits, and for a model in which `logits_to_keep` restricts more than logits.
     """
-    ids = given.get("input_ids", given.get("inputs_embeds"))
+    ids = arguments.get("input_ids", arguments.get("inputs_embeds"))
     length = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 0
-    needs_all = KEEP in given or given.get("labels") is not None
+    needs_all = KEEP in arguments or arguments.get("labels") is not None
     if length <= above or needs_all or not _keeps_logits_only(model):
-        return dict(given)
+        return dict(arguments)
     wanted = (torch.cat(list(positions())) % length).unique()
-    return {**given, KEEP: wanted.to(ids.device) if isinstance(ids, Tensor) else wanted}
+    return {**arguments, KEEP: wanted.to(ids.device) if isinstance(ids, Tensor) else wanted}
 
 
 def has_logits(output: Any) -> bool:
@@ -49,7 +49,7 @@ def logits_of(
     output: Any,
     model: str,
     tokens: tuple[int, ...] | None = None,
-    kept: Int[Tensor, " position"] | None = None,
+    computed: Int[Tensor, " position"] | None = None,
 ) -> Float[Tensor, "batch *position token"]:
     """Return the logits in the output of a model: (batch, class), or (batch, position, token).
 
@@ -74,7 +74,7 @@ def logits_of(
         )
     if tokens is None:
         return logits
-    length = tokens[1] if kept is None else len(kept)
+    length = tokens[1] if computed is None else len(computed)
     if logits.shape[0] != tokens[0] or (logits.ndim == 3 and logits.shape[1] != length):
         raise InputError(
             f"{model} returns logits of shape {tuple(logits.shape)}, and its layers have {tokens[0]} sequences of "
@@ -131,13 +131,13 @@ def positions_of(
         raise InputError(f"target {target!r} is no position; give an int, or a list with one int a sequence.")
     if wanted.ndim == 1 and wanted.numel() != batch:
         raise InputError(f"target names {wanted.numel()} positions for {batch} sequences; give one each, or one int.")
-    places = []
+    positions = []
     for b, t in enumerate(wanted.expand(batch).tolist()):
         tokens = real[b].nonzero().squeeze(1)
         if not -len(tokens) <= t < len(tokens):
             raise InputError(f"target {t} is out of range: sequence {b} has {len(tokens)} real positions.")
-        places.append(int(tokens[t]))
-    return torch.tensor(places)
+        positions.append(int(tokens[t]))
+    return torch.tensor(positions)
 
 
 def logits_wanted(logit: Any) -> list[int]:
@@ -154,12 +154,12 @@ def logits_wanted(logit: Any) -> list[int]:
     return wanted
 
 
-def kept_positions(given: Mapping[str, Any], length: int) -> Int[Tensor, " position"] | None:
+def kept_positions(arguments: Mapping[str, Any], length: int) -> Int[Tensor, " position"] | None:
     """Return the positions of the logits that a model computed, None for all.
 
     Raises `InputError` if `logits_to_keep` is neither an int nor a tensor with one axis of positions.
     """
-    keep = given.get(KEEP, 0)
+    keep = arguments.get(KEEP, 0)
     if isinstance(keep, int):
         return torch.arange(max(0, length - keep), length) if keep else None
     if not isinstance(keep, Tensor) or keep.ndim != 1 or keep.dtype == torch.bool:
@@ -170,23 +170,23 @@ def kept_positions(given: Mapping[str, Any], length: int) -> Int[Tensor, " posit
 def at_positions(
     logits: Float[Tensor, "batch position token"],
     positions: Int[Tensor, " batch"],
-    kept: Int[Tensor, " position"] | None,
+    computed: Int[Tensor, " position"] | None,
 ) -> Float[Tensor, "batch token"]:
-    """Return the logits at one position of each sequence; `kept` are the positions that have logits, None for all.
+    """Return the logits at one position of each sequence; `computed` are the positions that have logits, None for all.
 
     Raises `InputError` for a position without logits.
     """
-    places = positions
-    if kept is not None:
-        matches = positions[:, None] == kept
+    rows = positions
+    if computed is not None:
+        matches = positions[:, None] == computed
         missing = positions[~matches.any(1)].tolist()
         if missing:
             raise InputError(
                 f"the model computed no logits for position {missing[0]}: the inputs have {KEEP} without it. Add "
                 "it there, or leave the argument out."
             )
-        places = matches.long().argmax(1)
-    return logits[torch.arange(len(logits), device=logits.device), places.to(logits.device)]
+        rows = matches.long().argmax(1)
+    return logits[torch.arange(len(logits), device=logits.device), rows.to(logits.device)]
 
 
 def chosen_ids(logits: Float[Tensor, "*batch token"], logit: Logit) -> Int[Tensor, "*batch id"]:
@@ -195,7 +195,7 @@ def chosen_ids(logits: Float[Tensor, "*batch token"], logit: Logit) -> Int[Tenso
     Raises `InputError` for an id that is out of range.
     """
     wanted = logits_wanted(logit)
-    if any(not 0 <= one < logits.shape[-1] for one in wanted):
+    if any(not 0 <= id_ < logits.shape[-1] for id_ in wanted):
         raise InputError(f"logit {logit} is out of range: the model has logits 0 to {logits.shape[-1] - 1}.")
     if not wanted:
         return logits.argmax(-1, keepdim=True)

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.call import CACHES
+from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.module_calls import first_tensor
-from unilinattn.nested import mapped
 from unilinattn.host.recorder import captured
 from unilinattn.host.substitution import functional, through_operators
 from unilinattn.memory import return_free_pages
+from unilinattn.nested import mapped
 
 BLOCK = "transformers.modeling_layers.GradientCheckpointingLayer"
 """The base class of blocks that transformers declares fit for recomputation."""
@@ -80,9 +80,9 @@ class _Segment:
     """One call of a module: first on its arguments, then on copies that nothing writes into."""
 
     def __init__(
-        self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self._own, self._given, self._begun = own, (args, kwargs), False
+        self._forward, self._call, self._begun = forward, (args, kwargs), False
         # A host may run on temporary parameters, such as rescaled copies.
         self._parameters = [(inner, dict(inner._parameters)) for inner in module.modules()]
         # torch exits the active modes before it runs a backward pass.
@@ -106,7 +106,7 @@ class _Segment:
             return self._run()
 
     def _run(self) -> Any:
-        args, kwargs = self._given
+        args, kwargs = self._call
         stream = first_tensor((*args, *kwargs.values()))
         if not self._begun:
             # The parameters require no gradient, so the first segment's input has to.
@@ -116,8 +116,8 @@ class _Segment:
                 args = tuple(live if value is stream else value for value in args)
                 kwargs = {name: live if value is stream else value for name, value in kwargs.items()}
             # A host may write into the tensors that it passes on.
-            self._given, self._begun = mapped((args, kwargs), _copied), True
-        return self._own(*args, **kwargs)
+            self._call, self._begun = mapped((args, kwargs), _copied), True
+        return self._forward(*args, **kwargs)
 
 
 def _copied(tensor: Tensor) -> Tensor:

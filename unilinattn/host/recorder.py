@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from unilinattn.call import Captured
+from unilinattn.call import CACHES, Captured
 from unilinattn.errors import ModelStateError
-from unilinattn.call import CACHES
 from unilinattn.host.inputs import bound_arguments, refuse_states
 from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tensors_in
-from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Inputs, Observer
+from unilinattn.nested import mapped, tensors
 from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
 
 MAIN = torch.empty(0)
@@ -139,8 +138,8 @@ class GradientRecorder(Recorder):
         leaf = result if result.requires_grad else result.detach().requires_grad_()
         self.outputs.append(leaf)
         # The host may write into the output, and a leaf must not be written into.
-        given = leaf.clone()
-        return mapped(output, lambda t: given if t is result else t)
+        copied = leaf.clone()
+        return mapped(output, lambda t: copied if t is result else t)
 
 
 @contextmanager

@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from unilinattn.call import Call
+from unilinattn.call import CACHES, Call
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import FactorError, InputError, UncoveredError
 from unilinattn.host.forwards import Forward, replaced_forwards
-from unilinattn.call import CACHES
 from unilinattn.host.inputs import bound_arguments
 from unilinattn.host.module_calls import Prefix, first_tensor
 from unilinattn.operator.flow import Flow
@@ -91,7 +90,7 @@ def operators_at_length(
             assert expected is not None
             _require_same(first.to(x.dtype), expected, real, name, above)
             flow = build_flow(architecture, called_on(module, name, arguments))
-            ports = {port: (given.shape[0], given.shape[1]) for port, given in flow.inputs.items()}
+            ports = {port: (entered.shape[0], entered.shape[1]) for port, entered in flow.inputs.items()}
             output = flow.value.to(x.dtype)
             del flow
             prefix = output[:, : first.shape[1]]
@@ -109,9 +108,9 @@ def operators_at_length(
         yield
 
 
-def may_be_long(given: Mapping[str, Any], above: int) -> bool:
+def may_be_long(arguments: Mapping[str, Any], above: int) -> bool:
     """Tell whether an input has more than `above` elements per sequence, and so maybe more tokens than that."""
-    return any(isinstance(x, Tensor) and x.ndim > 1 and x.numel() > above * len(x) for x in given.values())
+    return any(isinstance(x, Tensor) and x.ndim > 1 and x.numel() > above * len(x) for x in arguments.values())
 
 
 def build_flow(architecture: Architecture, call: Call) -> Flow:
@@ -184,8 +183,8 @@ def _real(mask: Tensor | None, x: Tensor, prefix: int, name: str) -> Tensor | No
     return real
 
 
-def _require_same(own: Tensor, expected: Tensor, real: Tensor | None, name: str, above: int) -> None:
-    error, allowed = worst_error(own, expected, real), layer_tolerance(expected.dtype)
+def _require_same(computed: Tensor, expected: Tensor, real: Tensor | None, name: str, above: int) -> None:
+    error, allowed = worst_error(computed, expected, real), layer_tolerance(expected.dtype)
     if not error <= allowed:
         raise UncoveredError(
             f"{name}: above {above} tokens its operator stands in for the host's own forward, and differs from it "
@@ -208,7 +207,7 @@ def _cut(value: Any, length: int, *, copy: bool = True) -> Any:
                 value = value.narrow(axis, 0, min(PREFIX, length))
         return value.clone() if copy else value
     if isinstance(value, Mapping):
-        return {key: _cut(part, length, copy=copy) for key, part in value.items()}
+        return {key: _cut(item, length, copy=copy) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_cut(part, length, copy=copy) for part in value)
+        return type(value)(_cut(item, length, copy=copy) for item in value)
     return value

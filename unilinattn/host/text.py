@@ -44,7 +44,7 @@ class Text:
         """`spans` with (0, 0) at padding, None for a tokenizer without offsets."""
         if self.spans is None:
             return None
-        return [self._padded(row, [(0, 0)] * len(self._real[at]), at) for at, row in enumerate(self.spans)]
+        return [self._padded(row, [(0, 0)] * len(self._real[index]), index) for index, row in enumerate(self.spans)]
 
     @property
     def labels(self) -> list[list[str]] | None:
@@ -52,15 +52,15 @@ class Text:
         if self.tokenizer is None:
             return None
         rows = []
-        for at, (ids, real) in enumerate(zip(self.arguments["input_ids"].tolist(), self._real, strict=True)):
+        for index, (ids, real) in enumerate(zip(self.arguments["input_ids"].tolist(), self._real, strict=True)):
             tokens = [token for token, is_real in zip(ids, real, strict=True) if is_real]
             if self.texts is None or self.spans is None:
                 labels = labels_of_ids(self.tokenizer, tokens)
             else:
-                labels = labels_of_text(self.tokenizer, tokens, self.spans[at], self.texts[at])
+                labels = labels_of_text(self.tokenizer, tokens, self.spans[index], self.texts[index])
             # Padding is one and the same token.
             filler = [token_text(self.tokenizer, ids[real.index(0)])] if 0 in real else [""]
-            rows.append(self._padded(labels, filler * len(ids), at))
+            rows.append(self._padded(labels, filler * len(ids), index))
         return rows
 
     @property
@@ -69,13 +69,21 @@ class Text:
         rows: list[list[int]] = self.arguments.get("attention_mask", torch.ones_like(ids)).tolist()
         return rows
 
-    def _padded(self, values: Sequence[Value], fillers: Sequence[Value], at: int) -> list[Value]:
+    def _padded(self, values: Sequence[Value], fillers: Sequence[Value], index: int) -> list[Value]:
         """Return the values of a sequence's real tokens, with fillers at its padding."""
         remaining = iter(values)
-        return [next(remaining) if real else filler for real, filler in zip(self._real[at], fillers, strict=True)]
+        return [next(remaining) if real else filler for real, filler in zip(self._real[index], fillers, strict=True)]
 
-    def require_vocabulary(self, model: nn.Module) -> None:
-        """Raise `InputError` for ids that the model does not have, and warn of a tokenizer with more tokens than it."""
+    def arguments_for(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return `arguments` on a model's device.
+
+        Raises `InputError` for ids that the model does not have, and warns of a tokenizer with more tokens than it.
+        """
+        self._require_vocabulary(model)
+        device = next(model.parameters()).device
+        return {name: ids.to(device) for name, ids in self.arguments.items()}
+
+    def _require_vocabulary(self, model: nn.Module) -> None:
         size = vocabulary_size(model)
         if size is None:
             return
@@ -119,14 +127,16 @@ def encoded(texts: str | Sequence[Any], tokenizer: Any) -> Text:
     Raises `InputError` for texts without a tokenizer, for other values among them, for a text without tokens and for
     one that no encoding has.
     """
-    parts = [_parts(number, text) for number, text in enumerate([texts] if isinstance(texts, str) else texts)]
+    sequences = [_parts(number, text) for number, text in enumerate([texts] if isinstance(texts, str) else texts)]
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
-        given = "no tokenizer" if tokenizer is None else f"{type(tokenizer).__name__} as tokenizer"
-        raise InputError(f"the input is text, with {given}; pass tokenizer=AutoTokenizer.from_pretrained(path).")
-    encodings = [tokenizer(*each) for each in parts]
+        named = "no tokenizer" if tokenizer is None else f"{type(tokenizer).__name__} as tokenizer"
+        raise InputError(f"the input is text, with {named}; pass tokenizer=AutoTokenizer.from_pretrained(path).")
+    encodings = [tokenizer(*each) for each in sequences]
     rows = [list(encoding["input_ids"]) for encoding in encodings]
     if empty := [number for number, row in enumerate(rows) if not row]:
-        raise InputError(f"text {empty[0]}, {parts[empty[0]][0]!r}, has no tokens; give a text of at least one token.")
+        raise InputError(
+            f"text {empty[0]}, {sequences[empty[0]][0]!r}, has no tokens; give a text of at least one token."
+        )
     longest = max(map(len, rows))
     left = getattr(tokenizer, "padding_side", "right") == "left"
 
@@ -140,12 +150,12 @@ def encoded(texts: str | Sequence[Any], tokenizer: Any) -> Text:
     arguments = {"input_ids": torch.tensor([padded(row, filler) for row in rows])}
     if any(len(row) < longest for row in rows):
         arguments["attention_mask"] = torch.tensor([padded([1] * len(row), 0) for row in rows])
-    if any(len(each) > 1 for each in parts) and "token_type_ids" in encodings[0]:
+    if any(len(each) > 1 for each in sequences) and "token_type_ids" in encodings[0]:
         arguments["token_type_ids"] = torch.tensor([padded(each["token_type_ids"], 0) for each in encodings])
-    joined = tuple(map("".join, parts))
+    joined = tuple(map("".join, sequences))
     if not getattr(tokenizer, "is_fast", False):
         return Text(joined, tokenizer, arguments, None, None)
-    placed = [_placed(each.encodings[0], len(first)) for each, (first, *_) in zip(encodings, parts, strict=True)]
+    placed = [_placed(each.encodings[0], len(first)) for each, (first, *_) in zip(encodings, sequences, strict=True)]
     words = tuple(tuple(padded(numbers, None)) for _, numbers in placed)
     return Text(joined, tokenizer, arguments, tuple(tuple(spans) for spans, _ in placed), words)
 
@@ -168,24 +178,24 @@ def tokenized(inputs: Any, tokenizer: Any) -> Text | None:
 
 def _parts(number: int, text: Any) -> tuple[str, ...]:
     """Return the text, or the two texts of a pair, of a sequence; raise `InputError` for other values."""
-    parts = (text,) if isinstance(text, str) else text
+    texts = (text,) if isinstance(text, str) else text
     if not _is_pair(text) and not isinstance(text, str):
         raise InputError(
             f"the inputs hold texts and a {type(text).__name__}; give one text for each sequence, or one pair of texts."
         )
-    for part in parts:
+    for each in texts:
         try:
-            part.encode()
+            each.encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"text {number} has {part[error.start]!r} at character {error.start}, half of a surrogate pair, which "
+                f"text {number} has {each[error.start]!r} at character {error.start}, half of a surrogate pair, which "
                 "is no character; decode its bytes as UTF-8 first."
             ) from None
-    return tuple(parts)
+    return tuple(texts)
 
 
 def _is_pair(text: Any) -> bool:
-    return isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(part, str) for part in text)
+    return isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(each, str) for each in text)
 
 
 def _placed(encoding: Any, length: int | None) -> tuple[list[Span], list[int | None]]:
@@ -193,9 +203,9 @@ def _placed(encoding: Any, length: int | None) -> tuple[list[Span], list[int | N
 
     `length`: characters of the first text of a pair; None for those up to its last token.
     """
-    first = [at for at, sequence in enumerate(encoding.sequence_ids) if sequence == 0]
-    begin = max((encoding.offsets[at][1] for at in first), default=0) if length is None else length
-    words = 1 + max((encoding.word_ids[at] for at in first if encoding.word_ids[at] is not None), default=-1)
+    first = [index for index, sequence in enumerate(encoding.sequence_ids) if sequence == 0]
+    begin = max((encoding.offsets[index][1] for index in first), default=0) if length is None else length
+    words = 1 + max((encoding.word_ids[index] for index in first if encoding.word_ids[index] is not None), default=-1)
     spans, numbers = [], []
     for (start, end), word, sequence in zip(encoding.offsets, encoding.word_ids, encoding.sequence_ids, strict=True):
         spans.append((start + begin, end + begin) if sequence else (start, end))
@@ -215,13 +225,13 @@ def words_of(tokenizer: Any, ids: Sequence[int], prompt: int) -> tuple[list[int 
     for count in (len(ids), prompt):
         text = tokenizer.decode(ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        plain = [at for at, token in enumerate(ids[:count]) if token not in special]
-        if list(encoding["input_ids"]) != [ids[at] for at in plain]:
+        plain = [index for index, token in enumerate(ids[:count]) if token not in special]
+        if list(encoding["input_ids"]) != [ids[index] for index in plain]:
             continue
         words: list[int | None] = [None] * len(ids)
         offsets: list[Span] = [(0, 0)] * len(ids)
-        for at, word, span in zip(plain, encoding.word_ids(), encoding["offset_mapping"], strict=True):
-            words[at], offsets[at] = word, (span[0], span[1])
+        for index, word, span in zip(plain, encoding.word_ids(), encoding["offset_mapping"], strict=True):
+            words[index], offsets[index] = word, (span[0], span[1])
         return words, offsets
     return None
 
@@ -256,13 +266,13 @@ def token_id(tokenizer: Any, token: str) -> int:
 def _place(pattern: re.Pattern[str], text: str, spans: Sequence[Span], target: str | re.Pattern[str]) -> int:
     matches = [match.span() for match in pattern.finditer(text) if match.end() > match.start()]
     if len(matches) != 1:
-        found = f"occurs {len(matches)} times, at characters {', '.join(str(m[0]) for m in matches[:5])}"
+        count = f"occurs {len(matches)} times, at characters {', '.join(str(m[0]) for m in matches[:5])}"
         raise InputError(
-            f"target {_shown(target)} {found if matches else 'does not occur'} in the text {_shortened(text)}; give a "
+            f"target {_shown(target)} {count if matches else 'does not occur'} in the text {_shortened(text)}; give a "
             "text that occurs once, or a position."
         )
     ((begin, end),) = matches
-    return max(place for place, span in enumerate(spans) if span[0] < end and span[1] > begin)
+    return max(index for index, span in enumerate(spans) if span[0] < end and span[1] > begin)
 
 
 def _shown(target: str | re.Pattern[str]) -> str:

@@ -60,6 +60,8 @@ class Carry:
         return self._states[len(self._next)] if self._states else None
 
 
+# No argument can take its place: an adapter reads values while it builds its flow, such as keys after a short
+# convolution, and these mixers continue from their states too. It gets a host's call only.
 _carry: ContextVar[Carry | None] = ContextVar("carry", default=None)
 
 

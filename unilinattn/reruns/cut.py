@@ -15,18 +15,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from unilinattn.call import CACHES
 from unilinattn.call.entries import Entries
 from unilinattn.errors import InputError, ModelStateError, OptionError, nearest
-from unilinattn.call import CACHES
 from unilinattn.host.inputs import bound_arguments, host_arguments
 from unilinattn.host.isolation import current_run
-from unilinattn.nested import mapped
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE
 from unilinattn.host.wrappers import unwrapped
+from unilinattn.nested import mapped
 from unilinattn.operator.edges import Edges, Groups, Listed, Pairs, Selection, along, core_channels
+from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.discovery import refuse, remembered_mixers
-from unilinattn.tracing.layer import Layer, LayerBuilder
+from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.recording import recorded_run
 from unilinattn.tracing.trace import Trace, trace
 from unilinattn.tracing.trust import require_exact
@@ -62,12 +63,12 @@ class Cut:
 
     def difference(self, index: int, layer: Layer) -> dict[str, Float[Tensor, "batch key in"]]:
         """Return x_j less the values in its place, for every port of a layer."""
-        given = layer.operator.inputs
+        inputs = layer.operator.inputs
         if self.replace == "zero":
-            return given
+            return inputs
         if self.replace == "mean":
-            return {port: x - _mean(x, layer.mask) for port, x in given.items()}
-        return {port: x - self._other(index, layer, port, x) for port, x in given.items()}
+            return {port: x - _mean(x, layer.mask) for port, x in inputs.items()}
+        return {port: x - self._other(index, layer, port, x) for port, x in inputs.items()}
 
     def _other(self, index: int, layer: Layer, port: str, x: Tensor) -> Tensor:
         assert isinstance(self.replace, Trace)
@@ -131,8 +132,8 @@ def cut(
             f"{type(model).__name__} has an encoder and a decoder, in which an edge names different tokens; name the "
             "layers of one of them with layers=[...]."
         )
-    chosen = [layers] if isinstance(layers, (int, str)) else None if layers is None else list(layers)
-    new = Cut(Listed(edges), chosen, heads, channels, _replacement(model, replace))
+    selected = [layers] if isinstance(layers, (int, str)) else None if layers is None else list(layers)
+    new = Cut(Listed(edges), selected, heads, channels, _replacement(model, replace))
     # Compiled code of a model does not see that its forward is another one.
     plain = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
@@ -148,28 +149,32 @@ def cut(
 
 
 def run_without(
-    model: nn.Module, call: Callable[[], Any], given: Mapping[str, Any], cuts: Sequence[Cut], opaque: Collection[str]
+    model: nn.Module,
+    call: Callable[[], Any],
+    arguments: Mapping[str, Any],
+    cuts: Sequence[Cut],
+    opaque: Collection[str],
 ) -> Any:
-    """Return `call()`, a run of a model on `given` without some edges; `opaque` are the paths of opaque layers.
+    """Return `call()`, a run of a model on `arguments` without some edges; `opaque` are the paths of opaque layers.
 
     Raises the errors of a call inside `cut`.
     """
-    return _CutRecorder(model, given, cuts, opaque).run(call)
+    return _CutRecorder(model, arguments, cuts, opaque).run(call)
 
 
 class _CutForward:
     """The forward of a model while it is cut."""
 
     def __init__(self, model: nn.Module, first: Cut) -> None:
-        own = model.forward
-        update_wrapper(self, own)
-        self.model, self.own, self.cuts = model, own, [first]
+        forward = model.forward
+        update_wrapper(self, forward)
+        self.model, self.original, self.cuts = model, forward, [first]
         self.before = Entries([(vars(model), "forward")])
         self.thread = threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _uncut.get():
-            return self.own(*args, **kwargs)
+            return self.original(*args, **kwargs)
         if current_run() is not None:
             raise ModelStateError(
                 f"{type(self.model).__name__} is inside a `cut`, so its layers' outputs are not those of their "
@@ -185,45 +190,45 @@ class _CutForward:
                     f"{type(self.model).__name__} was given {cache} inside a `cut`, in which every call needs the "
                     "whole text; call it without, and `generate` with use_cache=False."
                 )
-        recorder = _CutRecorder(self.model, named, self._known(host_arguments(self.model, named)))
-        return recorder.run(lambda: recorder.inside(self.own, args, kwargs))
+        recorder = _CutRecorder(self.model, named, self._counted_cuts(host_arguments(self.model, named)))
+        return recorder.run(lambda: recorder.inside(self.original, args, kwargs))
 
-    def _known(self, given: Mapping[str, Any]) -> list[Cut]:
+    def _counted_cuts(self, arguments: Mapping[str, Any]) -> list[Cut]:
         """Refuse a model with unknown mixers, and return the cuts with negative indices of layers counted from 0."""
-        mixers = remembered_mixers(self.model, given, SUBSTITUTE_ABOVE)
+        mixers = remembered_mixers(self.model, arguments, SUBSTITUTE_ABOVE)
         if mixers:
-            refuse(self.model, (), mixers, given, strict=True)
-        negative = any(isinstance(layer, int) and layer < 0 for one in self.cuts for layer in one.layers or ())
+            refuse(self.model, (), mixers, arguments, strict=True)
+        negative = any(isinstance(layer, int) and layer < 0 for each in self.cuts for layer in each.layers or ())
         if mixers is not None and not negative:
             return self.cuts
-        count = len(_traced_uncut(self.model, given).layers)
-        return [changed(one, layers=_counted(one.layers, count)) for one in self.cuts]
+        count = len(_traced_uncut(self.model, arguments).layers)
+        return [changed(each, layers=_counted(each.layers, count)) for each in self.cuts]
 
 
 class _CutRecorder(Recorder):
     """Records each layer of a run, and replaces its output by the output without the cut edges."""
 
     def __init__(
-        self, model: nn.Module, given: Mapping[str, Any], cuts: Sequence[Cut], opaque: Collection[str] = ()
+        self, model: nn.Module, arguments: Mapping[str, Any], cuts: Sequence[Cut], opaque: Collection[str] = ()
     ) -> None:
         super().__init__(model, opaque=opaque)
-        self._given, self._cuts, self._names = given, cuts, list[str]()
-        self._builder = LayerBuilder(model, given, None)
+        self._arguments, self._cuts, self._names = arguments, cuts, list[str]()
+        self._builder = LayerBuilder(model, arguments, None)
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Return `call()` with the cuts; raise `OptionError` if a cut names layers that did not run."""
-        output = recorded_run(self, call, self._given, above=SUBSTITUTE_ABOVE)
-        for wanted in (layer for one in self._cuts for layer in one.layers or ()):
+        output = recorded_run(self, call, self._arguments, above=SUBSTITUTE_ABOVE)
+        for wanted in (layer for each in self._cuts for layer in each.layers or ()):
             if isinstance(wanted, str) and wanted not in self._names:
                 raise OptionError(f"cut: no layer {wanted!r}" + nearest(wanted, self._names))
             if not isinstance(wanted, str) and wanted not in range(len(self._names)):
                 raise OptionError(f"cut: layer {wanted} is out of range; layers 0 to {len(self._names) - 1} ran.")
         return output
 
-    def inside(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def inside(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `own(*args, **kwargs)`, recorded as a call of the model: the hooks come too late for one under way."""
         self.enter("", self.model, args, kwargs)
-        output = own(*args, **kwargs)
+        output = forward(*args, **kwargs)
         replaced = self.leave(self.model, args, kwargs, output)
         return output if replaced is None else replaced
 
@@ -231,24 +236,26 @@ class _CutRecorder(Recorder):
         """Return the output without the edges that are cut in this layer; None if there are none."""
         layer, index = self._builder.build(self.layers.pop()), len(self._names)
         self._names.append(layer.name)
-        cuts = [one for one in self._cuts if one.includes(index, layer.name)]
+        cuts = [each for each in self._cuts if each.includes(index, layer.name)]
         if not cuts:
             return None
         operator = layer.operator
-        for one in cuts:
-            if one.layers is None and operator.ports[0] != "x":
+        for each in cuts:
+            if each.layers is None and operator.ports[0] != "x":
                 raise OptionError(
                     f"{layer.name} takes its keys from {operator.ports[0]!r}, so an edge names other tokens in it than "
                     "in other layers; name the layers to cut with layers=[...]."
                 )
         require_exact([layer])
-        parts = [(one.edges.groups(operator), core_channels(operator, one.heads, one.channels)) for one in cuts]
-        _require_disjoint(parts, layer.name)
-        kept = layer.output
-        for one, (groups, channels) in zip(cuts, parts, strict=True):
-            kept = kept - along(operator, groups, one.difference(index, layer), channels)
-        kept = kept.to(result)
-        return mapped(output, lambda t: kept if t is result else t)
+        selections = [
+            (each.edges.groups(operator), core_channels(operator, each.heads, each.channels)) for each in cuts
+        ]
+        _require_disjoint(selections, layer.name)
+        remaining = layer.output
+        for each, (groups, channels) in zip(cuts, selections, strict=True):
+            remaining = remaining - along(operator, groups, each.difference(index, layer), channels)
+        remaining = remaining.to(result)
+        return mapped(output, lambda t: remaining if t is result else t)
 
 
 def _install(model: nn.Module, new: Cut) -> None:
@@ -268,17 +275,19 @@ def _remove(model: nn.Module, old: Cut) -> None:
     """End one cut, and restore the model's forward after the last one; may be interrupted and repeated."""
     forward = vars(model).get("forward")
     if isinstance(forward, _CutForward):
-        forward.cuts = [one for one in forward.cuts if one is not old]
+        forward.cuts = [each for each in forward.cuts if each is not old]
         if not forward.cuts:
             forward.before.put_back()
 
 
-def _replacement(model: nn.Module, given: Any) -> Replace | Trace:
-    if isinstance(given, str):
-        if given not in get_args(Replace):
-            raise OptionError(f"unknown replace {given!r}" + nearest(given, get_args(Replace)) + " Or other inputs.")
-        return cast(Replace, given)
-    return given if isinstance(given, Trace) else _traced_uncut(model, given)
+def _replacement(model: nn.Module, replace: Any) -> Replace | Trace:
+    if isinstance(replace, str):
+        if replace not in get_args(Replace):
+            raise OptionError(
+                f"unknown replace {replace!r}" + nearest(replace, get_args(Replace)) + " Or other inputs."
+            )
+        return cast(Replace, replace)
+    return replace if isinstance(replace, Trace) else _traced_uncut(model, replace)
 
 
 def _traced_uncut(model: nn.Module, inputs: Any) -> Trace:
@@ -295,7 +304,7 @@ def _counted(layers: Sequence[int | str] | None, count: int) -> Sequence[int | s
     """Return layers with negative indices counted from the first one."""
     if layers is None:
         return None
-    return [at + count if isinstance(at, int) and -count <= at < 0 else at for at in layers]
+    return [index + count if isinstance(index, int) and -count <= index < 0 else index for index in layers]
 
 
 def _mean(x: Float[Tensor, "batch key in"], mask: Bool[Tensor, "batch query"] | None) -> Float[Tensor, "batch 1 in"]:
@@ -306,12 +315,12 @@ def _mean(x: Float[Tensor, "batch key in"], mask: Bool[Tensor, "batch query"] | 
     return (x * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp_min(1)
 
 
-def _require_disjoint(parts: Sequence[tuple[Groups, Tensor | None]], name: str) -> None:
+def _require_disjoint(selections: Sequence[tuple[Groups, Tensor | None]], name: str) -> None:
     """Raise `OptionError` if two cuts share an edge of a layer, in channels of its core that they share."""
-    for (one, some), (other, others) in combinations(parts, 2):
+    for (groups, some), (other, others) in combinations(selections, 2):
         if some is not None and others is not None and not bool((some & others).any()):
             continue
-        queries = torch.einsum("bgq,bhq->bgh", one.queries.float(), other.queries.float())
-        keys = torch.einsum("bgk,bhk->bgh", one.keys.float(), other.keys.float())
+        queries = torch.einsum("bgq,bhq->bgh", groups.queries.float(), other.queries.float())
+        keys = torch.einsum("bgk,bhk->bgh", groups.keys.float(), other.keys.float())
         if bool((queries * keys).any()):
             raise OptionError(f"two nested cuts share an edge of {name}; give each edge of a layer to one of them.")

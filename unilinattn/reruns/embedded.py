@@ -14,10 +14,10 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.inputs import call_host, token_ids, vocabulary_size
 from unilinattn.host.isolation import Result, in_gradient_mode
 from unilinattn.host.logits import kept_positions, logits_at
-from unilinattn.nested import tensors
 from unilinattn.host.recomputation import constant_parameters
 from unilinattn.host.run import run
 from unilinattn.host.wrappers import require_gradients
+from unilinattn.nested import tensors
 from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.token_source import at_call, find_vectors, replaced_at_call
@@ -40,31 +40,31 @@ class EmbeddedModel:
 
     vectors: Float[Tensor, "batch token channel"]
 
-    def __init__(self, found: Trace) -> None:
+    def __init__(self, trace: Trace) -> None:
         """Run the model once and record the vectors."""
-        self._found, self._model = found, found.host
-        self._length = found.layers[-1].output.shape[1]
-        self._ids = token_ids(found.arguments)
+        self._trace, self._model = trace, trace.host
+        self._length = trace.layers[-1].output.shape[1]
+        self._ids = token_ids(trace.arguments)
         self._lookups: Lookups | None = None
         if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
-            raise UncoveredError(f"{found.model} has two streams of tokens, and the scores are those of one.")
-        self._place = find_vectors(self._model, found.arguments, found.layers)
-        batch = found.layers[-1].output.shape[0]
+            raise UncoveredError(f"{trace.model} has two streams of tokens, and the scores are those of one.")
+        self._source = find_vectors(self._model, trace.arguments, trace.layers)
+        batch = trace.layers[-1].output.shape[0]
         recorded = in_gradient_mode(False, lambda: self.isolated(lambda: self._vectors(batch)))
         if not recorded:
             raise UncoveredError(
-                f"{found.model} has no embedding module, which gives each token id its own vector, and no call of "
+                f"{trace.model} has no embedding module, which gives each token id its own vector, and no call of "
                 "torch.nn.functional.embedding reads the ids, so the vectors of the tokens are unknown; give the "
                 "model inputs_embeds instead of ids."
             )
         joined = torch.cat(recorded, -1)
         if joined.ndim != 3 or tuple(joined.shape[:2]) != (batch, self._length):
             raise UncoveredError(
-                f"{found.model} embeds its inputs as {tuple(joined.shape)}, and its layers have {batch} sequences of "
+                f"{trace.model} embeds its inputs as {tuple(joined.shape)}, and its layers have {batch} sequences of "
                 f"{self._length} tokens; each token needs one vector."
             )
-        ends = list(accumulate(part.shape[-1] for part in recorded))
-        self._parts = [slice(end - part.shape[-1], end) for end, part in zip(ends, recorded, strict=True)]
+        ends = list(accumulate(vectors.shape[-1] for vectors in recorded))
+        self._channels = [slice(end - vectors.shape[-1], end) for end, vectors in zip(ends, recorded, strict=True)]
         self.vectors = joined.detach().to(torch.promote_types(joined.dtype, torch.float32))
 
     def isolated(self, compute: Callable[[], Result]) -> Result:
@@ -73,7 +73,7 @@ class EmbeddedModel:
         The parameters require no gradient meanwhile. Raises `ModelStateError` for weights made in inference mode, and
         `UncoveredError` if a module with weights, such as a quantised one, passes no gradient.
         """
-        self._found.weights.require_same(self._model, self._found.model, "its scores would be those of another model")
+        self._trace.weights.require_same(self._model, self._trace.model, "its scores would be those of another model")
         require_gradients(self._model)
 
         def checked() -> Result:
@@ -116,7 +116,7 @@ class EmbeddedModel:
         rows = min(table_sizes, default=vocabulary_size(self._model))
         if rows is None:
             raise OptionError(
-                f"baseline={baseline!r} needs the number of ids, and the embedding module of {self._found.model} reads "
+                f"baseline={baseline!r} needs the number of ids, and the embedding module of {self._trace.model} reads "
                 "no table and has no num_embeddings; use 'zero'."
             )
         if isinstance(baseline, int) and not 0 <= baseline < rows:
@@ -131,11 +131,11 @@ class EmbeddedModel:
 
     def _vectors(self, batch: int) -> list[Float[Tensor, "batch token channel"]]:
         """Run the model on the traced inputs and return the vectors of each lookup, or those of the first block."""
-        if isinstance(self._place, str):
-            return [self._found.arguments[self._place]]
-        arguments = of_sequences(self._found, torch.arange(batch))
-        if self._place is None:
-            self._lookups = Lookups(self._model, arguments, [layer.name for layer in self._found.layers])
+        if isinstance(self._source, str):
+            return [self._trace.arguments[self._source]]
+        arguments = of_sequences(self._trace, torch.arange(batch))
+        if self._source is None:
+            self._lookups = Lookups(self._model, arguments, [layer.name for layer in self._trace.layers])
             return self._lookups.vectors
         vectors: list[Tensor] = []
 
@@ -143,34 +143,34 @@ class EmbeddedModel:
             vectors.append(result.detach().clone())
             return result
 
-        with at_call(self._place, record):
+        with at_call(self._source, record):
             call_host(self._model, arguments)
         for each in vectors:
-            self._place.require_same(each)
+            self._source.require_same(each)
         return vectors
 
     def _call(self, vectors: Tensor, sequences: Int[Tensor, " run"], positions: Int[Tensor, " batch"] | None) -> Rerun:
-        given = of_sequences(self._found, sequences)
+        arguments = of_sequences(self._trace, sequences)
         if positions is not None:
-            given = logits_at(self._model, given, lambda: [positions[sequences]], above=0)
+            arguments = logits_at(self._model, arguments, lambda: [positions[sequences]], above=0)
         replaced: AbstractContextManager[Any] = nullcontext()
-        if isinstance(self._place, str):
-            given[self._place] = vectors.to(given[self._place], copy=True)
-        elif self._place is not None:
-            replaced = replaced_at_call(self._place, vectors)
+        if isinstance(self._source, str):
+            arguments[self._source] = vectors.to(arguments[self._source], copy=True)
+        elif self._source is not None:
+            replaced = replaced_at_call(self._source, vectors)
         elif self._lookups is not None:
-            replaced = self._lookups.replaced(given, [vectors[..., part] for part in self._parts])
+            replaced = self._lookups.replaced(arguments, [vectors[..., channels] for channels in self._channels])
         with replaced:
-            output = call_host(self._model, given)
-        return Rerun(output, (len(sequences), self._length), kept_positions(given, self._length))
+            output = call_host(self._model, arguments)
+        return Rerun(output, (len(sequences), self._length), kept_positions(arguments, self._length))
 
 
 def _require_gradient(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Raise `UncoveredError` if a module's input carries a gradient and its output does not."""
     # `at_call` counts the functions that the host calls.
     with torch._C.DisableTorchFunction():
-        given = any(x.requires_grad for x in tensors((args, kwargs)))
-        lost = torch.is_grad_enabled() and given and not any(x.requires_grad for x in tensors(output))
+        carries = any(x.requires_grad for x in tensors((args, kwargs)))
+        lost = torch.is_grad_enabled() and carries and not any(x.requires_grad for x in tensors(output))
     if lost:
         raise UncoveredError(
             f"{name} ({type(module).__module__}.{type(module).__qualname__}) passes no gradient, as a module with "

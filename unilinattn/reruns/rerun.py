@@ -22,7 +22,7 @@ class Rerun:
 
     output: Any
     tokens: tuple[int, int]
-    kept: Int[Tensor, " position"] | None
+    computed: Int[Tensor, " position"] | None
 
     def logits(
         self, positions: Int[Tensor, " batch"] | None
@@ -31,18 +31,18 @@ class Rerun:
 
         Raises the errors of `logits_of`, and `InputError` for positions whose logits were not computed.
         """
-        logits = logits_of(self.output, "the model", self.tokens, self.kept)
+        logits = logits_of(self.output, "the model", self.tokens, self.computed)
         if logits.ndim == 2:
             return logits
         if positions is None:
-            if self.kept is not None:
+            if self.computed is not None:
                 raise InputError(f"the inputs have {KEEP}, so not every position has logits; leave it out.")
             return logits
-        return at_positions(logits, positions, self.kept).unsqueeze(1)
+        return at_positions(logits, positions, self.computed).unsqueeze(1)
 
 
 def rerun(
-    found: Trace,
+    trace: Trace,
     sequences: Int[Tensor, " run"],
     cuts: Sequence[Cut] = (),
     *,
@@ -55,33 +55,33 @@ def rerun(
 
     Raises `ModelStateError` if a weight changed since the trace, and the errors of a call inside `cut`.
     """
-    model = found.host
-    found.weights.require_same(model, found.model, "this run would not be that of the traced model")
-    given = of_sequences(found, sequences)
+    model = trace.host
+    trace.weights.require_same(model, trace.model, "this run would not be that of the traced model")
+    arguments = of_sequences(trace, sequences)
     if positions is not None:
-        given = logits_at(model, given, lambda: [positions[sequences]], above=0)
-    output = run_without(model, partial(call_host, model, given), given, cuts, found.opaque)
-    length = found.layers[-1].output.shape[1]
-    return Rerun(output, (len(sequences), length), kept_positions(given, length))
+        arguments = logits_at(model, arguments, lambda: [positions[sequences]], above=0)
+    output = run_without(model, partial(call_host, model, arguments), arguments, cuts, trace.opaque)
+    length = trace.layers[-1].output.shape[1]
+    return Rerun(output, (len(sequences), length), kept_positions(arguments, length))
 
 
-def of_sequences(found: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]:
+def of_sequences(trace: Trace, sequences: Int[Tensor, " run"]) -> dict[str, Any]:
     """Return the arguments of a traced call for some of its sequences, each any number of times.
 
     Raises `UncoveredError` if an argument has other rows than one for each sequence, unless all sequences are asked for
     in order.
     """
-    batch = found.layers[-1].output.shape[0]
+    batch = trace.layers[-1].output.shape[0]
     if not torch.equal(sequences.cpu(), torch.arange(batch)):
-        for name, value in found.arguments.items():
+        for name, value in trace.arguments.items():
             if isinstance(value, Tensor) and value.ndim > 1 and len(value) not in (1, batch):
                 raise UncoveredError(
-                    f"{name} has shape {tuple(value.shape)}, and the layers of {found.model} have {batch} sequences, "
+                    f"{name} has shape {tuple(value.shape)}, and the layers of {trace.model} have {batch} sequences, "
                     "so the rows of one sequence are unknown and it cannot run again by itself."
                 )
     return {
         name: value[sequences.to(value.device)]
         if isinstance(value, Tensor) and value.ndim and len(value) == batch and name != KEEP
         else value
-        for name, value in found.arguments.items()
+        for name, value in trace.arguments.items()
     }

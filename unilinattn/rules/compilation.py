@@ -12,11 +12,11 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, walk
 from unilinattn.rules.contraction import Product, contracted, from_equation, matmul_letters
-from unilinattn.rules.simplification import simplified
-from unilinattn.rules.slopes import frozen_slope
 from unilinattn.rules.functions import HOMOGENEOUS, LINEAR, PRODUCTS, SLOPES
 from unilinattn.rules.layout import Carried, added, whole
 from unilinattn.rules.recording import Node
+from unilinattn.rules.simplification import simplified
+from unilinattn.rules.slopes import frozen_slope
 
 Rule = Callable[..., Carried]
 
@@ -25,10 +25,28 @@ _RULES: dict[str, Rule] = {}
 TAPS = 128
 """Largest number of taps of a convolution that is written as a sum of shifted copies."""
 
-RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
+RECURRENT = frozenset(
+    ["lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"]
+)
 """Recurrences whose state passes a nonlinearity."""
 
-CASTS = frozenset("to type type_as float double half bfloat16 clone contiguous dropout dropout1d dropout2d positive".split())
+CASTS = frozenset(
+    [
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "clone",
+        "contiguous",
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "positive",
+    ]
+)
 """Functions whose result has the elements of their first argument in the same places."""
 
 SUMS = frozenset(("sum", "mean", "cumsum"))
@@ -193,8 +211,10 @@ def _moved(at: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> Ca
     if node.name in ("tril", "triu"):
         ones = torch.ones_like(x.value)
         return at.scaled(carried, node.func(ones, *args, **kwargs), "gate")
-    if node.func is functional.unfold or node.name in ("real", "imag", "interpolate", "fold", "nan_to_num") or (
-        node.name.startswith("adaptive")
+    if (
+        node.func is functional.unfold
+        or node.name in ("real", "imag", "interpolate", "fold", "nan_to_num")
+        or (node.name.startswith("adaptive"))
     ):
         raise UncoveredError(f"{node.name!r} is applied to values that depend on the tokens, and has no rule")
     if node.name == "as_strided" and not x.value.is_contiguous():
@@ -289,7 +309,10 @@ def _mul(at: Compilation, node: Node, x: Any, other: Any) -> Carried:
     elif x.rank != other.rank:
         frozen = x if x.rank > other.rank else other
     else:
-        halves = (at.scaled(at.value(x), other.value.detach() / 2, "gate"), at.scaled(at.value(other), x.value / 2, "gate"))
+        halves = (
+            at.scaled(at.value(x), other.value.detach() / 2, "gate"),
+            at.scaled(at.value(other), x.value / 2, "gate"),
+        )
         return added(*halves)
     return at.scaled(at.value(other if frozen is x else x), frozen, "gate")
 
@@ -440,14 +463,22 @@ def _attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     # A query without any key reads nothing, as in torch's fused attention.
-    weights = scores.softmax(-1).nan_to_num(nan=0.0) if mask is not None and mask.dtype == torch.bool else scores.softmax(-1)
+    weights = (
+        scores.softmax(-1).nan_to_num(nan=0.0) if mask is not None and mask.dtype == torch.bool else scores.softmax(-1)
+    )
     first, second, out = matmul_letters(weights.ndim, carried.index.ndim)
     return contracted(carried, weights, Product(second, first, out), node.value.shape, "input")
 
 
 @_rule("layer_norm")
 def _layer_norm(
-    at: Compilation, node: Node, x: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+    at: Compilation,
+    node: Node,
+    x: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
 ) -> Carried:
     """Centre live, divide by the frozen deviation."""
     return _normed(at, x, len(normalized_shape), weight, bias, eps, centred=True)
@@ -462,9 +493,7 @@ def _rms_norm(
     return _normed(at, x, len(normalized_shape), weight, None, eps, centred=False)
 
 
-def _normed(
-    at: Compilation, x: Any, axes: int, weight: Any, bias: Any, eps: float, *, centred: bool
-) -> Carried:
+def _normed(at: Compilation, x: Any, axes: int, weight: Any, bias: Any, eps: float, *, centred: bool) -> Carried:
     carried, point = at.value(x), x.value.detach()
     dims = tuple(range(-axes, 0))
     if centred:
@@ -512,7 +541,9 @@ def _batch_norm(
 
 
 @_rule("normalize")
-def _normalize(at: Compilation, node: Node, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any) -> Carried:
+def _normalize(
+    at: Compilation, node: Node, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any
+) -> Carried:
     """Divide by the frozen norm."""
     return at.scaled(at.value(x), 1 / x.value.detach().norm(p, dim, keepdim=True).clamp_min(eps), "norm")
 
@@ -562,7 +593,7 @@ def along(carried: Carried, axis: int, index: Tensor) -> Carried:
     (batch, length, width) = carried.shape
     if len(split) != 1:
         raise UncoveredError("an axis of tokens and channels is padded")
-    is_row = split[0][1] or carried.index.shape[axis] == 1 and axis == 1 and carried.index.ndim == 3
+    is_row = split[0][1] or (carried.index.shape[axis] == 1 and axis == 1 and carried.index.ndim == 3)
     if is_row:
         layout = carried.moved(filled).layout
         tokens = layout.tokens
@@ -680,12 +711,20 @@ def _avg_pool(
     total = _over_taps(at.value(x), kernel, (stride, padding, 1), node.value.shape[-space:], lambda moved, _: moved)
     # The pool of ones counts the tokens of each window.
     ones = torch.ones_like(x.value)
-    counts = node.func(ones, kernel_size, stride, padding, ceil_mode, count_include_pad, *(
-        () if divisor_override is None else (divisor_override,)
-    ))
+    counts = node.func(
+        ones,
+        kernel_size,
+        stride,
+        padding,
+        ceil_mode,
+        count_include_pad,
+        *(() if divisor_override is None else (divisor_override,)),
+    )
     divided = functional.avg_pool2d if space == 2 else functional.avg_pool1d
-    reach = divided(ones, kernel_size, stride, padding, ceil_mode, True) if space == 1 else divided(
-        ones, kernel_size, stride, padding, ceil_mode, True, 1
+    reach = (
+        divided(ones, kernel_size, stride, padding, ceil_mode, True)
+        if space == 1
+        else divided(ones, kernel_size, stride, padding, ceil_mode, True, 1)
     )
     size = reach if space == 2 else reach * kernel[0]
     return at.scaled(total, counts / size.clamp_min(1), "conv")
@@ -700,7 +739,9 @@ def _over_taps(
 ) -> Carried:
     """Sum a function of the moved tokens over the places of a window; `options` are its stride, padding and dilation."""
     count = len(kernel)
-    stride, dilation = ([v] * count if isinstance(v, int) else list(v) * (count if len(v) == 1 else 1) for v in options[::2])
+    stride, dilation = (
+        [v] * count if isinstance(v, int) else list(v) * (count if len(v) == 1 else 1) for v in options[::2]
+    )
     padding = options[1]
     if isinstance(padding, str):
         reach = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]

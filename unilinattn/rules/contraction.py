@@ -110,9 +110,7 @@ class _Split:
         def split(letters: Letters) -> list[int]:
             return [name for letter in letters for name, _, _ in parts[letter]]
 
-        self.value, self.weights_letters, self.out = (
-            split(x) for x in (product.value, product.weights, product.out)
-        )
+        self.value, self.weights_letters, self.out = (split(x) for x in (product.value, product.weights, product.out))
         shape = [sizes[letter] for letter in product.value]
         self.index = index.expand(shape).reshape([self.sizes[x] for x in self.value])
         shape = [sizes[letter] for letter in product.weights]
@@ -161,7 +159,9 @@ def _over_channels(at: _Split, role: str) -> Carried:
         matrix = dense.new_zeros(out, width).scatter_add_(1, channel, dense)
     value = at.carried.then(Matrix(role, matrix), channels=out)
     result = row.view([at.sizes[x] if x in rows else 1 for x in (*rows, *kept)]) * out
-    result = result + torch.arange(out, device=row.device).view([1 if x in rows else at.sizes[x] for x in (*rows, *kept)])
+    result = result + torch.arange(out, device=row.device).view(
+        [1 if x in rows else at.sizes[x] for x in (*rows, *kept)]
+    )
     present = [*rows, *kept]
     return value.moved(result.permute([present.index(x) for x in at.out]).reshape(at.result))
 
@@ -194,9 +194,9 @@ def _over_tokens(at: _Split, summed: list[int]) -> Carried:
         raise UncoveredError("the sequences of a batch have different numbers of tokens")
     weights = at.aligned(at.weights, at.weights_letters, [*kept_rows, *heads, *queries, *summed])
     sizes = [at.sizes[x] for x in (*kept_rows, *heads, *queries, *summed)]
-    weights = weights.expand(sizes).reshape(
-        at.count(kept_rows), at.count(heads), at.count(queries), at.count(summed)
-    )[by_sequence]
+    weights = weights.expand(sizes).reshape(at.count(kept_rows), at.count(heads), at.count(queries), at.count(summed))[
+        by_sequence
+    ]
     token = token[by_sequence].view(batch, groups, -1)
     weights = weights.view(batch, groups, *weights.shape[1:]).transpose(1, 2)
     whole = groups == 1 and token.shape[2] == length

@@ -51,9 +51,7 @@ class Carried:
     def then(self, stage: Stage, channels: int | None = None, tokens: int | None = None) -> "Carried":
         """Append a stage; the tensor is then its whole output, (batch, token, channel)."""
         first = next(iter(self.chains))
-        chains = {
-            port: (*chain, stage if port == first else stage.unbiased()) for port, chain in self.chains.items()
-        }
+        chains = {port: (*chain, stage if port == first else stage.unbiased()) for port, chain in self.chains.items()}
         shape = self.shape[0], tokens or self.shape[1], channels or self.shape[2]
         return Carried(chains, shape, whole(shape, self.index), self.like)
 
@@ -102,9 +100,7 @@ class Layout:
     Raises `UncoveredError` for an index that is no product of rows and channels.
     """
 
-    def __init__(
-        self, index: Int[Tensor, "*axes"], shape: Shape, row_axes: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, index: Int[Tensor, "*axes"], shape: Shape, row_axes: frozenset[int] = frozenset()) -> None:
         self._index, self._shape, self._row_axes = index, shape, row_axes
         width = shape[2]
         self.row, self.channel = index // width, index % width
@@ -129,7 +125,11 @@ class Layout:
         before, after = prod(self._index.shape[:axis]), prod(self._index.shape[axis + 1 :])
         row, channel = (x.reshape(before, size, after) for x in (self.row, self.channel))
         split: list[tuple[int, bool]] = []
-        if axis in self._row_axes and _is_pure(row, channel, size) is False and not bool((channel != channel[:, :1]).any()):
+        if (
+            axis in self._row_axes
+            and _is_pure(row, channel, size) is False
+            and not bool((channel != channel[:, :1]).any())
+        ):
             return [(size, True)]
         while True:
             inner = next(inner for inner in _divisors(size) if _is_pure(row, channel, inner) is not None)

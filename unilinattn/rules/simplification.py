@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import torch
-
 from unilinattn.mixers import Dense, Gather
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage
 
@@ -30,13 +28,11 @@ def _append(stages: list[Stage], stage: Stage) -> None:
         if place and (joined := _joined(stages[place - 1], stage)) is not None:
             stages[place - 1] = joined
             return
-    elif stages and _is_gather(stages[-1]) and (joined := _joined(stages[-1], stage)) is not None:
-        stages[-1] = joined
-        return
-    elif isinstance(stage, Matrix) and stages and (joined := _multiplied(stages[-1], stage)) is not None:
-        stages[-1] = joined
-        return
-    elif isinstance(stage, Scale) and stages and (joined := _shifted(stages[-1], stage)) is not None:
+    elif (
+        (stages and _is_gather(stages[-1]) and (joined := _joined(stages[-1], stage)) is not None)
+        or (isinstance(stage, Matrix) and stages and (joined := _multiplied(stages[-1], stage)) is not None)
+        or (isinstance(stage, Scale) and stages and (joined := _shifted(stages[-1], stage)) is not None)
+    ):
         stages[-1] = joined
         return
     stages.append(stage)
@@ -68,7 +64,9 @@ def _joined(first: Stage, second: Stage) -> Stage | None:
         real = a.index >= 0
         weights = b.weights * real[:, None, None]
         places = a.index.clamp_min(0)[:, None, None].expand(weights.shape)
-        return replace(second, mixer=Dense(weights.new_zeros(*weights.shape[:3], a.shape[3]).scatter_add_(3, places, weights)))
+        return replace(
+            second, mixer=Dense(weights.new_zeros(*weights.shape[:3], a.shape[3]).scatter_add_(3, places, weights))
+        )
     return None
 
 

@@ -13,11 +13,14 @@ def frozen_slope(name: str, func: Callable[[Tensor], Tensor], point: Tensor) -> 
     difference = DIFFERENCES.get(name, lambda x: func(x) - level)
     with torch.enable_grad():
         (limit,) = torch.autograd.grad(difference(zero), zero)
+    # At p = 0 the slope is its limit f'(0); the quotient of the smallest numbers would be imprecise or 0 / 0.
     near = point.abs() < torch.finfo(point.dtype).tiny
     return torch.where(near, limit, difference(point) / point.masked_fill(near, 1)), level
 
 
 def _log_sigmoid_difference(point: Tensor) -> Tensor:
+    # With a = |p|, log sigmoid(p) = (p - a) / 2 - log(1 + exp(-a)) and log sigmoid(0) = -log 2. No exponential
+    # overflows, and 1 + exp(-a) = 2 (1 + expm1(-a) / 2) leaves no difference of two logarithms.
     size = point.abs()
     return (point - size) / 2 - torch.log1p(torch.expm1(-size) / 2)
 

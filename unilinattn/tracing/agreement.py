@@ -24,7 +24,7 @@ _notes: "WeakKeyDictionary[nn.Module, tuple[object, tuple[str, ...]]]" = WeakKey
 
 
 def compared_with_call(
-    model: nn.Module, call: Mapping[str, Any], given: Mapping[str, Any], output: Any, seed: Tensor
+    model: nn.Module, call: Mapping[str, Any], arguments: Mapping[str, Any], output: Any, seed: Tensor
 ) -> tuple[str, ...]:
     """Return a sentence for each change of the trace that changes the output: arguments that it added or replaced.
 
@@ -38,20 +38,20 @@ def compared_with_call(
     The differences are relative to the output's norm, over real tokens; those within the tolerance of its dtype (see
     `docs/exactness.md`) are rounding.
     """
-    added = [name for name in given if name not in call]
+    added = [name for name in arguments if name not in call]
     implementations = {config._attn_implementation_internal for config in configurations(model)} - {None, "eager"}
     if not added and not implementations:
         return ()
-    key = (state_of(model, given), _kind(given), tuple(added))
+    key = (state_of(model, arguments), _kind(arguments), tuple(added))
     earlier = _notes.get(model)
     if earlier is not None and earlier[0] == key:
         return earlier[1]
     notes: tuple[str, ...] = ()
     plain = run(model, call, seed=seed)
-    if (difference := _difference(plain, output, given)) > _accepted(plain):
-        if _difference(plain, run(model, call, seed=torch.get_rng_state()), given) > _accepted(plain):
+    if (difference := _difference(plain, output, arguments)) > _accepted(plain):
+        if _difference(plain, run(model, call, seed=torch.get_rng_state()), arguments) > _accepted(plain):
             notes = (f"{type(model).__name__} draws random numbers: two runs of it differ.",)
-        elif added and _difference(run(model, given, seed=seed), output, given) <= _accepted(plain):
+        elif added and _difference(run(model, arguments, seed=seed), output, arguments) <= _accepted(plain):
             names = " and ".join(added)
             notes = (
                 f"the trace passes {names} to {type(model).__name__}, computed from the attention mask; without them "
@@ -68,17 +68,17 @@ def compared_with_call(
     return notes
 
 
-def _difference(output: Any, other: Any, given: Mapping[str, Any]) -> float:
+def _difference(output: Any, other: Any, arguments: Mapping[str, Any]) -> float:
     """Return the largest relative difference of two outputs over sequences, over real tokens; 0 without tensors."""
-    one, two = _compared(output), _compared(other)
-    if one is None or two is None or one.shape != two.shape:
+    first, second = _compared(output), _compared(other)
+    if first is None or second is None or first.shape != second.shape:
         return 0.0
-    mask = real_tokens(given)
-    if mask is not None and mask.shape == one.shape[:2]:
-        one, two = one[mask.to(one.device)], two[mask.to(two.device)]
-    finite = one.isfinite() & two.isfinite()
-    one, two = one.double().masked_fill(~finite, 0), two.double().masked_fill(~finite, 0)
-    return float((one - two).norm() / one.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    mask = real_tokens(arguments)
+    if mask is not None and mask.shape == first.shape[:2]:
+        first, second = first[mask.to(first.device)], second[mask.to(second.device)]
+    finite = first.isfinite() & second.isfinite()
+    first, second = first.double().masked_fill(~finite, 0), second.double().masked_fill(~finite, 0)
+    return float((first - second).norm() / first.norm().clamp_min(torch.finfo(torch.float64).tiny))
 
 
 def _compared(output: Any) -> Tensor | None:
@@ -90,7 +90,7 @@ def _accepted(output: Any) -> float:
     return layer_tolerance(torch.float32 if compared is None else compared.dtype)
 
 
-def _kind(given: Mapping[str, Any]) -> tuple[object, ...]:
+def _kind(arguments: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the axes of each argument and whether one of its masks pads."""
-    axes = tuple(sorted((name, x.ndim) for name, x in given.items() if isinstance(x, Tensor)))
-    return axes, real_tokens(given) is not None
+    axes = tuple(sorted((name, x.ndim) for name, x in arguments.items() if isinstance(x, Tensor)))
+    return axes, real_tokens(arguments) is not None

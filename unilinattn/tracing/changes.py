@@ -89,8 +89,8 @@ class Entry:
         return False
 
 
-def _argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    return args[place] if len(args) > place else kwargs[name]
+def _argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs[name]
 
 
 def _scores(args: Any, kwargs: Any) -> Tensor:

@@ -22,10 +22,10 @@ from unilinattn.call.attention_interface import configurations
 from unilinattn.host.inputs import call_host, real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
-from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Functions, Inputs
+from unilinattn.nested import mapped, tensors
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
-from unilinattn.tracing.perturbation import TOLERANCE, Call, Held, Run, noisy
+from unilinattn.tracing.perturbation import TOLERANCE, Call, Constants, Run, noisy
 
 AXES = (3, 4)
 """Numbers of axes of vectors of tokens, which may lie along rows and columns."""
@@ -50,23 +50,25 @@ class Leak:
     before: str | None
 
 
-def find_leak(model: nn.Module, given: Mapping[str, Any], layers: Sequence[CallRecord], held: Held) -> Leak | None:
+def find_leak(
+    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord], constants: Constants
+) -> Leak | None:
     """Return the first place outside of the layers where tokens mix, None if there is none.
 
-    `layers` are the recorded calls of the model's layers on the arguments `given`; the modules of `held` return
+    `layers` are the recorded calls of the model's layers on `arguments`; the modules of `constants` return
     constants. The model and the random number generators are restored.
     """
     vectors = [x for record in layers for x in (record.entered, record.output) if x is not None and x.ndim in AXES]
     streams = {_shape(x) for x in vectors}
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
-    ids = {_shape(x) for name, x in given.items() if _is_ids(name, x) and x.shape[1] not in lengths}
+    ids = {_shape(x) for name, x in arguments.items() if _is_ids(name, x) and x.shape[1] not in lengths}
     halves = {shape: _half(shape) for shape in sorted(streams | ids) if shape[0] * shape[1] > 1}
     perturbed = [_Tokens(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
-    probe = _Probing(model, given, held, {tuple(x.shape) for x in vectors})
+    probe = _Probing(model, arguments, constants, {tuple(x.shape) for x in vectors})
     entries = probe.run(perturbed)
     leak = probe.first_attention(entries) or _first_leak(entries, halves)
-    if leak is not None or not any(_is_signal(name, x, streams) for name, x in given.items()):
+    if leak is not None or not any(_is_signal(name, x, streams) for name, x in arguments.items()):
         return leak
     signals = [_Signal(pieces, streams, first) for pieces in PIECES for first in (True, False)]
     return probe.first_attention(probe.run(signals))
@@ -91,9 +93,9 @@ class _Tokens:
     def __init__(self, model: nn.Module, shape: Shape, half: Bool[Tensor, "batch token"]) -> None:
         self._model, self._shape, self._half = model, shape, half
 
-    def inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Exchange the ids or vectors of tokens, so that values stay valid: coordinates may be among them."""
-        return {name: self._exchanged(name, value, given) for name, value in given.items()}
+        return {name: self._exchanged(name, value, arguments) for name, value in arguments.items()}
 
     def noisy(self, t: Tensor) -> Tensor:
         """Add noise to the tokens of the stream."""
@@ -101,7 +103,7 @@ class _Tokens:
             return t
         return noisy(t.flatten(1, -2), self._half).view(t.shape)
 
-    def _exchanged(self, name: str, value: Any, given: Mapping[str, Any]) -> Any:
+    def _exchanged(self, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
         if not isinstance(value, Tensor) or value.ndim < 2 or _shape(value) != self._shape:
             return value
         half = self._half.to(value.device)
@@ -109,8 +111,9 @@ class _Tokens:
             return _rotated(value, half) if value.ndim == 3 and "mask" not in name else value
         if not _is_ids(name, value):
             return value
+        # Other special ids would change the layout: padding is masked, and those of an image become its vectors.
         ordinary = half & ~torch.isin(value, _special_ids(self._model).to(value))
-        real = real_tokens(given, name.replace("input_ids", "attention_mask"))
+        real = real_tokens(arguments, name.replace("input_ids", "attention_mask"))
         return _rotated(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
 
 
@@ -120,9 +123,9 @@ class _Signal:
     def __init__(self, pieces: int, streams: Collection[Shape], first: bool) -> None:
         self._pieces, self._streams, self._first = pieces, streams, first
 
-    def inputs(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Reverse every other piece of the longest axis."""
-        return {name: self._reversed(x) if _is_signal(name, x, self._streams) else x for name, x in given.items()}
+        return {name: self._reversed(x) if _is_signal(name, x, self._streams) else x for name, x in arguments.items()}
 
     def noisy(self, t: Tensor) -> Tensor:
         """Return the tensor: only the inputs are perturbed."""
@@ -131,8 +134,9 @@ class _Signal:
     def _reversed(self, x: Tensor) -> Tensor:
         axis = max(range(1 if x.ndim > 2 else 0, x.ndim), key=lambda axis: x.shape[axis])
         pieces = x.tensor_split(self._pieces, dim=axis)
-        parts = [x.flip(axis) if at % 2 == int(self._first) else x for at, x in enumerate(pieces)]
-        return torch.cat(parts, dim=axis)
+        # Of two pieces (a b c | d e f), the first perturbation gives (a b c | f e d), the second (c b a | d e f).
+        flipped = [x.flip(axis) if index % 2 == int(self._first) else x for index, x in enumerate(pieces)]
+        return torch.cat(flipped, dim=axis)
 
 
 def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor]) -> Leak | None:
@@ -152,6 +156,7 @@ def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor]) -> Leak | None
         elif kind == "in" and entry.mixed:
             mixed_inputs.add((path, number))
         elif kind == "out" and entry.mixed and (path, number) not in mixed_inputs:
+            # A module ends after those inside it, one of which already explains its mixed output.
             inside = f"{path}." if path else ""
             sources += [] if any(source.startswith(inside) for source in sources) else [path]
     return None
@@ -161,33 +166,35 @@ class _Probing:
     """Runs of one model on one input, with its layers constant."""
 
     def __init__(
-        self, model: nn.Module, given: Mapping[str, Any], held: Held, shapes: Collection[tuple[int, ...]]
+        self, model: nn.Module, arguments: Mapping[str, Any], constants: Constants, shapes: Collection[tuple[int, ...]]
     ) -> None:
-        self._model, self._given, self._held, self._shapes = model, given, held, shapes
+        self._model, self._arguments, self._constants, self._shapes = model, arguments, constants, shapes
 
     def run(self, halves: Sequence[_Tokens | _Signal]) -> Entries:
         """Run the model unperturbed and with each perturbation; return the compared tensors in order of execution."""
-        reference = _Probe(self._model, self._held, self._shapes)
-        reference.run(self._given)
+        reference = _Probe(self._model, self._constants, self._shapes)
+        reference.run(self._arguments)
         for number, half in enumerate(halves):
-            _Probe(self._model, self._held, self._shapes, half, reference, number).run(half.inputs(self._given))
+            _Probe(self._model, self._constants, self._shapes, half, reference, number).run(
+                half.inputs(self._arguments)
+            )
         return reference.entries
 
     def first_attention(self, entries: Entries) -> Leak | None:
         """Return the first attention outside of the layers whose result reaches a layer or the output."""
         keys = list(entries)
-        for at, key in enumerate(keys):
+        for index, key in enumerate(keys):
             if key[0] != "attention" or not entries[key].over_tokens or not self._reaches(key):
                 continue
-            after = next((k[1] for k in reversed(keys[:at]) if k[0] == "layer"), None)
-            return Leak(key[1], key[3][1], after, next((k[1] for k in keys[at:] if k[0] == "layer"), None))
+            after = next((k[1] for k in reversed(keys[:index]) if k[0] == "layer"), None)
+            return Leak(key[1], key[3][1], after, next((k[1] for k in keys[index:] if k[0] == "layer"), None))
         return None
 
     def _reaches(self, key: Key) -> bool:
         """Tell whether the result of an attention moves vectors that a layer reads, or the model's output."""
-        reference = _Probe(self._model, self._held, self._shapes)
-        reference.run(self._given)
-        _Probe(self._model, self._held, self._shapes, key, reference).run(self._given)
+        reference = _Probe(self._model, self._constants, self._shapes)
+        reference.run(self._arguments)
+        _Probe(self._model, self._constants, self._shapes, key, reference).run(self._arguments)
         sinks = (entry for (kind, *_), entry in reference.entries.items() if kind in ("layer", "output"))
         return any(bool((entry.changes[0] > entry.accepted).any()) for entry in sinks if entry.changes)
 
@@ -203,14 +210,14 @@ class _Probe(Run):
     def __init__(
         self,
         model: nn.Module,
-        held: Held,
+        constants: Constants,
         shapes: Collection[tuple[int, ...]],
         change: "_Tokens | _Signal | Key | None" = None,
         reference: "_Probe | None" = None,
         number: int = 0,
     ) -> None:
         """Prepare the unperturbed run, or run `number` with a perturbed half or a perturbed result of one attention."""
-        super().__init__(model, 0, held)
+        super().__init__(model, 0, constants)
         self._shapes, self._change = shapes, change
         self.entries: Entries = {} if reference is None else reference.entries
         self.first: dict[Shape, Tensor] = {} if reference is None else reference.first
@@ -218,14 +225,14 @@ class _Probe(Run):
         self._begun: set[Shape] = set()
         self._attentions: dict[tuple[str, int], int] = {}
 
-    def call_host(self, given: Mapping[str, Any]) -> None:
+    def call_host(self, arguments: Mapping[str, Any]) -> None:
         """Call the model under a function mode, and compare its output."""
         with Functions(self.called):
-            output = call_host(self.model, given)
+            output = call_host(self.model, arguments)
         logits = logits_in(output)  # Also of an object of another kind.
         results = [*tensors(output), *([] if logits is None else [logits])]
-        for at, t in enumerate(t for t in results if t.is_floating_point() and t.ndim and t.numel()):
-            self._compare(("output", "", 1, at), rows if t.ndim in AXES else sample, t)
+        for index, t in enumerate(t for t in results if t.is_floating_point() and t.ndim and t.numel()):
+            self._compare(("output", "", 1, index), rows if t.ndim in AXES else sample, t)
 
     def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:
         """Compare the tensors that enter a module."""
@@ -239,8 +246,8 @@ class _Probe(Run):
         """Compare the vectors that a layer reads."""
         streams = {shape[:2] for shape in self._shapes}
         vectors = [t for t in tensors(inputs) if t.ndim in AXES and _shape(t) in streams]
-        for at, t in enumerate(t for t in vectors if t.is_floating_point() and t.shape[-1] > 1):
-            self._compare(("layer", path, number, at), rows, t)
+        for index, t in enumerate(t for t in vectors if t.is_floating_point() and t.shape[-1] > 1):
+            self._compare(("layer", path, number, index), rows, t)
 
     def held_output(self, output: Tensor) -> Tensor:
         """Return the recorded output, perturbed."""
@@ -257,6 +264,7 @@ class _Probe(Run):
             key = ("attention", path, number, (count, name))
             self._compare(key, lines, ATTENTION[name](args, kwargs))
             if key == self._change:
+                # Every vector changes, and also which sequence has it: whatever reads the result moves.
                 return mapped(result, lambda t: t.flip(0) + 1 if t.is_floating_point() else t)
         return self._originated(name, args, result)
 
@@ -281,8 +289,8 @@ class _Probe(Run):
         return self._perturbed(result) if first is not None and torch.equal(first, result) else result
 
     def _compare_all(self, kind: str, call: Call, value: Any) -> None:
-        for at, t in enumerate(t for t in tensors(value) if t.is_floating_point() and t.ndim > 1 and t.numel()):
-            self._compare((kind, call.path, call.number, at), sample, t)
+        for index, t in enumerate(t for t in tensors(value) if t.is_floating_point() and t.ndim > 1 and t.numel()):
+            self._compare((kind, call.path, call.number, index), sample, t)
 
     def _compare(self, key: Key, numbers: Callable[[Tensor], tuple[Tensor, Tensor]], t: Tensor) -> None:
         values, size = numbers(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
@@ -299,10 +307,13 @@ def _half(shape: Shape) -> Bool[Tensor, "batch token"]:
     return (order < count // 2).reshape(shape)
 
 
-def _rotated(x: Tensor, chosen: Bool[Tensor, "batch token"]) -> Tensor:
-    """Give each chosen token the value of the next one."""
+def _rotated(x: Tensor, tokens: Bool[Tensor, "batch token"]) -> Tensor:
+    """Give each of some tokens the value of the one before it among them: a b c d becomes c b a d for the 1st and 3rd.
+
+    The values stay those of the input, so that each is valid.
+    """
     result = x.clone()
-    result[chosen] = x[chosen].roll(1, dims=0)
+    result[tokens] = x[tokens].roll(1, dims=0)
     return result
 
 

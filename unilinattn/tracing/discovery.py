@@ -69,38 +69,40 @@ class _Answer:
 _answers: "WeakKeyDictionary[nn.Module, _Answer]" = WeakKeyDictionary()
 
 
-def remembered_mixers(model: nn.Module, given: Mapping[str, Any], above: int) -> tuple[UnregisteredMixer, ...] | None:
+def remembered_mixers(
+    model: nn.Module, arguments: Mapping[str, Any], above: int
+) -> tuple[UnregisteredMixer, ...] | None:
     """Return the result of `unregistered_mixers` for this model in its present state, None if there is none yet."""
     answer = _answers.get(model)
-    if answer is None or not answer.covers(state_of(model, given), _shapes(_shortened(given, above))):
+    if answer is None or not answer.covers(state_of(model, arguments), _shapes(_shortened(arguments, above))):
         return None
     return tuple(UnregisteredMixer(path, model.get_submodule(path), holds, leak) for path, holds, leak in answer.mixers)
 
 
 def unregistered_mixers(
-    model: nn.Module, given: Mapping[str, Any], layers: Sequence[CallRecord], above: int
+    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord], above: int
 ) -> tuple[UnregisteredMixer, ...]:
     """Return the modules outside of the recorded layers that move information between tokens, and remember them.
 
-    `layers` are the recorded calls of a run on the arguments `given`. Inputs of more than `above` tokens are cut to
+    `layers` are the recorded calls of a run on `arguments`. Inputs of more than `above` tokens are cut to
     their first `PREFIX` tokens. The model and the random number generators are restored. The
     docstring of this file gives the cost.
     """
-    examined = _shortened(given, above)
+    examined = _shortened(arguments, above)
     seeds = mixing_modules(model, examined, {layer.name for layer in layers})
-    if examined is not given or seeds:
+    if examined is not arguments or seeds:
         layers = _layers_of(model, examined, seeds)
     recorded = tuple(UnregisteredMixer(path, model.get_submodule(path), False) for path in seeds)
     mixers = (*recorded, *_Search(model, examined, layers).run())
     answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
-    _answers[model] = _Answer(state_of(model, given), _shapes(examined), answer)
+    _answers[model] = _Answer(state_of(model, arguments), _shapes(examined), answer)
     return mixers
 
 
-def _layers_of(model: nn.Module, given: Mapping[str, Any], recorded: Sequence[str]) -> list[CallRecord]:
+def _layers_of(model: nn.Module, arguments: Mapping[str, Any], recorded: Sequence[str]) -> list[CallRecord]:
     """Run the model and return the calls of its layers, those at the paths `recorded` among them."""
     recorder = Recorder(model, opaque=recorded)
-    run(model, given, observer=recorder.attached())
+    run(model, arguments, observer=recorder.attached())
     return recorder.layers
 
 
@@ -108,20 +110,20 @@ def refuse(
     model: nn.Module,
     layers: Sequence[CallRecord],
     mixers: Sequence[UnregisteredMixer],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     *,
     strict: bool,
 ) -> None:
     """Raise `UnknownArchitectureError` for a model without layers, or with mixers that are not allowed.
 
     With `strict` no mixer is allowed; otherwise those that hold registered layers are not. A model without layers runs
-    once more on the arguments `given`, to name the modules that probably mix.
+    once more on `arguments`, to name the modules that probably mix.
     """
     refused = [mixer for mixer in mixers if mixer.holds_layers]
     if not refused and (layers or mixers):
         return
     if not refused:
-        raise UnknownArchitectureError(without_layers(model, given))
+        raise UnknownArchitectureError(without_layers(model, arguments))
     holds_layers = any(mixer.holds_layers for mixer in refused)
     named = holders(model, [(mixer.path, mixer.module) for mixer in refused])
     leak = refused[0].leak
@@ -133,33 +135,33 @@ def refuse(
 class _Search:
     """One search of one model on one input."""
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:
-        self._model, self._given, self._layers = model, given, layers
+    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:
+        self._model, self._arguments, self._layers = model, arguments, layers
         self._classes = {path: type(module) for path, module in model.named_modules()}
-        self._held: dict[str, list[Constant]] = {}
+        self._constants: dict[str, list[Constant]] = {}
         self._holders: set[str] = set()
         for layer in layers:
             if layer.output is not None:
-                self._held.setdefault(layer.name, []).append(Constant(layer.structure, layer.output))
+                self._constants.setdefault(layer.name, []).append(Constant(layer.structure, layer.output))
             holder = layer.parent
             while holder is not None:
                 self._holders.add(holder.name)
                 holder = holder.parent
-        self._lengths = _lengths(given, layers)
-        self._found: dict[str, bool] = {}
+        self._lengths = _lengths(arguments, layers)
+        self._mixers: dict[str, bool] = {}
 
     def run(self) -> tuple[UnregisteredMixer, ...]:
         """Return the outermost mixers, and the first leak that is left when they return constants."""
         # A model that is itself a layer has no modules outside of it.
-        if "" in self._held or (self._layers and self._leak() is None):
+        if "" in self._constants or (self._layers and self._leak() is None):
             return ()
         for length in self._lengths:
             self._search(length)
-        leak = None if any(self._found.values()) or not self._layers else self._leak()
-        inside = tuple(f"{path}." for path, holds in self._found.items() if path and not holds)
+        leak = None if any(self._mixers.values()) or not self._layers else self._leak()
+        inside = tuple(f"{path}." for path, holds in self._mixers.items() if path and not holds)
         mixers = [
             UnregisteredMixer(path, self._model.get_submodule(path), holds)
-            for path, holds in sorted(self._found.items(), key=lambda item: list(self._classes).index(item[0]))
+            for path, holds in sorted(self._mixers.items(), key=lambda item: list(self._classes).index(item[0]))
             if not path.startswith(inside)
         ]
         if leak is not None:
@@ -167,78 +169,81 @@ class _Search:
         return tuple(mixers)
 
     def _leak(self) -> Leak | None:
-        return find_leak(self._model, self._given, self._layers, self._held)
+        return find_leak(self._model, self._arguments, self._layers, self._constants)
 
     def _search(self, length: int) -> None:
         """Find sources and let those that can be layers return constants, until no watched token changes."""
+        # In a random half nearly every watched token has perturbed neighbours on both sides, near and far, so mixing of
+        # any reach and direction shows.
         generator = torch.Generator().manual_seed(0)
         half = torch.randperm(length, generator=generator) < length // 2
         acquitted: set[str] = set()
         while sources := self._sources(length, (half, ~half)) - acquitted:
             holders = {path for path in sources if path in self._holders}
-            self._found |= dict.fromkeys(holders, True)
+            self._mixers |= dict.fromkeys(holders, True)
             suspects = self._alike(sources - holders)
-            trial = Trial(self._model, length, self._held, suspects, (half, ~half))
-            trial.run(self._given)
+            trial = Trial(self._model, length, self._constants, suspects, (half, ~half))
+            trial.run(self._arguments)
             # A suspect that no tensor with tokens enters cannot be tried: the perturbed run decides.
             mixes = {p for p, mixed in trial.mixes.items() if mixed or (mixed is None and p in sources)}
             if not mixes:
                 return
-            self._held |= {path: trial.calls[path] for path in mixes}
-            self._found |= dict.fromkeys(mixes, False)
+            self._constants |= {path: trial.calls[path] for path in mixes}
+            self._mixers |= dict.fromkeys(mixes, False)
+            # They stay sources, because they return no constants, and would repeat this search for ever.
             acquitted |= holders | suspects - mixes
 
     def _sources(self, length: int, masks: Sequence[Tensor]) -> set[str]:
-        reference = Reference(self._model, length, self._held)
-        reference.run(self._given)
+        reference = Reference(self._model, length, self._constants)
+        reference.run(self._arguments)
         sources: set[str] = set()
         for mask in masks:
-            run = Perturbed(self._model, self._held, reference, mask)
-            run.run(self._given)
+            run = Perturbed(self._model, self._constants, reference, mask)
+            run.run(self._arguments)
             sources |= run.sources.keys()
         return sources
 
     def _alike(self, paths: set[str]) -> set[str]:
         """Return the paths and those of other modules of the same classes, which are tried too."""
         classes = {self._classes[path] for path in paths}
-        excluded = self._holders | self._held.keys()
+        excluded = self._holders | self._constants.keys()
         return {path for path, cls in self._classes.items() if cls in classes and path not in excluded}
 
 
-def _lengths(given: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[int]:
+def _lengths(arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[int]:
     """Return the distinct sequence lengths above 1 of the layers' inputs, without layers of the model's inputs."""
     entered = [layer.entered for layer in layers]
-    ids = [x for x in given.values() if isinstance(x, Tensor) and x.ndim in (2, 3)] if not layers else []
+    ids = [x for x in arguments.values() if isinstance(x, Tensor) and x.ndim in (2, 3)] if not layers else []
     lengths = dict.fromkeys(x.shape[1] for x in (*entered, *ids) if x is not None and x.ndim in (2, 3))
     return [length for length in lengths if length > 1]
 
 
-def state_of(model: nn.Module, given: Mapping[str, Any]) -> tuple[object, ...]:
+def state_of(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[object, ...]:
     """Return the key of an answer: modules, their modes and weights, names of the arguments, registered adapters."""
     modules = tuple((path, type(module), module.training) for path, module in model.named_modules())
     weights = tuple((id(p), p.data_ptr(), p.dtype, -1 if p.is_inference() else p._version) for p in model.parameters())
-    return modules, weights, tuple(sorted(given)), tuple(list_architectures())
+    return modules, weights, tuple(sorted(arguments)), tuple(list_architectures())
 
 
-def _shapes(given: Mapping[str, Any]) -> Shapes:
+def _shapes(arguments: Mapping[str, Any]) -> Shapes:
     """Return the shapes of the arguments that are tensors; a batch does not matter but for being one."""
-    shapes = {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor) and x.ndim > 1}
+    shapes = {name: tuple(x.shape) for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 1}
     return {name: (min(shape[0], 2), *shape[1:]) for name, shape in shapes.items()}
 
 
-def _shortened(given: Mapping[str, Any], above: int) -> Mapping[str, Any]:
+def _shortened(arguments: Mapping[str, Any], above: int) -> Mapping[str, Any]:
     """Return the arguments, cut to the first `PREFIX` tokens if there are more than `above`."""
     # Numbers without channels are no tokens but a signal, of which a stem makes fewer tokens.
     sequences = [
         x.shape[1]
-        for x in given.values()
+        for x in arguments.values()
         if isinstance(x, Tensor) and (x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point()))
     ]
     length = max(sequences, default=0)
     if length <= above:
-        return given
+        return arguments
     cut = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         along = isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == length
         cut[name] = value[:, : substitution.PREFIX] if along else value
     cut.pop(KEEP, None)

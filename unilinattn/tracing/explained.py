@@ -35,13 +35,13 @@ class ExplainedLogit:
     def __init__(
         self,
         output: Any,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         tokens: tuple[int, int],
         positions: Callable[[Any], Int[Tensor, " batch"]],
         model: str,
     ) -> None:
         """Store the traced output, the arguments, the (batch, length) of the layers, and the positions of targets."""
-        self._output, self._given, self._tokens = output, given, tokens
+        self._output, self._arguments, self._tokens = output, arguments, tokens
         self._positions, self._model = positions, model
         self._predictions: dict[tuple[int, ...] | None, Tensor] = {}
 
@@ -56,7 +56,7 @@ class ExplainedLogit:
             return chosen_ids(logits, logit)
         prediction = self.prediction(target)
         if prediction is None:
-            prediction = self._predictions[self._place(target)] = logits.detach().argmax(-1)
+            prediction = self._predictions[self._positions_of(target)] = logits.detach().argmax(-1)
         return prediction.to(logits.device).reshape(*logits.shape[:-1], 1)
 
     def prediction(self, target: Any) -> Int[Tensor, "batch *query"] | None:
@@ -64,26 +64,28 @@ class ExplainedLogit:
 
         None if no run has computed the logits there, and for an output without logits.
         """
-        place = self._place(target)
-        if place not in self._predictions and self._computed and has_logits(self._output):
-            self._predictions[place] = self._logits(self._output, target, self._kept).detach().argmax(-1)
-        return self._predictions.get(place)
+        positions = self._positions_of(target)
+        if positions not in self._predictions and self._computed and has_logits(self._output):
+            self._predictions[positions] = (
+                self._logits(self._output, target, self._computed_positions).detach().argmax(-1)
+            )
+        return self._predictions.get(positions)
 
-    def scalar(self, output: Any, target: Any, logit: Logit, kept: Int[Tensor, " position"] | None) -> Tensor:
+    def scalar(self, output: Any, target: Any, logit: Logit, computed: Int[Tensor, " position"] | None) -> Tensor:
         """Return the explained logit of each sequence in the output of a run, or the value of the function `logit`.
 
-        `kept` are the positions of the run's logits, None for all. Raises `InputError` for an output without logits
+        `computed` are the positions of the run's logits, None for all. Raises `InputError` for an output without logits
         and for an id that is out of range.
         """
         if callable(logit):
             value = logit(output)
             return value if isinstance(value, Tensor) else one_each(value, self._tokens[0])
-        logits = self._logits(output, target, kept)
+        logits = self._logits(output, target, computed)
         return picked(logits, self.ids(target, logit, logits))
 
     def observed(self, target: Any, logit: Logit) -> Tensor | None:
         """Return the `scalar` of the traced output, None if the traced run did not compute its logits."""
-        return self.scalar(self._output, target, logit, self._kept) if self._computed else None
+        return self.scalar(self._output, target, logit, self._computed_positions) if self._computed else None
 
     def arguments(
         self, model: nn.Module, targets: Sequence[Any] | None
@@ -92,11 +94,13 @@ class ExplainedLogit:
 
         A host that accepts `logits_to_keep` computes only those of `targets`, if they are given.
         """
-        given = self._given
+        run_arguments = self._arguments
         if targets is not None:
-            at_targets = partial(logits_at, model, given, lambda: [self._positions(t) for t in targets], above=0)
-            given = in_gradient_mode(False, at_targets)
-        return given, kept_positions(given, self._tokens[1])
+            at_targets = partial(
+                logits_at, model, run_arguments, lambda: [self._positions(t) for t in targets], above=0
+            )
+            run_arguments = in_gradient_mode(False, at_targets)
+        return run_arguments, kept_positions(run_arguments, self._tokens[1])
 
     def elements(self, model: nn.Module, logit: Logit) -> int:
         """Return the number of logits that a run computes for one target, or for a function of the output.
@@ -108,7 +112,7 @@ class ExplainedLogit:
             return 0
         if logits.ndim != 3 or callable(logit):
             return logits.numel()
-        chooses = KEEP in logits_at(model, self._given, lambda: [torch.tensor([0])], above=0)
+        chooses = KEEP in logits_at(model, self._arguments, lambda: [torch.tensor([0])], above=0)
         return logits.numel() // logits.shape[1] if chooses else logits.numel()
 
     def elements_at(self, targets: int) -> int:
@@ -119,8 +123,8 @@ class ExplainedLogit:
         return logits.numel() // logits.shape[1] * targets
 
     @property
-    def _kept(self) -> Int[Tensor, " position"] | None:
-        return kept_positions(self._given, self._tokens[1])
+    def _computed_positions(self) -> Int[Tensor, " position"] | None:
+        return kept_positions(self._arguments, self._tokens[1])
 
     @property
     def _by_token(self) -> bool:
@@ -132,15 +136,17 @@ class ExplainedLogit:
         """Whether the traced run computed the logits of every position that its arguments ask for."""
         logits = logits_in(self._output)
         by_token = logits is not None and logits.ndim == 3
-        return logits is None or not by_token or self._kept is not None or logits.shape[1] == self._tokens[1]
+        return (
+            logits is None or not by_token or self._computed_positions is not None or logits.shape[1] == self._tokens[1]
+        )
 
-    def _place(self, target: Any) -> tuple[int, ...] | None:
+    def _positions_of(self, target: Any) -> tuple[int, ...] | None:
         """Return the positions of a target, None for all and for class logits, which have no positions."""
         return None if target is None or not self._by_token else tuple(self._positions(target).tolist())
 
     def _logits(
-        self, output: Any, target: Any, kept: Int[Tensor, " position"] | None
+        self, output: Any, target: Any, computed: Int[Tensor, " position"] | None
     ) -> Float[Tensor, "batch *query token"]:
         """Return the logits of an output at a target, at every position for None."""
-        logits = logits_of(output, self._model, self._tokens, kept)
-        return logits if logits.ndim != 3 or target is None else at_positions(logits, self._positions(target), kept)
+        logits = logits_of(output, self._model, self._tokens, computed)
+        return logits if logits.ndim != 3 or target is None else at_positions(logits, self._positions(target), computed)

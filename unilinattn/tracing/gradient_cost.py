@@ -34,8 +34,8 @@ def gradient_cost(model: nn.Module, layers: Sequence[Layer], logits: int) -> int
     first = next(iter(operators.values()))
     tokens, width = prod(first.output.shape[:2]), first.output.element_size()
     modules = dict(model.named_modules())
-    kept = 0
-    held: dict[str, int] = {}
+    retained = 0
+    elements_by_segment: dict[str, int] = {}
     mixers: dict[str, set[str]] = {}
     for name, op in operators.items():
         path = name.partition("#")[0]
@@ -44,12 +44,12 @@ def gradient_cost(model: nn.Module, layers: Sequence[Layer], logits: int) -> int
         mixers.setdefault(around, set()).add(path)
         elements = gradient_elements(next(iter(op.chains.values())), tokens, next(iter(op.inputs.values())).shape[2])
         # Each call of a module that is called several times is a segment.
-        held[around] = held.get(around, 0) + (elements if name == path else 0)
-        kept += 3 * op.output.numel() + (elements if segment is None else 0)
+        elements_by_segment[around] = elements_by_segment.get(around, 0) + (elements if name == path else 0)
+        retained += 3 * op.output.numel() + (elements if segment is None else 0)
     for around, paths in mixers.items():
         weights = _weights(modules[around], [modules[path] for path in paths])
-        held[around] += TOKENWISE * tokens * sum(map(sum, weights))
-    return width * (kept + max(held.values()) + 3 * logits)
+        elements_by_segment[around] += TOKENWISE * tokens * sum(map(sum, weights))
+    return width * (retained + max(elements_by_segment.values()) + 3 * logits)
 
 
 def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, live: bool) -> int:
@@ -62,8 +62,8 @@ def frozen_cost(model: nn.Module, layers: Sequence[Layer], logits: int, *, live:
     tokens, width = prod(first.output.shape[:2]), first.output.element_size()
     weights = _weights(model, [layer.module for layer in layers])
     tokenwise = [shape for shape in weights if max(shape) < VOCABULARY * first.output.shape[2]]
-    kept = sum(op.output.numel() for op in operators) + tokens * sum(map(sum, tokenwise))
-    peak = KEPT * kept + max(apply_elements(op.chains, op.inputs) for op in operators) + 4 * logits
+    retained = sum(op.output.numel() for op in operators) + tokens * sum(map(sum, tokenwise))
+    peak = KEPT * retained + max(apply_elements(op.chains, op.inputs) for op in operators) + 4 * logits
     if live:
         chains = [(chain, op.inputs[port].shape[2]) for op in operators for port, chain in op.chains.items()]
         peak += HELD * sum(_values(chain, tokens, channels) for chain, channels in chains)
@@ -83,9 +83,9 @@ def _values(chain: Chain, tokens: int, channels: int) -> int:
 
 def _segment(modules: Mapping[str, nn.Module], path: str) -> str | None:
     """Return the path of the outermost recomputed module that contains a layer, None if there is none."""
-    parts = path.split(".")
-    for count in range(len(parts)):
-        name = ".".join(parts[: count + 1])
+    names = path.split(".")
+    for count in range(len(names)):
+        name = ".".join(names[: count + 1])
         architecture = architecture_of(type(modules[name]))
         if is_block(modules[name]) or (architecture is not None and not architecture.needs_capture):
             return name
@@ -94,6 +94,6 @@ def _segment(modules: Mapping[str, nn.Module], path: str) -> str | None:
 
 def _weights(around: nn.Module, without: Sequence[nn.Module]) -> list[tuple[int, int]]:
     """Return the shapes of a module's weight matrices outside of its submodules `without`."""
-    inside = {id(parameter) for part in without for parameter in part.parameters()}
+    inside = {id(parameter) for module in without for parameter in module.parameters()}
     matrices = (parameter for parameter in around.parameters() if parameter.ndim == 2)
     return [(m.shape[0], m.shape[1]) for m in matrices if id(m) not in inside]

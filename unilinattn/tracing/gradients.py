@@ -31,10 +31,10 @@ def gradient_of(
     require_gradients(model)
     recorder = GradientRecorder(model, opaque=opaque)
     # The logits of all tokens and their gradients may take more memory than all layers.
-    arguments, kept = explained.arguments(model, None if callable(logit) else [target])
+    arguments, positions = explained.arguments(model, None if callable(logit) else [target])
 
     def backward(output: Any) -> tuple[Tensor | None, ...]:
-        scalar = explained.scalar(output, target, logit, kept).sum()
+        scalar = explained.scalar(output, target, logit, positions).sum()
         if not scalar.requires_grad:
             raise UncoveredError("the explained number does not depend on the outputs of the model's layers.")
         return torch.autograd.grad(scalar, recorder.outputs, allow_unused=True)

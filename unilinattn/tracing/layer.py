@@ -1,17 +1,16 @@
 """`Layer`: one call of a token-mixing module with its operator; `Step`: layers that are added to a stream together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from unilinattn.call import Call
 from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
-from unilinattn.host.inputs import real_tokens
 from unilinattn.host.isolation import in_gradient_mode, isolated
 from unilinattn.host.module_calls import OPAQUE, CallRecord, ResidualSite, as_tokens
 from unilinattn.host.recomputation import constant_parameters
@@ -23,7 +22,7 @@ from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.operator.stages import Matrix, Stage, walk
 from unilinattn.tracing.trust import precision_of
-from unilinattn.tracing.weights import Checksum, Weights
+from unilinattn.tracing.weights import Weights
 
 
 class Layer:
@@ -75,7 +74,9 @@ class Layer:
         # The files of streams stay where they are.
         device = (record.output if in_pieces else next(record.module.parameters(), record.output)).device
         self.input: Float[Tensor, "batch key in"] = as_tokens(source.detach().to(device, dtype), record.batch)
-        self.output: Float[Tensor, "batch query out"] = as_tokens(record.output.detach().to(device, dtype), record.batch)
+        self.output: Float[Tensor, "batch query out"] = as_tokens(
+            record.output.detach().to(device, dtype), record.batch
+        )
         self.output_shape = record.output.shape
         self.mask = None if mask is None else mask.to(device)
         around = _NO_STREAM if record.site is None else _stream_around(record.site, record.batch, device, dtype)
@@ -292,42 +293,6 @@ class Layer:
         call = Call(self.module, self.name, self.arguments, x, self.output, self.seen)
         with full_precision():
             return build_flow(self._architecture, call)
-
-
-class LayerBuilder:
-    """Builds the layers of one run from the records of their calls, in order of execution.
-
-    Attributes:
-        mask: real tokens (batch, length), None if all are real.
-        weights: checksums of the model's weights at construction.
-    """
-
-    def __init__(self, model: nn.Module, given: Mapping[str, Any], dtype: torch.dtype | None) -> None:
-        """Prepare for a run on the arguments `given`; the operators compute in `dtype`, by default the host's."""
-        self._checksums: dict[int, Checksum] = {}
-        self.weights = Weights(model, self._checksums)
-        self.mask = real_tokens(given)
-        self._inner_mask = real_tokens(given, "decoder_attention_mask")
-        self._two_streams = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self._dtype = dtype
-        self._latest: dict[str, MixerOperator] = {}
-        self._calls: dict[str, int] = {}
-
-    def encodes(self, record: CallRecord) -> bool:
-        """Whether a call belongs to the encoder of a model with an encoder and a decoder."""
-        return self._two_streams and "encoder" in record.name.split(".")
-
-    def build(self, record: CallRecord) -> Layer:
-        """Freeze the next recorded call of a layer."""
-        self._calls[record.name] = self._calls.get(record.name, 0) + 1
-        name = record.name or type(record.module).__name__
-        name = name if self._calls[record.name] == 1 else f"{name}#{self._calls[record.name]}"
-        mask = self._inner_mask if self._two_streams and not self.encodes(record) else self.mask
-        assert record.output is not None
-        computed = torch.promote_types(self._dtype or record.output.dtype, torch.float32)
-        fits = mask is not None and mask.shape == record.output.shape[:2]
-        weights = Weights(record.module, self._checksums)
-        return Layer(record, name, computed, mask if fits else None, self._latest, weights)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.host.inputs import call_host, token_ids
-from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Functions
+from unilinattn.nested import mapped, tensors
 
 IDS = 4096
 """Largest number of ids that are embedded at once for the mean over a vocabulary."""
@@ -36,15 +36,15 @@ class Lookup:
     def mean(self, ids: Int[Tensor, "batch token"], rows: int) -> Float[Tensor, " channel"]:
         """Return the mean vector of the first `rows` ids, in float64; `ids` gives their dtype and device."""
         every = torch.arange(rows, dtype=ids.dtype, device=ids.device)
-        return torch.stack([self.embed(part[None])[0].double().sum(0) for part in every.split(IDS)]).sum(0) / rows
+        return torch.stack([self.embed(chunk[None])[0].double().sum(0) for chunk in every.split(IDS)]).sum(0) / rows
 
 
 class TokenIds:
     """The token ids in a run of a model: the argument, and tensors with the same numbers that functions made of it."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Begin with the argument."""
-        ids = token_ids(given)
+        ids = token_ids(arguments)
         assert ids is not None
         self.shape = ids.shape
         self._tensors = [ids]
@@ -53,21 +53,19 @@ class TokenIds:
         """Tell whether a value holds the ids in their order; a part, such as one codebook, begins at the same place."""
         return isinstance(value, Tensor) and any(_views(value, ids) for ids in self._tensors)
 
-    def follow(self, args: Sequence[Any], result: Any) -> None:
-        """Note the result of a function of the ids if its numbers are the same, as of a clamp or another dtype."""
-        if not isinstance(result, Tensor) or result.is_floating_point() or result.numel() != self.shape.numel():
-            return
-        if any(map(self.is_ids, args)) and not self.is_ids(result) and torch.equal(self.flat, result.flatten()):
-            self._tensors.append(result)
+    def looks_up(self, function: Any, args: Sequence[Any], result: Any) -> bool:
+        """Tell whether a call of a torch function looks the ids up in a table.
 
-    @property
-    def flat(self) -> Int[Tensor, " token"]:
-        """The ids one after the other."""
-        return self._tensors[0].flatten()
-
-    def looked_up(self, function: Any, args: Sequence[Any]) -> bool:
-        """Tell whether a call looks the ids up in a table."""
-        return function is functional.embedding and len(args) > 1 and self.is_ids(args[0])
+        Call it for every function of the run: a result with the numbers of the ids, as of a clamp or another dtype, is
+        followed as the ids.
+        """
+        if function is functional.embedding:
+            return len(args) > 1 and self.is_ids(args[0])
+        if isinstance(result, Tensor) and not result.is_floating_point() and result.numel() == self.shape.numel():
+            copies = any(map(self.is_ids, args)) and not self.is_ids(result)
+            if copies and torch.equal(self._tensors[0].flatten(), result.flatten()):
+                self._tensors.append(result)
+        return False
 
     def by_token(self, vectors: Float[Tensor, "*axes channel"]) -> Float[Tensor, "batch token channel"]:
         """Return vectors of the ids, which a host may have flattened, by sequence and token."""
@@ -90,7 +88,7 @@ class Lookups:
     lookups: list[Lookup]
     vectors: list[Float[Tensor, "batch token channel"]]
 
-    def __init__(self, model: nn.Module, given: Mapping[str, Any], layers: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], layers: Iterable[str]) -> None:
         """Run the model twice; inside `isolated`. `layers` are the paths of the token-mixing layers."""
         self.lookups, self.vectors = [], []
         mixing = {path.split("#")[0] + "." for path in layers}
@@ -99,16 +97,16 @@ class Lookups:
             for path, module in model.named_modules()
             if path and not any(x.startswith(f"{path}.") for x in mixing)
         ]
-        reads = _Reads(TokenIds(given))
+        reads = _Reads(TokenIds(arguments))
         with _hooked(outside, reads.enter, reads.leave), Functions(reads.called):
-            call_host(model, given)
+            call_host(model, arguments)
         embedding = [read for read in reads.found if read.gives_own_vectors()]
         self._modules = {
             read.module: Lookup(read.embed, read.rows, read.module)
             for read in embedding
             if not any(other in embedding for other in read.inside)
         }
-        ids = TokenIds(given)
+        ids = TokenIds(arguments)
 
         def record(lookup: Lookup, result: Tensor) -> Tensor:
             if not any(_same(other.source, lookup.source) for other in self.lookups):
@@ -116,32 +114,31 @@ class Lookups:
                 self.vectors.append(ids.by_token(result.detach()).clone())
             return result
 
-        with self._intercepted(given, record):
-            call_host(model, given)
+        with self._intercepted(arguments, record):
+            call_host(model, arguments)
 
     @contextmanager
     def replaced(
-        self, given: Mapping[str, Any], vectors: Sequence[Float[Tensor, "run token channel"]]
+        self, arguments: Mapping[str, Any], vectors: Sequence[Float[Tensor, "run token channel"]]
     ) -> Iterator[None]:
-        """Return other vectors, one tensor for each lookup, in runs of the model on the arguments `given`."""
+        """Return other vectors, one tensor for each lookup, in runs of the model on `arguments`."""
 
         def replace(lookup: Lookup, result: Tensor) -> Tensor:
-            at = next(at for at, other in enumerate(self.lookups) if _same(other.source, lookup.source))
+            index = next(index for index, other in enumerate(self.lookups) if _same(other.source, lookup.source))
             # The host may write into the copy.
-            return vectors[at].reshape(result.shape).to(result, copy=True)
+            return vectors[index].reshape(result.shape).to(result, copy=True)
 
-        with self._intercepted(given, replace):
+        with self._intercepted(arguments, replace):
             yield
 
     @contextmanager
-    def _intercepted(self, given: Mapping[str, Any], change: Callable[[Lookup, Tensor], Tensor]) -> Iterator[None]:
-        """Pass the result of every lookup of the ids among `given` through a function."""
-        ids = TokenIds(given)
+    def _intercepted(self, arguments: Mapping[str, Any], change: Callable[[Lookup, Tensor], Tensor]) -> Iterator[None]:
+        """Pass the result of every lookup of the ids among `arguments` through a function."""
+        ids = TokenIds(arguments)
         open_modules: list[nn.Module] = []
 
         def in_table(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-            ids.follow(args, result)
-            if open_modules or not ids.looked_up(func, args):
+            if not ids.looks_up(func, args, result) or open_modules:
                 return result
             table = args[1]
             return change(Lookup(lambda more: functional.embedding(more, table), len(table), table), result)
@@ -207,10 +204,9 @@ class _Reads:
 
     def called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Note the rows of the tables in which functions look the ids up."""
-        if self._ids.looked_up(func, args):
+        if self._ids.looks_up(func, args, result):
             for read in self._open:
                 read.rows = min(len(args[1]), read.rows or len(args[1]))
-        self._ids.follow(args, result)
         return result
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:

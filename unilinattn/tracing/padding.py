@@ -11,9 +11,9 @@ from unilinattn.host.inputs import real_tokens
 from unilinattn.host.module_calls import CallRecord
 
 
-def warn_of_leaks(given: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:
+def warn_of_leaks(arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:
     """Warn if padding reaches real tokens, on either side."""
-    mask = real_tokens(given)
+    mask = real_tokens(arguments)
     if mask is None:
         return
     after = mask.flip(1).cumsum(1).flip(1) == 0

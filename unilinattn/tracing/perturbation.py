@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.call import CACHES
+from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import call_host
-from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
+from unilinattn.nested import mapped, tensors
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative change of a watched token by rounding (experts get other batches); 0.05 for other dtypes.
@@ -41,7 +41,7 @@ class Constant:
     output: Tensor
 
 
-Held = Mapping[str, Sequence[Constant]]
+Constants = Mapping[str, Sequence[Constant]]
 """The recorded calls of the modules that return constants, in order, by the module's path."""
 
 
@@ -60,19 +60,19 @@ class Call:
 class Run(Observer[Call]):
     """One run of the model in which some modules return constants; subclasses inspect the calls of the others."""
 
-    def __init__(self, model: nn.Module, length: int, held: Held) -> None:
+    def __init__(self, model: nn.Module, length: int, constants: Constants) -> None:
         super().__init__(model)
-        self._length, self._held = length, held
+        self._length, self._constants = length, constants
         self._counts: dict[str, int] = {}
 
-    def run(self, given: Mapping[str, Any]) -> None:
+    def run(self, arguments: Mapping[str, Any]) -> None:
         """Run the model, and restore it and the random number generators."""
-        call, seed = partial(self.call_host, given), torch.get_rng_state()
+        call, seed = partial(self.call_host, arguments), torch.get_rng_state()
         run(self.model, call, mixers=self._constant_mixers(), observer=self.attached(), seed=seed)
 
-    def call_host(self, given: Mapping[str, Any]) -> None:
+    def call_host(self, arguments: Mapping[str, Any]) -> None:
         """Call the model."""
-        call_host(self.model, given)
+        call_host(self.model, arguments)
 
     def reading(self, path: str, number: int, inputs: Inputs) -> None:
         """Inspect the inputs of a call that returns a constant."""
@@ -101,7 +101,7 @@ class Run(Observer[Call]):
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Follow a call that ends, unless it returned a constant."""
-        if not self.elsewhere() and self.stack[-1].path in self._held:
+        if not self.elsewhere() and self.stack[-1].path in self._constants:
             self.stack.pop()
             return None
         with torch._C.DisableTorchFunction():
@@ -109,7 +109,7 @@ class Run(Observer[Call]):
 
     def _constant(self, path: str, module: nn.Module, host: Forward) -> Forward | None:
         """Return the forward of a module that returns constants."""
-        constants = self._held.get(path)
+        constants = self._constants.get(path)
         if constants is None:
             return None
 
@@ -133,9 +133,9 @@ class Run(Observer[Call]):
 class Reference(Run):
     """The unperturbed run: records two numbers per token for each tensor that enters or leaves a module."""
 
-    def __init__(self, model: nn.Module, length: int, held: Held) -> None:
+    def __init__(self, model: nn.Module, length: int, constants: Constants) -> None:
         """Prepare for sequences of `length` tokens."""
-        super().__init__(model, length, held)
+        super().__init__(model, length, constants)
         self.seen: dict[tuple[str, int, str], list[Rows]] = {}
 
     def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:
@@ -155,9 +155,11 @@ class Perturbed(Run):
             changed, their outputs had, and no module inside them explains it.
     """
 
-    def __init__(self, model: nn.Module, held: Held, reference: Reference, perturbed: Bool[Tensor, " token"]) -> None:
+    def __init__(
+        self, model: nn.Module, constants: Constants, reference: Reference, perturbed: Bool[Tensor, " token"]
+    ) -> None:
         """Prepare to perturb the tokens that are True and to watch the others."""
-        super().__init__(model, len(perturbed), held)
+        super().__init__(model, len(perturbed), constants)
         self._reference, self._perturbed = reference.seen, perturbed
         self._begun = False
         self.sources: dict[str, None] = {}
@@ -198,7 +200,9 @@ class Perturbed(Run):
 
     def _changed(self, key: tuple[str, int, str], value: Any) -> bool:
         before, after = self._reference.get(key, []), self._token_tensors(value)
-        return any(changed(one, two, ~self._perturbed) for one, two in zip(before, after, strict=False))
+        return any(
+            changed(reference, tensor, ~self._perturbed) for reference, tensor in zip(before, after, strict=False)
+        )
 
     def _noisy(self, t: Tensor) -> Tensor:
         return noisy(t, self._perturbed) if _has_tokens(t, self._length) else t
@@ -213,10 +217,10 @@ class Trial(Run):
     """
 
     def __init__(
-        self, model: nn.Module, length: int, held: Held, suspects: Collection[str], masks: Sequence[Tensor]
+        self, model: nn.Module, length: int, constants: Constants, suspects: Collection[str], masks: Sequence[Tensor]
     ) -> None:
         """Prepare for the suspects' paths, with one trial for each of `masks`, which are True at perturbed tokens."""
-        super().__init__(model, length, held)
+        super().__init__(model, length, constants)
         self._suspects, self._masks = suspects, masks
         self._perturbed: Tensor | None = None
         self._entered: list[Any] = []
@@ -270,20 +274,23 @@ def noisy(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch tok
     size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(t.shape[1:], generator=generator).to(wide)
-    chosen = perturbed.to(t.device).view(*perturbed.shape, *[1] * (t.ndim - 2))
+    # (token,) becomes (token, 1) for a (batch, token, channel), and (batch, token) becomes (batch, token, 1).
+    factor = perturbed.to(t.device).view(*perturbed.shape, *[1] * (t.ndim - 2))
     whole = (wide == wide.round()).flatten(0, -2).all(0)
-    return (wide + size * noise * chosen * (~whole | whole.all())).to(t.dtype)
+    return (wide + size * noise * factor * (~whole | whole.all())).to(t.dtype)
 
 
 def changed(before: Rows, after: Tensor, watched: Bool[Tensor, " token"]) -> bool:
     """Tell whether watched tokens changed, for every axis of the tensor that may be the token axis."""
     allowed, watched = TOLERANCE.get(after.dtype, 0.05), watched.to(after.device)
     now = [projection(x) for x in _by_token(after, len(watched))]
-    if [one.shape for one, _ in before] != [two.shape for two in now]:
+    if [reference.shape for reference, _ in before] != [value.shape for value in now]:
         return False
+    # Along another axis of the same length, such as channels, every entry holds perturbed tokens and so differs: the
+    # token axis decides.
     return bool(now) and all(
-        _differ(one[:, watched], two[:, watched], allowed * norm[:, watched])
-        for (one, norm), two in zip(before, now, strict=True)
+        _differ(reference[:, watched], value[:, watched], allowed * norm[:, watched])
+        for (reference, norm), value in zip(before, now, strict=True)
     )
 
 
@@ -292,14 +299,15 @@ def rows(t: Tensor, length: int) -> Rows:
     return [(projection(x), torch.linalg.vector_norm(x, dim=-1)) for x in _by_token(t, length)]
 
 
-def _differ(one: Tensor, two: Tensor, allowed: Tensor) -> bool:
-    if torch.equal(one, two):
+def _differ(reference: Tensor, value: Tensor, allowed: Tensor) -> bool:
+    if torch.equal(reference, value):
         return False
-    within = (one - two).abs() <= allowed
-    return not bool((within | (one == two) | (one.isnan() & two.isnan())).all())
+    within = (reference - value).abs() <= allowed
+    return not bool((within | (reference == value) | (reference.isnan() & value.isnan())).all())
 
 
 def _by_token(t: Tensor, length: int) -> list[Float[Tensor, "first token channel"]]:
+    # (2, 5, 5, 4) with 5 tokens may have them along two axes, and gives a (2, 5, 20) for each.
     tokens = [t.detach().movedim(axis, 1).flatten(2) for axis in range(1, t.ndim) if t.shape[axis] == length]
     return [x.to(torch.promote_types(t.dtype, torch.float32)) for x in tokens]
 

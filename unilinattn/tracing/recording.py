@@ -1,40 +1,69 @@
 """Runs of a model under a recorder of its layers."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from unilinattn.host.inputs import call_host, last_real, real_tokens
 from unilinattn.host.logits import logits_at
+from unilinattn.host.module_calls import require_covered_calls
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
 from unilinattn.host.substitution import may_be_long, operators_at_length
 from unilinattn.progress import bars
+from unilinattn.tracing.discovery import UnregisteredMixer, refuse, remembered_mixers, unregistered_mixers
 from unilinattn.tracing.residual import locate_in_stream
 
 
-def recorded(
-    model: nn.Module, given: Mapping[str, Any], opaque: Collection[str], *, progress: bool, above: int
+def covered_run(
+    model: nn.Module, arguments: Mapping[str, Any], *, strict: bool, progress: bool, above: int
+) -> tuple[Recorder, Any, Tensor]:
+    """Run a model whose modules that mix tokens all have adapters, or become opaque layers.
+
+    Returns the recorder, the output, and the state of the random number generator before the run. The first run of a
+    model is followed by a search for mixers without an adapter; if there are any, the model runs again.
+
+    Raises the errors of `refuse`, of `require_covered_calls` and of `recorded_run`.
+    """
+    mixers = remembered_mixers(model, arguments, above)
+    if mixers:
+        refuse(model, (), mixers, arguments, strict=strict)
+    seed = torch.get_rng_state()
+    recorder, output = _recorded(model, arguments, mixers or (), progress=progress, above=above)
+    if mixers is None:
+        mixers = unregistered_mixers(model, arguments, recorder.layers, above)
+        refuse(model, recorder.layers, mixers, arguments, strict=strict)
+        if mixers:
+            seed = torch.get_rng_state()
+            recorder, output = _recorded(model, arguments, mixers, progress=progress, above=above)
+    refuse(model, recorder.layers, (), arguments, strict=strict)
+    require_covered_calls(recorder.layers, strict=strict)
+    return recorder, output, seed
+
+
+def _recorded(
+    model: nn.Module, arguments: Mapping[str, Any], mixers: Sequence[UnregisteredMixer], *, progress: bool, above: int
 ) -> tuple[Recorder, Any]:
-    """Run the model with the modules at the paths `opaque` as opaque layers; return the recorder and the output."""
-    recorder = Recorder(model, opaque=opaque, locate=locate_in_stream)
-    last = [last_real(real_tokens(given))]
+    """Run the model with `mixers` as opaque layers; return the recorder and the output."""
+    recorder = Recorder(model, opaque=[mixer.path for mixer in mixers], locate=locate_in_stream)
+    last = [last_real(real_tokens(arguments))]
 
     def call() -> Any:
-        return call_host(model, logits_at(model, given, lambda: last, above=above))
+        return call_host(model, logits_at(model, arguments, lambda: last, above=above))
 
     with bars(progress):
-        return recorder, recorded_run(recorder, call, given, above=above)
+        return recorder, recorded_run(recorder, call, arguments, above=above)
 
 
-def recorded_run(recorder: Recorder, call: Callable[[], Any], given: Mapping[str, Any], *, above: int) -> Any:
-    """Return `call()`, a recorded run of the recorder's model on `given`.
+def recorded_run(recorder: Recorder, call: Callable[[], Any], arguments: Mapping[str, Any], *, above: int) -> Any:
+    """Return `call()`, a recorded run of the recorder's model on `arguments`.
 
     Causal mixers run through their operators on more than `above` tokens. Raises the errors of `run` and of
     `operators_at_length`.
     """
     model = recorder.model
-    long = may_be_long(given, above)
-    mixers = operators_at_length(model, real_tokens(given), recorder.note_prefix, above) if long else None
+    long = may_be_long(arguments, above)
+    mixers = operators_at_length(model, real_tokens(arguments), recorder.note_prefix, above) if long else None
     return run(model, call, mixers=mixers, observer=recorder.attached())

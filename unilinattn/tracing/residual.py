@@ -54,13 +54,13 @@ def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
     Within a group the `other` part of a site is removed, which was another layer of the group.
     """
     groups: list[list[int]] = []
-    for at, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         first = layers[groups[-1][0]] if groups else None
         if first is not None and _one_sum(first.site, layer.site):
-            groups[-1].append(at)
+            groups[-1].append(index)
         else:
-            groups.append([at])
-    for layer in (layers[at] for group in groups if len(group) > 1 for at in group):
+            groups.append([index])
+    for layer in (layers[index] for group in groups if len(group) > 1 for index in group):
         assert layer.site is not None
         layer.site = replace(layer.site, other=None)
     return groups
@@ -107,8 +107,8 @@ def followed_back(
                 tensors += [t for t in tensors_in(made.arguments) if not _among(t, tensors)]
             break
         else:
-            given = (t for t in tensors_in(block.arguments) if not _among(t, tensors))
-            tensors += [t for t in given if _is_multiple(tensor, t)]
+            inputs = (t for t in tensors_in(block.arguments) if not _among(t, tensors))
+            tensors += [t for t in inputs if _is_multiple(tensor, t)]
     return tensors, behind
 
 
@@ -135,20 +135,20 @@ def _site(total: Tensor, stream: Tensor, added: Tensor, other: Tensor | None) ->
     zero = not bool(added.any())
     if zero and other is None and _same_memory(total, stream):
         return None
-    parts = [stream, *([] if zero else [added]), *([] if other is None else [other])]
-    factors = fit_factors(total, parts)
+    summands = [stream, *([] if zero else [added]), *([] if other is None else [other])]
+    factors = fit_factors(total, summands)
     if factors is None:
         return None
     multiplier = 1.0 if zero else factors[1]
     return ResidualSite(total, stream, factors[0], multiplier, other, 0.0 if other is None else factors[-1])
 
 
-def fit_factors(total: Tensor, parts: Sequence[Tensor]) -> list[float] | None:
+def fit_factors(total: Tensor, summands: Sequence[Tensor]) -> list[float] | None:
     """Return the factors with which parts add up to a total, None if they do not or if a part is not needed.
 
     Every element has to agree up to the rounding of its sum, since in a norm a few large channels would hide the rest.
     """
-    columns, sums = [part.detach().flatten() for part in parts], total.detach().flatten()
+    columns, sums = [summand.detach().flatten() for summand in summands], total.detach().flatten()
     # An odd step samples every channel.
     step = sums.numel() // SAMPLE | 1
     basis, wanted = _scaled([column[::step] for column in columns], sums[::step])
@@ -159,7 +159,7 @@ def fit_factors(total: Tensor, parts: Sequence[Tensor]) -> list[float] | None:
         return None
     # Some hosts keep the residual in float32 even in a float64 model.
     epsilon = max(torch.finfo(total.dtype).eps, torch.finfo(torch.float32).eps)
-    bound = len(parts) * epsilon
+    bound = len(summands) * epsilon
     solution = torch.linalg.lstsq((basis / sizes).cpu(), wanted[:, None].cpu()).solution[:, 0].to(sizes) / sizes
     # A factor within rounding of one is set to one.
     solution = torch.where((solution - 1).abs() <= 8 * bound / sizes, torch.ones_like(solution), solution)
@@ -186,10 +186,10 @@ def _agrees(basis: Tensor, wanted: Tensor, factors: Tensor, bound: float) -> boo
     return bool(((wanted - basis @ factors).abs() <= bound * rounded).all())
 
 
-def _one_sum(one: ResidualSite | None, other: ResidualSite | None) -> bool:
-    if one is None or other is None:
+def _one_sum(site: ResidualSite | None, other: ResidualSite | None) -> bool:
+    if site is None or other is None:
         return False
-    return _same_memory(one.stream, other.stream) and _same_memory(one.total, other.total)
+    return _same_memory(site.stream, other.stream) and _same_memory(site.total, other.total)
 
 
 def _index(layer: CallRecord, block: CallRecord) -> int | None:
@@ -197,7 +197,7 @@ def _index(layer: CallRecord, block: CallRecord) -> int | None:
     frame = layer
     while frame.parent is not None and frame.parent is not block:
         frame = frame.parent
-    return next((at for at, child in enumerate(block.children) if child is frame), None)
+    return next((index for index, child in enumerate(block.children) if child is frame), None)
 
 
 def _outputs(frames: Iterable[CallRecord], like: Tensor) -> list[Tensor]:
@@ -218,8 +218,8 @@ def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
     return any(_same_memory(tensor, other) for other in others)
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
+def _same_memory(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.data_ptr() == other.data_ptr() and tensor.numel() == other.numel()
 
 
 def _is_multiple(tensor: Tensor, other: Tensor) -> bool:

@@ -1,4 +1,8 @@
-"""Trace a model on consecutive pieces of its tokens: mixers carry their states, and streams are written to files."""
+"""Trace a model on consecutive pieces of its tokens: mixers carry their states, and streams are written to files.
+
+`trace(stream_to=)` is the only way to millions of tokens: a trace has three tensors (batch, length, channel) for each
+layer, which no memory holds at that length, and neither does it hold the values of the host's forward on all tokens.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +20,16 @@ from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, real_tokens
 from unilinattn.host.logits import logits_at
 from unilinattn.host.module_calls import OPAQUE, CallRecord, Prefix, ResidualSite
-from unilinattn.nested import tensors
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
 from unilinattn.host.substitution import build_flow, called_on, functional, returned
+from unilinattn.nested import tensors
 from unilinattn.operator.carry import Carry, States, carried_by
 from unilinattn.operator.piecewise import Piece
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
+from unilinattn.tracing.recording import covered_run
 from unilinattn.tracing.residual import group_parallel, locate_in_stream
 from unilinattn.tracing.streams import Stream
 
@@ -37,49 +42,39 @@ SAME_FACTOR = 1e-3
 """Largest relative difference of a layer's factor in the stream between two pieces: more is not rounding."""
 
 
-def first_tokens(given: Mapping[str, Any], folder: Any) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of `stream_to` and the host's arguments on the first `PREFIX` tokens.
-
-    Raises `OptionError` if `folder` is no folder, and `InputError` for padding and for tensors other than the ids or
-    embeddings of the tokens.
-    """
-    if not isinstance(folder, (str, Path)) or not Path(folder).is_dir():
-        raise OptionError(f"stream_to={folder!r}; give an existing folder, with space for the streams, or None.")
-    name, x = _tokens(given)
-    if real_tokens(given) is not None:
-        raise InputError(
-            "stream_to= has no padding: its pieces are cut at the same tokens; trace each text separately."
-        )
-    others = [key for key, value in given.items() if key not in (name, MASK) and any(t.ndim for t in tensors(value))]
-    if others:
-        raise InputError(
-            f"stream_to= runs the model on pieces of {name}, and {others[0]!r} cannot be cut with them; leave it out, "
-            "or trace without stream_to=."
-        )
-    return Path(folder), _cut(given, slice(0, min(substitution.PREFIX, x.shape[1])))
-
-
 def run_in_pieces(
-    recorder: Recorder, given: Mapping[str, Any], folder: Path, dtype: torch.dtype | None, *, progress: bool
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    folder: Any,
+    dtype: torch.dtype | None,
+    *,
+    strict: bool,
+    progress: bool,
+    above: int,
 ) -> tuple[Recorder, Any]:
     """Run a model on consecutive pieces of its tokens, and return a recorder of the whole run and the last output.
 
     Registered mixers run through their operators, which carry their states from piece to piece. The inputs, outputs and
-    streams of the layers are tensors in files of `folder`. `recorder` holds the host's own run on the first tokens,
-    inside which the first piece ends, so that the comparison of each layer's output covers the states, and everything
-    else that the host computes from several tokens.
+    streams of the layers are tensors in files of `folder`. Before that the host itself runs on the first tokens, inside
+    which the first piece ends, so that the comparison of each layer's output covers the states, and everything else
+    that the host computes from several tokens.
 
-    Raises `UncoveredError` for a layer that cannot be computed in pieces, and if the pieces differ from the host.
+    Raises the errors of `covered_run` for that run, `OptionError` if `folder` is no folder, `InputError` for padding
+    and for tensors other than the ids or embeddings of the tokens, and `UncoveredError` for a layer that cannot be
+    computed in pieces, and if the pieces differ from the host.
     """
-    model, records = recorder.model, recorder.layers
+    first = _first_tokens(arguments, folder)
+    above = max(above, substitution.PREFIX)
+    recorder, _, _ = covered_run(model, first, strict=strict, progress=progress, above=above)
+    records = recorder.layers
     _require_pieces(records)
-    length, output = _tokens(given)[1].shape[1], None
-    run = _Run(model, records, length, folder, dtype)
+    length, output = _tokens(arguments)[1].shape[1], None
+    run = _Run(model, records, length, Path(folder), dtype)
     with bars(progress):
         for tokens in steps(list(_pieces(length)), "trace"):
-            output = run.on(given, tokens)
+            output = run.on(arguments, tokens)
     whole = Recorder(model)
-    whole.layers = [run.record(at) for at in range(len(records))]
+    whole.layers = [run.record(index) for index in range(len(records))]
     return whole, output
 
 
@@ -104,14 +99,14 @@ class _Run:
         """Prepare for the layers of the host's own run on the first tokens, recorded in `records`."""
         self._model, self._records, self._length, self._folder, self._dtype = model, records, length, folder, dtype
         # Parallel layers share their stream, and their group is the same in every piece.
-        self._first = {at: group[0] for group in group_parallel(records) for at in group}
+        self._first = {index: group[0] for group in group_parallel(records) for index in group}
         self._layers = [_Streams() for _ in records]
         self._calls = 0
 
-    def on(self, given: Mapping[str, Any], tokens: slice) -> Any:
+    def on(self, arguments: Mapping[str, Any], tokens: slice) -> Any:
         """Run the model on some tokens, write the layers' tensors, and return the model's output."""
         recorder, model = Recorder(self._model, locate=locate_in_stream), self._model
-        piece = logits_at(model, _cut(given, tokens), lambda: [torch.tensor([-1])], above=0)
+        piece = logits_at(model, _cut(arguments, tokens), lambda: [torch.tensor([-1])], above=0)
         self._calls = 0
         mixers = replaced_forwards(model, partial(self._carried, tokens))
         output = run(model, piece, mixers=mixers, observer=recorder.attached())
@@ -121,20 +116,20 @@ class _Run:
                 "first ones; trace without stream_to=."
             )
         group_parallel(recorder.layers)
-        for at, record in enumerate(recorder.layers):
-            self._write(at, record, tokens)
+        for index, record in enumerate(recorder.layers):
+            self._write(index, record, tokens)
         for record in recorder.layers:
             # The calls of a run refer to each other, so their tensors would wait for the garbage collector.
             record.parent = record.output = record.entered = record.site = None
             record.arguments, record.returned = {}, ()
         return output
 
-    def record(self, at: int) -> CallRecord:
+    def record(self, index: int) -> CallRecord:
         """Return the record of a layer's call on all tokens, compared with the host on the first ones.
 
         Raises `UncoveredError` if they differ.
         """
-        first, layer = self._records[at], self._layers[at]
+        first, layer = self._records[index], self._layers[index]
         assert layer.input is not None and layer.output is not None and first.output is not None
         host = first.output
         error = worst_error(layer.output.read(slice(host.shape[1])), host)
@@ -147,7 +142,7 @@ class _Run:
             )
         whole = layer.input.tensor
         pieces = tuple(Piece(tokens, partial(layer.input.read, tokens), states) for tokens, states in layer.pieces)
-        around = self._layers[self._first[at]]
+        around = self._layers[self._first[index]]
         stream, site = around.stream, None
         if first.site is not None and stream is not None:
             site = ResidualSite(stream.tensor, stream.tensor, 1.0, first.site.multiplier, None, 0.0)
@@ -183,8 +178,8 @@ class _Run:
 
         return forward
 
-    def _write(self, at: int, record: CallRecord, tokens: slice) -> None:
-        layer, first, count = self._layers[at], self._records[at], tokens.stop - tokens.start
+    def _write(self, index: int, record: CallRecord, tokens: slice) -> None:
+        layer, first, count = self._layers[index], self._records[index], tokens.stop - tokens.start
         assert record.entered is not None and record.output is not None
         dtype = torch.promote_types(self._dtype or record.output.dtype, torch.float32)
         if (record.entered.shape[1], record.output.shape[1]) != (count, count):
@@ -205,11 +200,35 @@ class _Run:
 
         layer.input, layer.output = write(layer.input, record.entered), write(layer.output, record.output)
         site = record.site
-        if site is not None and self._first[at] == at:
+        if site is not None and self._first[index] == index:
             entered = site.stream if site.skip == 1 else site.skip * site.stream
             layer.stream = write(layer.stream, entered)
             # Norms that were read from the files afterwards would bring whole streams into memory.
             layer.norms.append(torch.linalg.vector_norm(entered.detach().to(dtype), dim=-1))
+
+
+def _first_tokens(arguments: Mapping[str, Any], folder: Any) -> dict[str, Any]:
+    """Return the host's arguments on the first `PREFIX` tokens, after checking those of `stream_to`.
+
+    Raises `OptionError` if `folder` is no folder, and `InputError` for padding and for tensors other than the ids or
+    embeddings of the tokens.
+    """
+    if not isinstance(folder, (str, Path)) or not Path(folder).is_dir():
+        raise OptionError(f"stream_to={folder!r}; give an existing folder, with space for the streams, or None.")
+    name, x = _tokens(arguments)
+    if real_tokens(arguments) is not None:
+        raise InputError(
+            "stream_to= has no padding: its pieces are cut at the same tokens; trace each text separately."
+        )
+    others = [
+        key for key, value in arguments.items() if key not in (name, MASK) and any(t.ndim for t in tensors(value))
+    ]
+    if others:
+        raise InputError(
+            f"stream_to= runs the model on pieces of {name}, and {others[0]!r} cannot be cut with them; leave it out, "
+            "or trace without stream_to=."
+        )
+    return _cut(arguments, slice(0, min(substitution.PREFIX, x.shape[1])))
 
 
 def _pieces(length: int) -> Iterator[slice]:
@@ -244,24 +263,24 @@ def _only_tensor(arguments: Mapping[str, Any], name: str) -> Tensor:
     return x
 
 
-def _same_sum(one: ResidualSite | None, other: ResidualSite | None) -> bool:
+def _same_sum(first: ResidualSite | None, other: ResidualSite | None) -> bool:
     """Whether two outputs have the same factors in their sums with the stream, up to rounding."""
-    if one is None or other is None:
-        return one is other
-    pairs = (one.skip, other.skip), (one.multiplier, other.multiplier)
+    if first is None or other is None:
+        return first is other
+    pairs = (first.skip, other.skip), (first.multiplier, other.multiplier)
     return all(abs(a - b) <= SAME_FACTOR * abs(a) for a, b in pairs)
 
 
-def _tokens(given: Mapping[str, Any]) -> tuple[str, Tensor]:
+def _tokens(arguments: Mapping[str, Any]) -> tuple[str, Tensor]:
     """Return the name and the tensor of a host's tokens, (batch, length, ...); raise `InputError` without one."""
-    for name in ("input_ids", "inputs_embeds", *given):
-        x = given.get(name)
+    for name in ("input_ids", "inputs_embeds", *arguments):
+        x = arguments.get(name)
         if isinstance(x, Tensor) and x.ndim in (2, 3):
             return name, x
     raise InputError("stream_to= cuts a sequence of tokens into pieces; give a tensor of ids or of embeddings.")
 
 
-def _cut(given: Mapping[str, Any], tokens: slice) -> dict[str, Any]:
+def _cut(arguments: Mapping[str, Any], tokens: slice) -> dict[str, Any]:
     """Return the arguments on some tokens; a mask without padding is left out."""
-    name, x = _tokens(given)
-    return {**{key: value for key, value in given.items() if key != MASK}, name: x[:, tokens]}
+    name, x = _tokens(arguments)
+    return {**{key: value for key, value in arguments.items() if key != MASK}, name: x[:, tokens]}

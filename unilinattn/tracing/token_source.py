@@ -11,9 +11,9 @@ from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host, token_ids
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
-from unilinattn.nested import mapped, tensors
 from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
+from unilinattn.nested import mapped, tensors
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.perturbation import TOLERANCE
@@ -33,7 +33,7 @@ Hold = Callable[[Mapping[str, Any]], AbstractContextManager[object]]
 
 
 @runs_in_gradient_mode(False)
-def find_source(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
+def find_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
     """Return the source of the tokens' vectors: the lookups of their ids, or what enters the first block.
 
     The latter if there are no ids, and if another input, such as an image, gives some tokens their vectors. Runs of the
@@ -42,22 +42,22 @@ def find_source(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
     Raises `UncoveredError` if another input reaches the logits beside the tokens, since its part in them would stand in
     the bias, and the errors of `find_tokens`.
     """
-    ids = token_ids(given)
-    require_own_tokens(model, given, ids, layers)
+    ids = token_ids(arguments)
+    require_own_tokens(model, arguments, ids, layers)
 
-    if ids is not None and not _reaching(model, given, None, layers, _explained):
+    if ids is not None and not _reaching(model, arguments, None, layers, _explained):
         return None
-    source = find_tokens(model, given, layers)
-    require_alone(model, given, source, layers, _explained)
+    source = find_tokens(model, arguments, layers)
+    require_alone(model, arguments, source, layers, _explained)
     return source
 
 
 @runs_in_gradient_mode(False)
 def require_alone(
-    model: nn.Module, given: Mapping[str, Any], source: Source, layers: Sequence[Layer], read: Read
+    model: nn.Module, arguments: Mapping[str, Any], source: Source, layers: Sequence[Layer], read: Read
 ) -> None:
     """Raise `UncoveredError` if another input reaches what `read` returns of the output beside the tokens' vectors."""
-    reaching = _reaching(model, given, source, layers, read)
+    reaching = _reaching(model, arguments, source, layers, read)
     if reaching:
         verb = "reaches" if len(reaching) == 1 else "reach"
         raise UncoveredError(
@@ -67,30 +67,32 @@ def require_alone(
 
 
 @runs_in_gradient_mode(False)
-def find_vectors(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
+def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
     """Return the source of the vectors of the last layer's tokens, whatever else reaches the output.
 
     Raises the errors of `find_tokens`.
     """
     stream = [layer for layer in layers if layer.output.shape[:2] == layers[-1].output.shape[:2]]
-    if token_ids(given) is not None and not _reaching(model, given, None, layers, _explained):
+    if token_ids(arguments) is not None and not _reaching(model, arguments, None, layers, _explained):
         return None
-    return find_tokens(model, given, stream)
+    return find_tokens(model, arguments, stream)
 
 
 def _reaching(
-    model: nn.Module, given: Mapping[str, Any], source: Source, layers: Sequence[Layer], read: Read
+    model: nn.Module, arguments: Mapping[str, Any], source: Source, layers: Sequence[Layer], read: Read
 ) -> list[str]:
     """Return the inputs that change what `read` returns of the output although the tokens' vectors are held."""
-    ids = token_ids(given) if source is None else None
+    ids = token_ids(arguments) if source is None else None
     shape = layers[-1].output.shape[:2]
-    others = {name: value for name, value in given.items() if value is not ids and name != source}
+    others = {name: value for name, value in arguments.items() if value is not ids and name != source}
     names = [name for name, value in others.items() if _is_content(name, value, shape)]
     if not names:
         return []
-    hold = _hold(model, given, layers, source)
-    before = _run(model, dict(given), hold, read)
-    return [name for name in names if _reaches(before, _run(model, _changed(given, name), hold, read), given[name])]
+    hold = _hold(model, arguments, layers, source)
+    before = _run(model, dict(arguments), hold, read)
+    return [
+        name for name in names if _reaches(before, _run(model, _changed(arguments, name), hold, read), arguments[name])
+    ]
 
 
 def _is_content(name: str, value: Any, shape: torch.Size) -> bool:
@@ -123,10 +125,12 @@ def _explained(output: Any) -> list[Any]:
     )
 
 
-def _run(model: nn.Module, given: dict[str, Any], hold: Hold, read: Read) -> list[Tensor] | None:
+def _run(model: nn.Module, arguments: dict[str, Any], hold: Hold, read: Read) -> list[Tensor] | None:
     """Return what a run computes, None if it fails."""
     try:
-        values = run(model, lambda: read(call_host(model, given)), observer=hold(given), seed=torch.get_rng_state())
+        values = run(
+            model, lambda: read(call_host(model, arguments)), observer=hold(arguments), seed=torch.get_rng_state()
+        )
     # The model may accept no other image or code.
     except Exception:
         return None
@@ -150,8 +154,8 @@ def _moved(before: Tensor, after: Tensor) -> bool:
     return not bool((same | ((before - after).abs() <= allowed * scale)).all())
 
 
-def _changed(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {**given, name: mapped(given[name], _perturbed)}
+def _changed(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {**arguments, name: mapped(arguments[name], _perturbed)}
 
 
 def _perturbed(t: Tensor) -> Tensor:
@@ -166,13 +170,13 @@ def _perturbed(t: Tensor) -> Tensor:
     return (wide + torch.where(size > 0, size, torch.ones_like(size)) * noise).to(t.dtype)
 
 
-def _hold(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer], source: Source) -> Hold:
+def _hold(model: nn.Module, traced: Mapping[str, Any], layers: Sequence[Layer], source: Source) -> Hold:
     """Return what holds the tokens' vectors; an argument with them, or with ids, does not change."""
     if isinstance(source, str):
         return lambda arguments: nullcontext()
     if source is not None:
         return lambda arguments: replaced_at_call(source, source.vectors)
-    lookups: Lookups = run(model, lambda: Lookups(model, given, [layer.name for layer in layers]))
+    lookups: Lookups = run(model, lambda: Lookups(model, traced, [layer.name for layer in layers]))
     return lambda arguments: lookups.replaced(arguments, lookups.vectors)
 
 

@@ -57,7 +57,7 @@ class TokenCall:
             )
 
 
-def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Layer]) -> TokenCall | str:
+def find_tokens(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> TokenCall | str:
     """Return the function call whose result enters the first block as the tokens of the layers, or the argument.
 
     Raises `UncoveredError` if the layers have different numbers of sequences or tokens, or if no such tensor enters a
@@ -93,7 +93,7 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
             if name in blocks:
                 module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
         try:
-            call_host(model, given)
+            call_host(model, arguments)
         except Entered as entered:
             return entered.args[0]
         raise UncoveredError(
@@ -102,26 +102,28 @@ def find_tokens(model: nn.Module, given: Mapping[str, Any], layers: Sequence[Lay
         )
 
     stream: Tensor = run(model, first_entered, observer=Functions(record))
-    argument = next((name for name, value in given.items() if value is stream), None)
+    argument = next((name for name, value in arguments.items() if value is stream), None)
     if argument is not None:
         return argument
-    places = [at for at, (_, result) in enumerate(calls) if result is stream]
-    if not places:
+    matches = [number for number, (_, result) in enumerate(calls) if result is stream]
+    if not matches:
         raise UncoveredError("no function of torch returned the stream that enters the model's first block.")
-    function, shape = calls[places[-1]][0], tuple(stream.shape[1:])
+    function, shape = calls[matches[-1]][0], tuple(stream.shape[1:])
     alike = TokenCall(function, shape, -1, stream)
-    earlier = [alike.counts(*call) for call in calls[: places[-1]]]
+    earlier = [alike.counts(*call) for call in calls[: matches[-1]]]
     return replace(alike, number=sum(earlier))
 
 
-def require_own_tokens(model: nn.Module, given: Mapping[str, Any], ids: Tensor | None, layers: Sequence[Layer]) -> None:
+def require_own_tokens(
+    model: nn.Module, arguments: Mapping[str, Any], ids: Tensor | None, layers: Sequence[Layer]
+) -> None:
     """Raise `UncoveredError` if the layers have other numbers of sequences or tokens than the ids of the input."""
     if ids is None:
         return
     batch, length = layers[0].output.shape[:2]
     if ids.shape == (batch, length):
         return
-    other = [name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    other = [name for name, value in arguments.items() if isinstance(value, Tensor) and value.is_floating_point()]
     if other:
         raise UncoveredError(
             f"{type(model).__name__} reads {' and '.join(other)} and {ids.shape[1]} ids, and its first layer "
@@ -146,9 +148,9 @@ def block_names(model: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:
     """
     names = set()
     for layer in layers:
-        parts = layer.name.split("#")[0].split(".")
-        blocks = [count for count in range(len(parts) + 1) if _in_list(".".join(parts[:count]))]
-        names |= {".".join(parts[:count]) for count in range(max(blocks, default=len(parts)) + 1)}
+        path = layer.name.split("#")[0].split(".")
+        blocks = [count for count in range(len(path) + 1) if _in_list(".".join(path[:count]))]
+        names |= {".".join(path[:count]) for count in range(max(blocks, default=len(path)) + 1)}
     lists = {name.rpartition(".")[0] for name in names if _in_list(name)}
     siblings = {name for name, _ in model.named_modules() if _in_list(name)}
     return frozenset(names | {name for name in siblings if name.rpartition(".")[0] in lists})

@@ -1,14 +1,15 @@
 """`trace`: run a host model once and return its token-mixing layers as exact operators."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -17,78 +18,65 @@ from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
 from unilinattn.host.isolation import in_gradient_mode
 from unilinattn.host.logits import Logit, positions_of
-from unilinattn.host.module_calls import require_covered_calls
-from unilinattn.host.recorder import Recorder
-from unilinattn.host.substitution import (
-    PREFIX,
-    SUBSTITUTE_ABOVE,
-    may_be_long,
-)
+from unilinattn.host.substitution import SUBSTITUTE_ABOVE, may_be_long
 from unilinattn.host.text import Text, encoded, is_text, tokenized
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
 from unilinattn.tracing.agreement import compared_with_call
-from unilinattn.tracing.discovery import refuse, remembered_mixers, unregistered_mixers
+from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.gradients import gradient_of
-from unilinattn.tracing.layer import Layer, LayerBuilder, Step
+from unilinattn.tracing.layer import Layer, Step
 from unilinattn.tracing.padding import warn_of_leaks
-from unilinattn.tracing.recording import recorded
-from unilinattn.tracing.residual import group_parallel
-from unilinattn.tracing.streaming import first_tokens, run_in_pieces
+from unilinattn.tracing.recording import covered_run
+from unilinattn.tracing.streaming import run_in_pieces
+from unilinattn.tracing.weights import Weights
+
+_version = cache(version)
+"""Versions of packages: reading their metadata takes milliseconds."""
 
 Target = int | Sequence[int] | Int[Tensor, " batch"]
 """A position, or one for each sequence, counted over real tokens; negative ones count from their end."""
 
 
+@dataclass(eq=False, repr=False)
 class Trace:
     """One run of a host model: its token-mixing layers in order of execution, and its output.
 
     Attributes:
-        layers: every call of a token-mixing module.
-        steps: the same layers in steps, whose layers are added to the stream in one sum.
-        output: the model's output; at length with the logits of the last real tokens only (see `trace`).
-        mask: real tokens (batch, length), None if all are real.
-        model: the model's class name.
         host: the model.
         arguments: the arguments of the call, by parameter name.
-        text: the text that was given as input, None for other inputs.
-        opaque: the paths of the layers without an operator (see `trace(strict=False)`).
+        output: the model's output; at length with the logits of the last real tokens only (see `trace`).
+        layers: every call of a token-mixing module.
+        steps: the same layers in steps, whose layers are added to the stream in one sum.
+        mask: real tokens (batch, length), None if all are real.
         weights: the checksums of the model's weights.
+        opaque: the paths of the layers without an operator (see `trace(strict=False)`).
+        text: the text that was given as input, None for other inputs.
         warnings: a sentence for each change of the trace to the user's call that changes the output; results have them
             too (see `tracing.agreement`).
     """
 
-    frozen: ClassVar[Callable[..., Any]]
-    """Run the model once more as one affine map of its tokens; `frozen.run` sets it to its function `frozen`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        given: Mapping[str, Any],
-        recorder: Recorder,
-        output: Any,
-        dtype: torch.dtype | None,
-        text: Text | None = None,
-    ) -> None:
-        """Freeze the layers of a recorded run."""
-        self.host, self.arguments, self.opaque, self.text = model, given, recorder.opaque, text
-        self.warnings: tuple[str, ...] = ()
-        builder = LayerBuilder(model, given, dtype)
-        self.weights = builder.weights
-        self.model = type(model).__name__
-        self.output = output
-        groups = group_parallel(recorder.layers)
-        layers = [builder.build(record) for record in recorder.layers]
-        streams = ["encoder" if builder.encodes(record) else "x" for record in recorder.layers]
-        self.layers: tuple[Layer, ...] = tuple(layers)
-        self.steps = tuple(Step(tuple(layers[at] for at in group), streams[group[0]]) for group in groups)
-        self.mask = builder.mask
+    host: nn.Module
+    arguments: Mapping[str, Any]
+    output: Any
+    layers: tuple[Layer, ...]
+    steps: tuple[Step, ...]
+    mask: Bool[Tensor, "batch length"] | None
+    weights: Weights
+    opaque: frozenset[str]
+    text: Text | None = None
+    warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """List the layers, each on a line."""
         return "\n".join([f"Trace of {self.model}: {len(self.layers)} layers", *(f"  {x!r}" for x in self.layers)])
+
+    @property
+    def model(self) -> str:
+        """The model's class name."""
+        return type(self.host).__name__
 
     @property
     def ids(self) -> Int[Tensor, "batch length"] | None:
@@ -107,7 +95,7 @@ class Trace:
     def versions(self) -> dict[str, str]:
         """Versions of this library, of torch and of the host's package."""
         package = type(self.host).__module__.split(".")[0]
-        versions = {"unilinattn": _version(), "torch": torch.__version__}
+        versions = {"unilinattn": _version("unilinattn"), "torch": torch.__version__}
         host = getattr(sys.modules.get(package), "__version__", None)
         return versions if host is None else {**versions, package: str(host)}
 
@@ -151,11 +139,8 @@ class Trace:
         """
         self.require_whole("gradients")
         for target in list(targets):
-            yield self._gradient(target, logit)
-
-    def _gradient(self, target: Target, logit: Logit) -> tuple[Float[Tensor, "batch query out"], ...]:
-        self.weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
-        return gradient_of(self.host, self.layers, self.opaque, self.explained_logit, target, logit)
+            self.weights.require_same(self.host, self.model, "this gradient would not be that of the traced model")
+            yield gradient_of(self.host, self.layers, self.opaque, self.explained_logit, target, logit)
 
     def require_whole(self, what: str) -> None:
         """Raise `UncoveredError` if the trace was made in pieces."""
@@ -170,7 +155,7 @@ class Trace:
         return gradient_cost(self.host, self.layers, self.explained_logit.elements(self.host, logit))
 
     def frozen_cost(self, targets: int, *, rule: str = "freeze") -> int:
-        """Return the peak bytes of `frozen` for `targets` positions, without running the model."""
+        """Return the peak bytes of a frozen run for `targets` positions, without running the model."""
         elements = self.explained_logit.elements_at(targets)
         return frozen_cost(self.host, self.layers, elements, live=rule == "half")
 
@@ -242,43 +227,24 @@ def trace(
         inputs = processed(inputs, processor, model)
     elif is_text(inputs):
         text = encoded(inputs, tokenizer)
-        text.require_vocabulary(model)
-        inputs = {name: ids.to(next(model.parameters()).device) for name, ids in text.arguments.items()}
+        inputs = text.arguments_for(model)
     else:
         text = tokenized(inputs, tokenizer)
     # The caller may write into the tensors before a gradient runs the model on them again.
-    given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
-    first, above = given, substitute_above
-    if stream_to is not None:
-        # The host's own forward runs on the first tokens, with which the pieces are compared.
-        folder, first = first_tokens(given, stream_to)
-        above = max(above, PREFIX)
-    mixers = remembered_mixers(model, first, above)
-    if mixers:
-        refuse(model, (), mixers, first, strict=strict)
-    record = partial(recorded, model, first, progress=progress, above=above)
-    seed = torch.get_rng_state()
-    recorder, output = record([mixer.path for mixer in mixers or ()])
-    if mixers is None:
-        mixers = unregistered_mixers(model, first, recorder.layers, above)
-        refuse(model, recorder.layers, mixers, first, strict=strict)
-        if mixers:
-            seed = torch.get_rng_state()
-            recorder, output = record([mixer.path for mixer in mixers])
-    refuse(model, recorder.layers, (), first, strict=strict)
-    require_covered_calls(recorder.layers, strict=strict)
-    if stream_to is not None:
-        recorder, output = run_in_pieces(recorder, given, folder, dtype, progress=progress)
-    warn_of_leaks(given, recorder.layers)
-    traced = Trace(model, given, recorder, output, dtype, text)
-    if stream_to is None and not may_be_long(given, above):
-        named = {*(inputs if isinstance(inputs, Mapping) else given), "use_cache"}
-        call = {name: value for name, value in given.items() if name in named}
-        traced.warnings = compared_with_call(model, call, given, output, seed)
+    arguments = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
+    if stream_to is None:
+        recorder, output, seed = covered_run(model, arguments, strict=strict, progress=progress, above=substitute_above)
+    else:
+        recorder, output = run_in_pieces(
+            model, arguments, stream_to, dtype, strict=strict, progress=progress, above=substitute_above
+        )
+    warn_of_leaks(arguments, recorder.layers)
+    builder = LayerBuilder(model, arguments, dtype)
+    layers, steps = builder.build_steps(recorder.layers)
+    mask, weights = builder.mask, builder.weights
+    traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
+    if stream_to is None and not may_be_long(arguments, substitute_above):
+        named = {*(inputs if isinstance(inputs, Mapping) else arguments), "use_cache"}
+        call = {name: value for name, value in arguments.items() if name in named}
+        traced.warnings = compared_with_call(model, call, arguments, output, seed)
     return traced
-
-
-@cache
-def _version() -> str:
-    """Return the version of this library, whose metadata takes milliseconds to read."""
-    return version("unilinattn")

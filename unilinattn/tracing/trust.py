@@ -104,14 +104,14 @@ def precision_of(module: nn.Module, output: Tensor) -> torch.dtype:
 def likely_causes(module: nn.Module) -> list[str]:
     """Return the parts of a mixer that may change its output: hooks, parametrizations, replaced and quantised parts."""
     causes, package = [], type(module).__module__.split(".")[0]
-    for path, part in module.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks:
+    for path, inner in module.named_modules():
+        if inner._forward_hooks or inner._forward_pre_hooks:
             causes.append(f"a forward hook on {path or 'the module itself'}")
-        home = type(part).__module__.split(".")[0]
-        if parametrize.is_parametrized(part):
+        home = type(inner).__module__.split(".")[0]
+        if parametrize.is_parametrized(inner):
             causes.append(f"a parametrization of {path}")
-        elif home not in ("torch", package) or type(part).__module__.startswith("torch.ao."):
-            causes.append(f"{path} is a {type(part).__module__}.{type(part).__qualname__}")
-        elif path and "forward" in vars(part):
+        elif home not in ("torch", package) or type(inner).__module__.startswith("torch.ao."):
+            causes.append(f"{path} is a {type(inner).__module__}.{type(inner).__qualname__}")
+        elif path and "forward" in vars(inner):
             causes.append(f"the forward method of {path} was replaced")
     return causes

@@ -46,10 +46,10 @@ ADAPTER = (
 """The way to an adapter."""
 
 
-def without_layers(model: nn.Module, given: Mapping[str, Any]) -> str:
+def without_layers(model: nn.Module, arguments: Mapping[str, Any]) -> str:
     """Return the error of a model without layers; it runs once more, to name the modules that probably mix."""
     ran = f"{type(model).__name__} ran no module that is a registered token mixer"
-    probable = probable_mixers(model, given)
+    probable = probable_mixers(model, arguments)
     if not probable:
         return f"{ran}, and no function by which tokens usually mix. {ADAPTER}"
     adapter = "" if is_recurrent(probable[0][1]) else f" {ADAPTER}"
@@ -77,7 +77,7 @@ def without_adapters(
         # Softmax attention is recognised by this interface, which some classes use only in later versions.
         what += f" and does not go through the attention interface in {package_version(module)}"
     others = f" So do {_listed(mixers[1:])}." if mixers[1:] else ""
-    if any(type(part).__module__.startswith("transformer_lens.") for part in model.modules()):
+    if any(type(inner).__module__.startswith("transformer_lens.") for inner in model.modules()):
         return (
             f"{what}.{others} TransformerLens computes the token mixing of such modules in its own code, for which no "
             "adapter is registered. Trace the Hugging Face model before it is bridged: boot_transformers changes the "
@@ -101,7 +101,7 @@ def _listed(modules: Sequence[Refused]) -> str:
 
 def is_recurrent(module: nn.Module) -> bool:
     """Whether a module is or contains a recurrence whose state passes a nonlinearity."""
-    return any(isinstance(part, RECURRENT) for part in module.modules())
+    return any(isinstance(inner, RECURRENT) for inner in module.modules())
 
 
 def _reason(module: nn.Module) -> str:
@@ -119,7 +119,7 @@ def holders(model: nn.Module, mixers: Sequence[Refused]) -> list[Refused]:
     return list(dict(_holder(model, *mixer, _rearranges) for mixer in mixers).items())
 
 
-def probable_mixers(model: nn.Module, given: Mapping[str, Any]) -> list[Refused]:
+def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refused]:
     """Return the first module of each class that calls a function by which tokens usually mix: one run of the model.
 
     The functions are `MIXING`, convolutions whose windows overlap, and linear maps over a transposed axis.
@@ -138,7 +138,7 @@ def probable_mixers(model: nn.Module, given: Mapping[str, Any]) -> list[Refused]
                 mixing[paths.stack[-1] if paths.stack else ""] = None
         return result
 
-    run(model, given, mixers=paths.attached(), observer=Functions(watch))
+    run(model, arguments, mixers=paths.attached(), observer=Functions(watch))
     modules = dict(_holder(model, path, model.get_submodule(path), is_basic) for path in mixing)
     first = {type(module): (path, module) for path, module in reversed(modules.items())}
     return list(first.values())[::-1]

@@ -20,9 +20,9 @@ class Weights:
     pass over the bytes of the weights at construction and one for each comparison.
     """
 
-    def __init__(self, module: nn.Module, known: dict[int, Checksum] | None = None) -> None:
-        """Compute the checksums that are not in `known`, by the id of the tensor, and add them to it."""
-        self._before = _checksums(module, {} if known is None else known)
+    def __init__(self, module: nn.Module, by_id: dict[int, Checksum] | None = None) -> None:
+        """Compute the checksums that are not in `by_id`, by the id of the tensor, and add them to it."""
+        self._before = _checksums(module, {} if by_id is None else by_id)
 
     def require_same(self, module: nn.Module, name: str, otherwise: str) -> None:
         """Compare a module with the one that the checksums were computed from.
@@ -39,14 +39,14 @@ class Weights:
             )
 
 
-def _checksums(module: nn.Module, known: dict[int, Checksum]) -> dict[str, Checksum]:
+def _checksums(module: nn.Module, by_id: dict[int, Checksum]) -> dict[str, Checksum]:
     """Return the checksum of each parameter and buffer by its name; a shared tensor is read once."""
     checksums = {}
     for tensors in (module.named_parameters, module.named_buffers):
         for name, tensor in tensors(remove_duplicate=False):
-            if id(tensor) not in known:
-                known[id(tensor)] = tensor.shape, tensor.dtype, _checksum(tensor.detach())
-            checksums[name] = known[id(tensor)]
+            if id(tensor) not in by_id:
+                by_id[id(tensor)] = tensor.shape, tensor.dtype, _checksum(tensor.detach())
+            checksums[name] = by_id[id(tensor)]
     return checksums
 
 
@@ -61,8 +61,8 @@ def _checksum(tensor: Tensor) -> int | None:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     size = min(len(words), CHUNK.get(words.device.type, CHUNK["cpu"]))
     factors = torch.arange(1, 2 * size, 2, device=words.device) * (0x9E3779B97F4A7C15 - (1 << 64))
-    for part in words.split(max(1, size)):
-        total = total * 0x100000001B3 + (part * factors[: len(part)]).sum()
+    for chunk in words.split(max(1, size)):
+        total = total * 0x100000001B3 + (chunk * factors[: len(chunk)]).sum()
     return int(total)
 
 

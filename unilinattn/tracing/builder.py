@@ -1,0 +1,59 @@
+"""`LayerBuilder`: the layers of a run from the records of their calls."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unilinattn.host.inputs import real_tokens
+from unilinattn.host.module_calls import CallRecord
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.tracing.layer import Layer, Step
+from unilinattn.tracing.residual import group_parallel
+from unilinattn.tracing.weights import Checksum, Weights
+
+
+class LayerBuilder:
+    """Builds the layers of one run from the records of their calls, in order of execution.
+
+    Attributes:
+        mask: real tokens (batch, length), None if all are real.
+        weights: checksums of the model's weights at construction.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+        """Prepare for a run on `arguments`; the operators compute in `dtype`, by default the host's."""
+        self._checksums: dict[int, Checksum] = {}
+        self.weights = Weights(model, self._checksums)
+        self.mask = real_tokens(arguments)
+        self._inner_mask = real_tokens(arguments, "decoder_attention_mask")
+        self._two_streams = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self._dtype = dtype
+        self._latest: dict[str, MixerOperator] = {}
+        self._calls: dict[str, int] = {}
+
+    def encodes(self, record: CallRecord) -> bool:
+        """Whether a call belongs to the encoder of a model with an encoder and a decoder."""
+        return self._two_streams and "encoder" in record.name.split(".")
+
+    def build(self, record: CallRecord) -> Layer:
+        """Freeze the next recorded call of a layer."""
+        self._calls[record.name] = self._calls.get(record.name, 0) + 1
+        name = record.name or type(record.module).__name__
+        name = name if self._calls[record.name] == 1 else f"{name}#{self._calls[record.name]}"
+        mask = self._inner_mask if self._two_streams and not self.encodes(record) else self.mask
+        assert record.output is not None
+        computed = torch.promote_types(self._dtype or record.output.dtype, torch.float32)
+        fits = mask is not None and mask.shape == record.output.shape[:2]
+        weights = Weights(record.module, self._checksums)
+        return Layer(record, name, computed, mask if fits else None, self._latest, weights)
+
+    def build_steps(self, records: Sequence[CallRecord]) -> tuple[tuple[Layer, ...], tuple[Step, ...]]:
+        """Freeze all recorded calls of the run; return the layers, and the same layers in steps."""
+        # Before the layers are built: a group of parallel layers removes their outputs from each other's streams.
+        groups = group_parallel(records)
+        layers = tuple(self.build(record) for record in records)
+        streams = ["encoder" if self.encodes(records[group[0]]) else "x" for group in groups]
+        steps = (Step(tuple(layers[i] for i in group), name) for group, name in zip(groups, streams, strict=True))
+        return layers, tuple(steps)
