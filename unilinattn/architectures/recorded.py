@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from unilinattn.call import CACHES, Call
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.errors import UncoveredError
+from unilinattn.mixers import Gather
 from unilinattn.nested import mapped, tensors
 from unilinattn.operator.flow import Flow
+from unilinattn.operator.stages import Matrix
 from unilinattn.registry import UNREGISTERED, register_architecture
 from unilinattn.rules.compilation import chains_of
 from unilinattn.rules.recording import Recording
@@ -39,6 +42,20 @@ def recorded(call: Call) -> Flow:
 
     Raises `UncoveredError` with the function that is no stage.
     """
+    flow = recorded_stages(call)
+    if any(stage.mixes for chain in flow.chains.values() for stage in chain):
+        return flow
+    # Its factors depend on other tokens and its values do not, as in attention over channels.
+    batch, length = call.input.shape[:2]
+    tokens = torch.arange(length, device=call.input.device).expand(batch, -1)
+    own = Flow(call.input).core(Gather(tokens, length, like=call.input))
+    for stage in flow.chain:
+        own.stage(replace(stage, role="output") if isinstance(stage, Matrix) else stage)
+    return own
+
+
+def recorded_stages(call: Call) -> Flow:
+    """Return the stages of a module, which need not mix tokens."""
     module, arguments = _promoted(call)
     entered = next((v for v in arguments.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
     axes = 3 if entered is None else entered.ndim

@@ -63,6 +63,17 @@ class Prefix:
     stream_norms: Float[Tensor, "batch token"] | None = None
 
 
+@dataclass(frozen=True)
+class Following:
+    """A module between a layer's output and the stream, such as a norm: its arguments and its output."""
+
+    module: nn.Module
+    name: str
+    arguments: dict[str, Any]
+    input: Tensor
+    output: Tensor
+
+
 @dataclass(eq=False)
 class CallRecord:
     """One call of one module: its arguments, its output, and the calls inside it.
@@ -85,6 +96,7 @@ class CallRecord:
     entered: Tensor | None = None
     returned: tuple[Tensor, ...] = ()
     site: ResidualSite | None = None
+    following: tuple[Following, ...] = ()
     reader: str | None = None
     prefix: Prefix | None = None
     batch: int | None = None

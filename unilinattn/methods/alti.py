@@ -118,6 +118,7 @@ def mixing(
     """
     first = together[0]
     stream = residual_of(first, "alti", options.without_stream) if options.residual else _no_stream(first)
+    together = [layer.added for layer in together]
     output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in together)])
     factors = [layer.multiplier for layer in together]
     extra, reference = gather_rows(stream, rows), gather_rows(output, rows)
@@ -155,6 +156,7 @@ def _head_mixing(
 
     Returns the rows' cancellation and the shares of the residual.
     """
+    layer = layer.added
     split, factor = through_heads("alti", layer, options.heads, by_head=options.by_head), layer.multiplier
     stream = residual_of(layer, "alti", options.without_stream) if options.residual else torch.zeros_like(layer.output)
     output = gather_rows(stream + factor * layer.output, rows)

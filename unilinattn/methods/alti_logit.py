@@ -109,17 +109,17 @@ def _accumulated(
     with reserved(size + scores.numel() * scores.element_size(), f"{NAME}: the map of a step and its product", ONE_ROW):
         for step in progress(composable_steps(trace, NAME, layers)[::-1], NAME):
             stream = residual_of(step[0], NAME)
-            factors = [layer.multiplier for layer in step]
-            after = sum_on_first([stream, *(f * layer.output for f, layer in zip(factors, step, strict=True))])
+            factors, added = [layer.multiplier for layer in step], [layer.added for layer in step]
+            after = sum_on_first([stream, *(f * layer.output for f, layer in zip(factors, added, strict=True))])
             add(above.to(after) - after)
             share = step[0].output.new_zeros(map_shape(step[0]))
             mixing(share, trace, step, rows.to(share.device), Alti())
             scores = scores @ share.to(scores)
             if target is None:
-                for tile in contribution_tiles(step, factors, rows, "exact"):
+                for tile in contribution_tiles(added, factors, rows, "exact"):
                     reference = gather_rows(gradient, rows[:, tile.rows])
                     scores[:, tile.rows, tile.cols] += tile.norms("dot", reference=reference)
-            for factor, layer in zip(factors, step, strict=True):
+            for factor, layer in zip(factors, added, strict=True):
                 op = only_port(layer)
                 if target is not None:
                     pulled = op.inputs["x"] * op.adjoint(gradient.to(op.output))

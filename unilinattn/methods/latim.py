@@ -175,6 +175,8 @@ def _fill(
     options: Latim,
 ) -> tuple[Float[Tensor, "batch row"], float, Float[Tensor, "batch row"]]:
     """Write the scores of a step; return the norms of its bias, its decomposition error and its cancellation."""
+    if options.residual:
+        together = [layer.added for layer in together]
     layer, ops = together[0], [only_port(layer) for layer in together]
     if options.bias == "query" and ops[0].ports != ("x",):
         raise UncoveredError(

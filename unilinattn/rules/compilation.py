@@ -151,12 +151,6 @@ def chains_of(node: Node, like: Tensor, *, transposed: bool = False) -> Mapping[
     mixes = [stage for chain in carried.chains.values() for stage in walk(chain) if stage.mixes]
     core = any(stage.role == "core" and not isinstance(getattr(stage, "mixer", None), Gather) for stage in mixes)
     chains = {port: simplified(chain) for port, chain in carried.chains.items()}
-    if not mixes:
-        # Its factors depend on other tokens and its values do not, as in attention over channels.
-        batch, length, _ = carried.shape
-        tokens = torch.arange(length, device=like.device).expand(batch, -1)
-        port, chain = next(iter(chains.items()))
-        chains[port] = (Mix("core", Gather(tokens, length, like=like)), *chain)
     return {port: _with_roles(chain, core)[0] for port, chain in chains.items()}
 
 

@@ -1,13 +1,16 @@
 """`Layer`: one call of a token-mixing module with its operator; `Step`: layers that are added to a stream together."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from unilinattn.architectures.recorded import recorded_stages
 from unilinattn.call import Call
 from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
@@ -20,7 +23,7 @@ from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
-from unilinattn.operator.stages import Matrix, Stage, walk
+from unilinattn.operator.stages import Chain, Matrix, Stage, walk
 from unilinattn.tracing.trust import precision_of
 from unilinattn.tracing.weights import Weights
 
@@ -83,6 +86,7 @@ class Layer:
         self.stream, self.multiplier = around.entering, around.multiplier
         self.next_stream = None if in_pieces else around.leaving
         self.stream_dtype = around.dtype or self.output.dtype
+        self._following = record.following
         self._reader, self._weights = record.reader, weights
         self._prefix = None if prefix is None else replace(prefix, output=prefix.output.to(device, dtype))
         self._latest = None if prefix is None else latest
@@ -230,6 +234,31 @@ class Layer:
             return f"{self._reader} takes this output itself, and nothing was added to it before"
         return "no module received a stream, and later that stream with this output added"
 
+    @cached_property
+    def added(self) -> "Layer":
+        """The layer with the norms and scales that the host applies to its output before it adds it to the stream.
+
+        Its operator ends with their frozen stages, and its output is the tensor that is added.
+        """
+        if not self._following:
+            return self
+        other = copy(self)
+        vars(other).pop("operator", None)
+        other._following, other._error = (), None
+        chains, output = dict(self.operator.chains), self.output
+        for each in self._following:
+            after = _in_dtype(each.output, self.output)
+            call = Call(each.module, each.name, each.arguments, _in_dtype(each.input, self.output), after)
+            with full_precision():
+                flow = in_gradient_mode(False, partial(isolated, each.module, partial(recorded_stages, call)))
+            chains = {port: (*chain, *_without_bias(flow.chain, port != "x")) for port, chain in chains.items()}
+            output = after
+        other.output = output
+        vars(other)["operator"] = MixerOperator(
+            chains, inputs=self.operator.inputs, output=output, mask=self.mask, name=self.name
+        )
+        return other
+
     def before_output(self, grad: Float[Tensor, "batch query out"]) -> Float[Tensor, "batch query inner"]:
         """Pull d target / d output back to the input of the output projection (y' of HMA ACL Eq. 24).
 
@@ -315,12 +344,20 @@ class Step:
         total = last.next_stream.to(last.output)
         reached = first.stream.to(total, copy=True)
         for layer in self.layers:
-            reached += layer.multiplier * layer.output.to(total)
+            reached += layer.multiplier * layer.added.output.to(total)
         return worst_error(reached, total, last.mask)
 
     def stream_tolerance(self) -> float:
         """Return the largest `stream_error` that rounding in the host's dtype may cause."""
         return tolerance("stream", self.layers[-1].stream_dtype)
+
+
+def _without_bias(stages: Chain, drop: bool) -> Chain:
+    return tuple(stage.unbiased() for stage in stages) if drop else stages
+
+
+def _in_dtype(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.detach().to(like).view(like.shape)
 
 
 def _from_cores(stages: Sequence[Stage], x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from unilinattn.host.module_calls import CallRecord, ResidualSite, tensors_in
+from unilinattn.host.module_calls import CallRecord, Following, ResidualSite, tensors_in
 
 NEARBY = 12
 """Sibling calls searched before and after a layer: a flat model has all of its modules in one block."""
@@ -30,22 +30,53 @@ def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
     Returns whether the sum was found; that requires modules that received the stream and the sum. Otherwise sets
     `layer.reader`, the module that reads the output itself. No names are used.
     """
-    added, inside = layer.output, _index(layer, block)
-    if added is None or layer.entered is None or inside is None:
+    inside = _index(layer, block)
+    if layer.output is None or layer.entered is None or inside is None:
         return False
     before, after = block.children[max(0, inside - NEARBY) : inside], block.children[inside + 1 :][:NEARBY]
-    received = [t for child in after for t in (*tensors_in(child.arguments), *child.returned)]
-    sums = _alike([*received, *block.returned], added)
-    candidates = _candidates(layer, block, block.children[inside], before, after)
-    # Most layers need few candidates, and each takes a fit of all elements.
-    fits = (_site(total, stream, added, other) for stream, other in candidates for total in sums)
-    layer.site = _likeliest(site for site in fits if site is not None)
+    layer.site = _sum_of(layer, layer.output, block, inside, before, after)
     if layer.site is not None:
         return True
-    if layer.reader is None and layer.returned:
-        readers = (child for child in after if _among(layer.returned[0], tensors_in(child.arguments)))
-        layer.reader = next((child.name for child in readers), None)
+    output = layer.returned[0] if layer.returned else None
+    following: list[Following] = []
+    while output is not None and (child := _reader(output, after)) is not None:
+        layer.reader = layer.reader or child.name
+        after = after[after.index(child) + 1 :]
+        if child.architecture is not None or child.holds_layer or child.output is None:
+            break
+        if child.output.numel() != output.numel() or _same_memory(child.output, output):
+            output = child.output if child.output.numel() == output.numel() else None
+            continue
+        # A norm or a scale of the output: the stream is the sum with what it returns.
+        following.append(Following(child.module, child.name, child.arguments, output.detach(), child.output.detach()))
+        output = child.output
+        layer.site = _sum_of(layer, output, block, inside, before, after)
+        if layer.site is not None:
+            layer.following = tuple(following)
+            return True
     return False
+
+
+def _reader(output: Tensor, after: Sequence[CallRecord]) -> CallRecord | None:
+    """Return the first module that takes a tensor."""
+    return next((child for child in after if _among(output, tensors_in(child.arguments))), None)
+
+
+def _sum_of(
+    layer: CallRecord,
+    added: Tensor,
+    block: CallRecord,
+    inside: int,
+    before: Sequence[CallRecord],
+    after: Sequence[CallRecord],
+) -> ResidualSite | None:
+    """Return the sum of a stream and the tensor `added`, None if there is none."""
+    received = [t for child in after for t in (*tensors_in(child.arguments), *child.returned)]
+    sums = _alike([*received, *block.returned], added)
+    candidates = _candidates(layer, added, block, block.children[inside], before, after)
+    # Most layers need few candidates, and each takes a fit of all elements.
+    fits = (_site(total, stream, added, other) for stream, other in candidates for total in sums)
+    return _likeliest(site for site in fits if site is not None)
 
 
 def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
@@ -67,18 +98,23 @@ def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
 
 
 def _candidates(
-    layer: CallRecord, block: CallRecord, child: CallRecord, before: Sequence[CallRecord], after: Sequence[CallRecord]
+    layer: CallRecord,
+    added: Tensor,
+    block: CallRecord,
+    child: CallRecord,
+    before: Sequence[CallRecord],
+    after: Sequence[CallRecord],
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Return (stream, other) candidates for the sum with a layer's output, the likely ones first."""
-    assert layer.output is not None and layer.entered is not None
+    assert layer.entered is not None
     followed, behind = followed_back(child, block, before)
-    read = _alike([layer.entered, *followed], layer.output)
+    read = _alike([layer.entered, *followed], added)
     earlier = [t for made in reversed(before) for t in (*made.returned, *tensors_in(made.arguments))]
-    earlier = [t for t in _alike([*earlier, *tensors_in(block.arguments)], layer.output) if not _among(t, read)]
-    later = _outputs(after, layer.output)
-    parallel = [*_outputs([made for made in before if made not in behind], layer.output), *later]
+    earlier = [t for t in _alike([*earlier, *tensors_in(block.arguments)], added) if not _among(t, read)]
+    later = _outputs(after, added)
+    parallel = [*_outputs([made for made in before if made not in behind], added), *later]
     origins: list[tuple[Tensor, Tensor | None]] = []
-    if not bool(layer.output.any()):
+    if not bool(added.any()):
         # With an output of zeros any tensor passed on looks like a sum; the stream is the origin of the others.
         origins = [(stream, other) for stream in reversed(read) for other in (None, *parallel)]
     return [
