@@ -1,6 +1,9 @@
 """Softmax attention of every host that calls transformers' attention interface."""
 
+from contextlib import suppress
+
 from unilinattn.architectures.probe import add_output, add_values, probe
+from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
 from unilinattn.call.attention_interface import (
     attention_weights,
@@ -9,8 +12,10 @@ from unilinattn.call.attention_interface import (
     require_same_tokens,
     value_source,
 )
+from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
 from unilinattn.operator.flow import Flow
+from unilinattn.operator.stages import Unmapped
 from unilinattn.registry import register_architecture
 
 
@@ -33,4 +38,9 @@ def attention(call: Call) -> Flow:
     flow = Flow(source, port=port)
     add_values(flow, call, captured, value, repeats)
     flow.core(Dense(weights))
-    return add_output(flow, call, captured, mixed, output)
+    add_output(flow, call, captured, mixed, output)
+    if any(isinstance(stage, Unmapped) for stage in flow.chain):
+        # Norms inside, and other maps that are no matrix, are stages of the functions that the module calls.
+        with suppress(UncoveredError):
+            return recorded(call)
+    return flow

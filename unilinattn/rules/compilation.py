@@ -11,7 +11,7 @@ from torch.nn import functional
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, walk
-from unilinattn.rules.contraction import Product, contracted, from_equation, matmul_letters
+from unilinattn.rules.contraction import Product, contracted, from_equation, matmul_letters, with_channels
 from unilinattn.rules.functions import HOMOGENEOUS, LINEAR, PRODUCTS, SLOPES
 from unilinattn.rules.layout import Carried, added, whole
 from unilinattn.rules.recording import Node
@@ -111,8 +111,11 @@ class Compilation:
         return Carried({node.port: ()}, shape, whole(shape, x).view(x.shape), self._like)
 
     def number(self, value: Any) -> Any:
-        """Return the value of a node, or a constant unchanged."""
-        return value.value.detach() if isinstance(value, Node) else value
+        """Return the value of a node, a copy of a constant tensor, or another value unchanged."""
+        if isinstance(value, Node):
+            return value.value.detach()
+        # Later changes of the model's weights do not reach the operator.
+        return value.detach().clone() if isinstance(value, Tensor) else value
 
     def scaled(self, carried: Carried, factor: Any, role: str) -> Carried:
         """Multiply a carried tensor by a frozen factor that is broadcast to its shape."""
@@ -358,7 +361,7 @@ def _linear(at: Compilation, node: Node, x: Any, weight: Any, bias: Any = None) 
         chains = dict(carried.chains)
         last = chains[first][-1]
         if isinstance(last, (Matrix, Mix)) and last.bias is None and carried.layout.is_whole:
-            chains[first] = (*chains[first][:-1], replace(last, bias=bias.detach()))
+            chains[first] = (*chains[first][:-1], replace(last, bias=at.number(bias)))
             return replace(carried, chains=chains)
     return at.shifted(carried, bias)
 
@@ -489,6 +492,9 @@ def _rms_norm(
 
 def _normed(at: Compilation, x: Any, axes: int, weight: Any, bias: Any, eps: float, *, centred: bool) -> Carried:
     carried, point = at.value(x), x.value.detach()
+    for axis in range(carried.index.ndim - axes, carried.index.ndim):
+        if len({is_row for size, is_row in carried.layout.split[axis] if size > 1}) == 2:
+            carried = with_channels(carried, axis, at._like)
     dims = tuple(range(-axes, 0))
     if centred:
         split = carried.layout.split[-axes:]

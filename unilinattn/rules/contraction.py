@@ -7,6 +7,7 @@ differences of two softmaxes, parameters (MLP-Mixer), or a mean.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch
@@ -15,9 +16,12 @@ from torch import Tensor
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
 from unilinattn.operator.stages import Matrix, Mix
-from unilinattn.rules.layout import Carried
+from unilinattn.rules.layout import Carried, added
 
 Letters = tuple[int, ...]
+
+TERMS = 128
+"""Largest number of tokens whose channels are summed by a matrix for each."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +74,28 @@ def matmul_letters(first: int, second: int) -> tuple[Letters, Letters, Letters]:
     return left, right, out
 
 
-def contracted(value: Carried, weights: Tensor, product: Product, result: torch.Size, role: str) -> Carried:
+def contracted(value: Carried, weights: Tensor, letters: Product, result: torch.Size, role: str) -> Carried:
     """Append a product to a carried tensor; `result` is the shape of its result.
 
     Raises `UncoveredError` for one that sums over tokens and channels at once, and for matrices that differ by token.
     """
-    letters = _Split(value, weights, product, result)
-    summed = [letter for letter in letters.value if letter not in letters.out]
-    over_rows = [letters.is_row[letter] for letter in summed]
+    split = _Split(value, weights, letters, result)
+    summed = [letter for letter in split.value if letter not in split.out]
+    over_rows = [split.is_row[letter] for letter in summed]
     if summed and all(over_rows):
-        return _over_tokens(letters, summed)
+        return _over_tokens(split, summed)
     if any(over_rows):
-        raise UncoveredError("a product sums over tokens and channels at once")
-    return _over_channels(letters, role)
+        return _over_both(split, [letter for letter in summed if split.is_row[letter]], role)
+    return _over_channels(split, role)
+
+
+def with_channels(value: Carried, axis: int, like: Tensor) -> Carried:
+    """Return a tensor as a value in which an axis of tokens and channels, such as merged patches, has channels only."""
+    letters = tuple(range(value.index.ndim))
+    size = value.index.shape[axis]
+    out = tuple(100 if letter == axis % value.index.ndim else letter for letter in letters)
+    eye = torch.eye(size, dtype=like.dtype, device=like.device)
+    return contracted(value, eye, Product(letters, (100, axis % value.index.ndim), out), value.index.shape, "input")
 
 
 class _Split:
@@ -126,6 +139,29 @@ class _Split:
     def count(self, letters: Sequence[int]) -> int:
         """Return the product of the sizes of letters."""
         return prod(self.sizes[x] for x in letters)
+
+
+def _over_both(at: _Split, rows: list[int], role: str) -> Carried:
+    """Sum over the tokens one by one: each has a matrix of its own, as in the merging of patches."""
+    count = at.count(rows)
+    if count > TERMS:
+        raise UncoveredError(f"a product sums over the channels of {count} tokens at once")
+    total: Carried | None = None
+    for places in product(*(range(at.sizes[x]) for x in rows)):
+        index, weights = at.index, at.weights
+        for letter, place in zip(rows, places, strict=True):
+            index = index.select([x for x in at.value if x not in rows[: rows.index(letter)]].index(letter), place)
+            if letter in at.weights_letters:
+                kept = [x for x in at.weights_letters if x not in rows[: rows.index(letter)]]
+                weights = weights.select(kept.index(letter), place)
+        letters = Product(
+            tuple(x for x in at.value if x not in rows), tuple(x for x in at.weights_letters if x not in rows), tuple(at.out)
+        )
+        shape = torch.Size(at.sizes[x] for x in at.out)
+        term = contracted(at.carried.moved(index), weights, letters, shape, role)
+        total = term if total is None else added(total, term)
+    assert total is not None
+    return total.moved(total.index.reshape(at.result))
 
 
 def _over_channels(at: _Split, role: str) -> Carried:

@@ -32,7 +32,7 @@ from unilinattn.registry import list_architectures
 from unilinattn.tracing.candidates import mixing_modules
 from unilinattn.tracing.completeness import Leak, find_leak
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
-from unilinattn.tracing.unknown import holders, without_adapters, without_layers
+from unilinattn.tracing.unknown import holders, is_basic, without_adapters, without_layers
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,31 @@ def unregistered_mixers(
     docstring of this file gives the cost.
     """
     examined = _shortened(arguments, above)
-    seeds = mixing_modules(model, examined, {layer.name for layer in layers})
-    if examined is not arguments or seeds:
-        layers = _layers_of(model, examined, seeds)
-    recorded = tuple(UnregisteredMixer(path, model.get_submodule(path), False) for path in seeds)
-    mixers = (*recorded, *_Search(model, examined, layers).run())
+    paths = mixing_modules(model, examined, {layer.name for layer in layers})
+    while True:
+        if examined is not arguments or paths:
+            layers = _layers_of(model, examined, paths)
+        found = _Search(model, examined, layers).run()
+        # What mixes between two layers, such as the merging of patches, is a layer too if a module does it.
+        more = [path for mixer in found if (path := _layer_at(model, mixer, layers)) is not None]
+        if not more or set(more) <= set(paths):
+            break
+        paths += [path for path in more if path not in paths]
+    mixers = (*(UnregisteredMixer(path, model.get_submodule(path), False) for path in paths), *found)
     answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
     _answers[model] = _Answer(state_of(model, arguments), _shapes(examined), answer)
     return mixers
+
+
+def _layer_at(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord]) -> str | None:
+    """Return the path of the module around a leak that takes tokens and returns them; None if it holds layers."""
+    if mixer.leak is None:
+        return None
+    path = mixer.path
+    while path and is_basic(model.get_submodule(path)):
+        path = path.rpartition(".")[0]
+    holds = any(layer.name == path or layer.name.startswith(f"{path}.") for layer in layers)
+    return None if not path or holds else path
 
 
 def _layers_of(model: nn.Module, arguments: Mapping[str, Any], recorded: Sequence[str]) -> list[CallRecord]:
