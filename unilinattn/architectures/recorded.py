@@ -60,9 +60,11 @@ def recorded_stages(call: Call) -> Flow:
     entered = next((v for v in arguments.values() if _has_tokens(v) and v.numel() == call.input.numel()), None)
     axes = 3 if entered is None else entered.ndim
     streams = {name: value for name, value in arguments.items() if _is_stream(value, axes)}
-    first = next((name for name, value in streams.items() if value.numel() == call.input.numel()), None)
-    if first is None:
+    fitting = [name for name, value in streams.items() if value.numel() == call.input.numel()]
+    if not fitting:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
+    # Of several tensors of one size, the layer's input has its values.
+    first = next((name for name in fitting if torch.equal(streams[name].flatten(), call.input.flatten())), fitting[0])
     inputs = {"x": streams.pop(first), **streams}
     # (token, batch, channel)
     transposed = axes == 3 and inputs["x"].shape[:2] != call.input.shape[:2]

@@ -251,7 +251,7 @@ class Layer:
             call = Call(each.module, each.name, each.arguments, _in_dtype(each.input, self.output), after)
             with full_precision():
                 flow = in_gradient_mode(False, partial(isolated, each.module, partial(recorded_stages, call)))
-            chains = {port: (*chain, *_without_bias(flow.chain, port != "x")) for port, chain in chains.items()}
+            chains = {port: (*chain, *_without_bias(flow.chains["x"], port != "x")) for port, chain in chains.items()}
             output = after
         other.output = output
         vars(other)["operator"] = MixerOperator(

@@ -12,6 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from unilinattn.architectures.recorded import recorded_stages
+from unilinattn.call import Call
+from unilinattn.errors import UncoveredError
 from unilinattn.host.module_calls import CallRecord, Following, ResidualSite, tensors_in
 
 NEARBY = 12
@@ -47,6 +50,12 @@ def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
         if child.output.numel() != output.numel() or _same_memory(child.output, output):
             output = child.output if child.output.numel() == output.numel() else None
             continue
+        if (pair := _added_inside(child, output)) is not None:
+            stream, part = pair
+            following.append(Following(child.module, child.name, child.arguments, output.detach(), part))
+            layer.site = ResidualSite(child.output, stream, 1.0, 1.0, None, 0.0)
+            layer.following = tuple(following)
+            return True
         # A norm or a scale of the output: the stream is the sum with what it returns.
         following.append(Following(child.module, child.name, child.arguments, output.detach(), child.output.detach()))
         output = child.output
@@ -55,6 +64,25 @@ def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
             layer.following = tuple(following)
             return True
     return False
+
+
+def _added_inside(child: CallRecord, output: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the stream that a module adds to its map of a layer's output, and that map's value; None if it adds none.
+
+    As in `dense(output) + stream` of a module that takes both.
+    """
+    others = [t for t in tensors_in(child.arguments) if t.shape == output.shape and not _same_memory(t, output)]
+    if len(others) != 1 or child.output is None or child.output.shape != output.shape or output.ndim != 3:
+        return None
+    names = [name for name, value in child.arguments.items() if value is others[0]]
+    call = Call(child.module, child.name, child.arguments, output.detach(), child.output)
+    try:
+        chains = recorded_stages(call).chains
+    except UncoveredError:
+        return None
+    if set(chains) != {"x", *names} or chains[names[0]] != ():
+        return None
+    return others[0].detach(), (child.output - others[0]).detach()
 
 
 def _reader(output: Tensor, after: Sequence[CallRecord]) -> CallRecord | None:
