@@ -1,7 +1,6 @@
 """Rollouts of maps whose entries are weighted, head by head, by gradients with respect to the attention matrices."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -11,13 +10,13 @@ from unilinattn.errors import UncoveredError
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import allowed, rows_within
-from unilinattn.methods.costs import estimated
-from unilinattn.methods.maps import map_bytes, map_shape, sum_on_first, unit_rows
+from unilinattn.methods.composition import weighted_rollout
+from unilinattn.methods.costs import estimated, gradient_passes
+from unilinattn.methods.maps import map_bytes, map_shape, sum_on_first
 from unilinattn.methods.results import allocate_scores
-from unilinattn.methods.scaled import ScaledProduct, finished
+from unilinattn.methods.scaled import Blocks, ScaledProduct
 from unilinattn.methods.selection import (
     composable_steps,
-    every_position,
     layers_from,
     one_scalar,
     only_port,
@@ -29,8 +28,7 @@ from unilinattn.mixers.cost import cost_of
 from unilinattn.operator.cost import BLOCK_ROWS
 from unilinattn.operator.stages import Branch, Chain, Mix, walk
 from unilinattn.options.bases import GradientMapOptions, ScalarOptions
-from unilinattn.progress import progress
-from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -46,12 +44,11 @@ COPIES = 3
 
 def gradient_rollout(
     trace: Trace,
-    method: str,
+    options: GradientMapOptions,
     layers: Sequence[Layer],
     target: Target | None,
-    options: GradientMapOptions,
     factors: Callable[[Sequence[Target]], Iterable[Factors]],
-) -> tuple[Float[Tensor, "batch *query key"], dict[str, Tensor]]:
+) -> tuple[Float[Tensor, "batch row key"], dict[str, Tensor]]:
     """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), and its scale as extras.
 
     `sign` applies to each head, and `factors` yields the gradients of each target. Without a target, row i takes those
@@ -60,23 +57,17 @@ def gradient_rollout(
     """
     for layer in layers:
         core_mixers(layer)
-    steps = composable_steps(trace, method, layers)
-    product = ScaledProduct(allocate_scores(method, layers, target))
-    if target is None and one_scalar(trace, options.scalar):
-        product.values.scatter_(2, query_rows(trace, layers[0]).unsqueeze(-1), 1.0)
-        (weights,) = factors([-1])
-        for step in progress(steps, method):
-            product.add_maps(partial(_step_blocks, trace, step, weights, options.sign))
-    else:
-        targets = every_position(trace) if target is None else [target]
-        for position, weights in progress(zip(targets, factors(targets), strict=True), method, total=len(targets)):
-            place = query_rows(trace, layers[0], position)
-            row = ScaledProduct(unit_rows(place, layers[0]))
-            for step in reversed(steps):
-                row.left_multiply(partial(_row_through, trace, step, weights, options.sign))
-            product.write(place if target is None else torch.zeros_like(place), row)
-    rho, scale = finished(product, trace, layers[0], target)
-    return (rho if target is None else rho.squeeze(1)), scale
+    steps = composable_steps(trace, options.name, layers)
+    product = ScaledProduct(allocate_scores(options, layers, target))
+
+    def blocks(weights: Factors, layer: Layer) -> Blocks:
+        return weighted_blocks(trace, layer, weights[layer.name], options.sign)
+
+    def multiply(weights: Factors, _: Tensor, row: Tensor, layer: Layer) -> Tensor:
+        row = row.to(layer.output)
+        return sum_on_first(row[:, :, tokens] @ block for tokens, block in blocks(weights, layer))
+
+    return weighted_rollout(product, trace, options, steps, target, factors, multiply, blocks)
 
 
 def core_gradients(
@@ -184,43 +175,15 @@ def _with_values(chain: Chain, x: Tensor) -> list[tuple[CoreMixer, Tensor]]:
     return []
 
 
-def _step_blocks(
-    trace: Trace, step: Sequence[Layer], weights: Factors, sign: Sign
-) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    for layer in step:
-        yield from weighted_blocks(trace, layer, weights[layer.name], sign)
-
-
-def _row_through(
-    trace: Trace, step: Sequence[Layer], weights: Factors, sign: Sign, row: Float[Tensor, "batch 1 query"]
-) -> Float[Tensor, "batch 1 key"]:
-    parts = (_row_times(row, trace, layer, weights[layer.name], sign) for layer in step)
-    return row + sum_on_first(parts).to(row)
-
-
-def _row_times(
-    row: Float[Tensor, "batch 1 query"], trace: Trace, layer: Layer, factors: Sequence[AtCores], sign: Sign
-) -> Float[Tensor, "batch 1 key"]:
-    row = row.to(layer.output)
-    return sum_on_first(row[:, :, part] @ block for part, block in weighted_blocks(trace, layer, factors, sign))
-
-
 def gradient_rollout_cost(
-    trace: Trace,
-    method: str,
-    target: Target | None,
-    options: GradientMapOptions,
-    *,
-    factors: int,
-    relevance: int = 0,
+    trace: Trace, options: GradientMapOptions, target: Target | None, *, factors: int, relevance: int = 0
 ) -> Estimate:
     """Return the cost of `gradient_rollout` with weights of `factors` gradients, and of the runs that give them.
 
     `relevance`: bytes of a frozen run, whose graph is kept while the maps are computed.
     """
-    layers = layers_from(trace, method, options.start_layer)
-    composable_steps(trace, method, layers)
-    runs = [LayerCost("gradients", "forward and backward pass", trace.gradient_cost(options.scalar))]
+    layers = layers_from(trace, options.name, options.start_layer)
+    composable_steps(trace, options.name, layers)
     held = relevance + (map_bytes(layers[0]) if target is None and one_scalar(trace, options.scalar) else 0)
     held += factors * sum(
         layer.output[..., 0].numel() * layer.operator.width * layer.output.element_size() for layer in layers
@@ -231,4 +194,4 @@ def gradient_rollout_cost(
         rows, heads = block_shape(layer, mixers, None)
         return block_bytes(layer, mixers, rows, heads)
 
-    return estimated(method, layers, target, None, of, held=held, before=runs)
+    return estimated(options, layers, target, of, held=held, before=gradient_passes(trace, options))

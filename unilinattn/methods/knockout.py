@@ -64,8 +64,7 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
         scores.masked_fill_(~layers[0].mask.to(scores.device)[:, :, None], 0)
     scores = scores if options.window is not None else scores[0]
     dims = (*(("layer",) if options.window is not None else ()), "batch", *(("query",) if has_queries else ()), "key")
-    scores = scores if has_queries else scores.squeeze(-2)
-    return make_result(trace, "knockout", layers, scores, dims=dims, options=options, target=target, scope="layer")
+    return make_result(trace, options, layers, scores, dims=dims, target=target, scope="layer")
 
 
 class _Measured:

@@ -7,12 +7,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import OptionError, StreamError, UncoveredError
-from unilinattn.methods.composition import product_cost, product_of_maps
+from unilinattn.methods.composition import product_cost, score_steps, stacked_count
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.heads import head_axis, through_heads
 from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
-from unilinattn.methods.results import score_layers, to_result
-from unilinattn.methods.selection import composable_steps, only_port, real_pairs, stackable_layers
+from unilinattn.methods.results import to_result
+from unilinattn.methods.selection import only_port, real_pairs, stackable_layers
 from unilinattn.methods.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
 from unilinattn.methods.vectors import (
     at_target,
@@ -37,31 +37,14 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
     if options.residual:
         for layer in layers:
             residual_of(layer, "latim", options.without_stream)
-    extremes, width = options.normalize == "min-max", layers[0].output.element_size()
-    exact = options.activation == "exact"
+    exact, width = options.activation == "exact", layers[0].output.element_size()
     batch, queries, _ = map_shape(layers[0])
-    # The norms of the bias, the cancellation, and the standard errors.
-    numbers = (
-        ((2 if options.bias == "column" else 1) + (options.sketch is not None))
-        * batch
-        * (queries if target is None else 1)
-        * width
-    )
-    axis = head_axis("latim", layers, options.heads) if options.by_head else None
-    if options.compose == "rollout":
-
-        def of_step(step: Sequence[Layer]) -> int:
-            shape = map_shape(step[0])
-            return max(shares_cost(step, shape[1], exact=exact), postprocess_bytes(shape, width, options.discard))
-
-        of_layer, held = product_cost(trace, "latim", layers, target, of_step)
-        extras = len(composable_steps(trace, "latim", layers)) * (8 + numbers)
-        return estimated("latim", layers, target, options, of_layer, held=held, extras=extras)
 
     def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
-        rows = queries if target is None or extremes else 1
-        apart = batch * rows * keys * layer.output.element_size() if options.layers == "mean" or target else 0
+        rows = queries if target is None or options.normalize == "min-max" else 1
+        copied = options.layers == "mean" or target is not None
+        apart = batch * rows * keys * layer.output.element_size() if copied else 0
         if options.is_through_heads:
             split = through_heads("latim", layer, options.heads, by_head=options.by_head)
             apart *= split.count
@@ -73,8 +56,20 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
         treatment = postprocess_bytes((batch, rows, keys), layer.output.element_size(), options.discard)
         return apart + max(size, treatment)
 
-    extras = 8 * len(layers) + numbers * (1 if options.layers == "mean" else len(layers))
-    return estimated("latim", layers, target, options, of, heads=axis, extras=extras)
+    def of_step(step: Sequence[Layer]) -> int:
+        shape = map_shape(step[0])
+        return max(shares_cost(step, shape[1], exact=exact), postprocess_bytes(shape, width, options.discard))
+
+    # The norms of the bias, the cancellation, and the standard errors; the decomposition error of each layer.
+    numbers = (1 + (options.bias == "column") + (options.sketch is not None)) * batch
+    count = stacked_count(trace, options, layers)
+    extras = count * numbers * (queries if target is None else 1) * width
+    extras += 8 * (len(layers) if options.layers == "mean" else count)
+    axis = head_axis("latim", layers, options.heads) if options.by_head else None
+    if options.compose == "rollout":
+        of_layer, held = product_cost(trace, "latim", layers, target, of_step)
+        return estimated(options, layers, target, of_layer, held=held, extras=extras)
+    return estimated(options, layers, target, of, heads=axis, extras=extras)
 
 
 @register_method(Latim, cost=cost)
@@ -96,34 +91,27 @@ def latim(trace: Trace, options: Latim, *, target: Target | None = None) -> Attr
             bias, errors[first.name], ratio, deviations[first.name] = _fill_sketch(out, trace, first, rows, options)
         else:
             bias, errors[first.name], ratio = _fill(out, trace, step, rows, options)
-        biases[first.name], ratios[first.name] = (at_target(part, trace, first, target) for part in (bias, ratio))
+        biases[first.name], ratios[first.name] = (at_target(numbers, trace, first, target) for numbers in (bias, ratio))
 
     axis = head_axis("latim", layers, options.heads) if options.by_head else None
-    scale: dict[str, Tensor] = {}
-    if options.compose == "rollout":
-        scores, scale = product_of_maps(trace, "latim", layers, target, fill)
-    else:
-        # The map's minimum and maximum need the whole map.
-        whole = options.normalize == "min-max"
-        scores = score_layers(
-            trace, "latim", layers, target, options, lambda layer, *part: fill((layer,), *part), heads=axis, whole=whole
-        )
-    names = [layer.name for layer in layers if layer.name in errors]
-    extras = {"bias": [biases[name] for name in names]} if options.bias == "column" else {}
-    if options.sketch is not None:
-        extras["standard_error"] = [deviations[name] for name in names]
+    # The map's minimum and maximum need the whole map.
+    whole = options.normalize == "min-max"
+    scores, scale = score_steps(trace, options, layers, target, fill, heads=axis, whole=whole)
     return to_result(
         trace,
-        "latim",
+        options,
         layers,
         scores,
-        options=options,
         target=target,
         scope="layer",
         heads=axis,
-        extras={**extras, "cancellation": [ratios[name] for name in names]},
+        extras={
+            **({"bias": biases} if options.bias == "column" else {}),
+            **({"standard_error": deviations} if options.sketch is not None else {}),
+            "cancellation": ratios,
+        },
         scale=scale,
-        decomposition_error=[errors[name] for name in names],
+        decomposition_error=errors,
         stream_error=stream_error,
     )
 

@@ -38,9 +38,7 @@ class Weight:
 
 def attention_rows(layer: Layer, options: MapOptions, rows: Int[Tensor, "batch row"]) -> Float[Tensor, "batch row key"]:
     """Return rows of the layer's attention map, reduced over heads by `options.heads`."""
-    heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    scores = only_port(layer).rows(rows, scope=options.scope, heads=heads)
-    return scores if isinstance(heads, (str, int)) else scores.mean(1)
+    return _mean_of_several(only_port(layer).rows(rows, scope=options.scope, heads=options.heads))
 
 
 def attention_blocks(
@@ -50,9 +48,14 @@ def attention_blocks(
 
     `extra_elements` is the number of elements that the caller holds for each entry of a block, within the memory limit.
     """
-    heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    for rows, block in only_port(layer).row_blocks(scope=options.scope, heads=heads, extra_elements=extra_elements):
-        yield rows, block if isinstance(heads, (str, int)) else block.mean(1)
+    operator = only_port(layer)
+    blocks = operator.row_blocks(scope=options.scope, heads=options.heads, extra_elements=extra_elements)
+    return ((rows, _mean_of_several(block)) for rows, block in blocks)
+
+
+def _mean_of_several(scores: Float[Tensor, "batch *head row key"]) -> Float[Tensor, "batch row key"]:
+    """Return the mean over the heads of a list, which have an axis; one head and reductions have none."""
+    return scores.mean(1) if scores.ndim == 4 else scores
 
 
 def fill_attention(out: Float[Tensor, "batch query key"], layer: Layer, options: MapOptions) -> None:

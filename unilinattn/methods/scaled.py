@@ -131,9 +131,7 @@ def finished(
     """Return the values of a product without pairs of padding, and its exponents as an extra if it has any."""
     blank_padding(product.values, trace, layer, query_rows(trace, layer, target))
     log2_scale = product.finish()
-    if log2_scale is None:
-        return product.values, {}
-    return product.values, {LOG2_SCALE: log2_scale if target is None else log2_scale.squeeze(-1)}
+    return product.values, {} if log2_scale is None else {LOG2_SCALE: log2_scale}
 
 
 def _largest(values: Float[Tensor, "batch row key"]) -> Float[Tensor, "batch row"]:
