@@ -1,6 +1,6 @@
 """A layer's L x L map for the methods: heads reduced, scores postprocessed, rows multiplied by the map."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
+from unilinattn.memory import parts as slices
 from unilinattn.memory import require, rows_within
 from unilinattn.methods.selection import key_mask, only_port, query_rows, real_pairs
 from unilinattn.options.bases import MapOptions
@@ -113,7 +114,7 @@ def postprocess_(
     normalize: str,
 ) -> None:
     """Apply the sign option and then `postprocess` in place, in blocks of rows."""
-    parts = _parts(scores, postprocess_elements(discard), "the treatment of a map")
+    parts = _row_slices(scores, postprocess_elements(discard))
     extremes = []
     for part in parts:
         real, each = real_pairs(trace, layer, rows[:, part]), apply_sign(sign, scores[:, part])
@@ -141,12 +142,12 @@ def postprocess_bytes(scores: tuple[int, int, int], width: int, discard: float) 
     return min(count, rows_within(lambda rows: rows * each, max(1, count), None)) * each
 
 
-def _parts(scores: Float[Tensor, "batch row key"], numbers: int, what: str) -> list[slice]:
+def _row_slices(scores: Float[Tensor, "batch row key"], numbers: int) -> list[slice]:
     """Split rows so that `numbers` elements of at least four bytes for each score fit the memory limit."""
     batch, count, keys = scores.shape
     width = numbers * max(4, scores.element_size())
-    step = rows_within(lambda rows: batch * rows * keys * width, max(1, count), what)
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    step = rows_within(lambda rows: batch * rows * keys * width, max(1, count), "the treatment of a map")
+    return list(slices(count, step))
 
 
 def _kept(scores: Tensor, real: Tensor, protected: Tensor, discard: float) -> Float[Tensor, "batch row key"]:
@@ -212,9 +213,7 @@ def _signed_blocks(
     """Yield a layer's map in blocks of rows: reduced over heads, weighted and with the option `sign`."""
     size, by_head = postprocess_elements(options.discard), weight is not None and weight.by_head
     if attention is not None:
-        blocks: Iterable[tuple[slice, Tensor]] = (
-            (part, attention[:, part]) for part in _parts(attention, size, "the treatment of a map")
-        )
+        blocks: Iterable[tuple[slice, Tensor]] = ((part, attention[:, part]) for part in _row_slices(attention, size))
     elif by_head:
         blocks = only_port(layer).row_blocks(
             scope=options.scope, heads=None, extra_elements=head_elements(layer, options)
@@ -232,15 +231,6 @@ def head_elements(layer: Layer, options: MapOptions) -> int:
     The option `sign` takes another block, while the copy that `row_blocks` counts for the selection of heads is free.
     """
     return only_port(layer).num_heads(options.scope) + postprocess_elements(options.discard)
-
-
-def step_blocks(
-    trace: Trace, together: Sequence[Layer], options: MapOptions, weights: Mapping[str, Weight] | None = None
-) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    """Yield the maps of a step's layers, one after the other, in blocks of rows as `map_blocks` does."""
-    for layer in together:
-        weight = None if weights is None else weights[layer.name]
-        yield from map_blocks(trace, layer, options, weight=weight)
 
 
 def vecmat(

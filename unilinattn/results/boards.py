@@ -15,6 +15,7 @@ from unilinattn.results.panels import (
     counts_residual,
     heads_note,
     largest_heads,
+    one_sequence,
     panels,
     patch_positions,
     sink_columns,
@@ -31,6 +32,9 @@ LEAST_HEADS = 6
 
 HIDDEN_EXTRAS = ("gap",)
 """Extras of each query that a page does not list."""
+
+Numbers = dict[str, list[float]]
+"""Extras of the rows of a picture, by name."""
 
 
 def cell(
@@ -57,7 +61,7 @@ def cell(
     for batch in batches:
         heads = shown_heads(result, batch, len(batches))
         made = panels(result, batch=batch, expected=expected, heads=heads)
-        one = result.select(batch=batch) if "batch" in result.dims else result
+        one = one_sequence(result, batch)
         position = batch % result.sizes.get("batch", 1)
         facts, first = _facts(one, made), len(pictures)
         if made[0].rows != "query":
@@ -118,7 +122,7 @@ def beneath(results: Iterable[Scores], image: Any) -> Array | None:
 
 def explained(result: Scores, batch: int = 0) -> str:
     """Return a sentence on the explained value of a sequence: target, its token and the logit, where recorded."""
-    one = result.select(batch=batch) if "batch" in result.dims else result
+    one = one_sequence(result, batch)
     tokens = None if one.tokens is None else one.tokens[0]
     if one.mask is not None and tokens is not None:
         tokens = [text for text, real in zip(tokens, one.mask[0].tolist(), strict=True) if real]
@@ -166,83 +170,75 @@ def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int =
     return [f"{model}: {sentence}" for model, sentence in sentences.items() if sentence]
 
 
-def _strip(
-    result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]
-) -> Picture:
+def _picture(panel: Panel, sequence: int, numbers: Mapping[str, Sequence[float]], **changes: Any) -> Picture:
+    """Return the picture of a panel, with its own labels but for `changes`."""
+    picture = Picture(
+        panel.values,
+        panel.title,
+        ", ".join(note for note in (panel.mixer, *panel.notes) if note),
+        sequence,
+        column_tokens=panel.column_tokens,
+        expected=panel.expected,
+        facts=numbers,
+        head=panel.head,
+    )
+    return replace(picture, **changes)
+
+
+def _strip(result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[Numbers]) -> Picture:
     values = np.concatenate([panel.values for panel in made])
     for row, panel in zip(values, made, strict=True):
         if panel.own is not None:
             row[panel.own[0]] = panel.own[1]
-    composed = len(made) == 1
-    return Picture(
-        values,
-        made[0].title if composed else f"{len(made)} layers",
-        _notes(made[0]) if composed else "",
+    return _picture(
+        made[0],
         sequence,
-        ("layer", "key"),
-        column_tokens=made[0].column_tokens,
+        {name: [number for numbers in facts for number in numbers[name]] for name in facts[0]},
+        values=values,
+        names=("layer", "key"),
         row_titles=[panel.title for panel in made],
         query=target_key(result, batch, values.shape[1]),
-        expected=None if made[0].expected is None else np.concatenate([_pattern(panel) for panel in made]),
-        facts={name: [number for numbers in facts for number in numbers[name]] for name in facts[0]},
+        # One pattern is of all layers.
+        expected=None if made[0].expected is None else made[0].expected.repeat(len(made), 0),
+        head="",
+        **({} if len(made) == 1 else {"title": f"{len(made)} layers", "notes": ""}),
     )
 
 
 def _rows_of_heads(
-    result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]
+    result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[Numbers]
 ) -> list[Picture]:
     return [
-        Picture(
-            panel.values,
-            panel.title,
-            _notes(panel),
+        _picture(
+            panel,
             sequence,
-            (panel.rows, "key"),
-            column_tokens=panel.column_tokens,
+            # The numbers of the layer, in the row of each head.
+            {name: values * len(panel.values) for name, values in numbers.items()},
+            names=(panel.rows, "key"),
             row_titles=panel.row_tokens,
             query=target_key(result, batch, panel.values.shape[1]),
-            expected=panel.expected,
-            # The numbers of the layer, in the row of each head.
-            facts={name: values * len(panel.values) for name, values in numbers.items()},
+            head="",
         )
         for panel, numbers in zip(made, facts, strict=True)
     ]
 
 
 def _images(
-    one: Scores,
-    heads: Sequence[Sequence[int]] | None,
-    made: Sequence[Panel],
-    sequence: int,
-    facts: Sequence[dict[str, list[float]]],
+    one: Scores, heads: Sequence[Sequence[int]] | None, made: Sequence[Panel], sequence: int, facts: Sequence[Numbers]
 ) -> list[Picture]:
-    places = patch_positions(one)
-    tokens = _patch_names(one, places) if one.tokens is None else one.tokens[0]
+    patches = patch_positions(one)
+    tokens = _patch_names(one, patches) if one.tokens is None else one.tokens[0]
     scores = score_array(one).astype(np.float64)
     if heads is not None:
         by_layer = scores.reshape(len(heads), -1, scores.shape[-1])
-        scores = np.concatenate([values[chosen] for values, chosen in zip(by_layer, heads, strict=True)])
-    stacked = scores.reshape(len(made), 1, -1)
+        scores = np.concatenate([values[drawn] for values, drawn in zip(by_layer, heads, strict=True)])
     pictures = []
-    for panel, values, numbers in zip(made, stacked, facts, strict=True):
-        pattern = np.zeros(values.shape, dtype=bool)
-        if panel.expected is not None:
-            pattern[0, places] = panel.expected.ravel()
-        pictures.append(
-            Picture(
-                values,
-                panel.title,
-                _notes(panel),
-                sequence,
-                ("target", "patch"),
-                column_tokens=tokens,
-                expected=None if panel.expected is None else pattern,
-                grid=one.grid,
-                places=places,
-                facts=numbers,
-                head=panel.head,
-            )
-        )
+    for panel, values, numbers in zip(made, scores.reshape(len(made), 1, -1), facts, strict=True):
+        pattern = None if panel.expected is None else np.zeros(values.shape, dtype=bool)
+        if pattern is not None and panel.expected is not None:
+            pattern[0, patches] = panel.expected.ravel()
+        labels = {"names": ("target", "patch"), "column_tokens": tokens, "grid": one.grid, "places": patches}
+        pictures.append(_picture(panel, sequence, numbers, values=values, expected=pattern, **labels))
     return pictures
 
 
@@ -255,35 +251,15 @@ def _patch_names(one: Scores, places: Sequence[int]) -> list[str]:
     return names
 
 
-def _maps(one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]) -> list[Picture]:
-    places = None if one.grid is None else patch_positions(one)
+def _maps(one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[Numbers]) -> list[Picture]:
+    patches = None if one.grid is None else patch_positions(one)
     return [
-        Picture(
-            panel.values,
-            panel.title,
-            _notes(panel),
-            sequence,
-            row_tokens=panel.row_tokens,
-            column_tokens=panel.column_tokens,
-            expected=panel.expected,
-            grid=one.grid,
-            places=places,
-            facts=numbers,
-            head=panel.head,
-        )
+        _picture(panel, sequence, numbers, row_tokens=panel.row_tokens, grid=one.grid, places=patches)
         for panel, numbers in zip(made, facts, strict=True)
     ]
 
 
-def _notes(panel: Panel) -> str:
-    return ", ".join(note for note in (panel.mixer, *panel.notes) if note)
-
-
-def _pattern(panel: Panel) -> Bool[Array, "row column"]:
-    return np.zeros(panel.values.shape, dtype=bool) if panel.expected is None else panel.expected
-
-
-def _facts(one: Scores, made: Sequence[Panel]) -> list[dict[str, list[float]]]:
+def _facts(one: Scores, made: Sequence[Panel]) -> list[Numbers]:
     """Return the extras of each query, by panel and name, those of a layer for each of its heads.
 
     Padded queries are left out.
@@ -291,13 +267,13 @@ def _facts(one: Scores, made: Sequence[Panel]) -> list[dict[str, list[float]]]:
     titles = list(dict.fromkeys(panel.title for panel in made))
     square = one.sizes.get("query") == one.sizes["key"]
     real = one.mask[0].cpu().numpy() if square and one.mask is not None else None
-    found: list[dict[str, list[float]]] = [{} for _ in made]
+    facts: list[Numbers] = [{} for _ in made]
     for name, tensor in sorted(one.extras.items(), key=lambda item: item[0] != "logit"):
         axes = extra_dims(name, one.dims, one.scores.shape, tensor.shape)
         if axes is None or {"head", "key"} & set(axes) or name in HIDDEN_EXTRAS:
             continue
         values: Float[Array, "layer query"] = tensor.double().cpu().numpy().reshape(len(titles), -1)
-        for numbers, panel in zip(found, made, strict=True):
+        for numbers, panel in zip(facts, made, strict=True):
             row = values[titles.index(panel.title)]
             numbers[name] = (row if real is None else row[real]).tolist()
-    return found
+    return facts

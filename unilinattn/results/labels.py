@@ -132,19 +132,21 @@ def _check_tokens(header: Header, sizes: Mapping[Any, int], mask_shape: tuple[in
             f"tokens must be {sequences} lists of {length} texts (one for each key, padding included); "
             f"got lengths {lengths}."
         )
-    if header.word_ids is not None and [len(row) for row in header.word_ids] != [length] * sequences:
-        raise InputError(f"word_ids must be {sequences} lists of {length} word indices, one for each key.")
-    if header.offsets is not None and [len(row) for row in header.offsets] != [length] * sequences:
-        raise InputError(f"offsets must be {sequences} lists of {length} pairs of characters, one for each key.")
+    queries = sizes.get("query", 0)
+    for name, count, entries in (
+        ("word_ids", length, "word indices, one for each key"),
+        ("offsets", length, "pairs of characters, one for each key"),
+        ("query_tokens", queries, "texts, one for each query"),
+    ):
+        rows = getattr(header, name)
+        if rows is not None and [len(row) for row in rows] != [count] * sequences:
+            raise InputError(f"{name} must be {sequences} lists of {count} {entries}.")
     if header.sinks is not None and (
         len(header.sinks) != sequences or any(not 0 <= place < length for row in header.sinks for place in row)
     ):
         raise InputError(f"sinks must be {sequences} lists of positions of the {length} keys; got {header.sinks}.")
     if header.logit_names is not None and len(header.logit_names) != sequences:
         raise InputError(f"logit_names must be {sequences} lists, one for each sequence.")
-    queries = sizes.get("query", 0)
-    if header.query_tokens is not None and [len(row) for row in header.query_tokens] != [queries] * sequences:
-        raise InputError(f"query_tokens must be {sequences} lists of {queries} texts, one for each query.")
 
 
 def _check_heads(header: Header, count: int | None) -> None:

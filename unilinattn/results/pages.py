@@ -11,7 +11,7 @@ from unilinattn.results.boards import beneath, cell, explained, explained_by_mod
 from unilinattn.results.panels import fitting_pattern
 from unilinattn.results.scores import Scores, axes_text, count_kinds
 from unilinattn.results.table import ScoreTable
-from unilinattn.viz.blocks import details, facts, group, page, paragraph, table, warning
+from unilinattn.viz.blocks import details, facts, group, paragraph, table, warning
 from unilinattn.viz.board import board
 
 WHOLE = "result.select(layer=0).to_html() draws one layer with all its scores"
@@ -33,21 +33,6 @@ def attribution(
     Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
     return _shown(result, batch, expected, image) + _about(result)
-
-
-def attribution_page(
-    result: Scores,
-    *,
-    batch: int | Sequence[int] = 0,
-    expected: Bool[Tensor, "..."] | None = None,
-    image: Any = None,
-) -> str:
-    """Return `attribution` as a complete HTML document.
-
-    Raises `InputError` if `batch`, `expected` or `image` does not fit.
-    """
-    title = f"{result.method} of {result.model}" if result.model else result.method
-    return page(title, [], first=attribution(result, batch=batch, expected=expected, image=image))
 
 
 def comparison(
@@ -85,21 +70,6 @@ def comparison(
     alerts = "".join(warning(f"{model}, {', '.join(names)}: {message}") for (model, message), names in methods.items())
     drawn = board(cells, columns=kinds, layer_hint="compare fewer results for all scores")
     return lead + alerts + drawn + _table(results)
-
-
-def comparison_page(
-    results: ScoreTable[Any],
-    *,
-    batch: int | Sequence[int] = 0,
-    expected: Bool[Tensor, "..."] | None = None,
-    image: Any = None,
-) -> str:
-    """Return `comparison` as a complete HTML document.
-
-    Raises `InputError` if `batch`, `expected` or `image` does not fit.
-    """
-    blocks = comparison(results, batch=batch, expected=expected, image=image)
-    return page(f"Comparison of {', '.join(results)}", [], first=blocks)
 
 
 def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, image: Any) -> str:

@@ -93,7 +93,7 @@ def panels(
 
     Raises `InputError` if there is no such sequence or `expected` does not have its shape.
     """
-    one = result.select(batch=batch) if "batch" in result.dims else result
+    one = one_sequence(result, batch)
     if "batch" not in result.dims and batch not in (0, -1):
         raise InputError(f"This result is one sequence, so batch can only be 0, not {batch}.")
     pattern = None if expected is None else _one_pattern(result, batch, expected)
@@ -132,6 +132,11 @@ def panels(
     return tuple(replace(panel, sinks=_cells(one, panel, sinks)) for panel in made) if sinks else tuple(made)
 
 
+def one_sequence(result: Scores, batch: int) -> Scores:
+    """Return one sequence of a result, which may be of a single one without a batch axis."""
+    return result.select(batch=batch) if "batch" in result.dims else result
+
+
 def sink_columns(one: Scores) -> list[int]:
     """Return the positions of the attention sinks of one sequence among its real keys."""
     if not one.sinks:
@@ -152,7 +157,7 @@ def largest_heads(result: Scores, *, batch: int, each: int | None = None, total:
 
     `each`: largest number of heads of a layer. `total`: largest number of heads of all layers.
     """
-    one = result.select(batch=batch) if "batch" in result.dims else result
+    one = one_sequence(result, batch)
     scores = np.nan_to_num(np.abs(score_array(one).astype(np.float64)))
     stacked = scores if "layer" in one.dims else scores[None]
     sums = stacked.sum(tuple(range(2, stacked.ndim)))

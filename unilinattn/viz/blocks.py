@@ -53,11 +53,6 @@ def paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
 
 
-def section(heading: str, *blocks: str) -> str:
-    """Return blocks under a second-level heading."""
-    return f"<section><h2>{escape(heading)}</h2>{''.join(blocks)}</section>"
-
-
 def group(heading: str, *blocks: str, note: str = "") -> str:
     """Return blocks under a third-level heading, followed by a faint note."""
     faint = f" <small>{escape(note)}</small>" if note else ""
