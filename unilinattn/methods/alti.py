@@ -53,10 +53,10 @@ def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estima
     numbers = (2 if options.is_through_heads else 1) * batch * (queries if target is None else 1)
     extras = stacked_count(trace, options, layers) * numbers * layers[0].output.element_size()
     if options.compose == "rollout":
-        of_step, held = product_cost(
+        of_step, resident = product_cost(
             trace, "alti", layers, target, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact)
         )
-        return estimated(options, layers, target, of_step, held=held, extras=extras)
+        return estimated(options, layers, target, of_step, resident=resident, extras=extras)
     axis = head_axis("alti", layers, options.heads) if options.by_head else None
     return estimated(options, layers, target, of, heads=axis, extras=extras)
 
@@ -95,7 +95,7 @@ def alti(trace: Trace, options: Alti, *, target: Target | None = None) -> Attrib
 def mixing(
     out: Float[Tensor, "batch row key"],
     trace: Trace,
-    together: Sequence[Layer],
+    step: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
     options: Alti,
 ) -> Float[Tensor, "batch row"]:
@@ -103,19 +103,19 @@ def mixing(
 
     Returns the rows' cancellation.
     """
-    first = together[0]
+    first = step[0]
     stream = residual_of(first, "alti", options.without_stream) if options.residual else _no_stream(first)
-    output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in together)])
-    factors = [layer.multiplier for layer in together]
+    output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in step)])
+    factors = [layer.multiplier for layer in step]
     extra, reference = gather_rows(stream, rows), gather_rows(output, rows)
     sizes, total = output.new_zeros(rows.shape), torch.zeros_like(reference)
     # The sum of all rows takes linear time, that of their tiles as long as a product with W.
     in_linear_time = options.activation == "exact" and rows.shape[1] == output.shape[1]
     if in_linear_time:
-        applied = (op.apply(op.inputs, bias=False) for op in map(only_port, together))
+        applied = (op.apply(op.inputs, bias=False) for op in map(only_port, step))
         total = gather_rows(sum_on_first([f * y for f, y in zip(factors, applied, strict=True)]), rows)
     # A pair without a tile has T_i(x_j) = 0 and a score of 0.
-    for tile in contribution_tiles(together, factors, rows, options.activation):
+    for tile in contribution_tiles(step, factors, rows, options.activation):
         scores, magnitudes = tile.alti_norms(reference[:, tile.rows])
         sizes[:, tile.rows] += magnitudes.sum(-1)
         if not in_linear_time:
@@ -147,11 +147,11 @@ def _head_mixing(
     output = gather_rows(stream + factor * layer.output, rows)
     by_part = out if options.by_head else out.unsqueeze(1)
     sizes, total = output.new_zeros(rows.shape), torch.zeros_like(output)
-    for part, tile in head_tiles(split, factor, rows, options.activation):
+    for span, tile in head_tiles(split, factor, rows, options.activation):
         scores, magnitudes = tile.alti_norms(output[:, tile.rows])
         sizes[:, tile.rows] += magnitudes.sum((1, 3))
         total[:, tile.rows] += tile.total()
-        by_part[:, part, tile.rows, tile.cols] = scores
+        by_part[:, span, tile.rows, tile.cols] = scores
     by_part.clamp_min_(0)
     for scores in by_part.unbind(1):
         blank_padding(scores, trace, layer, rows)

@@ -46,11 +46,13 @@ def cost(trace: Trace, options: AltiLogit, *, target: Target | None = None) -> E
     batch, queries, keys = map_shape(layers[0])
     rows, width = queries if target is None else 1, layers[0].output.element_size()
 
-    of, held = product_cost(trace, NAME, layers, target, lambda step: shares_cost(step, queries, exact=True))
+    of, resident = product_cost(trace, NAME, layers, target, lambda step: shares_cost(step, queries, exact=True))
     before = LayerCost("frozen run", "forward pass", trace.frozen_cost(rows))
     # The unembedding of every row, and one row for each number of the extras in float64.
-    held += batch * rows * keys * width + layers[0].output.numel() * width
-    return estimated(options, layers, target, of, held=held, extras=8 * batch * rows * len(EXTRAS), before=[before])
+    resident += batch * rows * keys * width + layers[0].output.numel() * width
+    return estimated(
+        options, layers, target, of, resident=resident, extras=8 * batch * rows * len(EXTRAS), before=[before]
+    )
 
 
 @register_method(AltiLogit, cost=cost)
@@ -143,15 +145,16 @@ def _unembedded(
     count = layer.output.shape[1] if target is None else 1
     extras = {name: gradient.new_zeros(len(gradient), count, dtype=torch.float64) for name in EXTRAS}
     for position in progress(targets, NAME):
-        part = run.unembedding(position, options.scalar)
+        unembedding = run.unembedding(position, options.scalar)
         if target is None:
             rows = query_rows(trace, layer, position)
-            write_rows(gradient, rows.squeeze(1), gather_rows(part.gradient.to(gradient), rows).squeeze(1))
+            write_rows(gradient, rows.squeeze(1), gather_rows(unembedding.gradient.to(gradient), rows).squeeze(1))
         else:
-            rows, gradient = torch.zeros_like(extras["bias"], dtype=torch.long), part.gradient.to(gradient)
-        for name, values in (("bias", part.bias), ("remainder", part.remainder), ("logit", part.value)):
+            rows, gradient = torch.zeros_like(extras["bias"], dtype=torch.long), unembedding.gradient.to(gradient)
+        numbers = {"bias": unembedding.bias, "remainder": unembedding.remainder, "logit": unembedding.value}
+        for name, values in numbers.items():
             write_rows(extras[name], rows.squeeze(1), values)
-    return part.stream, gradient, extras
+    return unembedding.stream, gradient, extras
 
 
 def _layers(trace: Trace) -> tuple[Layer, ...]:

@@ -60,7 +60,7 @@ def cost(trace: Trace, options: weighted.Attribution, *, target: Target | None =
             return vecmat_cost(layer, options)
         return max(vecmat_cost(layer, options, computed=True), map_cost(layer, options))
 
-    return estimated(options, layers, target, of, held=maps + weights, before=gradient_passes(trace, options))
+    return estimated(options, layers, target, of, resident=maps + weights, before=gradient_passes(trace, options))
 
 
 @register_method(weighted.Attribution, cost=cost)
@@ -92,12 +92,12 @@ def gradient_weights(
     trace: Trace, layers: Sequence[Layer], targets: Sequence[Target], options: weighted.Attribution
 ) -> Iterator[Weights]:
     """Yield the factors of each layer's map for each target, from the model's gradient at the layer's output."""
-    place = {layer.name: at for at, layer in enumerate(trace.layers)}
+    indices = {layer.name: index for index, layer in enumerate(trace.layers)}
     pulls: dict[str, Callable[[Tensor], Tensor]] = {}
     for gradients in trace.gradients(targets, options.scalar):
         weights = {}
         for layer in layers:
-            gradient = gradients[place[layer.name]]
+            gradient = gradients[indices[layer.name]]
             if options.variant == "published-code":
                 weights[layer.name] = Weight(_published(gradient, layer), "key")
                 continue

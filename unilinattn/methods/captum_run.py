@@ -195,13 +195,14 @@ def _explained(
     def run() -> None:
         for position in progress(targets, method):
             function = TokenFunction(trace, model, position, options.scalar)
-            found = score(function)
+            scored = score(function)
             rows = trace.positions(position) if target is None else torch.zeros(batch, dtype=torch.long)
-            at = torch.arange(batch), rows
-            scores[at] = found.tokens.detach().to(scores).masked_fill(~function.real, 0)
-            for name, values in found.extras.items():
-                extras.setdefault(name, scores.new_zeros(shape[:2], dtype=torch.float64))[at] = values.to(torch.float64)
-            gaps.extend([] if found.gap is None else [found.gap])
+            cells = torch.arange(batch), rows
+            scores[cells] = scored.tokens.detach().to(scores).masked_fill(~function.real, 0)
+            for name, values in scored.extras.items():
+                numbers = extras.setdefault(name, scores.new_zeros(shape[:2], dtype=torch.float64))
+                numbers[cells] = values.to(numbers)
+            gaps.extend([] if scored.gap is None else [scored.gap])
 
     model.isolated(run)
     if target is not None:

@@ -119,7 +119,7 @@ def rollout_cost(trace: Trace, options: MapOptions, layers: Sequence[Layer], tar
     composable_steps(trace, options.name, layers)
 
     cost = partial(postprocess_cost if target is None else vecmat_cost, options=options)
-    return estimated(options, layers, target, cost, held=map_bytes(layers[0]) if target is None else 0)
+    return estimated(options, layers, target, cost, resident=map_bytes(layers[0]) if target is None else 0)
 
 
 def weighted_rollout(

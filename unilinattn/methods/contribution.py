@@ -46,8 +46,8 @@ def cost(trace: Trace, options: Contribution, *, target: Target | None = None) -
             return apply_elements(op.chains, op.inputs) * layer.output.element_size()
         return shares_cost((layer,), map_shape(layer)[1], exact=True)
 
-    held = sum(layer.output.nbytes for layer in trace.layers)
-    return estimated(options, layers, target, of, held=held, before=gradient_passes(trace, options))
+    resident = sum(layer.output.nbytes for layer in trace.layers)
+    return estimated(options, layers, target, of, resident=resident, before=gradient_passes(trace, options))
 
 
 @register_method(Contribution, cost=cost)

@@ -28,7 +28,7 @@ def estimated(
     cost: Callable[[Layer], int],
     *,
     heads: HeadAxis | None = None,
-    held: int = 0,
+    resident: int = 0,
     extras: int = 0,
     before: Sequence[LayerCost] = (),
 ) -> Estimate:
@@ -40,14 +40,14 @@ def estimated(
         target: the method's target.
         cost: returns the bytes of a layer.
         heads: the head axis of the scores, if they have one.
-        held: bytes in addition to the result from the first layer to the last.
+        resident: bytes in addition to the result from the first layer to the last.
         extras: bytes of the result's extras.
         before: costs of the work before the first layer.
     """
     sizes, dtype = result_shape(options, layers, target, heads)
     shape = tuple(sizes.values())
     costs = list(before)
-    with without(held):
+    with without(resident):
         for layer in layers:
             size = cost(layer)
             # The check of each layer against the host's output.
@@ -57,7 +57,7 @@ def estimated(
             costs.append(LayerCost(layer.name, layer.kind, size))
     shape = shape if target is None else (*shape[:-2], shape[-1])
     result = torch.Size(shape).numel() * dtype.itemsize + extras
-    return Estimate(options.name, shape, result, held, tuple(costs), allowed())
+    return Estimate(options.name, shape, result, resident, tuple(costs), allowed())
 
 
 def gradient_passes(trace: Trace, options: ScalarOptions) -> list[LayerCost]:

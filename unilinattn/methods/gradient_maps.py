@@ -74,11 +74,11 @@ def core_gradients(
     trace: Trace, layers: Sequence[Layer], targets: Sequence[Target], options: ScalarOptions
 ) -> Iterator[dict[str, AtCores]]:
     """Yield the model's own gradient of the scalar with respect to the outputs of each layer's cores."""
-    place = {layer.name: at for at, layer in enumerate(trace.layers)}
+    indices = {layer.name: index for index, layer in enumerate(trace.layers)}
     pulls = {layer.name: layer.core_pullback() for layer in layers} if len(targets) > 1 else {}
     for gradients in trace.gradients(targets, options.scalar):
         yield {
-            layer.name: (pulls.get(layer.name) or layer.core_pullback())(gradients[place[layer.name]])
+            layer.name: (pulls.get(layer.name) or layer.core_pullback())(gradients[indices[layer.name]])
             for layer in layers
         }
 
@@ -95,20 +95,20 @@ def weighted_blocks(
     rows, step = block_shape(layer, [mixer for mixer, _ in cores])
     every, heads = query_rows(trace, layer), cores[0][0].heads
     values = [v.unflatten(2, (heads, -1)) for _, v in cores]
-    gradients = [[g[at].unflatten(2, (heads, -1)) for g in factors] for at in range(len(cores))]
+    gradients = [[g[core].unflatten(2, (heads, -1)) for g in factors] for core in range(len(cores))]
     for start in range(0, every.shape[1], rows):
-        part = slice(start, min(start + rows, every.shape[1]))
-        total = layer.output.new_zeros(every.shape[0], part.stop - start, values[0].shape[1])
+        span = slice(start, min(start + rows, every.shape[1]))
+        total = layer.output.new_zeros(every.shape[0], span.stop - start, values[0].shape[1])
         for first in range(0, heads, step):
             some = slice(first, min(first + step, heads))
             products = []
             for (mixer, _), v, weights in zip(cores, values, gradients, strict=True):
-                product = mixer.tile(part, slice(None), some)
+                product = mixer.tile(span, slice(None), some)
                 for g in weights:
-                    product = product * torch.einsum("bihp,bjhp->bhij", g[:, part, some], v[:, :, some])
+                    product = product * torch.einsum("bihp,bjhp->bhij", g[:, span, some], v[:, :, some])
                 products.append(product)
             total += apply_sign(sign, sum_on_first(products)).sum(1)
-        yield part, (total / heads).masked_fill(~real_pairs(trace, layer, every[:, part]), 0)
+        yield span, (total / heads).masked_fill(~real_pairs(trace, layer, every[:, span]), 0)
 
 
 def block_shape(layer: Layer, mixers: Sequence[CoreMixer], subject: str | None = "the weighted map") -> tuple[int, int]:
@@ -146,17 +146,17 @@ def core_mixers(layer: Layer) -> list[CoreMixer]:
 
 
 def _parallel(chain: Chain, name: str) -> list[CoreMixer]:
-    found: list[CoreMixer] = []
+    mixers: list[CoreMixer] = []
     for stage in chain:
         inner = [stage.mixer] if isinstance(stage, Mix) and stage.role == "core" else []
         if isinstance(stage, Branch):
-            inner = [mixer for part in stage.chains for mixer in _parallel(part, name)]
-        if inner and found:
+            inner = [mixer for branch in stage.chains for mixer in _parallel(branch, name)]
+        if inner and mixers:
             raise UncoveredError(
                 f"{name} has several cores in series, so it has no single attention matrix with a gradient."
             )
-        found += inner
-    return found
+        mixers += inner
+    return mixers
 
 
 def _cores(layer: Layer) -> list[tuple[CoreMixer, Float[Tensor, "batch key channel"]]]:
@@ -170,7 +170,7 @@ def _with_values(chain: Chain, x: Tensor) -> list[tuple[CoreMixer, Tensor]]:
         if isinstance(stage, Mix) and stage.role == "core":
             return [(stage.mixer, x)]
         if isinstance(stage, Branch) and any(inner.role == "core" and inner.mixes for inner in walk([stage])):
-            return [core for part in stage.chains for core in _with_values(part, x)]
+            return [core for branch in stage.chains for core in _with_values(branch, x)]
         x = stage.apply(x)
     return []
 
@@ -184,8 +184,8 @@ def gradient_rollout_cost(
     """
     layers = layers_from(trace, options.name, options.start_layer)
     composable_steps(trace, options.name, layers)
-    held = relevance + (map_bytes(layers[0]) if target is None and one_scalar(trace, options.scalar) else 0)
-    held += factors * sum(
+    resident = relevance + (map_bytes(layers[0]) if target is None and one_scalar(trace, options.scalar) else 0)
+    resident += factors * sum(
         layer.output[..., 0].numel() * layer.operator.width * layer.output.element_size() for layer in layers
     )
 
@@ -194,4 +194,4 @@ def gradient_rollout_cost(
         rows, heads = block_shape(layer, mixers, None)
         return block_bytes(layer, mixers, rows, heads)
 
-    return estimated(options, layers, target, of, held=held, before=gradient_passes(trace, options))
+    return estimated(options, layers, target, of, resident=resident, before=gradient_passes(trace, options))

@@ -67,8 +67,8 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
     extras += 8 * (len(layers) if options.layers == "mean" else count)
     axis = head_axis("latim", layers, options.heads) if options.by_head else None
     if options.compose == "rollout":
-        of_layer, held = product_cost(trace, "latim", layers, target, of_step)
-        return estimated(options, layers, target, of_layer, held=held, extras=extras)
+        of_layer, resident = product_cost(trace, "latim", layers, target, of_step)
+        return estimated(options, layers, target, of_layer, resident=resident, extras=extras)
     return estimated(options, layers, target, of, heads=axis, extras=extras)
 
 
@@ -158,33 +158,33 @@ def residual_of(layer: Layer, method: str, remedy: str = "") -> Float[Tensor, "b
 def _fill(
     out: Float[Tensor, "batch row key"],
     trace: Trace,
-    together: Sequence[Layer],
+    step: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
     options: Latim,
 ) -> tuple[Float[Tensor, "batch row"], float, Float[Tensor, "batch row"]]:
     """Write the scores of a step; return the norms of its bias, its decomposition error and its cancellation."""
-    layer, ops = together[0], [only_port(layer) for layer in together]
+    layer, ops = step[0], [only_port(layer) for layer in step]
     if options.bias == "query" and ops[0].ports != ("x",):
         raise UncoveredError(
             f"latim: {layer.name} takes its keys from {ops[0].ports[0]!r}, so none of the keys is the query's own "
             "token; use bias='column'."
         )
-    factors = [other.multiplier if options.residual else 1.0 for other in together]
-    parts = [factor * op.activation_bias(options.activation) for op, factor in zip(ops, factors, strict=True)]
-    bias = gather_rows(sum_on_first(parts), rows)
+    factors = [other.multiplier if options.residual else 1.0 for other in step]
+    biases = [factor * op.activation_bias(options.activation) for op, factor in zip(ops, factors, strict=True)]
+    bias = gather_rows(sum_on_first(biases), rows)
     extra = bias if options.bias == "query" else None
     if options.residual:
         stream = gather_rows(residual_of(layer, "latim", options.without_stream), rows)
         extra = stream if extra is None else stream + extra
     sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
-    for tile in contribution_tiles(together, factors, rows, options.activation):
+    for tile in contribution_tiles(step, factors, rows, options.activation):
         norms = tile.norms(options.p)
         sizes[:, tile.rows] += norms.sum(-1)
         total[:, tile.rows] += tile.total()
         scores = norms if extra is None else tile.with_extra(norms, options.p, extra[:, tile.rows])
         out[:, tile.rows, tile.cols] = scores
     postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
-    output = sum_on_first(factor * other.output for other, factor in zip(together, factors, strict=True))
+    output = sum_on_first(factor * other.output for other, factor in zip(step, factors, strict=True))
     ratio = cancellation(sizes, total, options.p, layer, rows)
     return *_checked(bias, total + bias, output, layer, rows, options.p), ratio
 
@@ -219,8 +219,8 @@ def _fill_sketch(
     if options.exact_keys:
         largest = out.masked_fill(~pairs, -1).topk(min(options.exact_keys, out.shape[-1])).indices
         estimated.scatter_(-1, largest, False)
-        for place, norms in exact_norms(form, pairs & ~estimated):
-            out[tuple(place)] = norms
+        for pair, norms in exact_norms(form, pairs & ~estimated):
+            out[tuple(pair)] = norms
     sizes, deviation = out.sum(-1), standard_errors(out, estimated, options.sketch)
     postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
     bias = op.activation_bias("exact")
@@ -242,11 +242,11 @@ def _fill_heads(
     split = through_heads("latim", layer, options.heads, by_head=options.by_head)
     op, by_part = split.operator, out if options.by_head else out.unsqueeze(1)
     sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
-    for part, tile in head_tiles(split, 1.0, rows, options.activation):
+    for span, tile in head_tiles(split, 1.0, rows, options.activation):
         norms = tile.norms(options.p)
         sizes[:, tile.rows] += norms.sum((1, 3))
         total[:, tile.rows] += tile.total()
-        by_part[:, part, tile.rows, tile.cols] = norms
+        by_part[:, span, tile.rows, tile.cols] = norms
     for scores in by_part.unbind(1):
         postprocess_(scores, trace, layer, rows, discard=options.discard, normalize=options.normalize)
     bias = gather_rows(op.activation_bias(options.activation), rows)

@@ -93,13 +93,13 @@ def shares_result(
 
 def _extras(shares: Shares, by: By) -> dict[str, Tensor]:
     """Return the extras of one target; those without a layer axis hold for every layer."""
-    parts, sums = shares.parts, {"remainder": shares.remainder, "logit": shares.value}
-    if parts is None:
+    by_layer, sums = shares.parts, {"remainder": shares.remainder, "logit": shares.value}
+    if by_layer is None:
         return {**sums, "bias": shares.bias, "gap": shares.gap, "embedding": shares.embedding}
     if by == "layer":
-        return {"bias": parts.bias, "part": parts.value, "logit": shares.value, "gap": parts.gap}
-    total = parts.tokens.sum(-1) + parts.bias + shares.remainder
-    return {**sums, "bias": parts.bias, "gap": (total - shares.value).abs()}
+        return {"bias": by_layer.bias, "part": by_layer.value, "logit": shares.value, "gap": by_layer.gap}
+    total = by_layer.tokens.sum(-1) + by_layer.bias + shares.remainder
+    return {**sums, "bias": by_layer.bias, "gap": (total - shares.value).abs()}
 
 
 def write_rows(

@@ -61,8 +61,8 @@ def _mean_of_several(scores: Float[Tensor, "batch *head row key"]) -> Float[Tens
 
 def fill_attention(out: Float[Tensor, "batch query key"], layer: Layer, options: MapOptions) -> None:
     """Write the layer's whole attention map into `out`, reduced over heads by `options.heads`."""
-    for part, block in attention_blocks(layer, options):
-        out[:, part] = block
+    for span, block in attention_blocks(layer, options):
+        out[:, span] = block
 
 
 def attention_map(layer: Layer, options: MapOptions) -> Float[Tensor, "batch query key"]:
@@ -114,20 +114,20 @@ def postprocess_(
     normalize: str,
 ) -> None:
     """Apply the sign option and then `postprocess` in place, in blocks of rows."""
-    parts = _row_slices(scores, postprocess_elements(discard))
+    spans = _row_slices(scores, postprocess_elements(discard))
     extremes = []
-    for part in parts:
-        real, each = real_pairs(trace, layer, rows[:, part]), apply_sign(sign, scores[:, part])
+    for span in spans:
+        real, each = real_pairs(trace, layer, rows[:, span]), apply_sign(sign, scores[:, span])
         by_row = "none" if normalize == "min-max" else normalize
-        scores[:, part] = postprocess(each, real, rows[:, part], discard=discard, normalize=by_row)
+        scores[:, span] = postprocess(each, real, rows[:, span], discard=discard, normalize=by_row)
         if normalize == "min-max":
-            extremes.append(_extremes(scores[:, part], real))
+            extremes.append(_extremes(scores[:, span], real))
     if normalize == "min-max":
         low = torch.stack([each for each, _ in extremes]).amin(0)
         high = torch.stack([each for _, each in extremes]).amax(0)
-        for part in parts:
-            real = real_pairs(trace, layer, rows[:, part])
-            scores[:, part] = _between(scores[:, part], real, low, high)
+        for span in spans:
+            real = real_pairs(trace, layer, rows[:, span])
+            scores[:, span] = _between(scores[:, span], real, low, high)
 
 
 def postprocess_elements(discard: float) -> int:
@@ -197,14 +197,14 @@ def map_blocks(
         size = postprocess_elements(options.discard)
         require((1 + size) * map_bytes(layer), f"normalize='min-max' of the map of {layer.name}", "take 'rows'")
         whole = layer.output.new_empty(map_shape(layer))
-        for part, block in blocks:
-            whole[:, part] = block
+        for span, block in blocks:
+            whole[:, span] = block
         blocks = iter([(slice(0, every.shape[1]), whole)])
-    for part, scores in blocks:
-        rows = every[:, part]
+    for span, scores in blocks:
+        rows = every[:, span]
         protected = rows if target is None else target.to(rows.device).expand_as(rows)
         real = real_pairs(trace, layer, rows)
-        yield part, postprocess(scores, real, protected, discard=options.discard, normalize=options.normalize)
+        yield span, postprocess(scores, real, protected, discard=options.discard, normalize=options.normalize)
 
 
 def _signed_blocks(
@@ -213,16 +213,16 @@ def _signed_blocks(
     """Yield a layer's map in blocks of rows: reduced over heads, weighted and with the option `sign`."""
     size, by_head = postprocess_elements(options.discard), weight is not None and weight.by_head
     if attention is not None:
-        blocks: Iterable[tuple[slice, Tensor]] = ((part, attention[:, part]) for part in _row_slices(attention, size))
+        blocks: Iterable[tuple[slice, Tensor]] = ((span, attention[:, span]) for span in _row_slices(attention, size))
     elif by_head:
         blocks = only_port(layer).row_blocks(
             scope=options.scope, heads=None, extra_elements=head_elements(layer, options)
         )
     else:
         blocks = attention_blocks(layer, options, extra_elements=size)
-    for part, block in blocks:
-        scores = apply_sign(options.sign, block if weight is None else weight.of(part) * block)
-        yield part, scores.mean(1) if by_head else scores
+    for span, block in blocks:
+        scores = apply_sign(options.sign, block if weight is None else weight.of(span) * block)
+        yield span, scores.mean(1) if by_head else scores
 
 
 def head_elements(layer: Layer, options: MapOptions) -> int:
@@ -247,7 +247,7 @@ def vecmat(
     row = row.to(layer.output)
     if attention is not None or not options.is_plain or (weight is not None and weight.by_head):
         blocks = map_blocks(trace, layer, options, target=target, weight=weight, attention=attention)
-        return sum_on_first(row[:, :, part] @ block for part, block in blocks)
+        return sum_on_first(row[:, :, span] @ block for span, block in blocks)
     op, mask = only_port(layer), key_mask(trace, layer)
     real = 1 if mask is None else mask.unsqueeze(1)
     ones = torch.ones_like(row)
@@ -267,9 +267,9 @@ def vecmat(
     return total + product(-by_row) * (-by_key).clamp_min(0) if bool((by_key < 0).any()) else total
 
 
-def sum_on_first(parts: Iterable[Tensor]) -> Tensor:
+def sum_on_first(tensors: Iterable[Tensor]) -> Tensor:
     """Return the sum of tensors, on the device of the first."""
-    first, *others = parts
+    first, *others = tensors
     return sum((other.to(first) for other in others), start=first)
 
 

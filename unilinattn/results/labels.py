@@ -23,9 +23,9 @@ def _encodable_values(value: Any) -> Any:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, list):
-        return [_encodable_values(part) for part in value]
+        return [_encodable_values(item) for item in value]
     if isinstance(value, dict):
-        return {encodable(name): _encodable_values(part) for name, part in value.items()}
+        return {encodable(name): _encodable_values(item) for name, item in value.items()}
     return value
 
 
@@ -142,7 +142,7 @@ def _check_tokens(header: Header, sizes: Mapping[Any, int], mask_shape: tuple[in
         if rows is not None and [len(row) for row in rows] != [count] * sequences:
             raise InputError(f"{name} must be {sequences} lists of {count} {entries}.")
     if header.sinks is not None and (
-        len(header.sinks) != sequences or any(not 0 <= place < length for row in header.sinks for place in row)
+        len(header.sinks) != sequences or any(not 0 <= position < length for row in header.sinks for position in row)
     ):
         raise InputError(f"sinks must be {sequences} lists of positions of the {length} keys; got {header.sinks}.")
     if header.logit_names is not None and len(header.logit_names) != sequences:
@@ -166,5 +166,5 @@ def _check_patches(header: Header, length: int) -> None:
     if patches is not None and (header.grid is None or len(patches) != header.grid[0] * header.grid[1]):
         raise InputError(f"{len(patches)} patches do not fill the grid {header.grid}; give one position for each.")
     positions = (*(patches or ()), *classes)
-    if len(set(positions)) < len(positions) or any(not 0 <= place < length for place in positions):
+    if len(set(positions)) < len(positions) or any(not 0 <= position < length for position in positions):
         raise InputError(f"The positions of patches and of CLS are different ones of the {length} keys.")
