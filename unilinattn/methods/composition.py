@@ -149,6 +149,7 @@ def weighted_rollout(
         blocks: yields the weighted map of a layer in blocks of rows, for rows that all have the same weights; by
             default these are multiplied by the maps as rows, too.
     """
+    # One scalar has one gradient, so the maps of a step are the same for all rows and are multiplied once.
     first, method, shared = steps[0][0], options.name, target is None and one_scalar(trace, options.scalar)
     if shared and blocks is not None:
         product.values.scatter_(2, query_rows(trace, first).unsqueeze(-1), 1.0)

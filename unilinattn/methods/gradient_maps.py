@@ -104,6 +104,7 @@ def weighted_blocks(
             products = []
             for (mixer, _), v, weights in zip(cores, values, gradients, strict=True):
                 product = mixer.tile(span, slice(None), some)
+                # Several gradients weight each entry in turn, so one weight of all pairs is held at a time.
                 for g in weights:
                     product = product * torch.einsum("bihp,bjhp->bhij", g[:, span, some], v[:, :, some])
                 products.append(product)

@@ -211,6 +211,7 @@ def _fill_sketch(
     assert options.sketch is not None
     op, (form, small, sketch) = only_port(layer), sketched_form(layer, options.sketch, options.seed)
     total = layer.output.new_zeros(*rows.shape, options.sketch)
+    # The sketch of the sum is the sum of the sketches, so the decomposition is checked without whole vectors.
     for tile in small.tiles(small.causal):
         out[:, tile.rows, tile.cols] = tile.norms(2.0)
         total[:, tile.rows] += tile.total()

@@ -253,6 +253,7 @@ def vecmat(
     ones = torch.ones_like(row)
     by_row = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "row" else ones
     by_key = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "key" else ones
+    # The mask of queries multiplies the row and that of keys the product, as `postprocess` blanks both in a map.
     row = row * real
     if options.sign == "keep":
         return op.left_multiply(row * by_row, scope=options.scope) * by_key * real

@@ -341,15 +341,7 @@ def _caption(axes: "Axes", title: str, notes: Sequence[str], *, two_lines: bool 
     texts = [note for note in notes if note]
     words = "\n".join((", ".join(texts[:-1]), texts[-1])) if two_lines else ", ".join(texts)
     axes.set_title(_math_free(title), loc="left", fontsize=8, color=INK, pad=23 if two_lines else 13)
-    axes.annotate(
-        _math_free(words),
-        (0, 1),
-        xytext=(0, 3),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=6.2,
-        color=FAINT,
-    )
+    _write_above(axes, words, 3, fontsize=6.2, color=FAINT)
 
 
 def _side_title(axes: "Axes", text: str) -> None:
@@ -359,17 +351,15 @@ def _side_title(axes: "Axes", text: str) -> None:
 
 
 def _top_title(axes: "Axes", text: str, kinds: str, *, above: int = 0) -> None:
-    for words, height, weight, size, colour in ((text, 38, "bold", 10, INK), (kinds, 27, "normal", 7, FAINT)):
-        axes.annotate(
-            _math_free(words),
-            (0, 1),
-            xytext=(0, height + above),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            fontsize=size,
-            fontweight=weight,
-            color=colour,
-        )
+    _write_above(axes, text, 38 + above, fontsize=10, fontweight="bold", color=INK)
+    _write_above(axes, kinds, 27 + above, fontsize=7, color=FAINT)
+
+
+def _write_above(axes: "Axes", text: str, height: float, **style: Any) -> None:
+    """Write a text at the left, `height` points above the axes."""
+    axes.annotate(
+        _math_free(text), (0, 1), xytext=(0, height), xycoords="axes fraction", textcoords="offset points", **style
+    )
 
 
 def _colour_bar(figure: "Figure", axes: "list[Axes]", style: _Style, *, lying: bool) -> None:

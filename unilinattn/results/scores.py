@@ -239,17 +239,17 @@ class Scores:
             coordinates["layer"] = list(self.layers)
             if self.kinds:
                 coordinates["kind"] = ("layer", list(self.kinds))
-        sequence = ("batch",) if "batch" in self.dims else ()
+
+        def by_sequence(axis: str, values: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+            return (("batch", axis), values) if "batch" in self.dims else ((axis,), values[0])
+
         if self.mask is not None:
-            real = self.mask.cpu().numpy()
-            coordinates["real"] = ((*sequence, "key"), real if sequence else real[0])
+            coordinates["real"] = by_sequence("key", self.mask.cpu().numpy())
         if any(self.sinks or ()):
-            sinks = self._sink_array()
-            coordinates["sink"] = ((*sequence, "key"), sinks if sequence else sinks[0])
+            coordinates["sink"] = by_sequence("key", self._sink_array())
         for axis in ("query", "key"):
             if (tokens := self._axis_tokens(axis)) is not None:
-                texts = np.array(tokens, dtype=object)
-                coordinates[f"{axis}_token"] = ((*sequence, axis), texts if sequence else texts[0])
+                coordinates[f"{axis}_token"] = by_sequence(axis, np.array(tokens, dtype=object))
         attributes = {
             name: json.dumps(value) if isinstance(value, dict) else value
             for name, value in self._header().model_dump(mode="python").items()
