@@ -153,9 +153,8 @@ def captum() -> ModuleType:
 
 def explained(
     trace: Trace,
-    method: str,
-    target: Target | None,
     options: ScalarOptions,
+    target: Target | None,
     score: Callable[[TokenFunction], Scores],
     *,
     every_query: bool = True,
@@ -166,19 +165,17 @@ def explained(
     has a score of zero. The result names no layers, since no operator takes part.
     """
     # Tensors of the caller's inference mode could not be written into.
-    return in_gradient_mode(True, lambda: _explained(trace, method, target, options, score, every_query=every_query))
+    return in_gradient_mode(True, lambda: _explained(trace, options, target, score, every_query))
 
 
 def _explained(
     trace: Trace,
-    method: str,
-    target: Target | None,
     options: ScalarOptions,
+    target: Target | None,
     score: Callable[[TokenFunction], Scores],
-    *,
     every_query: bool,
 ) -> Attribution:
-    target = only_target(trace, target, options.scalar)
+    method, target = options.name, only_target(trace, target, options.scalar)
     if target is None and not every_query:
         raise OptionError(
             f"{method} runs the model many times for each target; give a position as target, such as target=-1."

@@ -27,4 +27,4 @@ def integrated_gradients(trace: Trace, options: IntegratedGradients, *, target: 
         extras = {"logit": function.value, "baseline": lowest, "delta": delta}
         return Scores(products.sum(-1), extras, relative_gap(delta, function.value, lowest))
 
-    return explained(trace, "integrated_gradients", target, options, score)
+    return explained(trace, options, target, score)

@@ -57,7 +57,7 @@ def kernel_shap(trace: Trace, options: KernelShap, *, target: Target | None = No
 
         return function.seeded(options.seed, estimate)
 
-    return explained(trace, "kernel_shap", target, options, score, every_query=False)
+    return explained(trace, options, target, score, every_query=False)
 
 
 def _coalitions(count: int) -> Int[Tensor, "coalition token"]:
