@@ -204,6 +204,15 @@ def test_an_estimate_above_the_limit_is_not_refused() -> None:
     assert estimate.result == 4 * LENGTH**2
 
 
+@pytest.mark.parametrize("method", ["raw", "latim", "alti"])
+def test_a_target_is_any_position_of_each_sequence(method: str) -> None:
+    entry = host("mamba")
+    trace = ula.trace(entry.model(), entry.inputs())
+    expected = ula.estimate(trace, method=method, target=-1)
+    for target in (0, torch.tensor([0, 3])):
+        assert ula.estimate(trace, method=method, target=target).layers == expected.layers
+
+
 def test_a_model_is_traced_for_its_estimate() -> None:
     entry = host("mamba")
     assert ula.estimate(entry.model(), entry.inputs()).shape == (2, 13, 13)

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.backend import implementation
-from unilinattn.methods.composition import product_cost, product_of_maps
+from unilinattn.methods.composition import product_cost, score_steps, stacked_count
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.heads import head_axis, through_heads
 from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.maps import blank_padding, gather_rows, map_shape, sum_on_first
-from unilinattn.methods.results import score_layers, to_result
-from unilinattn.methods.selection import composable_steps, only_port, stackable_layers
+from unilinattn.methods.results import to_result
+from unilinattn.methods.selection import only_port, stackable_layers
 from unilinattn.methods.vectors import (
     at_target,
     cancellation,
@@ -37,18 +37,10 @@ def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estima
     if options.residual:
         for layer in layers:
             residual_of(layer, "alti", options.without_stream)
-    exact, width = options.activation == "exact", layers[0].output.element_size()
+    exact = options.activation == "exact"
     batch, queries, _ = map_shape(layers[0])
-    numbers = (2 if options.is_through_heads else 1) * batch * (queries if target is None else 1) * width
-    axis = head_axis("alti", layers, options.heads) if options.by_head else None
-    if options.compose == "rollout":
-        of, held = product_cost(
-            trace, "alti", layers, target, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact)
-        )
-        steps = composable_steps(trace, "alti", layers)
-        return estimated("alti", layers, target, options, of, held=held, extras=len(steps) * numbers)
 
-    def of_rows(layer: Layer) -> int:
+    def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
         rows = queries if target is None else 1
         apart = batch * rows * keys * layer.output.element_size() if options.layers == "mean" else 0
@@ -57,8 +49,16 @@ def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estima
             return apart + head_tiles_cost(split, rows, exact=exact, products=True)
         return apart + shares_cost((layer,), rows, exact=exact)
 
-    extras = (1 if options.layers == "mean" else len(layers)) * numbers
-    return estimated("alti", layers, target, options, of_rows, heads=axis, extras=extras)
+    # The cancellation of each row, and its share of the residual apart from heads.
+    numbers = (2 if options.is_through_heads else 1) * batch * (queries if target is None else 1)
+    extras = stacked_count(trace, options, layers) * numbers * layers[0].output.element_size()
+    if options.compose == "rollout":
+        of_step, resident = product_cost(
+            trace, "alti", layers, target, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact)
+        )
+        return estimated(options, layers, target, of_step, resident=resident, extras=extras)
+    axis = head_axis("alti", layers, options.heads) if options.by_head else None
+    return estimated(options, layers, target, of, heads=axis, extras=extras)
 
 
 @register_method(Alti, cost=cost)
@@ -68,38 +68,25 @@ def alti(trace: Trace, options: Alti, *, target: Target | None = None) -> Attrib
     errors = stream_errors(trace, layers, "alti", options.without_stream) if options.residual else None
     ratios: dict[str, Tensor] = {}
     residuals: dict[str, Tensor] = {}
-    scale: dict[str, Tensor] = {}
 
     def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
-        first = step[0]
         if options.is_through_heads:
-            ratio, residuals[first.name] = _head_mixing(out, trace, first, rows, options)
+            ratio, residuals[step[0].name] = _head_mixing(out, trace, step[0], rows, options)
         else:
             ratio = mixing(out, trace, step, rows, options)
-        ratios[first.name] = at_target(ratio, trace, first, target)
+        ratios[step[0].name] = at_target(ratio, trace, step[0], target)
 
     axis = head_axis("alti", layers, options.heads) if options.by_head else None
-    if options.compose == "rollout":
-        scores, scale = product_of_maps(trace, "alti", layers, target, fill)
-    else:
-        scores = score_layers(
-            trace, "alti", layers, target, options, lambda layer, *part: fill((layer,), *part), heads=axis
-        )
-    extras: dict[str, Sequence[Tensor]] = {
-        "cancellation": [ratios[layer.name] for layer in layers if layer.name in ratios]
-    }
-    if residuals:
-        extras["residual"] = [residuals[layer.name] for layer in layers]
+    scores, scale = score_steps(trace, options, layers, target, fill, heads=axis)
     return to_result(
         trace,
-        "alti",
+        options,
         layers,
         scores,
-        options=options,
         target=target,
         scope="layer",
         heads=axis,
-        extras=extras,
+        extras={"cancellation": ratios, **({"residual": residuals} if residuals else {})},
         scale=scale,
         stream_error=errors,
     )
@@ -108,7 +95,7 @@ def alti(trace: Trace, options: Alti, *, target: Target | None = None) -> Attrib
 def mixing(
     out: Float[Tensor, "batch row key"],
     trace: Trace,
-    together: Sequence[Layer],
+    step: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
     options: Alti,
 ) -> Float[Tensor, "batch row"]:
@@ -116,19 +103,19 @@ def mixing(
 
     Returns the rows' cancellation.
     """
-    first = together[0]
+    first = step[0]
     stream = residual_of(first, "alti", options.without_stream) if options.residual else _no_stream(first)
-    output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in together)])
-    factors = [layer.multiplier for layer in together]
+    output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in step)])
+    factors = [layer.multiplier for layer in step]
     extra, reference = gather_rows(stream, rows), gather_rows(output, rows)
     sizes, total = output.new_zeros(rows.shape), torch.zeros_like(reference)
     # The sum of all rows takes linear time, that of their tiles as long as a product with W.
     in_linear_time = options.activation == "exact" and rows.shape[1] == output.shape[1]
     if in_linear_time:
-        applied = (op.apply(op.inputs, bias=False) for op in map(only_port, together))
+        applied = (op.apply(op.inputs, bias=False) for op in map(only_port, step))
         total = gather_rows(sum_on_first([f * y for f, y in zip(factors, applied, strict=True)]), rows)
     # A pair without a tile has T_i(x_j) = 0 and a score of 0.
-    for tile in contribution_tiles(together, factors, rows, options.activation):
+    for tile in contribution_tiles(step, factors, rows, options.activation):
         scores, magnitudes = tile.alti_norms(reference[:, tile.rows])
         sizes[:, tile.rows] += magnitudes.sum(-1)
         if not in_linear_time:
@@ -160,11 +147,11 @@ def _head_mixing(
     output = gather_rows(stream + factor * layer.output, rows)
     by_part = out if options.by_head else out.unsqueeze(1)
     sizes, total = output.new_zeros(rows.shape), torch.zeros_like(output)
-    for part, tile in head_tiles(split, factor, rows, options.activation):
+    for span, tile in head_tiles(split, factor, rows, options.activation):
         scores, magnitudes = tile.alti_norms(output[:, tile.rows])
         sizes[:, tile.rows] += magnitudes.sum((1, 3))
         total[:, tile.rows] += tile.total()
-        by_part[:, part, tile.rows, tile.cols] = scores
+        by_part[:, span, tile.rows, tile.cols] = scores
     by_part.clamp_min_(0)
     for scores in by_part.unbind(1):
         blank_padding(scores, trace, layer, rows)

@@ -46,11 +46,13 @@ def cost(trace: Trace, options: AltiLogit, *, target: Target | None = None) -> E
     batch, queries, keys = map_shape(layers[0])
     rows, width = queries if target is None else 1, layers[0].output.element_size()
 
-    of, held = product_cost(trace, NAME, layers, target, lambda step: shares_cost(step, queries, exact=True))
+    of, resident = product_cost(trace, NAME, layers, target, lambda step: shares_cost(step, queries, exact=True))
     before = LayerCost("frozen run", "forward pass", trace.frozen_cost(rows))
     # The unembedding of every row, and one row for each number of the extras in float64.
-    held += batch * rows * keys * width + layers[0].output.numel() * width
-    return estimated(NAME, layers, target, None, of, held=held, extras=8 * batch * rows * len(EXTRAS), before=[before])
+    resident += batch * rows * keys * width + layers[0].output.numel() * width
+    return estimated(
+        options, layers, target, of, resident=resident, extras=8 * batch * rows * len(EXTRAS), before=[before]
+    )
 
 
 @register_method(AltiLogit, cost=cost)
@@ -60,20 +62,17 @@ def alti_logit(trace: Trace, options: AltiLogit, *, target: Target | None = None
     errors = stream_errors(trace, layers, NAME)
     target = only_target(trace, target, options.scalar)
     stream, gradient, extras = _unembedded(trace, layers[0], target, options)
-    scores, biases = _accumulated(trace, layers, target, gradient, stream)
+    scores, biases = _accumulated(trace, options, layers, target, gradient, stream)
     extras["bias"] += biases
-    known = scores.double().sum(-1) + extras["bias"] + extras["remainder"]
-    extras["gap"] = (known - extras["logit"]).abs()
+    total = scores.double().sum(-1) + extras["bias"] + extras["remainder"]
+    extras["gap"] = (total - extras["logit"]).abs()
     _require_complete(trace, layers, scores, extras)
-    if target is not None:
-        scores, extras = scores.squeeze(1), {name: values.squeeze(1) for name, values in extras.items()}
     value = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
     return make_result(
         trace,
-        NAME,
+        options,
         layers,
         scores,
-        options=options,
         target=target,
         scope="layer",
         extras=extras,
@@ -84,6 +83,7 @@ def alti_logit(trace: Trace, options: AltiLogit, *, target: Target | None = None
 
 def _accumulated(
     trace: Trace,
+    options: AltiLogit,
     layers: Sequence[Layer],
     target: Target | None,
     gradient: Float[Tensor, "batch query out"],
@@ -95,7 +95,7 @@ def _accumulated(
     last sum.
     """
     rows = query_rows(trace, layers[0])
-    scores = allocate_scores(NAME, layers, target)
+    scores = allocate_scores(options, layers, target)
     biases = torch.zeros(scores.shape[:2], dtype=torch.float64, device=scores.device)
 
     def along(vectors: Float[Tensor, "batch query out"]) -> Float[Tensor, "batch query"]:
@@ -124,8 +124,8 @@ def _accumulated(
                 if target is not None:
                     pulled = op.inputs["x"] * op.adjoint(gradient.to(op.output))
                     scores[:, 0] += factor * pulled.sum(-1).to(scores)
-                part = factor * along(op.bias).double()
-                biases += part if target is None else part.sum(1, keepdim=True)
+                bias = factor * along(op.bias).double()
+                biases += bias if target is None else bias.sum(1, keepdim=True)
             above = stream
         add(above)
     blank_padding(scores, trace, layers[0], query_rows(trace, layers[0], target))
@@ -145,15 +145,16 @@ def _unembedded(
     count = layer.output.shape[1] if target is None else 1
     extras = {name: gradient.new_zeros(len(gradient), count, dtype=torch.float64) for name in EXTRAS}
     for position in progress(targets, NAME):
-        part = run.unembedding(position, options.scalar)
+        unembedding = run.unembedding(position, options.scalar)
         if target is None:
             rows = query_rows(trace, layer, position)
-            write_rows(gradient, rows.squeeze(1), gather_rows(part.gradient.to(gradient), rows).squeeze(1))
+            write_rows(gradient, rows.squeeze(1), gather_rows(unembedding.gradient.to(gradient), rows).squeeze(1))
         else:
-            rows, gradient = torch.zeros_like(extras["bias"], dtype=torch.long), part.gradient.to(gradient)
-        for name, values in (("bias", part.bias), ("remainder", part.remainder), ("logit", part.value)):
+            rows, gradient = torch.zeros_like(extras["bias"], dtype=torch.long), unembedding.gradient.to(gradient)
+        numbers = {"bias": unembedding.bias, "remainder": unembedding.remainder, "logit": unembedding.value}
+        for name, values in numbers.items():
             write_rows(extras[name], rows.squeeze(1), values)
-    return part.stream, gradient, extras
+    return unembedding.stream, gradient, extras
 
 
 def _layers(trace: Trace) -> tuple[Layer, ...]:

@@ -19,7 +19,7 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: AttentionGrad, *, target: Target | None = None) -> Estimate:
     """Return the cost of `attention_grad`: a gradient and every layer's matrices of all heads, for each target."""
-    return gradient_rollout_cost(trace, "attention_grad", target, options, factors=1)
+    return gradient_rollout_cost(trace, options, target, factors=1)
 
 
 @register_method(AttentionGrad, cost=cost)
@@ -31,5 +31,5 @@ def attention_grad(trace: Trace, options: AttentionGrad, *, target: Target | Non
         for gradients in core_gradients(trace, layers, targets, options):
             yield {name: [gradient] for name, gradient in gradients.items()}
 
-    rho, scale = gradient_rollout(trace, "attention_grad", layers, target, options, factors)
-    return make_result(trace, "attention_grad", layers, rho, options=options, target=target, scope="core", extras=scale)
+    rho, scale = gradient_rollout(trace, options, layers, target, factors)
+    return make_result(trace, options, layers, rho, target=target, scope="core", extras=scale)

@@ -153,9 +153,8 @@ def captum() -> ModuleType:
 
 def explained(
     trace: Trace,
-    method: str,
-    target: Target | None,
     options: ScalarOptions,
+    target: Target | None,
     score: Callable[[TokenFunction], Scores],
     *,
     every_query: bool = True,
@@ -166,19 +165,17 @@ def explained(
     has a score of zero. The result names no layers, since no operator takes part.
     """
     # Tensors of the caller's inference mode could not be written into.
-    return in_gradient_mode(True, lambda: _explained(trace, method, target, options, score, every_query=every_query))
+    return in_gradient_mode(True, lambda: _explained(trace, options, target, score, every_query))
 
 
 def _explained(
     trace: Trace,
-    method: str,
-    target: Target | None,
     options: ScalarOptions,
+    target: Target | None,
     score: Callable[[TokenFunction], Scores],
-    *,
     every_query: bool,
 ) -> Attribution:
-    target = only_target(trace, target, options.scalar)
+    method, target = options.name, only_target(trace, target, options.scalar)
     if target is None and not every_query:
         raise OptionError(
             f"{method} runs the model many times for each target; give a position as target, such as target=-1."
@@ -195,13 +192,14 @@ def _explained(
     def run() -> None:
         for position in progress(targets, method):
             function = TokenFunction(trace, model, position, options.scalar)
-            found = score(function)
+            scored = score(function)
             rows = trace.positions(position) if target is None else torch.zeros(batch, dtype=torch.long)
-            at = torch.arange(batch), rows
-            scores[at] = found.tokens.detach().to(scores).masked_fill(~function.real, 0)
-            for name, values in found.extras.items():
-                extras.setdefault(name, scores.new_zeros(shape[:2], dtype=torch.float64))[at] = values.to(torch.float64)
-            gaps.extend([] if found.gap is None else [found.gap])
+            cells = torch.arange(batch), rows
+            scores[cells] = scored.tokens.detach().to(scores).masked_fill(~function.real, 0)
+            for name, values in scored.extras.items():
+                numbers = extras.setdefault(name, scores.new_zeros(shape[:2], dtype=torch.float64))
+                numbers[cells] = values.to(numbers)
+            gaps.extend([] if scored.gap is None else [scored.gap])
 
     model.isolated(run)
     if target is not None:

@@ -13,42 +13,41 @@ from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postpro
 from unilinattn.methods.results import result_shape
 from unilinattn.methods.selection import only_port
 from unilinattn.operator.cost import apply_elements, left_multiply_elements, map_cut
+from unilinattn.operator.selection import checked_heads
 from unilinattn.options.base import Options
-from unilinattn.options.bases import MapOptions
+from unilinattn.options.bases import MapOptions, ScalarOptions
 from unilinattn.results.estimate import Estimate, LayerCost
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
 
 def estimated(
-    method: str,
+    options: Options,
     layers: Sequence[Layer],
     target: Target | None,
-    options: Options | None,
     cost: Callable[[Layer], int],
     *,
     heads: HeadAxis | None = None,
-    held: int = 0,
+    resident: int = 0,
     extras: int = 0,
     before: Sequence[LayerCost] = (),
 ) -> Estimate:
     """Return the estimate of a method, given the cost of each layer and the memory shared by all layers.
 
     Args:
-        method: name of the method.
+        options: the method.
         layers: the layers of the method.
         target: the method's target.
-        options: options of a layer-wise method, None for a method without a layer axis.
         cost: returns the bytes of a layer.
         heads: the head axis of the scores, if they have one.
-        held: bytes in addition to the result from the first layer to the last.
+        resident: bytes in addition to the result from the first layer to the last.
         extras: bytes of the result's extras.
         before: costs of the work before the first layer.
     """
-    sizes, dtype = result_shape(layers, target, options, heads)
+    sizes, dtype = result_shape(options, layers, target, heads)
     shape = tuple(sizes.values())
     costs = list(before)
-    with without(held):
+    with without(resident):
         for layer in layers:
             size = cost(layer)
             # The check of each layer against the host's output.
@@ -58,13 +57,18 @@ def estimated(
             costs.append(LayerCost(layer.name, layer.kind, size))
     shape = shape if target is None else (*shape[:-2], shape[-1])
     result = torch.Size(shape).numel() * dtype.itemsize + extras
-    return Estimate(method, shape, result, held, tuple(costs), allowed())
+    return Estimate(options.name, shape, result, resident, tuple(costs), allowed())
+
+
+def gradient_passes(trace: Trace, options: ScalarOptions) -> list[LayerCost]:
+    """Return the cost of the model's gradients of a method's scalar, which come before the first layer."""
+    return [LayerCost("gradients", "forward and backward pass", trace.gradient_cost(options.scalar))]
 
 
 def map_cost(layer: Layer, options: MapOptions, *, extra_elements: int = 0) -> int:
     """Return the bytes of `attention_blocks` with the same `extra_elements`."""
-    heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    return map_cut(only_port(layer).scoped_map(options.scope), heads, extra_elements=extra_elements)[2]
+    scope = only_port(layer).scoped_map(options.scope)
+    return map_cut(scope, checked_heads(options.heads, scope.heads), extra_elements=extra_elements)[2]
 
 
 def postprocess_cost(layer: Layer, options: MapOptions, *, computed: bool = False) -> int:

@@ -104,8 +104,8 @@ def explain_generation(
     if labelled_by is not None:
         texts = labels_of_tokens(labelled_by, traced)
         labels = {"tokens": texts, "query_tokens": [row[before.shape[1] :] for row in texts]}
-    if tokenizer is not None and (found := words_of(tokenizer, ids[0].tolist(), before.shape[1])) is not None:
-        labels |= {"word_ids": [found[0]], "offsets": [found[1]]}
+    if tokenizer is not None and (words := words_of(tokenizer, ids[0].tolist(), before.shape[1])) is not None:
+        labels |= {"word_ids": [words[0]], "offsets": [words[1]]}
     return warn_of_sinks(replace(_stacked(rows, positions), options=stored, **labels))
 
 
@@ -116,14 +116,14 @@ def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attributi
     for name in dict.fromkeys(name for row in rows for name in row.extras):
         # Only the rows beyond the range of their dtype have a scale.
         absent = torch.zeros(first.scores.shape[:-1], dtype=torch.float64)
-        parts = [row.extras.get(name, absent) for row in rows]
-        if parts[0].shape == first.scores.shape:
-            extras[name] = _causal(torch.stack(parts, -2), positions)
-        elif extra_dims(name, first.dims, first.scores.shape, parts[0].shape):
-            extras[name] = torch.stack(parts, -1)
+        tensors = [row.extras.get(name, absent) for row in rows]
+        if tensors[0].shape == first.scores.shape:
+            extras[name] = _causal(torch.stack(tensors, -2), positions)
+        elif extra_dims(name, first.dims, first.scores.shape, tensors[0].shape):
+            extras[name] = torch.stack(tensors, -1)
         else:
             # One number for each layer, such as its decomposition error: that of the worst row.
-            extras[name] = torch.stack(parts).amax(0)
+            extras[name] = torch.stack(tensors).amax(0)
     gaps = [row.completeness_gap for row in rows if row.completeness_gap is not None]
     return replace(
         first,

@@ -18,4 +18,4 @@ def gradient(trace: Trace, options: Gradient, *, target: Target | None = None) -
         )
         return Scores(slopes.sum(-1))
 
-    return explained(trace, "gradient", target, options, score)
+    return explained(trace, options, target, score)

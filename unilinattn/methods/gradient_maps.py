@@ -1,7 +1,6 @@
 """Rollouts of maps whose entries are weighted, head by head, by gradients with respect to the attention matrices."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -11,13 +10,13 @@ from unilinattn.errors import UncoveredError
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import allowed, rows_within
-from unilinattn.methods.costs import estimated
-from unilinattn.methods.maps import map_bytes, map_shape, sum_on_first, unit_rows
+from unilinattn.methods.composition import weighted_rollout
+from unilinattn.methods.costs import estimated, gradient_passes
+from unilinattn.methods.maps import map_bytes, map_shape, sum_on_first
 from unilinattn.methods.results import allocate_scores
-from unilinattn.methods.scaled import ScaledProduct, finished
+from unilinattn.methods.scaled import Blocks, ScaledProduct
 from unilinattn.methods.selection import (
     composable_steps,
-    every_position,
     layers_from,
     one_scalar,
     only_port,
@@ -29,8 +28,7 @@ from unilinattn.mixers.cost import cost_of
 from unilinattn.operator.cost import BLOCK_ROWS
 from unilinattn.operator.stages import Branch, Chain, Mix, walk
 from unilinattn.options.bases import GradientMapOptions, ScalarOptions
-from unilinattn.progress import progress
-from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.results.estimate import Estimate
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Target, Trace
 
@@ -46,12 +44,11 @@ COPIES = 3
 
 def gradient_rollout(
     trace: Trace,
-    method: str,
+    options: GradientMapOptions,
     layers: Sequence[Layer],
     target: Target | None,
-    options: GradientMapOptions,
     factors: Callable[[Sequence[Target]], Iterable[Factors]],
-) -> tuple[Float[Tensor, "batch *query key"], dict[str, Tensor]]:
+) -> tuple[Float[Tensor, "batch row key"], dict[str, Tensor]]:
     """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), and its scale as extras.
 
     `sign` applies to each head, and `factors` yields the gradients of each target. Without a target, row i takes those
@@ -60,34 +57,28 @@ def gradient_rollout(
     """
     for layer in layers:
         core_mixers(layer)
-    steps = composable_steps(trace, method, layers)
-    product = ScaledProduct(allocate_scores(method, layers, target))
-    if target is None and one_scalar(trace, options.scalar):
-        product.values.scatter_(2, query_rows(trace, layers[0]).unsqueeze(-1), 1.0)
-        (weights,) = factors([-1])
-        for step in progress(steps, method):
-            product.add_maps(partial(_step_blocks, trace, step, weights, options.sign))
-    else:
-        targets = every_position(trace) if target is None else [target]
-        for position, weights in progress(zip(targets, factors(targets), strict=True), method, total=len(targets)):
-            place = query_rows(trace, layers[0], position)
-            row = ScaledProduct(unit_rows(place, layers[0]))
-            for step in reversed(steps):
-                row.left_multiply(partial(_row_through, trace, step, weights, options.sign))
-            product.write(place if target is None else torch.zeros_like(place), row)
-    rho, scale = finished(product, trace, layers[0], target)
-    return (rho if target is None else rho.squeeze(1)), scale
+    steps = composable_steps(trace, options.name, layers)
+    product = ScaledProduct(allocate_scores(options, layers, target))
+
+    def blocks(weights: Factors, layer: Layer) -> Blocks:
+        return weighted_blocks(trace, layer, weights[layer.name], options.sign)
+
+    def multiply(weights: Factors, _: Tensor, row: Tensor, layer: Layer) -> Tensor:
+        row = row.to(layer.output)
+        return sum_on_first(row[:, :, tokens] @ block for tokens, block in blocks(weights, layer))
+
+    return weighted_rollout(product, trace, options, steps, target, factors, multiply, blocks)
 
 
 def core_gradients(
     trace: Trace, layers: Sequence[Layer], targets: Sequence[Target], options: ScalarOptions
 ) -> Iterator[dict[str, AtCores]]:
     """Yield the model's own gradient of the scalar with respect to the outputs of each layer's cores."""
-    place = {layer.name: at for at, layer in enumerate(trace.layers)}
+    indices = {layer.name: index for index, layer in enumerate(trace.layers)}
     pulls = {layer.name: layer.core_pullback() for layer in layers} if len(targets) > 1 else {}
     for gradients in trace.gradients(targets, options.scalar):
         yield {
-            layer.name: (pulls.get(layer.name) or layer.core_pullback())(gradients[place[layer.name]])
+            layer.name: (pulls.get(layer.name) or layer.core_pullback())(gradients[indices[layer.name]])
             for layer in layers
         }
 
@@ -104,20 +95,21 @@ def weighted_blocks(
     rows, step = block_shape(layer, [mixer for mixer, _ in cores])
     every, heads = query_rows(trace, layer), cores[0][0].heads
     values = [v.unflatten(2, (heads, -1)) for _, v in cores]
-    gradients = [[g[at].unflatten(2, (heads, -1)) for g in factors] for at in range(len(cores))]
+    gradients = [[g[core].unflatten(2, (heads, -1)) for g in factors] for core in range(len(cores))]
     for start in range(0, every.shape[1], rows):
-        part = slice(start, min(start + rows, every.shape[1]))
-        total = layer.output.new_zeros(every.shape[0], part.stop - start, values[0].shape[1])
+        span = slice(start, min(start + rows, every.shape[1]))
+        total = layer.output.new_zeros(every.shape[0], span.stop - start, values[0].shape[1])
         for first in range(0, heads, step):
             some = slice(first, min(first + step, heads))
             products = []
             for (mixer, _), v, weights in zip(cores, values, gradients, strict=True):
-                product = mixer.tile(part, slice(None), some)
+                product = mixer.tile(span, slice(None), some)
+                # Several gradients weight each entry in turn, so one weight of all pairs is held at a time.
                 for g in weights:
-                    product = product * torch.einsum("bihp,bjhp->bhij", g[:, part, some], v[:, :, some])
+                    product = product * torch.einsum("bihp,bjhp->bhij", g[:, span, some], v[:, :, some])
                 products.append(product)
             total += apply_sign(sign, sum_on_first(products)).sum(1)
-        yield part, (total / heads).masked_fill(~real_pairs(trace, layer, every[:, part]), 0)
+        yield span, (total / heads).masked_fill(~real_pairs(trace, layer, every[:, span]), 0)
 
 
 def block_shape(layer: Layer, mixers: Sequence[CoreMixer], subject: str | None = "the weighted map") -> tuple[int, int]:
@@ -155,17 +147,17 @@ def core_mixers(layer: Layer) -> list[CoreMixer]:
 
 
 def _parallel(chain: Chain, name: str) -> list[CoreMixer]:
-    found: list[CoreMixer] = []
+    mixers: list[CoreMixer] = []
     for stage in chain:
         inner = [stage.mixer] if isinstance(stage, Mix) and stage.role == "core" else []
         if isinstance(stage, Branch):
-            inner = [mixer for part in stage.chains for mixer in _parallel(part, name)]
-        if inner and found:
+            inner = [mixer for branch in stage.chains for mixer in _parallel(branch, name)]
+        if inner and mixers:
             raise UncoveredError(
                 f"{name} has several cores in series, so it has no single attention matrix with a gradient."
             )
-        found += inner
-    return found
+        mixers += inner
+    return mixers
 
 
 def _cores(layer: Layer) -> list[tuple[CoreMixer, Float[Tensor, "batch key channel"]]]:
@@ -179,50 +171,22 @@ def _with_values(chain: Chain, x: Tensor) -> list[tuple[CoreMixer, Tensor]]:
         if isinstance(stage, Mix) and stage.role == "core":
             return [(stage.mixer, x)]
         if isinstance(stage, Branch) and any(inner.role == "core" and inner.mixes for inner in walk([stage])):
-            return [core for part in stage.chains for core in _with_values(part, x)]
+            return [core for branch in stage.chains for core in _with_values(branch, x)]
         x = stage.apply(x)
     return []
 
 
-def _step_blocks(
-    trace: Trace, step: Sequence[Layer], weights: Factors, sign: Sign
-) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    for layer in step:
-        yield from weighted_blocks(trace, layer, weights[layer.name], sign)
-
-
-def _row_through(
-    trace: Trace, step: Sequence[Layer], weights: Factors, sign: Sign, row: Float[Tensor, "batch 1 query"]
-) -> Float[Tensor, "batch 1 key"]:
-    parts = (_row_times(row, trace, layer, weights[layer.name], sign) for layer in step)
-    return row + sum_on_first(parts).to(row)
-
-
-def _row_times(
-    row: Float[Tensor, "batch 1 query"], trace: Trace, layer: Layer, factors: Sequence[AtCores], sign: Sign
-) -> Float[Tensor, "batch 1 key"]:
-    row = row.to(layer.output)
-    return sum_on_first(row[:, :, part] @ block for part, block in weighted_blocks(trace, layer, factors, sign))
-
-
 def gradient_rollout_cost(
-    trace: Trace,
-    method: str,
-    target: Target | None,
-    options: GradientMapOptions,
-    *,
-    factors: int,
-    relevance: int = 0,
+    trace: Trace, options: GradientMapOptions, target: Target | None, *, factors: int, relevance: int = 0
 ) -> Estimate:
     """Return the cost of `gradient_rollout` with weights of `factors` gradients, and of the runs that give them.
 
     `relevance`: bytes of a frozen run, whose graph is kept while the maps are computed.
     """
-    layers = layers_from(trace, method, options.start_layer)
-    composable_steps(trace, method, layers)
-    runs = [LayerCost("gradients", "forward and backward pass", trace.gradient_cost(options.scalar))]
-    held = relevance + (map_bytes(layers[0]) if target is None and one_scalar(trace, options.scalar) else 0)
-    held += factors * sum(
+    layers = layers_from(trace, options.name, options.start_layer)
+    composable_steps(trace, options.name, layers)
+    resident = relevance + (map_bytes(layers[0]) if target is None and one_scalar(trace, options.scalar) else 0)
+    resident += factors * sum(
         layer.output[..., 0].numel() * layer.operator.width * layer.output.element_size() for layer in layers
     )
 
@@ -231,4 +195,4 @@ def gradient_rollout_cost(
         rows, heads = block_shape(layer, mixers, None)
         return block_bytes(layer, mixers, rows, heads)
 
-    return estimated(method, layers, target, None, of, held=held, before=runs)
+    return estimated(options, layers, target, of, resident=resident, before=gradient_passes(trace, options))

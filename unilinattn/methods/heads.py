@@ -42,14 +42,14 @@ def selected_heads(method: str, layer: Layer, heads: Any, scope: str = "core") -
     Raises `OptionError` for heads out of range or named twice.
     """
     total = only_port(layer).num_heads(scope)
-    given = heads if heads is None or isinstance(heads, int) else list(heads)
+    selection = heads if heads is None or isinstance(heads, int) else list(heads)
     try:
-        chosen = tuple(chosen_heads(checked_heads(given, total), total))  # type: ignore[arg-type]  # no reduction
+        indices = tuple(chosen_heads(checked_heads(selection, total), total))  # type: ignore[arg-type]  # no reduction
     except OptionError as error:
         raise OptionError(f"{method}, {layer.name}: {error}") from None
-    if len(set(chosen)) < len(chosen):
-        raise OptionError(f"{method}: heads={given} names a head twice; name each one once.")
-    return chosen
+    if len(set(indices)) < len(indices):
+        raise OptionError(f"{method}: heads={selection} names a head twice; name each one once.")
+    return indices
 
 
 def through_heads(method: str, layer: Layer, heads: int | Sequence[int] | None, *, by_head: bool) -> HeadContributions:

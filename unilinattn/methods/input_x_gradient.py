@@ -18,4 +18,4 @@ def input_x_gradient(trace: Trace, options: InputXGradient, *, target: Target | 
         )
         return Scores(products.sum(-1))
 
-    return explained(trace, "input_x_gradient", target, options, score)
+    return explained(trace, options, target, score)

@@ -15,7 +15,7 @@ def integrated_gradients(trace: Trace, options: IntegratedGradients, *, target: 
 
     def score(function: TokenFunction) -> Scores:
         start = function.baseline(options.baseline)
-        parts, delta = algorithms.IntegratedGradients(function).attribute(
+        products, delta = algorithms.IntegratedGradients(function).attribute(
             function.vectors,
             start,
             additional_forward_args=(function.sequences,),
@@ -25,6 +25,6 @@ def integrated_gradients(trace: Trace, options: IntegratedGradients, *, target: 
         )
         lowest = in_gradient_mode(False, lambda: function(start, function.sequences))
         extras = {"logit": function.value, "baseline": lowest, "delta": delta}
-        return Scores(parts.sum(-1), extras, relative_gap(delta, function.value, lowest))
+        return Scores(products.sum(-1), extras, relative_gap(delta, function.value, lowest))
 
-    return explained(trace, "integrated_gradients", target, options, score)
+    return explained(trace, options, target, score)

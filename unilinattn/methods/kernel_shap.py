@@ -34,8 +34,8 @@ def kernel_shap(trace: Trace, options: KernelShap, *, target: Target | None = No
         if 2**count - 2 <= options.n_samples:
             presence = _coalitions(count).to(function.vectors)
             starts = range(1, len(presence) - 1, function.runs())
-            parts = [presence[start : min(start + function.runs(), len(presence) - 1)] for start in starts]
-            numbers = in_gradient_mode(False, lambda: [value(part, sequence.expand(len(part))) for part in parts])
+            batches = [presence[start : min(start + function.runs(), len(presence) - 1)] for start in starts]
+            numbers = in_gradient_mode(False, lambda: [value(batch, sequence.expand(len(batch))) for batch in batches])
             return _shapley_values(presence, torch.cat([lowest[None], *numbers, function.value[b : b + 1]]))
         if options.n_samples < count + 2:
             raise OptionError(
@@ -57,7 +57,7 @@ def kernel_shap(trace: Trace, options: KernelShap, *, target: Target | None = No
 
         return function.seeded(options.seed, estimate)
 
-    return explained(trace, "kernel_shap", target, options, score, every_query=False)
+    return explained(trace, options, target, score, every_query=False)
 
 
 def _coalitions(count: int) -> Int[Tensor, "coalition token"]:

@@ -50,22 +50,21 @@ def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -
     shape = (len(windows), batch, length if has_queries else 1, length)
     require_result(shape, measured.base.element_size(), "knockout: the result", ONE_ROW)
     scores = measured.base.new_zeros(shape)
-    places = _edges(options.edges, length, batch) if options.edges else _tokens(trace, layers[0])
-    parts = places.split(max(1, TOKENS // length))
-    steps = [(at, window, part) for at, window in enumerate(windows) for part in parts]
-    for at, window, part in progress(steps, "knockout"):
-        sequences, query, key = part.unbind(1)
-        edges: Edges = Listed(part[:, None, 1:]) if options.edges else Outgoing(key)
+    sites = _edges(options.edges, length, batch) if options.edges else _tokens(trace, layers[0])
+    chunks = sites.split(max(1, TOKENS // length))
+    steps = [(index, window, chunk) for index, window in enumerate(windows) for chunk in chunks]
+    for index, window, chunk in progress(steps, "knockout"):
+        sequences, query, key = chunk.unbind(1)
+        edges: Edges = Listed(chunk[:, None, 1:]) if options.edges else Outgoing(key)
         cut = Cut(edges, window, options.heads, options.channels, replace, sequences)
         effect = measured.drop(sequences, cut)
-        rows = query[:, None] if options.edges else torch.arange(shape[2]).expand(len(part), -1)
-        scores[at, sequences[:, None], rows, key[:, None]] = effect
+        rows = query[:, None] if options.edges else torch.arange(shape[2]).expand(len(chunk), -1)
+        scores[index, sequences[:, None], rows, key[:, None]] = effect
     if measured.has_queries and layers[0].mask is not None:
         scores.masked_fill_(~layers[0].mask.to(scores.device)[:, :, None], 0)
     scores = scores if options.window is not None else scores[0]
     dims = (*(("layer",) if options.window is not None else ()), "batch", *(("query",) if has_queries else ()), "key")
-    scores = scores if has_queries else scores.squeeze(-2)
-    return make_result(trace, "knockout", layers, scores, dims=dims, options=options, target=target, scope="layer")
+    return make_result(trace, options, layers, scores, dims=dims, target=target, scope="layer")
 
 
 class _Measured:
@@ -90,8 +89,8 @@ class _Measured:
         return self.base[sequences.to(self.base.device)] - cuts.to(self.base)
 
     def _run(self, sequences: Tensor, *cuts: Cut) -> Rerun:
-        kept = None if callable(self._options.scalar) else self._positions
-        return rerun(self._trace, sequences, cuts, positions=kept)
+        positions = None if callable(self._options.scalar) else self._positions
+        return rerun(self._trace, sequences, cuts, positions=positions)
 
     def _numbers(self, run: Rerun, sequences: Tensor) -> Float[Tensor, "run query"]:
         if callable(self._options.scalar):
@@ -109,8 +108,8 @@ class _Measured:
 
 def _windows(indices: Sequence[int], size: int) -> Iterator[list[int]]:
     """Yield for each layer the `size` layers around it, fewer at the ends."""
-    for at in range(len(indices)):
-        yield list(indices[max(0, at - (size - 1) // 2) : at + size // 2 + 1])
+    for centre in range(len(indices)):
+        yield list(indices[max(0, centre - (size - 1) // 2) : centre + size // 2 + 1])
 
 
 def _tokens(trace: Trace, layer: Layer) -> Int[Tensor, "place 3"]:

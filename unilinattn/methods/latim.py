@@ -7,12 +7,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import OptionError, StreamError, UncoveredError
-from unilinattn.methods.composition import product_cost, product_of_maps
+from unilinattn.methods.composition import product_cost, score_steps, stacked_count
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.heads import head_axis, through_heads
 from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
-from unilinattn.methods.results import score_layers, to_result
-from unilinattn.methods.selection import composable_steps, only_port, real_pairs, stackable_layers
+from unilinattn.methods.results import to_result
+from unilinattn.methods.selection import only_port, real_pairs, stackable_layers
 from unilinattn.methods.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
 from unilinattn.methods.vectors import (
     at_target,
@@ -37,31 +37,14 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
     if options.residual:
         for layer in layers:
             residual_of(layer, "latim", options.without_stream)
-    extremes, width = options.normalize == "min-max", layers[0].output.element_size()
-    exact = options.activation == "exact"
+    exact, width = options.activation == "exact", layers[0].output.element_size()
     batch, queries, _ = map_shape(layers[0])
-    # The norms of the bias, the cancellation, and the standard errors.
-    numbers = (
-        ((2 if options.bias == "column" else 1) + (options.sketch is not None))
-        * batch
-        * (queries if target is None else 1)
-        * width
-    )
-    axis = head_axis("latim", layers, options.heads) if options.by_head else None
-    if options.compose == "rollout":
-
-        def of_step(step: Sequence[Layer]) -> int:
-            shape = map_shape(step[0])
-            return max(shares_cost(step, shape[1], exact=exact), postprocess_bytes(shape, width, options.discard))
-
-        of_layer, held = product_cost(trace, "latim", layers, target, of_step)
-        extras = len(composable_steps(trace, "latim", layers)) * (8 + numbers)
-        return estimated("latim", layers, target, options, of_layer, held=held, extras=extras)
 
     def of(layer: Layer) -> int:
         batch, queries, keys = map_shape(layer)
-        rows = queries if target is None or extremes else 1
-        apart = batch * rows * keys * layer.output.element_size() if options.layers == "mean" or target else 0
+        rows = queries if target is None or options.normalize == "min-max" else 1
+        copied = options.layers == "mean" or target is not None
+        apart = batch * rows * keys * layer.output.element_size() if copied else 0
         if options.is_through_heads:
             split = through_heads("latim", layer, options.heads, by_head=options.by_head)
             apart *= split.count
@@ -73,8 +56,20 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
         treatment = postprocess_bytes((batch, rows, keys), layer.output.element_size(), options.discard)
         return apart + max(size, treatment)
 
-    extras = 8 * len(layers) + numbers * (1 if options.layers == "mean" else len(layers))
-    return estimated("latim", layers, target, options, of, heads=axis, extras=extras)
+    def of_step(step: Sequence[Layer]) -> int:
+        shape = map_shape(step[0])
+        return max(shares_cost(step, shape[1], exact=exact), postprocess_bytes(shape, width, options.discard))
+
+    # The norms of the bias, the cancellation, and the standard errors; the decomposition error of each layer.
+    numbers = (1 + (options.bias == "column") + (options.sketch is not None)) * batch
+    count = stacked_count(trace, options, layers)
+    extras = count * numbers * (queries if target is None else 1) * width
+    extras += 8 * (len(layers) if options.layers == "mean" else count)
+    axis = head_axis("latim", layers, options.heads) if options.by_head else None
+    if options.compose == "rollout":
+        of_layer, resident = product_cost(trace, "latim", layers, target, of_step)
+        return estimated(options, layers, target, of_layer, resident=resident, extras=extras)
+    return estimated(options, layers, target, of, heads=axis, extras=extras)
 
 
 @register_method(Latim, cost=cost)
@@ -96,34 +91,27 @@ def latim(trace: Trace, options: Latim, *, target: Target | None = None) -> Attr
             bias, errors[first.name], ratio, deviations[first.name] = _fill_sketch(out, trace, first, rows, options)
         else:
             bias, errors[first.name], ratio = _fill(out, trace, step, rows, options)
-        biases[first.name], ratios[first.name] = (at_target(part, trace, first, target) for part in (bias, ratio))
+        biases[first.name], ratios[first.name] = (at_target(numbers, trace, first, target) for numbers in (bias, ratio))
 
     axis = head_axis("latim", layers, options.heads) if options.by_head else None
-    scale: dict[str, Tensor] = {}
-    if options.compose == "rollout":
-        scores, scale = product_of_maps(trace, "latim", layers, target, fill)
-    else:
-        # The map's minimum and maximum need the whole map.
-        whole = options.normalize == "min-max"
-        scores = score_layers(
-            trace, "latim", layers, target, options, lambda layer, *part: fill((layer,), *part), heads=axis, whole=whole
-        )
-    names = [layer.name for layer in layers if layer.name in errors]
-    extras = {"bias": [biases[name] for name in names]} if options.bias == "column" else {}
-    if options.sketch is not None:
-        extras["standard_error"] = [deviations[name] for name in names]
+    # The map's minimum and maximum need the whole map.
+    whole = options.normalize == "min-max"
+    scores, scale = score_steps(trace, options, layers, target, fill, heads=axis, whole=whole)
     return to_result(
         trace,
-        "latim",
+        options,
         layers,
         scores,
-        options=options,
         target=target,
         scope="layer",
         heads=axis,
-        extras={**extras, "cancellation": [ratios[name] for name in names]},
+        extras={
+            **({"bias": biases} if options.bias == "column" else {}),
+            **({"standard_error": deviations} if options.sketch is not None else {}),
+            "cancellation": ratios,
+        },
         scale=scale,
-        decomposition_error=[errors[name] for name in names],
+        decomposition_error=errors,
         stream_error=stream_error,
     )
 
@@ -170,33 +158,33 @@ def residual_of(layer: Layer, method: str, remedy: str = "") -> Float[Tensor, "b
 def _fill(
     out: Float[Tensor, "batch row key"],
     trace: Trace,
-    together: Sequence[Layer],
+    step: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
     options: Latim,
 ) -> tuple[Float[Tensor, "batch row"], float, Float[Tensor, "batch row"]]:
     """Write the scores of a step; return the norms of its bias, its decomposition error and its cancellation."""
-    layer, ops = together[0], [only_port(layer) for layer in together]
+    layer, ops = step[0], [only_port(layer) for layer in step]
     if options.bias == "query" and ops[0].ports != ("x",):
         raise UncoveredError(
             f"latim: {layer.name} takes its keys from {ops[0].ports[0]!r}, so none of the keys is the query's own "
             "token; use bias='column'."
         )
-    factors = [other.multiplier if options.residual else 1.0 for other in together]
-    parts = [factor * op.activation_bias(options.activation) for op, factor in zip(ops, factors, strict=True)]
-    bias = gather_rows(sum_on_first(parts), rows)
+    factors = [other.multiplier if options.residual else 1.0 for other in step]
+    biases = [factor * op.activation_bias(options.activation) for op, factor in zip(ops, factors, strict=True)]
+    bias = gather_rows(sum_on_first(biases), rows)
     extra = bias if options.bias == "query" else None
     if options.residual:
         stream = gather_rows(residual_of(layer, "latim", options.without_stream), rows)
         extra = stream if extra is None else stream + extra
     sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
-    for tile in contribution_tiles(together, factors, rows, options.activation):
+    for tile in contribution_tiles(step, factors, rows, options.activation):
         norms = tile.norms(options.p)
         sizes[:, tile.rows] += norms.sum(-1)
         total[:, tile.rows] += tile.total()
         scores = norms if extra is None else tile.with_extra(norms, options.p, extra[:, tile.rows])
         out[:, tile.rows, tile.cols] = scores
     postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
-    output = sum_on_first(factor * other.output for other, factor in zip(together, factors, strict=True))
+    output = sum_on_first(factor * other.output for other, factor in zip(step, factors, strict=True))
     ratio = cancellation(sizes, total, options.p, layer, rows)
     return *_checked(bias, total + bias, output, layer, rows, options.p), ratio
 
@@ -223,6 +211,7 @@ def _fill_sketch(
     assert options.sketch is not None
     op, (form, small, sketch) = only_port(layer), sketched_form(layer, options.sketch, options.seed)
     total = layer.output.new_zeros(*rows.shape, options.sketch)
+    # The sketch of the sum is the sum of the sketches, so the decomposition is checked without whole vectors.
     for tile in small.tiles(small.causal):
         out[:, tile.rows, tile.cols] = tile.norms(2.0)
         total[:, tile.rows] += tile.total()
@@ -231,8 +220,8 @@ def _fill_sketch(
     if options.exact_keys:
         largest = out.masked_fill(~pairs, -1).topk(min(options.exact_keys, out.shape[-1])).indices
         estimated.scatter_(-1, largest, False)
-        for place, norms in exact_norms(form, pairs & ~estimated):
-            out[tuple(place)] = norms
+        for pair, norms in exact_norms(form, pairs & ~estimated):
+            out[tuple(pair)] = norms
     sizes, deviation = out.sum(-1), standard_errors(out, estimated, options.sketch)
     postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
     bias = op.activation_bias("exact")
@@ -254,11 +243,11 @@ def _fill_heads(
     split = through_heads("latim", layer, options.heads, by_head=options.by_head)
     op, by_part = split.operator, out if options.by_head else out.unsqueeze(1)
     sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
-    for part, tile in head_tiles(split, 1.0, rows, options.activation):
+    for span, tile in head_tiles(split, 1.0, rows, options.activation):
         norms = tile.norms(options.p)
         sizes[:, tile.rows] += norms.sum((1, 3))
         total[:, tile.rows] += tile.total()
-        by_part[:, part, tile.rows, tile.cols] = norms
+        by_part[:, span, tile.rows, tile.cols] = norms
     for scores in by_part.unbind(1):
         postprocess_(scores, trace, layer, rows, discard=options.discard, normalize=options.normalize)
     bias = gather_rows(op.activation_bias(options.activation), rows)

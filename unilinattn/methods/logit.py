@@ -30,43 +30,43 @@ EXTRAS: Mapping[By, tuple[str, ...]] = {
 
 def cost(trace: Trace, options: Logit, *, target: Target | None = None) -> Estimate:
     """Return the cost of `logit`: a run of the model whose graph is kept, and a backward pass for each target."""
-    return shares_estimate(trace, "logit", target, options, by=options.by)
+    return shares_estimate(trace, options, target, by=options.by)
 
 
 def shares_estimate(
-    trace: Trace, method: str, target: Target | None, options: ScalarOptions, *, rule: str = "freeze", by: By = "tokens"
+    trace: Trace, options: ScalarOptions, target: Target | None, *, rule: str = "freeze", by: By = "tokens"
 ) -> Estimate:
     """Return the cost of `shares_result`."""
-    layers = layers_from(trace, method, 0)
+    layers = layers_from(trace, options.name, 0)
     target = only_target(trace, target, options.scalar)
-    sizes, dtype = result_shape(layers, target, options)
+    sizes, dtype = result_shape(options, layers, target)
     shape = tuple(sizes.values())
     row = LayerCost("frozen run", "forward and backward pass", trace.frozen_cost(shape[-2], rule=rule))
     doubles = prod(shape[:-1]) * len(EXTRAS[by]) + (prod(shape) if by == "tokens" else 0)
     result = prod(shape) * dtype.itemsize + doubles * torch.float64.itemsize
     shape = shape if target is None else (*shape[:-2], shape[-1])
-    return Estimate(method, shape, result, 0, (row,), allowed())
+    return Estimate(options.name, shape, result, 0, (row,), allowed())
 
 
 @register_method(Logit, cost=cost)
 def logit(trace: Trace, options: Logit, *, target: Target | None = None) -> Attribution:
     """Run `Logit`."""
-    return shares_result(trace, "logit", target, options, by=options.by)
+    return shares_result(trace, options, target, by=options.by)
 
 
 def shares_result(
-    trace: Trace, method: str, target: Target | None, options: ScalarOptions, *, rule: str = "freeze", by: By = "tokens"
+    trace: Trace, options: ScalarOptions, target: Target | None, *, rule: str = "freeze", by: By = "tokens"
 ) -> Attribution:
     """Return the shares of a frozen run by a rule as the result of a method, with the `EXTRAS` of `by`."""
-    layers = layers_from(trace, method, 0)
+    layers = layers_from(trace, options.name, 0)
     target = only_target(trace, target, options.scalar)
-    scores = allocate_scores(method, layers, target, options)
+    scores = allocate_scores(options, layers, target)
     extras = {name: scores.new_zeros(scores.shape[:-1], dtype=torch.float64) for name in EXTRAS[by]}
     if by == "tokens":
         extras["embedding"] = scores.new_zeros(scores.shape, dtype=torch.float64)
     targets = every_position(trace) if target is None else [target]
     run = frozen(trace, None if callable(options.scalar) else targets, rule=rule)
-    for position in progress(targets, method):
+    for position in progress(targets, options.name):
         shares = run.complete_shares(position, options.scalar, by=by)
         if target is None:
             rows = query_rows(trace, layers[0], position).squeeze(1).to(scores.device)
@@ -78,17 +78,11 @@ def shares_result(
             write_rows(extras[name], rows, values, layered=by != "tokens")
     size = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
     gap = float((extras["gap"] / size).max())
-    if target is not None:
-        scores = scores.squeeze(-2)
-        extras = {name: values.squeeze(-2 if name == "embedding" else -1) for name, values in extras.items()}
-    axes = ("layer", "batch", "query", "key") if by != "tokens" else ("batch", "query", "key")
     return make_result(
         trace,
-        method,
+        options,
         layers,
         scores,
-        dims=tuple(axis for axis in axes if target is None or axis != "query"),
-        options=options,
         target=target,
         scope=None,
         extras=extras,
@@ -99,13 +93,13 @@ def shares_result(
 
 def _extras(shares: Shares, by: By) -> dict[str, Tensor]:
     """Return the extras of one target; those without a layer axis hold for every layer."""
-    parts, sums = shares.parts, {"remainder": shares.remainder, "logit": shares.value}
-    if parts is None:
+    by_layer, sums = shares.parts, {"remainder": shares.remainder, "logit": shares.value}
+    if by_layer is None:
         return {**sums, "bias": shares.bias, "gap": shares.gap, "embedding": shares.embedding}
     if by == "layer":
-        return {"bias": parts.bias, "part": parts.value, "logit": shares.value, "gap": parts.gap}
-    total = parts.tokens.sum(-1) + parts.bias + shares.remainder
-    return {**sums, "bias": parts.bias, "gap": (total - shares.value).abs()}
+        return {"bias": by_layer.bias, "part": by_layer.value, "logit": shares.value, "gap": by_layer.gap}
+    total = by_layer.tokens.sum(-1) + by_layer.bias + shares.remainder
+    return {**sums, "bias": by_layer.bias, "gap": (total - shares.value).abs()}
 
 
 def write_rows(

@@ -10,10 +10,10 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: Lrp, *, target: Target | None = None) -> Estimate:
     """Return the cost of `lrp`: that of `logit`, with the layers' flows in the graph of the run."""
-    return shares_estimate(trace, "lrp", target, options, rule="half")
+    return shares_estimate(trace, options, target, rule="half")
 
 
 @register_method(Lrp, cost=cost)
 def lrp(trace: Trace, options: Lrp, *, target: Target | None = None) -> Attribution:
     """Run `Lrp`."""
-    return shares_result(trace, "lrp", target, options, rule="half")
+    return shares_result(trace, options, target, rule="half")

@@ -1,6 +1,6 @@
 """A layer's L x L map for the methods: heads reduced, scores postprocessed, rows multiplied by the map."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
+from unilinattn.memory import parts as slices
 from unilinattn.memory import require, rows_within
 from unilinattn.methods.selection import key_mask, only_port, query_rows, real_pairs
 from unilinattn.options.bases import MapOptions
@@ -38,9 +39,7 @@ class Weight:
 
 def attention_rows(layer: Layer, options: MapOptions, rows: Int[Tensor, "batch row"]) -> Float[Tensor, "batch row key"]:
     """Return rows of the layer's attention map, reduced over heads by `options.heads`."""
-    heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    scores = only_port(layer).rows(rows, scope=options.scope, heads=heads)
-    return scores if isinstance(heads, (str, int)) else scores.mean(1)
+    return _mean_of_several(only_port(layer).rows(rows, scope=options.scope, heads=options.heads))
 
 
 def attention_blocks(
@@ -50,15 +49,20 @@ def attention_blocks(
 
     `extra_elements` is the number of elements that the caller holds for each entry of a block, within the memory limit.
     """
-    heads = options.heads if isinstance(options.heads, (str, int)) else list(options.heads)
-    for rows, block in only_port(layer).row_blocks(scope=options.scope, heads=heads, extra_elements=extra_elements):
-        yield rows, block if isinstance(heads, (str, int)) else block.mean(1)
+    operator = only_port(layer)
+    blocks = operator.row_blocks(scope=options.scope, heads=options.heads, extra_elements=extra_elements)
+    return ((rows, _mean_of_several(block)) for rows, block in blocks)
+
+
+def _mean_of_several(scores: Float[Tensor, "batch *head row key"]) -> Float[Tensor, "batch row key"]:
+    """Return the mean over the heads of a list, which have an axis; one head and reductions have none."""
+    return scores.mean(1) if scores.ndim == 4 else scores
 
 
 def fill_attention(out: Float[Tensor, "batch query key"], layer: Layer, options: MapOptions) -> None:
     """Write the layer's whole attention map into `out`, reduced over heads by `options.heads`."""
-    for part, block in attention_blocks(layer, options):
-        out[:, part] = block
+    for span, block in attention_blocks(layer, options):
+        out[:, span] = block
 
 
 def attention_map(layer: Layer, options: MapOptions) -> Float[Tensor, "batch query key"]:
@@ -110,20 +114,20 @@ def postprocess_(
     normalize: str,
 ) -> None:
     """Apply the sign option and then `postprocess` in place, in blocks of rows."""
-    parts = _parts(scores, postprocess_elements(discard), "the treatment of a map")
+    spans = _row_slices(scores, postprocess_elements(discard))
     extremes = []
-    for part in parts:
-        real, each = real_pairs(trace, layer, rows[:, part]), apply_sign(sign, scores[:, part])
+    for span in spans:
+        real, each = real_pairs(trace, layer, rows[:, span]), apply_sign(sign, scores[:, span])
         by_row = "none" if normalize == "min-max" else normalize
-        scores[:, part] = postprocess(each, real, rows[:, part], discard=discard, normalize=by_row)
+        scores[:, span] = postprocess(each, real, rows[:, span], discard=discard, normalize=by_row)
         if normalize == "min-max":
-            extremes.append(_extremes(scores[:, part], real))
+            extremes.append(_extremes(scores[:, span], real))
     if normalize == "min-max":
         low = torch.stack([each for each, _ in extremes]).amin(0)
         high = torch.stack([each for _, each in extremes]).amax(0)
-        for part in parts:
-            real = real_pairs(trace, layer, rows[:, part])
-            scores[:, part] = _between(scores[:, part], real, low, high)
+        for span in spans:
+            real = real_pairs(trace, layer, rows[:, span])
+            scores[:, span] = _between(scores[:, span], real, low, high)
 
 
 def postprocess_elements(discard: float) -> int:
@@ -138,12 +142,12 @@ def postprocess_bytes(scores: tuple[int, int, int], width: int, discard: float) 
     return min(count, rows_within(lambda rows: rows * each, max(1, count), None)) * each
 
 
-def _parts(scores: Float[Tensor, "batch row key"], numbers: int, what: str) -> list[slice]:
+def _row_slices(scores: Float[Tensor, "batch row key"], numbers: int) -> list[slice]:
     """Split rows so that `numbers` elements of at least four bytes for each score fit the memory limit."""
     batch, count, keys = scores.shape
     width = numbers * max(4, scores.element_size())
-    step = rows_within(lambda rows: batch * rows * keys * width, max(1, count), what)
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    step = rows_within(lambda rows: batch * rows * keys * width, max(1, count), "the treatment of a map")
+    return list(slices(count, step))
 
 
 def _kept(scores: Tensor, real: Tensor, protected: Tensor, discard: float) -> Float[Tensor, "batch row key"]:
@@ -193,14 +197,14 @@ def map_blocks(
         size = postprocess_elements(options.discard)
         require((1 + size) * map_bytes(layer), f"normalize='min-max' of the map of {layer.name}", "take 'rows'")
         whole = layer.output.new_empty(map_shape(layer))
-        for part, block in blocks:
-            whole[:, part] = block
+        for span, block in blocks:
+            whole[:, span] = block
         blocks = iter([(slice(0, every.shape[1]), whole)])
-    for part, scores in blocks:
-        rows = every[:, part]
+    for span, scores in blocks:
+        rows = every[:, span]
         protected = rows if target is None else target.to(rows.device).expand_as(rows)
         real = real_pairs(trace, layer, rows)
-        yield part, postprocess(scores, real, protected, discard=options.discard, normalize=options.normalize)
+        yield span, postprocess(scores, real, protected, discard=options.discard, normalize=options.normalize)
 
 
 def _signed_blocks(
@@ -209,18 +213,16 @@ def _signed_blocks(
     """Yield a layer's map in blocks of rows: reduced over heads, weighted and with the option `sign`."""
     size, by_head = postprocess_elements(options.discard), weight is not None and weight.by_head
     if attention is not None:
-        blocks: Iterable[tuple[slice, Tensor]] = (
-            (part, attention[:, part]) for part in _parts(attention, size, "the treatment of a map")
-        )
+        blocks: Iterable[tuple[slice, Tensor]] = ((span, attention[:, span]) for span in _row_slices(attention, size))
     elif by_head:
         blocks = only_port(layer).row_blocks(
             scope=options.scope, heads=None, extra_elements=head_elements(layer, options)
         )
     else:
         blocks = attention_blocks(layer, options, extra_elements=size)
-    for part, block in blocks:
-        scores = apply_sign(options.sign, block if weight is None else weight.of(part) * block)
-        yield part, scores.mean(1) if by_head else scores
+    for span, block in blocks:
+        scores = apply_sign(options.sign, block if weight is None else weight.of(span) * block)
+        yield span, scores.mean(1) if by_head else scores
 
 
 def head_elements(layer: Layer, options: MapOptions) -> int:
@@ -229,15 +231,6 @@ def head_elements(layer: Layer, options: MapOptions) -> int:
     The option `sign` takes another block, while the copy that `row_blocks` counts for the selection of heads is free.
     """
     return only_port(layer).num_heads(options.scope) + postprocess_elements(options.discard)
-
-
-def step_blocks(
-    trace: Trace, together: Sequence[Layer], options: MapOptions, weights: Mapping[str, Weight] | None = None
-) -> Iterator[tuple[slice, Float[Tensor, "batch row key"]]]:
-    """Yield the maps of a step's layers, one after the other, in blocks of rows as `map_blocks` does."""
-    for layer in together:
-        weight = None if weights is None else weights[layer.name]
-        yield from map_blocks(trace, layer, options, weight=weight)
 
 
 def vecmat(
@@ -254,12 +247,13 @@ def vecmat(
     row = row.to(layer.output)
     if attention is not None or not options.is_plain or (weight is not None and weight.by_head):
         blocks = map_blocks(trace, layer, options, target=target, weight=weight, attention=attention)
-        return sum_on_first(row[:, :, part] @ block for part, block in blocks)
+        return sum_on_first(row[:, :, span] @ block for span, block in blocks)
     op, mask = only_port(layer), key_mask(trace, layer)
     real = 1 if mask is None else mask.unsqueeze(1)
     ones = torch.ones_like(row)
     by_row = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "row" else ones
     by_key = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "key" else ones
+    # The mask of queries multiplies the row and that of keys the product, as `postprocess` blanks both in a map.
     row = row * real
     if options.sign == "keep":
         return op.left_multiply(row * by_row, scope=options.scope) * by_key * real
@@ -274,9 +268,9 @@ def vecmat(
     return total + product(-by_row) * (-by_key).clamp_min(0) if bool((by_key < 0).any()) else total
 
 
-def sum_on_first(parts: Iterable[Tensor]) -> Tensor:
+def sum_on_first(tensors: Iterable[Tensor]) -> Tensor:
     """Return the sum of tensors, on the device of the first."""
-    first, *others = parts
+    first, *others = tensors
     return sum((other.to(first) for other in others), start=first)
 
 

@@ -31,4 +31,4 @@ def occlusion(trace: Trace, options: Occlusion, *, target: Target | None = None)
 
         return Scores(function.each_sequence(drops))
 
-    return explained(trace, "occlusion", target, options, score, every_query=False)
+    return explained(trace, options, target, score, every_query=False)

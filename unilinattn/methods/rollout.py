@@ -12,13 +12,12 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: Rollout, *, target: Target | None = None) -> Estimate:
     """Return the cost of `rollout`: a second product and blocks of a map, or a row's pass through each layer."""
-    return rollout_cost(trace, "rollout", layers_from(trace, "rollout", options.start_layer), target, options)
+    return rollout_cost(trace, options, layers_from(trace, "rollout", options.start_layer), target)
 
 
 @register_method(Rollout, cost=cost)
 def rollout(trace: Trace, options: Rollout, *, target: Target | None = None) -> Attribution:
     """Run `Rollout`."""
     layers = layers_from(trace, "rollout", options.start_layer)
-    rho, scale = rollout_of_maps(trace, "rollout", layers, target, options)
-    rho = rho if target is None else rho.squeeze(1)
-    return make_result(trace, "rollout", layers, rho, options=options, target=target, scope=options.scope, extras=scale)
+    rho, scale = rollout_of_maps(trace, options, layers, target)
+    return make_result(trace, options, layers, rho, target=target, scope=options.scope, extras=scale)

@@ -251,11 +251,11 @@ def named(method: str | Options, options: Mapping[str, Any]) -> tuple[str, dict[
     return registered(method).name, dict(options)
 
 
-def chosen_method(name: str | None, options: dict[str, Any], found: Trace) -> tuple[Method, dict[str, Any]]:
+def chosen_method(name: str | None, options: dict[str, Any], traced: Trace) -> tuple[Method, dict[str, Any]]:
     """Return the named method and `options`; without a name the model's default method and its options."""
     if name is not None:
         return registered(name), options
-    if has_logits(found.output) or callable(options.get("logit")):
+    if has_logits(traced.output) or callable(options.get("logit")):
         return registered("logit"), options
     return registered(COMPOSED.name), {**COMPOSED.keywords, **options}
 
@@ -280,13 +280,13 @@ def _traced(model_or_trace: nn.Module | Trace, inputs: Any, tokenizer: Any, proc
 
 
 def _by_position(
-    found: Trace, tokenizer: Any, target: NamedTarget | None, options: Mapping[str, Any]
+    traced: Trace, tokenizer: Any, target: NamedTarget | None, options: Mapping[str, Any]
 ) -> tuple[Target | None, dict[str, Any]]:
     """Return the target as positions, and the options with the id of a logit that is named by its text."""
-    if tokenizer is None and found.text is not None:
-        tokenizer = found.text.tokenizer
+    if tokenizer is None and traced.text is not None:
+        tokenizer = traced.text.tokenizer
     named = {"logit": logit_of(options["logit"], tokenizer)} if "logit" in options else {}
-    return position_of(found, target), {**options, **named}
+    return position_of(traced, target), {**options, **named}
 
 
 def _with_labels(

@@ -55,8 +55,8 @@ class ScaledProduct:
         with reserved(self.values.nbytes, "the product of the maps of two steps", ONE_ROW):
             if self.exponents is None:
                 total = self.values.clone()
-                for part, block in blocks():
-                    total[:, part].baddbmm_(flush_(block).to(total), self.values)
+                for span, block in blocks():
+                    total[:, span].baddbmm_(flush_(block).to(total), self.values)
                 if not _is_outside(flush_(total)):
                     self.values = total
                     return
@@ -112,15 +112,15 @@ class ScaledProduct:
         assert self.exponents is not None
         total = self.values.clone() if identity else torch.zeros_like(self.values)
         exponents = self.exponents.clone() if identity else torch.full_like(self.exponents, ZERO)
-        for part, block in blocks:
+        for span, block in blocks:
             fraction, size = torch.frexp(block.to(total))
             size = size + self.exponents.unsqueeze(1)
             largest = size.masked_fill(fraction == 0, ZERO).amax(-1).clamp_min(ZERO)
-            before, after = exponents[:, part], torch.maximum(exponents[:, part], largest)
-            rows = flush_(times_power_of_two(total[:, part], (before - after).unsqueeze(-1)))
+            before, after = exponents[:, span], torch.maximum(exponents[:, span], largest)
+            rows = flush_(times_power_of_two(total[:, span], (before - after).unsqueeze(-1)))
             weights = flush_(times_power_of_two(fraction, size - after.unsqueeze(-1)))
-            total[:, part] = rows.baddbmm_(weights, self.values)
-            exponents[:, part] = after
+            total[:, span] = rows.baddbmm_(weights, self.values)
+            exponents[:, span] = after
         self.values, self.exponents = flush_(total), exponents
         self._scale()
 
@@ -131,9 +131,7 @@ def finished(
     """Return the values of a product without pairs of padding, and its exponents as an extra if it has any."""
     blank_padding(product.values, trace, layer, query_rows(trace, layer, target))
     log2_scale = product.finish()
-    if log2_scale is None:
-        return product.values, {}
-    return product.values, {LOG2_SCALE: log2_scale if target is None else log2_scale.squeeze(-1)}
+    return product.values, {} if log2_scale is None else {LOG2_SCALE: log2_scale}
 
 
 def _largest(values: Float[Tensor, "batch row key"]) -> Float[Tensor, "batch row"]:

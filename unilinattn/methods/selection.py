@@ -22,21 +22,21 @@ def stackable_layers(trace: Trace, method: str, layers: str | int | Sequence[int
     `ExactnessError` for a layer that misses the host's output.
     """
     if isinstance(layers, str):
-        chosen = _known(trace, method)
+        selection = _known(trace, method)
     else:
-        chosen = tuple(_named(trace, method, wanted) for wanted in ([layers] if isinstance(layers, int) else layers))
-        if len(set(map(id, chosen))) < len(chosen):
+        selection = tuple(_named(trace, method, wanted) for wanted in ([layers] if isinstance(layers, int) else layers))
+        if len(set(map(id, selection))) < len(selection):
             raise OptionError(f"{method}: layers={layers} names a layer twice; name each one once.")
-    first = _axes(trace, chosen[0])
-    for layer in chosen[1:]:
+    first = _axes(trace, selection[0])
+    for layer in selection[1:]:
         if (axes := _axes(trace, layer)) != first:
             raise UncoveredError(
-                f"{method}: the scores of {chosen[0].name} ({_described(first)}) and of {layer.name} "
+                f"{method}: the scores of {selection[0].name} ({_described(first)}) and of {layer.name} "
                 f"({_described(axes)}) have different axes and cannot be stacked; layers=[...] selects layers of one "
                 "kind."
             )
-    require_exact(chosen)
-    return chosen
+    require_exact(selection)
+    return selection
 
 
 def layers_from(trace: Trace, method: str, start_layer: int) -> tuple[Layer, ...]:
@@ -50,9 +50,9 @@ def layers_from(trace: Trace, method: str, start_layer: int) -> tuple[Layer, ...
         raise OptionError(
             f"{method}: start_layer={start_layer} leaves no layer; {trace.model} has layers 0 to {count - 1}."
         )
-    chosen = tuple(layer for layer in trace.layers[start_layer:] if layer in transparent)
-    require_exact(chosen)
-    return chosen
+    selection = tuple(layer for layer in trace.layers[start_layer:] if layer in transparent)
+    require_exact(selection)
+    return selection
 
 
 def _known(trace: Trace, method: str) -> tuple[Layer, ...]:
@@ -76,8 +76,8 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
                 f"{method} multiplies the maps of layers on one stream; {layer.name} ({_described(axes)}) does not go "
                 f"with {layers[0].name} ({_described(first)})."
             )
-    chosen = set(map(id, layers))
-    steps = (tuple(layer for layer in step.layers if id(layer) in chosen) for step in trace.steps)
+    members = set(map(id, layers))
+    steps = (tuple(layer for layer in step.layers if id(layer) in members) for step in trace.steps)
     return [step for step in steps if step]
 
 

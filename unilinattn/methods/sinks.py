@@ -31,10 +31,10 @@ def warn_of_sinks(result: Attribution) -> Attribution:
 def _names(result: Attribution) -> list[str]:
     """Return the position, counted over real tokens, and the text of each sink, with its sequence among several."""
     names = []
-    for at, places in enumerate(result.sinks or ()):
-        for place in places:
-            position = place if result.mask is None else int(result.mask[at, :place].sum())
-            text = "" if result.tokens is None else f" {result.tokens[at][place]!r}"
-            sequence = f" of sequence {at}" if result.sizes.get("batch", 1) > 1 else ""
+    for index, keys in enumerate(result.sinks or ()):
+        for key in keys:
+            position = key if result.mask is None else int(result.mask[index, :key].sum())
+            text = "" if result.tokens is None else f" {result.tokens[index][key]!r}"
+            sequence = f" of sequence {index}" if result.sizes.get("batch", 1) > 1 else ""
             names.append(f"position {position}{text}{sequence}")
     return names

@@ -63,14 +63,14 @@ def exact_norms(
     The values before the output projection are computed for all pairs, the projection for the selected ones only.
     """
     for tile in form.tiles(form.causal):
-        part = selected[:, tile.rows, tile.cols]
-        places = part.nonzero().T
-        if not places.shape[1]:
+        selection = selected[:, tile.rows, tile.cols]
+        pairs = selection.nonzero().T
+        if not pairs.shape[1]:
             continue
-        offset = torch.tensor([[0], [tile.rows.start], [tile.cols.start]], device=places.device)
+        offset = torch.tensor([[0], [tile.rows.start], [tile.cols.start]], device=pairs.device)
         width = form.channels * (form.shape[3] if form.folded is not None else 1) + form.shape[3]
         step = max(1, allowed() // (4 * width * tile.inner.element_size()))
-        for some in places.split(step, dim=1):
+        for some in pairs.split(step, dim=1):
             yield some + offset, _norms_at(tile, some)
 
 
@@ -85,8 +85,8 @@ def standard_errors(
     return ((norms * estimated).square().sum(-1) / count / (2 * size)).sqrt()
 
 
-def _norms_at(tile: Tile, places: Int[Tensor, "3 pair"]) -> Float[Tensor, " pair"]:
-    batch, row, col = places
+def _norms_at(tile: Tile, pairs: Int[Tensor, "3 pair"]) -> Float[Tensor, " pair"]:
+    batch, row, col = pairs
     if tile.weight is None or tile.weight.shape[0] == 1:
         v = tile.inner[batch, :, row, col]
         return torch.linalg.vector_norm(v if tile.weight is None else v @ tile.weight[0].mT, dim=-1)

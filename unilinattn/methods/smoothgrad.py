@@ -40,4 +40,4 @@ def smoothgrad(trace: Trace, options: Smoothgrad, *, target: Target | None = Non
 
         return function.seeded(options.seed, total) / options.n_samples
 
-    return explained(trace, "smoothgrad", target, options, score)
+    return explained(trace, options, target, score)

@@ -45,7 +45,7 @@ def logit_of(logit: Any, tokenizer: Any) -> Any:
     Raises `OptionError` for a text of several tokens, and `InputError` for a text without a tokenizer.
     """
     if isinstance(logit, (tuple, list)):
-        return type(logit)(logit_of(part, tokenizer) for part in logit)
+        return type(logit)(logit_of(name, tokenizer) for name in logit)
     if not isinstance(logit, str):
         return logit
     if tokenizer is None:
@@ -75,7 +75,7 @@ def logit_names(trace: Trace, logit: Any, target: Any, tokenizer: Any) -> list[l
         ids = prediction[:, None]
     else:
         return None
-    return [[classes[one] if classes else token_text(tokenizer, one) for one in row] for row in ids.tolist()]
+    return [[classes[index] if classes else token_text(tokenizer, index) for index in row] for row in ids.tolist()]
 
 
 def _class_labels(trace: Trace, logits: Float[Tensor, "batch *token logit"]) -> list[str] | None:
@@ -85,7 +85,7 @@ def _class_labels(trace: Trace, logits: Float[Tensor, "batch *token logit"]) -> 
     # A language model has `id2label` too, with labels for none of its logits.
     if not labels or len(labels) != count or (logits.ndim == 3 and count == getattr(config, "vocab_size", None)):
         return None
-    return [str(labels.get(one, one)) for one in range(count)]
+    return [str(labels.get(index, index)) for index in range(count)]
 
 
 def _read_position(trace: Trace) -> Int[Tensor, " batch"]:
@@ -95,6 +95,6 @@ def _read_position(trace: Trace) -> Int[Tensor, " batch"]:
     read = (trace.gradient()[-1] != 0).any(-1)
     if (most := int(read.sum(1).max())) != 1:
         raise InputError(f"target 'cls': the class logits of {trace.model} read {most} tokens; give a position.")
-    place = read.long().argmax(1)
+    key = read.long().argmax(1)
     mask = trace.layers[-1].mask
-    return place.cpu() if mask is None else (mask.long().cumsum(1).gather(1, place[:, None])[:, 0] - 1).cpu()
+    return key.cpu() if mask is None else (mask.long().cumsum(1).gather(1, key[:, None])[:, 0] - 1).cpu()

@@ -30,7 +30,7 @@ MATRIX_SHARE = 0.5
 def cost(trace: Trace, options: TransformerAttribution, *, target: Target | None = None) -> Estimate:
     """Return the cost of `transformer_attribution`: that of `attention_grad`, and a frozen run by the half rule."""
     relevance = trace.frozen_cost(1 if target is not None else trace.layers[-1].output.shape[1], rule="half")
-    return gradient_rollout_cost(trace, "transformer_attribution", target, options, factors=2, relevance=relevance)
+    return gradient_rollout_cost(trace, options, target, factors=2, relevance=relevance)
 
 
 @register_method(TransformerAttribution, cost=cost)
@@ -49,17 +49,9 @@ def transformer_attribution(
             slopes = _relevance_slopes(trace, run, layers, position, options)
             yield {name: [gradient, slopes[name]] for name, gradient in gradients.items()}
 
-    rho, scale = gradient_rollout(trace, "transformer_attribution", layers, target, options, factors)
+    rho, scale = gradient_rollout(trace, options, layers, target, factors)
     return make_result(
-        trace,
-        "transformer_attribution",
-        layers,
-        rho,
-        options=options,
-        target=target,
-        scope="core",
-        extras=scale,
-        completeness_gap=max(gaps),
+        trace, options, layers, rho, target=target, scope="core", extras=scale, completeness_gap=max(gaps)
     )
 
 

@@ -52,10 +52,10 @@ def contribution_tiles(
     keys, width = ops[0].inputs[ops[0].ports[0]].shape[1], _rows_size(layers)
     size = rows_within(lambda n: n * width, TILE, "vectors T_i(x_j)")
     for start in range(0, rows.shape[1], size):
-        part = slice(start, min(start + size, rows.shape[1]))
-        vectors = (op.contributions(rows[:, part], activation=activation) for op in ops)
+        span = slice(start, min(start + size, rows.shape[1]))
+        vectors = (op.contributions(rows[:, span], activation=activation) for op in ops)
         shares = [(v if f == 1 else f * v).permute(0, 3, 1, 2) for f, v in zip(factors, vectors, strict=True)]
-        yield _sum(Tile(part, slice(0, keys), shares[0], None, rows[:, part]), shares)
+        yield _sum(Tile(span, slice(0, keys), shares[0], None, rows[:, span]), shares)
 
 
 def shares_cost(layers: Sequence[Layer], rows: int, *, exact: bool) -> int:
@@ -96,8 +96,8 @@ def head_tiles(
         yield from split.tiles(form, factor, tile_rows(form, split=sizes))
         return
     size = rows_within(lambda n: _head_rows_size(split, n), TILE, "vectors T^h_i(x_j)")
-    for part in parts(rows.shape[1], size):
-        yield from split.rows(rows[:, part], part, factor, activation)
+    for span in parts(rows.shape[1], size):
+        yield from split.rows(rows[:, span], span, factor, activation)
 
 
 def head_tiles_cost(split: HeadContributions, rows: int, *, exact: bool, products: bool) -> int:

@@ -131,4 +131,8 @@ def _message(method: type[Options], options: Mapping[str, Any], error: Validatio
 
 def _choices(annotation: Any) -> list[str]:
     """Return the strings among the literals of a type, unions included."""
-    return [choice for part in get_args(annotation) for choice in ([part] if isinstance(part, str) else _choices(part))]
+    return [
+        choice
+        for argument in get_args(annotation)
+        for choice in ([argument] if isinstance(argument, str) else _choices(argument))
+    ]

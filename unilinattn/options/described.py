@@ -29,22 +29,26 @@ def option_texts(options: type[BaseModel] | None) -> list[OptionText]:
 
 def accepted(annotation: Any, limits: Iterable[Any] = ()) -> str:
     """Describe the accepted values of an option."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        inner = [limit for part in parts[1:] for limit in (part.metadata if isinstance(part, FieldInfo) else [part])]
-        return accepted(parts[0], [*inner, *limits])
+        inner = [
+            limit
+            for argument in arguments[1:]
+            for limit in (argument.metadata if isinstance(argument, FieldInfo) else [argument])
+        ]
+        return accepted(arguments[0], [*inner, *limits])
     if origin is Literal:
-        return ", ".join(map(repr, parts))
+        return ", ".join(map(repr, arguments))
     if origin in (Union, types.UnionType):
-        return " or ".join(accepted(part, limits) for part in parts)
+        return " or ".join(accepted(argument, limits) for argument in arguments)
     if annotation is type(None):
         return "None"
     if origin is collections.abc.Callable:
         return "a function"
     if origin is collections.abc.Sequence:
-        return f"a list of {accepted(parts[0])}"
+        return f"a list of {accepted(arguments[0])}"
     if origin is tuple:
-        return f"a pair of {accepted(parts[0])}"
+        return f"a pair of {accepted(arguments[0])}"
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [
         f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in signs.items() if hasattr(limit, name)

@@ -137,7 +137,9 @@ class Attribution(Scores):
         Raises `InputError` if `batch`, `expected` or `image` does not fit, and `ResultFileError` if `path` cannot be
         written.
         """
-        return write_text(path, pages.attribution_page(self, batch=batch, expected=expected, image=image))
+        title = f"{self.method} of {self.model}" if self.model else self.method
+        body = pages.attribution(self, batch=batch, expected=expected, image=image)
+        return write_text(path, blocks.page(title, [], first=body))
 
     def _repr_html_(self) -> str:
         return blocks.fragment(pages.attribution(self))

@@ -15,6 +15,7 @@ from unilinattn.results.panels import (
     counts_residual,
     heads_note,
     largest_heads,
+    one_sequence,
     panels,
     patch_positions,
     sink_columns,
@@ -31,6 +32,9 @@ LEAST_HEADS = 6
 
 HIDDEN_EXTRAS = ("gap",)
 """Extras of each query that a page does not list."""
+
+Numbers = dict[str, list[float]]
+"""Extras of the rows of a picture, by name."""
 
 
 def cell(
@@ -57,18 +61,18 @@ def cell(
     for batch in batches:
         heads = shown_heads(result, batch, len(batches))
         made = panels(result, batch=batch, expected=expected, heads=heads)
-        one = result.select(batch=batch) if "batch" in result.dims else result
+        single = one_sequence(result, batch)
         position = batch % result.sizes.get("batch", 1)
-        facts, first = _facts(one, made), len(pictures)
+        facts, first = _facts(single, made), len(pictures)
         if made[0].rows != "query":
             pictures += _rows_of_heads(result, batch, made, position, facts)
         elif made[0].kind == "strip":
             pictures.append(_strip(result, batch, made, position, facts))
         elif made[0].kind == "image":
-            pictures += _images(one, heads, made, position, facts)
+            pictures += _images(single, heads, made, position, facts)
         else:
-            pictures += _maps(one, made, position, facts)
-        pictures[first:] = [replace(picture, sinks=sink_columns(one)) for picture in pictures[first:]]
+            pictures += _maps(single, made, position, facts)
+        pictures[first:] = [replace(picture, sinks=sink_columns(single)) for picture in pictures[first:]]
     if result.grid is not None and image is not None:
         pictures = [replace(picture, image=image) for picture in pictures]
     return Cell(row, column, pictures, start, counts_residual(result), notes)
@@ -94,12 +98,12 @@ def shown_heads(result: Scores, batch: int, sequences: int = 1) -> list[list[int
 
 def heads_sentence(result: Scores, sequences: int = 1) -> str:
     """Return a sentence on the heads that a page leaves out, empty if it has all."""
-    chosen = shown_heads(result, 0, sequences)
-    if chosen is None or not (note := heads_note(result, len(chosen[0]))):
+    heads = shown_heads(result, 0, sequences)
+    if heads is None or not (note := heads_note(result, len(heads[0]))):
         return ""
     where = "In each layer: " if result.sizes.get("layer", 1) > 1 else ""
     most = min(MOST_HEADS, result.sizes["head"])
-    more = f" result.select(layer=0).to_html() draws {most} of one layer." if len(chosen[0]) < most else ""
+    more = f" result.select(layer=0).to_html() draws {most} of one layer." if len(heads[0]) < most else ""
     return f"{where}{note}; result.select(head=...) has any other.{more}"
 
 
@@ -118,35 +122,37 @@ def beneath(results: Iterable[Scores], image: Any) -> Array | None:
 
 def explained(result: Scores, batch: int = 0) -> str:
     """Return a sentence on the explained value of a sequence: target, its token and the logit, where recorded."""
-    one = result.select(batch=batch) if "batch" in result.dims else result
-    tokens = None if one.tokens is None else one.tokens[0]
-    if one.mask is not None and tokens is not None:
-        tokens = [text for text, real in zip(tokens, one.mask[0].tolist(), strict=True) if real]
-    count = one.sizes["key"] if one.mask is None else int(one.mask[0].sum())
-    place = None if "query" in result.dims else target_key(result, batch, count)
-    if place is None:
+    single = one_sequence(result, batch)
+    tokens = None if single.tokens is None else single.tokens[0]
+    if single.mask is not None and tokens is not None:
+        tokens = [text for text, real in zip(tokens, single.mask[0].tolist(), strict=True) if real]
+    count = single.sizes["key"] if single.mask is None else int(single.mask[0].sum())
+    position = None if "query" in result.dims else target_key(result, batch, count)
+    if position is None:
         where = "for each query" if "query" in result.dims else ""
     else:
-        where = f"at position {place}" + ("" if tokens is None else f" “{isolated(shown(tokens[place]))}”")
-        where += ", the class token" if result.cls and place in result.cls else ""
+        where = f"at position {position}" + ("" if tokens is None else f" “{isolated(shown(tokens[position]))}”")
+        where += ", the class token" if result.cls and position in result.cls else ""
     if "logit" not in result.options:
         return f"Scores of the keys {where}." if where else ""
-    chosen, value = result.options["logit"], one.extras.get("logit")
-    names = [""] * 2 if one.logit_names is None else [f" “{isolated(shown(name))}”" for name in one.logit_names[0]]
+    choice, value = result.options["logit"], single.extras.get("logit")
+    names = (
+        [""] * 2 if single.logit_names is None else [f" “{isolated(shown(name))}”" for name in single.logit_names[0]]
+    )
     unit = "token" if result.grid is None else "class"
-    if unit == "class" and value is not None and place not in (result.cls or ()):
+    if unit == "class" and value is not None and position not in (result.cls or ()):
         # The logits of classes have no position.
         where = ""
     what = f"the logit of the model's prediction{names[0]}"
-    if isinstance(chosen, int):
-        what = f"the logit of {unit} {chosen}{names[0]}"
-    elif isinstance(chosen, list) and "query" in result.dims:
+    if isinstance(choice, int):
+        what = f"the logit of {unit} {choice}{names[0]}"
+    elif isinstance(choice, list) and "query" in result.dims:
         what = "the logit of the generated token"
-    elif isinstance(chosen, list):
-        first, second = (f"{one}{name}" for one, name in zip(chosen, names, strict=True))
+    elif isinstance(choice, list):
+        first, second = (f"{index}{name}" for index, name in zip(choice, names, strict=True))
         what = f"the difference of the logits of {'classes' if unit == 'class' else 'tokens'} {first} and {second}"
-    elif chosen is not None:
-        what = f"the function {chosen}"
+    elif choice is not None:
+        what = f"the function {choice}"
     numbers = {f"{number:.4g}" for number in value.flatten().tolist()} if value is not None else set()
     equal = f" = {numbers.pop()}" if len(numbers) == 1 else ""
     return f"Explains {what} {where}".rstrip() + f"{equal}."
@@ -166,138 +172,114 @@ def explained_by_model(results: Mapping[str, Mapping[str, Scores]], batch: int =
     return [f"{model}: {sentence}" for model, sentence in sentences.items() if sentence]
 
 
-def _strip(
-    result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]
-) -> Picture:
+def _picture(panel: Panel, sequence: int, numbers: Mapping[str, Sequence[float]], **changes: Any) -> Picture:
+    """Return the picture of a panel, with its own labels but for `changes`."""
+    picture = Picture(
+        panel.values,
+        panel.title,
+        ", ".join(note for note in (panel.mixer, *panel.notes) if note),
+        sequence,
+        column_tokens=panel.column_tokens,
+        expected=panel.expected,
+        facts=numbers,
+        head=panel.head,
+    )
+    return replace(picture, **changes)
+
+
+def _strip(result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[Numbers]) -> Picture:
     values = np.concatenate([panel.values for panel in made])
     for row, panel in zip(values, made, strict=True):
         if panel.own is not None:
             row[panel.own[0]] = panel.own[1]
-    composed = len(made) == 1
-    return Picture(
-        values,
-        made[0].title if composed else f"{len(made)} layers",
-        _notes(made[0]) if composed else "",
+    return _picture(
+        made[0],
         sequence,
-        ("layer", "key"),
-        column_tokens=made[0].column_tokens,
+        {name: [number for numbers in facts for number in numbers[name]] for name in facts[0]},
+        values=values,
+        names=("layer", "key"),
         row_titles=[panel.title for panel in made],
         query=target_key(result, batch, values.shape[1]),
-        expected=None if made[0].expected is None else np.concatenate([_pattern(panel) for panel in made]),
-        facts={name: [number for numbers in facts for number in numbers[name]] for name in facts[0]},
+        # One pattern is of all layers.
+        expected=None if made[0].expected is None else made[0].expected.repeat(len(made), 0),
+        head="",
+        **({} if len(made) == 1 else {"title": f"{len(made)} layers", "notes": ""}),
     )
 
 
 def _rows_of_heads(
-    result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]
+    result: Scores, batch: int, made: Sequence[Panel], sequence: int, facts: Sequence[Numbers]
 ) -> list[Picture]:
     return [
-        Picture(
-            panel.values,
-            panel.title,
-            _notes(panel),
+        _picture(
+            panel,
             sequence,
-            (panel.rows, "key"),
-            column_tokens=panel.column_tokens,
+            # The numbers of the layer, in the row of each head.
+            {name: values * len(panel.values) for name, values in numbers.items()},
+            names=(panel.rows, "key"),
             row_titles=panel.row_tokens,
             query=target_key(result, batch, panel.values.shape[1]),
-            expected=panel.expected,
-            # The numbers of the layer, in the row of each head.
-            facts={name: values * len(panel.values) for name, values in numbers.items()},
+            head="",
         )
         for panel, numbers in zip(made, facts, strict=True)
     ]
 
 
 def _images(
-    one: Scores,
+    single: Scores,
     heads: Sequence[Sequence[int]] | None,
     made: Sequence[Panel],
     sequence: int,
-    facts: Sequence[dict[str, list[float]]],
+    facts: Sequence[Numbers],
 ) -> list[Picture]:
-    places = patch_positions(one)
-    tokens = _patch_names(one, places) if one.tokens is None else one.tokens[0]
-    scores = score_array(one).astype(np.float64)
+    patches = patch_positions(single)
+    tokens = _patch_names(single, patches) if single.tokens is None else single.tokens[0]
+    scores = score_array(single).astype(np.float64)
     if heads is not None:
         by_layer = scores.reshape(len(heads), -1, scores.shape[-1])
-        scores = np.concatenate([values[chosen] for values, chosen in zip(by_layer, heads, strict=True)])
-    stacked = scores.reshape(len(made), 1, -1)
+        scores = np.concatenate([values[drawn] for values, drawn in zip(by_layer, heads, strict=True)])
     pictures = []
-    for panel, values, numbers in zip(made, stacked, facts, strict=True):
-        pattern = np.zeros(values.shape, dtype=bool)
-        if panel.expected is not None:
-            pattern[0, places] = panel.expected.ravel()
-        pictures.append(
-            Picture(
-                values,
-                panel.title,
-                _notes(panel),
-                sequence,
-                ("target", "patch"),
-                column_tokens=tokens,
-                expected=None if panel.expected is None else pattern,
-                grid=one.grid,
-                places=places,
-                facts=numbers,
-                head=panel.head,
-            )
-        )
+    for panel, values, numbers in zip(made, scores.reshape(len(made), 1, -1), facts, strict=True):
+        pattern = None if panel.expected is None else np.zeros(values.shape, dtype=bool)
+        if pattern is not None and panel.expected is not None:
+            pattern[0, patches] = panel.expected.ravel()
+        labels = {"names": ("target", "patch"), "column_tokens": tokens, "grid": single.grid, "places": patches}
+        pictures.append(_picture(panel, sequence, numbers, values=values, expected=pattern, **labels))
     return pictures
 
 
-def _patch_names(one: Scores, places: Sequence[int]) -> list[str]:
+def _patch_names(single: Scores, places: Sequence[int]) -> list[str]:
     """Return the row and column of each patch, and the names of the other keys."""
-    assert one.grid is not None
-    names = ["[CLS]" if key in (one.cls or ()) else f"token {key}" for key in range(one.sizes["key"])]
+    assert single.grid is not None
+    names = ["[CLS]" if key in (single.cls or ()) else f"token {key}" for key in range(single.sizes["key"])]
     for index, key in enumerate(places):
-        names[key] = f"({index // one.grid[1]}, {index % one.grid[1]})"
+        names[key] = f"({index // single.grid[1]}, {index % single.grid[1]})"
     return names
 
 
-def _maps(one: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[dict[str, list[float]]]) -> list[Picture]:
-    places = None if one.grid is None else patch_positions(one)
+def _maps(single: Scores, made: Sequence[Panel], sequence: int, facts: Sequence[Numbers]) -> list[Picture]:
+    patches = None if single.grid is None else patch_positions(single)
     return [
-        Picture(
-            panel.values,
-            panel.title,
-            _notes(panel),
-            sequence,
-            row_tokens=panel.row_tokens,
-            column_tokens=panel.column_tokens,
-            expected=panel.expected,
-            grid=one.grid,
-            places=places,
-            facts=numbers,
-            head=panel.head,
-        )
+        _picture(panel, sequence, numbers, row_tokens=panel.row_tokens, grid=single.grid, places=patches)
         for panel, numbers in zip(made, facts, strict=True)
     ]
 
 
-def _notes(panel: Panel) -> str:
-    return ", ".join(note for note in (panel.mixer, *panel.notes) if note)
-
-
-def _pattern(panel: Panel) -> Bool[Array, "row column"]:
-    return np.zeros(panel.values.shape, dtype=bool) if panel.expected is None else panel.expected
-
-
-def _facts(one: Scores, made: Sequence[Panel]) -> list[dict[str, list[float]]]:
+def _facts(single: Scores, made: Sequence[Panel]) -> list[Numbers]:
     """Return the extras of each query, by panel and name, those of a layer for each of its heads.
 
     Padded queries are left out.
     """
     titles = list(dict.fromkeys(panel.title for panel in made))
-    square = one.sizes.get("query") == one.sizes["key"]
-    real = one.mask[0].cpu().numpy() if square and one.mask is not None else None
-    found: list[dict[str, list[float]]] = [{} for _ in made]
-    for name, tensor in sorted(one.extras.items(), key=lambda item: item[0] != "logit"):
-        axes = extra_dims(name, one.dims, one.scores.shape, tensor.shape)
+    square = single.sizes.get("query") == single.sizes["key"]
+    real = single.mask[0].cpu().numpy() if square and single.mask is not None else None
+    facts: list[Numbers] = [{} for _ in made]
+    for name, tensor in sorted(single.extras.items(), key=lambda item: item[0] != "logit"):
+        axes = extra_dims(name, single.dims, single.scores.shape, tensor.shape)
         if axes is None or {"head", "key"} & set(axes) or name in HIDDEN_EXTRAS:
             continue
         values: Float[Array, "layer query"] = tensor.double().cpu().numpy().reshape(len(titles), -1)
-        for numbers, panel in zip(found, made, strict=True):
+        for numbers, panel in zip(facts, made, strict=True):
             row = values[titles.index(panel.title)]
             numbers[name] = (row if real is None else row[real]).tolist()
-    return found
+    return facts

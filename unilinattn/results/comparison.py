@@ -63,7 +63,8 @@ class Comparison(ScoreTable[Attribution]):
         Raises `InputError` if `batch`, `expected` or `image` does not fit, and `ResultFileError` if `path` cannot be
         written.
         """
-        return write_text(path, pages.comparison_page(self, batch=batch, expected=expected, image=image))
+        body = pages.comparison(self, batch=batch, expected=expected, image=image)
+        return write_text(path, blocks.page(f"Comparison of {', '.join(self)}", [], first=body))
 
     def _repr_html_(self) -> str:
         return blocks.fragment(pages.comparison(self))

@@ -23,9 +23,9 @@ def _encodable_values(value: Any) -> Any:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, list):
-        return [_encodable_values(part) for part in value]
+        return [_encodable_values(item) for item in value]
     if isinstance(value, dict):
-        return {encodable(name): _encodable_values(part) for name, part in value.items()}
+        return {encodable(name): _encodable_values(item) for name, item in value.items()}
     return value
 
 
@@ -132,19 +132,21 @@ def _check_tokens(header: Header, sizes: Mapping[Any, int], mask_shape: tuple[in
             f"tokens must be {sequences} lists of {length} texts (one for each key, padding included); "
             f"got lengths {lengths}."
         )
-    if header.word_ids is not None and [len(row) for row in header.word_ids] != [length] * sequences:
-        raise InputError(f"word_ids must be {sequences} lists of {length} word indices, one for each key.")
-    if header.offsets is not None and [len(row) for row in header.offsets] != [length] * sequences:
-        raise InputError(f"offsets must be {sequences} lists of {length} pairs of characters, one for each key.")
+    queries = sizes.get("query", 0)
+    for name, count, entries in (
+        ("word_ids", length, "word indices, one for each key"),
+        ("offsets", length, "pairs of characters, one for each key"),
+        ("query_tokens", queries, "texts, one for each query"),
+    ):
+        rows = getattr(header, name)
+        if rows is not None and [len(row) for row in rows] != [count] * sequences:
+            raise InputError(f"{name} must be {sequences} lists of {count} {entries}.")
     if header.sinks is not None and (
-        len(header.sinks) != sequences or any(not 0 <= place < length for row in header.sinks for place in row)
+        len(header.sinks) != sequences or any(not 0 <= position < length for row in header.sinks for position in row)
     ):
         raise InputError(f"sinks must be {sequences} lists of positions of the {length} keys; got {header.sinks}.")
     if header.logit_names is not None and len(header.logit_names) != sequences:
         raise InputError(f"logit_names must be {sequences} lists, one for each sequence.")
-    queries = sizes.get("query", 0)
-    if header.query_tokens is not None and [len(row) for row in header.query_tokens] != [queries] * sequences:
-        raise InputError(f"query_tokens must be {sequences} lists of {queries} texts, one for each query.")
 
 
 def _check_heads(header: Header, count: int | None) -> None:
@@ -164,5 +166,5 @@ def _check_patches(header: Header, length: int) -> None:
     if patches is not None and (header.grid is None or len(patches) != header.grid[0] * header.grid[1]):
         raise InputError(f"{len(patches)} patches do not fill the grid {header.grid}; give one position for each.")
     positions = (*(patches or ()), *classes)
-    if len(set(positions)) < len(positions) or any(not 0 <= place < length for place in positions):
+    if len(set(positions)) < len(positions) or any(not 0 <= position < length for position in positions):
         raise InputError(f"The positions of patches and of CLS are different ones of the {length} keys.")

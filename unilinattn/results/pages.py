@@ -11,7 +11,7 @@ from unilinattn.results.boards import beneath, cell, explained, explained_by_mod
 from unilinattn.results.panels import fitting_pattern
 from unilinattn.results.scores import Scores, axes_text, count_kinds
 from unilinattn.results.table import ScoreTable
-from unilinattn.viz.blocks import details, facts, group, page, paragraph, table, warning
+from unilinattn.viz.blocks import details, facts, group, paragraph, table, warning
 from unilinattn.viz.board import board
 
 WHOLE = "result.select(layer=0).to_html() draws one layer with all its scores"
@@ -35,21 +35,6 @@ def attribution(
     return _shown(result, batch, expected, image) + _about(result)
 
 
-def attribution_page(
-    result: Scores,
-    *,
-    batch: int | Sequence[int] = 0,
-    expected: Bool[Tensor, "..."] | None = None,
-    image: Any = None,
-) -> str:
-    """Return `attribution` as a complete HTML document.
-
-    Raises `InputError` if `batch`, `expected` or `image` does not fit.
-    """
-    title = f"{result.method} of {result.model}" if result.model else result.method
-    return page(title, [], first=attribution(result, batch=batch, expected=expected, image=image))
-
-
 def comparison(
     results: ScoreTable[Any],
     *,
@@ -63,20 +48,20 @@ def comparison(
 
     Raises `InputError` if `batch`, `expected` or `image` does not fit.
     """
-    chosen = _chosen(batch, image)
+    batches = _batches(batch, image)
     pixels = beneath((result for _, _, result in results.results()), image)
     cells = [
-        cell(result, method, model, batches=chosen, expected=fitting_pattern(result, expected), image=pixels)
+        cell(result, method, model, batches=batches, expected=fitting_pattern(result, expected), image=pixels)
         for method in results.methods
         for model in results
         if (result := results[model].get(method)) is not None
     ]
     kinds = {model: count_kinds(next(iter(results[model].values())).kinds) for model in results if results[model]}
-    lead = "".join(map(paragraph, explained_by_model(results, chosen[0])))
+    lead = "".join(map(paragraph, explained_by_model(results, batches[0])))
     lead += "".join(
         paragraph(f"{model}, {method}: {sentence}")
         for model, method, result in results.results()
-        if (sentence := heads_sentence(result, len(chosen)))
+        if (sentence := heads_sentence(result, len(batches)))
     )
     methods: dict[tuple[str, str], list[str]] = {}
     for model, method, result in results.results():
@@ -87,41 +72,26 @@ def comparison(
     return lead + alerts + drawn + _table(results)
 
 
-def comparison_page(
-    results: ScoreTable[Any],
-    *,
-    batch: int | Sequence[int] = 0,
-    expected: Bool[Tensor, "..."] | None = None,
-    image: Any = None,
-) -> str:
-    """Return `comparison` as a complete HTML document.
-
-    Raises `InputError` if `batch`, `expected` or `image` does not fit.
-    """
-    blocks = comparison(results, batch=batch, expected=expected, image=image)
-    return page(f"Comparison of {', '.join(results)}", [], first=blocks)
-
-
 def _shown(result: Scores, batch: int | Sequence[int], expected: Tensor | None, image: Any) -> str:
-    chosen = _chosen(batch, image)
+    batches = _batches(batch, image)
     pixels = beneath([result], image)
-    one = cell(result, result.method, result.model, batches=chosen, expected=expected, image=pixels)
-    sentences = [explained(result, index) for index in chosen]
+    drawn = cell(result, result.method, result.model, batches=batches, expected=expected, image=pixels)
+    sentences = [explained(result, index) for index in batches]
     lead = sentences[0] if len(set(sentences)) == 1 else ""
     worst, kinds = result.worst_error, count_kinds(result.kinds)
     short = [
         lead,
         f"Layers: {kinds}." if kinds else "",
         "" if worst is None else f"Worst reconstruction error {worst[1]:.1e}.",
-        heads_sentence(result, len(chosen)),
+        heads_sentence(result, len(batches)),
     ]
-    if len(chosen) > 1 and not lead:
-        short += [f"Sequence {index}: {text}" for index, text in zip(chosen, sentences, strict=True)]
+    if len(batches) > 1 and not lead:
+        short += [f"Sequence {index}: {text}" for index, text in zip(batches, sentences, strict=True)]
     alerts = "".join(warning(message) for message in result.warnings)
     if result.left_out:
         alerts += warning(f"left out, no adapter knows them: {', '.join(result.left_out)}")
-    text = " ".join(part for part in short if part)
-    return (paragraph(text) if text else "") + alerts + board([one], layer_hint=WHOLE)
+    text = " ".join(sentence for sentence in short if sentence)
+    return (paragraph(text) if text else "") + alerts + board([drawn], layer_hint=WHOLE)
 
 
 def _about(result: Scores) -> str:
@@ -169,13 +139,13 @@ def _table(results: ScoreTable[Any]) -> str:
     return details("Results, their options and errors", group("Results", body))
 
 
-def _chosen(batch: int | Sequence[int], image: Any) -> list[int]:
-    chosen = [batch] if isinstance(batch, int) else list(batch)
-    if not chosen:
+def _batches(batch: int | Sequence[int], image: Any) -> list[int]:
+    batches = [batch] if isinstance(batch, int) else list(batch)
+    if not batches:
         raise InputError("`batch` names no sequence; give the index of at least one.")
-    if image is not None and len(chosen) > 1:
-        raise InputError(f"`image` is the picture of one sequence, but batch={chosen}; write a page for each.")
-    return chosen
+    if image is not None and len(batches) > 1:
+        raise InputError(f"`image` is the picture of one sequence, but batch={batches}; write a page for each.")
+    return batches
 
 
 def _pairs(values: Mapping[str, object]) -> str:

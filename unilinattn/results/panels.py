@@ -60,7 +60,7 @@ class Panel:
     @property
     def name(self) -> str:
         """The title, with the head if there is one."""
-        return " · ".join(part for part in (self.title, self.head) if part)
+        return " · ".join(text for text in (self.title, self.head) if text)
 
     @property
     def notes(self) -> list[str]:
@@ -70,8 +70,8 @@ class Panel:
             notes.append("attention sinks in grey")
         if self.own is None:
             return [*notes, f"largest {'' if self.sinks is None else 'of the others '}{largest(self.ranked):.3g}"]
-        own = f"the token itself and the residual stream {self.own[1]:.3g}"
-        return [*notes, f"largest of the other tokens {largest(self.ranked):.3g}", own]
+        residual = f"the token itself and the residual stream {self.own[1]:.3g}"
+        return [*notes, f"largest of the other tokens {largest(self.ranked):.3g}", residual]
 
     @property
     def signed(self) -> bool:
@@ -93,57 +93,64 @@ def panels(
 
     Raises `InputError` if there is no such sequence or `expected` does not have its shape.
     """
-    one = result.select(batch=batch) if "batch" in result.dims else result
+    single = one_sequence(result, batch)
     if "batch" not in result.dims and batch not in (0, -1):
         raise InputError(f"This result is one sequence, so batch can only be 0, not {batch}.")
     pattern = None if expected is None else _one_pattern(result, batch, expected)
-    scores = score_array(one).astype(np.float64)
-    stacked = scores if "layer" in one.dims else scores[None]
-    real = np.ones(one.sizes["key"], dtype=bool) if one.mask is None else one.mask[0].cpu().numpy()
-    tokens = None if one.tokens is None else tuple(shown(t) for t, r in zip(one.tokens[0], real, strict=True) if r)
+    scores = score_array(single).astype(np.float64)
+    stacked = scores if "layer" in single.dims else scores[None]
+    real = np.ones(single.sizes["key"], dtype=bool) if single.mask is None else single.mask[0].cpu().numpy()
+    tokens = (
+        None if single.tokens is None else tuple(shown(t) for t, r in zip(single.tokens[0], real, strict=True) if r)
+    )
     made = []
-    for title, names, values in _by_head(one, stacked, heads):
+    for title, names, values in _by_head(single, stacked, heads):
         head = names[0] if len(names) == 1 else ""
-        if "query" in one.dims:
+        if "query" in single.dims:
             square = values.shape[0] == values.shape[1]
             rows = real if square else np.ones(values.shape[0], dtype=bool)
             outlined = None if pattern is None else pattern[np.ix_(rows, real)]
             labels = tokens if square else None
-            if one.query_tokens is not None:
-                labels = tuple(map(shown, one.query_tokens[0]))
+            if single.query_tokens is not None:
+                labels = tuple(map(shown, single.query_tokens[0]))
             made.append(Panel("matrix", *title, values[np.ix_(rows, real)], labels, tokens, outlined, head=head))
         elif values.ndim == 2:
             outlined = None if pattern is None else pattern[None, real].repeat(len(values), 0)
-            made.append(Panel("matrix", *title, values[:, real], names, tokens, outlined, rows=one.head_kind))
-        elif one.grid is not None:
-            patches = patch_positions(one)
-            outlined = None if pattern is None else pattern[patches].reshape(one.grid)
-            made.append(Panel("image", *title, values[patches].reshape(one.grid), None, None, outlined, head=head))
+            made.append(Panel("matrix", *title, values[:, real], names, tokens, outlined, rows=single.head_kind))
+        elif single.grid is not None:
+            patches = patch_positions(single)
+            outlined = None if pattern is None else pattern[patches].reshape(single.grid)
+            made.append(Panel("image", *title, values[patches].reshape(single.grid), None, None, outlined, head=head))
         else:
             outlined = None if pattern is None else pattern[None, real]
             row = values[None, real]
             own = None
-            place = target_key(result, batch, row.size) if counts_residual(result) else None
-            if place is not None:
-                own = (place, float(row[0, place]))
-                row[0, place] = np.nan
+            position = target_key(result, batch, row.size) if counts_residual(result) else None
+            if position is not None:
+                own = (position, float(row[0, position]))
+                row[0, position] = np.nan
             made.append(Panel("strip", *title, row, None, tokens, outlined, own, head=head))
-    sinks = sink_columns(one)
-    return tuple(replace(panel, sinks=_cells(one, panel, sinks)) for panel in made) if sinks else tuple(made)
+    sinks = sink_columns(single)
+    return tuple(replace(panel, sinks=_cells(single, panel, sinks)) for panel in made) if sinks else tuple(made)
 
 
-def sink_columns(one: Scores) -> list[int]:
+def one_sequence(result: Scores, batch: int) -> Scores:
+    """Return one sequence of a result, which may be of a single one without a batch axis."""
+    return result.select(batch=batch) if "batch" in result.dims else result
+
+
+def sink_columns(single: Scores) -> list[int]:
     """Return the positions of the attention sinks of one sequence among its real keys."""
-    if not one.sinks:
+    if not single.sinks:
         return []
-    real = range(one.sizes["key"]) if one.mask is None else one.mask[0].nonzero().flatten().tolist()
-    return [column for column, key in enumerate(real) if key in one.sinks[0]]
+    real = range(single.sizes["key"]) if single.mask is None else single.mask[0].nonzero().flatten().tolist()
+    return [column for column, key in enumerate(real) if key in single.sinks[0]]
 
 
-def _cells(one: Scores, panel: Panel, sinks: Sequence[int]) -> Bool[Array, "row column"]:
+def _cells(single: Scores, panel: Panel, sinks: Sequence[int]) -> Bool[Array, "row column"]:
     """Return True at the cells of a panel that are scores of attention sinks."""
     if panel.kind == "image":
-        return np.isin(patch_positions(one), sinks).reshape(panel.values.shape)
+        return np.isin(patch_positions(single), sinks).reshape(panel.values.shape)
     return np.broadcast_to(np.isin(np.arange(panel.values.shape[1]), sinks), panel.values.shape)
 
 
@@ -152,16 +159,16 @@ def largest_heads(result: Scores, *, batch: int, each: int | None = None, total:
 
     `each`: largest number of heads of a layer. `total`: largest number of heads of all layers.
     """
-    one = result.select(batch=batch) if "batch" in result.dims else result
-    scores = np.nan_to_num(np.abs(score_array(one).astype(np.float64)))
-    stacked = scores if "layer" in one.dims else scores[None]
+    single = one_sequence(result, batch)
+    scores = np.nan_to_num(np.abs(score_array(single).astype(np.float64)))
+    stacked = scores if "layer" in single.dims else scores[None]
     sums = stacked.sum(tuple(range(2, stacked.ndim)))
     ranks = (-sums).argsort(1, kind="stable").argsort(1, kind="stable")
-    chosen = ranks < (sums.shape[1] if each is None else each)
+    drawn = ranks < (sums.shape[1] if each is None else each)
     if total is not None:
-        places = (-sums).ravel().argsort(kind="stable")[:total]
-        chosen &= np.isin(np.arange(sums.size), places).reshape(sums.shape)
-    return [np.flatnonzero(row).tolist() for row in chosen]
+        largest_sums = (-sums).ravel().argsort(kind="stable")[:total]
+        drawn &= np.isin(np.arange(sums.size), largest_sums).reshape(sums.shape)
+    return [np.flatnonzero(row).tolist() for row in drawn]
 
 
 def heads_note(result: Scores, shown: int, *, layers: int = 1) -> str:
@@ -176,23 +183,23 @@ def heads_note(result: Scores, shown: int, *, layers: int = 1) -> str:
 
 
 def _by_head(
-    one: Scores, stacked: Float[Array, "layer ..."], heads: Sequence[Sequence[int]] | None
+    single: Scores, stacked: Float[Array, "layer ..."], heads: Sequence[Sequence[int]] | None
 ) -> list[tuple[tuple[str, str, float | None], tuple[str, ...], Float[Array, "..."]]]:
     """Return the title, the names of the heads and the scores of each panel, which has one head or rows of heads."""
-    titles, names = _titles(one, len(stacked)), one.head_names
-    if "head" not in one.dims:
+    titles, names = _titles(single, len(stacked)), single.head_names
+    if "head" not in single.dims:
         return [(title, names, values) for title, values in zip(titles, stacked, strict=True)]
-    chosen = [range(stacked.shape[1])] * len(stacked) if heads is None else heads
-    if "query" in one.dims or one.grid is not None:
+    selection = [range(stacked.shape[1])] * len(stacked) if heads is None else heads
+    if "query" in single.dims or single.grid is not None:
         return [
             (title, (names[head],), values[head])
-            for title, values, places in zip(titles, stacked, chosen, strict=True)
-            for head in places
+            for title, values, positions in zip(titles, stacked, selection, strict=True)
+            for head in positions
         ]
     return [
-        (title, tuple(names[head] for head in places), values[list(places)])
-        for title, values, places in zip(titles, stacked, chosen, strict=True)
-        if len(places)
+        (title, tuple(names[head] for head in positions), values[list(positions)])
+        for title, values, positions in zip(titles, stacked, selection, strict=True)
+        if len(positions)
     ]
 
 
@@ -224,15 +231,15 @@ def _one_pattern(result: Scores, batch: int, expected: Tensor) -> Bool[Array, ".
     return (expected[batch] if expected.ndim > len(single) else expected).cpu().numpy()
 
 
-def _titles(one: Scores, count: int) -> list[tuple[str, str, float | None]]:
+def _titles(single: Scores, count: int) -> list[tuple[str, str, float | None]]:
     """Return the title, mixer and reconstruction error of each panel; composed layers share their worst error."""
-    if "layer" not in one.dims and len(one.layers) != 1:
-        worst = None if one.worst_error is None else one.worst_error[1]
-        title = f"{len(one.layers)} layers together" if one.layers else one.method
-        return [(title, count_kinds(one.kinds), worst)]
-    names = one.layers or tuple(f"layer {index}" for index in range(count))
-    kinds = one.kinds or ("",) * count
-    return [(name, kind, one.reconstruction_error.get(name)) for name, kind in zip(names, kinds, strict=True)]
+    if "layer" not in single.dims and len(single.layers) != 1:
+        worst = None if single.worst_error is None else single.worst_error[1]
+        title = f"{len(single.layers)} layers together" if single.layers else single.method
+        return [(title, count_kinds(single.kinds), worst)]
+    names = single.layers or tuple(f"layer {index}" for index in range(count))
+    kinds = single.kinds or ("",) * count
+    return [(name, kind, single.reconstruction_error.get(name)) for name, kind in zip(names, kinds, strict=True)]
 
 
 def target_key(result: Scores, batch: int, count: int) -> int | None:
@@ -246,14 +253,14 @@ def target_key(result: Scores, batch: int, count: int) -> int | None:
     return target % count
 
 
-def patch_positions(one: Scores) -> list[int]:
+def patch_positions(single: Scores) -> list[int]:
     """Return the positions of the patches: if unknown, keys without a bracketed token such as [CLS], else the last."""
-    assert one.grid is not None
-    if one.patches is not None:
-        return list(one.patches)
-    length, count = one.sizes["key"], one.grid[0] * one.grid[1]
-    if one.tokens is not None:
-        plain = [i for i, t in enumerate(one.tokens[0]) if not (t.startswith("[") and t.endswith("]"))]
+    assert single.grid is not None
+    if single.patches is not None:
+        return list(single.patches)
+    length, count = single.sizes["key"], single.grid[0] * single.grid[1]
+    if single.tokens is not None:
+        plain = [i for i, t in enumerate(single.tokens[0]) if not (t.startswith("[") and t.endswith("]"))]
         if len(plain) == count:
             return plain
     return list(range(length - count, length))

@@ -93,7 +93,7 @@ def attribution(
     of = f" of {result.model}" if result.model else ""
     scope = f", scope {result.scope}" if result.scope else ""
     where = f", {drawn[0].title}" if by_head and len(layers) == 1 else ""
-    title = _math_free("\n".join(part for part in (f"{result.method}{of}{scope}{where}", note) if part))
+    title = _math_free("\n".join(line for line in (f"{result.method}{of}{scope}{where}", note) if line))
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     _colour_bar(figure, list(grid.flat), style, lying=strips)
     if expected is not None:
@@ -124,9 +124,9 @@ def comparison(
             if (result := results[model].get(method)) is None:
                 continue
             pattern = fitting_pattern(result, expected)
-            chosen = result.select(layer=layer) if layer is not None and "layer" in result.dims else result
-            for place, panel in enumerate(_drawn(chosen, batch, pattern)[0]):
-                cells.setdefault((method, place), {})[model] = panel
+            selected = result.select(layer=layer) if layer is not None and "layer" in result.dims else result
+            for index, panel in enumerate(_drawn(selected, batch, pattern)[0]):
+                cells.setdefault((method, index), {})[model] = panel
     rows = sorted(cells, key=lambda row: (results.methods.index(row[0]), row[1]))
     every = [panel for row in cells.values() for panel in row.values()]
     sizes = [max(_panel_size(panel, True) for panel in cells[row].values()) for row in rows]
@@ -177,13 +177,13 @@ def _drawn(result: Scores, batch: int, expected: Bool[Tensor, "..."] | None) -> 
         return panels(result, batch=batch, expected=expected), ""
     layers = result.sizes.get("layer", 1)
     if "query" in result.dims or result.grid is not None:
-        chosen = largest_heads(result, batch=batch, total=MOST_HEADS)
-        note = heads_note(result, min(MOST_HEADS, sum(map(len, chosen))), layers=layers)
+        heads = largest_heads(result, batch=batch, total=MOST_HEADS)
+        note = heads_note(result, min(MOST_HEADS, sum(map(len, heads))), layers=layers)
     else:
-        chosen = largest_heads(result, batch=batch, each=MOST_HEADS)
-        note = heads_note(result, len(chosen[0]))
+        heads = largest_heads(result, batch=batch, each=MOST_HEADS)
+        note = heads_note(result, len(heads[0]))
         note = f"in each layer {note}" if note and layers > 1 else note
-    return panels(result, batch=batch, expected=expected, heads=chosen), note
+    return panels(result, batch=batch, expected=expected, heads=heads), note
 
 
 def by_layer(series: Mapping[str, Mapping[str, Sequence[float | None]]], *, title: str, label: str) -> "Figure":
@@ -269,10 +269,10 @@ class _Style:
             stops = (DIVERGING if signed else SEQUENTIAL)["light"]
             named = import_extra("matplotlib.colors", "plot").LinearSegmentedColormap.from_list("unilinattn", stops)
             return cls(named, signed, limit)
-        known = import_extra("matplotlib", "plot").colormaps
-        if isinstance(cmap, str) and cmap not in known:
-            raise OptionError(f"unknown `cmap` {cmap!r}{nearest(cmap, [n for n in known if not n.endswith('_r')])}")
-        return cls(known[cmap] if isinstance(cmap, str) else cmap, signed, limit)
+        colormaps = import_extra("matplotlib", "plot").colormaps
+        if isinstance(cmap, str) and cmap not in colormaps:
+            raise OptionError(f"unknown `cmap` {cmap!r}{nearest(cmap, [n for n in colormaps if not n.endswith('_r')])}")
+        return cls(colormaps[cmap] if isinstance(cmap, str) else cmap, signed, limit)
 
 
 def _draw(axes: "Axes", panel: Panel, style: _Style, named: bool, below: Array | None = None) -> None:
@@ -328,8 +328,8 @@ def _label(axis: "Axis", tokens: Sequence[str] | None, count: int, rotation: int
         axis.set_ticks(np.arange(count) + 0.5, texts, rotation=rotation)
         return
     step = next(power for power in (2**exponent for exponent in range(64)) if count / power <= 8)
-    places = np.arange(0, count, step)
-    axis.set_ticks(places + 0.5, [str(place) for place in places])
+    ticks = np.arange(0, count, step)
+    axis.set_ticks(ticks + 0.5, [str(tick) for tick in ticks])
 
 
 def _math_free(text: str) -> str:
@@ -341,15 +341,7 @@ def _caption(axes: "Axes", title: str, notes: Sequence[str], *, two_lines: bool 
     texts = [note for note in notes if note]
     words = "\n".join((", ".join(texts[:-1]), texts[-1])) if two_lines else ", ".join(texts)
     axes.set_title(_math_free(title), loc="left", fontsize=8, color=INK, pad=23 if two_lines else 13)
-    axes.annotate(
-        _math_free(words),
-        (0, 1),
-        xytext=(0, 3),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=6.2,
-        color=FAINT,
-    )
+    _write_above(axes, words, 3, fontsize=6.2, color=FAINT)
 
 
 def _side_title(axes: "Axes", text: str) -> None:
@@ -359,17 +351,15 @@ def _side_title(axes: "Axes", text: str) -> None:
 
 
 def _top_title(axes: "Axes", text: str, kinds: str, *, above: int = 0) -> None:
-    for words, height, weight, size, colour in ((text, 38, "bold", 10, INK), (kinds, 27, "normal", 7, FAINT)):
-        axes.annotate(
-            _math_free(words),
-            (0, 1),
-            xytext=(0, height + above),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            fontsize=size,
-            fontweight=weight,
-            color=colour,
-        )
+    _write_above(axes, text, 38 + above, fontsize=10, fontweight="bold", color=INK)
+    _write_above(axes, kinds, 27 + above, fontsize=7, color=FAINT)
+
+
+def _write_above(axes: "Axes", text: str, height: float, **style: Any) -> None:
+    """Write a text at the left, `height` points above the axes."""
+    axes.annotate(
+        _math_free(text), (0, 1), xytext=(0, height), xycoords="axes fraction", textcoords="offset points", **style
+    )
 
 
 def _colour_bar(figure: "Figure", axes: "list[Axes]", style: _Style, *, lying: bool) -> None:

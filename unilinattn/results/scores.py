@@ -172,8 +172,8 @@ class Scores:
         size = self.sizes.get("head", 0)
         heads = tuple(range(size)) if self.heads is None else self.heads
         if "head" in self.dims and head not in heads:
-            known = f"0 to {size - 1}" if heads == tuple(range(size)) else ", ".join(map(str, heads))
-            raise InputError(f"{self.head_kind} {head} is not in this result; it has {known}.")
+            accepted = f"0 to {size - 1}" if heads == tuple(range(size)) else ", ".join(map(str, heads))
+            raise InputError(f"{self.head_kind} {head} is not in this result; it has {accepted}.")
         return self._position("head", heads.index(head) if head in heads else 0)
 
     def _layer_index(self, layer: int | str) -> int:
@@ -239,17 +239,17 @@ class Scores:
             coordinates["layer"] = list(self.layers)
             if self.kinds:
                 coordinates["kind"] = ("layer", list(self.kinds))
-        sequence = ("batch",) if "batch" in self.dims else ()
+
+        def by_sequence(axis: str, values: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+            return (("batch", axis), values) if "batch" in self.dims else ((axis,), values[0])
+
         if self.mask is not None:
-            real = self.mask.cpu().numpy()
-            coordinates["real"] = ((*sequence, "key"), real if sequence else real[0])
+            coordinates["real"] = by_sequence("key", self.mask.cpu().numpy())
         if any(self.sinks or ()):
-            sinks = self._sink_array()
-            coordinates["sink"] = ((*sequence, "key"), sinks if sequence else sinks[0])
+            coordinates["sink"] = by_sequence("key", self._sink_array())
         for axis in ("query", "key"):
             if (tokens := self._axis_tokens(axis)) is not None:
-                texts = np.array(tokens, dtype=object)
-                coordinates[f"{axis}_token"] = ((*sequence, axis), texts if sequence else texts[0])
+                coordinates[f"{axis}_token"] = by_sequence(axis, np.array(tokens, dtype=object))
         attributes = {
             name: json.dumps(value) if isinstance(value, dict) else value
             for name, value in self._header().model_dump(mode="python").items()
@@ -268,29 +268,29 @@ class Scores:
         """
         package = import_extra("pandas", "xarray")
         scores = score_array(self)
-        places = dict(zip(self.dims, (axis.ravel() for axis in np.indices(scores.shape)), strict=True))
-        sequence = places.get("batch", np.zeros(scores.size, dtype=int))
+        positions = dict(zip(self.dims, (axis.ravel() for axis in np.indices(scores.shape)), strict=True))
+        sequence = positions.get("batch", np.zeros(scores.size, dtype=int))
         columns: dict[str, Any] = {}
-        for axis, place in places.items():
-            columns[axis] = place
+        for axis, position in positions.items():
+            columns[axis] = position
             if axis == "layer" and self.layers:
-                columns["layer"] = np.array(self.layers, dtype=object)[place]
+                columns["layer"] = np.array(self.layers, dtype=object)[position]
                 if self.kinds:
-                    columns["kind"] = np.array(self.kinds, dtype=object)[place]
+                    columns["kind"] = np.array(self.kinds, dtype=object)[position]
             if axis == "head" and self.heads is not None:
-                columns["head"] = np.array(self.heads)[place]
+                columns["head"] = np.array(self.heads)[position]
             if (tokens := self._axis_tokens(axis)) is not None:
-                columns[f"{axis}_token"] = np.array(tokens, dtype=object)[sequence, place]
+                columns[f"{axis}_token"] = np.array(tokens, dtype=object)[sequence, position]
         if any(self.sinks or ()):
-            columns["sink"] = self._sink_array()[sequence, places["key"]]
+            columns["sink"] = self._sink_array()[sequence, positions["key"]]
         columns["score"] = scores.ravel()
         frame = package.DataFrame(columns)
         if self.mask is None:
             return frame
         real = self.mask.cpu().numpy()
-        both_real = real[sequence, places["key"]]
+        both_real = real[sequence, positions["key"]]
         if self._square():
-            both_real &= real[sequence, places["query"]]
+            both_real &= real[sequence, positions["query"]]
         return frame[both_real].reset_index(drop=True)
 
     def _square(self) -> bool:
@@ -347,15 +347,15 @@ def extra_dims(name: str, dims: tuple[str, ...], shape: Sequence[int], extra: Se
     return None
 
 
-def _select_axis(kept: Mapping[str, Any], axis: str, index: int) -> dict[str, Any]:
-    dims: tuple[str, ...] = kept["dims"]
+def _select_axis(values: Mapping[str, Any], axis: str, index: int) -> dict[str, Any]:
+    dims: tuple[str, ...] = values["dims"]
     extras = {}
-    for name, tensor in kept["extras"].items():
-        axes = extra_dims(name, dims, kept["scores"].shape, tensor.shape)
+    for name, tensor in values["extras"].items():
+        axes = extra_dims(name, dims, values["scores"].shape, tensor.shape)
         if axes is not None:
             extras[name] = tensor.select(axes.index(axis), index) if axis in axes else tensor
     return {
         "dims": tuple(name for name in dims if name != axis),
-        "scores": kept["scores"].select(dims.index(axis), index),
+        "scores": values["scores"].select(dims.index(axis), index),
         "extras": extras,
     }

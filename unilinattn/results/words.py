@@ -54,16 +54,16 @@ def merged_spans(result: Result, spans: Sequence[Any], reduce: str, unit: str) -
     if len(by_sequence) != len(real):
         raise InputError(f"spans has {len(by_sequence)} lists for {len(real)} sequences; give a list for each.")
     groups = []
-    for at, (wanted, mask) in enumerate(zip(by_sequence, real, strict=True)):
-        places = mask.nonzero().flatten().tolist()
+    for sequence, (wanted, mask) in enumerate(zip(by_sequence, real, strict=True)):
+        positions = mask.nonzero().flatten().tolist()
         if unit == "characters" and result.offsets is not None:
-            extents = [result.offsets[at][place] for place in places]
+            extents = [result.offsets[sequence][position] for position in positions]
         else:
-            extents = [(count, count + 1) for count in range(len(places))]
-        numbers = _span_numbers(wanted, extents, f"of sequence {at}", unit)
+            extents = [(count, count + 1) for count in range(len(positions))]
+        numbers = _span_numbers(wanted, extents, f"of sequence {sequence}", unit)
         # Padding is in no group.
-        by_place = dict(zip(places, numbers, strict=True))
-        groups.append([by_place.get(place) for place in range(len(mask))])
+        by_position = dict(zip(positions, numbers, strict=True))
+        groups.append([by_position.get(position) for position in range(len(mask))])
     return _merged_groups(result, groups, reduce)
 
 
@@ -72,19 +72,19 @@ def _span_numbers(spans: Sequence[Any], extents: Sequence[Span], where: str, uni
     numbers: list[int | None] = [None] * len(extents)
     for number, span in enumerate(spans):
         begin, end = _checked(span)
-        members = [at for at, (a, b) in enumerate(extents) if max(a, begin) < min(b, end)]
+        members = [token for token, (a, b) in enumerate(extents) if max(a, begin) < min(b, end)]
         if not members:
             raise InputError(f"span ({begin}, {end}) {where} has no token; spans count {unit}.")
-        if taken := [at for at in members if numbers[at] is not None]:
+        if taken := [token for token in members if numbers[token] is not None]:
             raise InputError(f"span ({begin}, {end}) {where} shares token {taken[0]} with another span.")
-        for at in members:
-            numbers[at] = number
+        for token in members:
+            numbers[token] = number
     return numbers
 
 
 def _nested(spans: Sequence[Any]) -> bool:
     """Whether spans are lists of pairs, one for each sequence."""
-    return any(isinstance(part, Sequence) and not all(isinstance(n, int) for n in part) for part in spans)
+    return any(isinstance(pairs, Sequence) and not all(isinstance(n, int) for n in pairs) for pairs in spans)
 
 
 def _checked(span: Any) -> Span:
@@ -120,7 +120,7 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
         if axes == result.dims:
             extras[name] = merged(tensor)
         elif square and axes is not None:
-            extras[name] = _by_sequence(result, tensor, spans, lambda part, each: _last(part, each, -1))
+            extras[name] = _by_sequence(result, tensor, spans, lambda values, each: _last(values, each, -1))
     count = scores.shape[-1]
     labels: dict[str, Any] = dict.fromkeys(("word_ids", "grid", "patches", "cls"))
     if result.tokens is not None:
@@ -131,7 +131,7 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
         labels["offsets"] = [[*row, *[(0, 0)] * (count - len(row))] for row in extents]
     if result.sinks is not None:
         labels["sinks"] = [
-            [at for at, (a, b) in enumerate(each) if any(a <= place < b for place in row)]
+            [word for word, (a, b) in enumerate(each) if any(a <= sink < b for sink in row)]
             for row, each in zip(result.sinks, spans, strict=True)
         ]
     mask = torch.arange(count) < torch.tensor([[len(each)] for each in spans])
@@ -146,9 +146,9 @@ def _merged_groups(result: Result, groups: Sequence[Sequence[int | None]], reduc
 
 def _spans(word_ids: Sequence[int | None], real: Bool[Tensor, " key"]) -> list[Span]:
     """Return the tokens of each word in order; a token outside of words is one by itself."""
-    places = real.nonzero().flatten().tolist()
+    positions = real.nonzero().flatten().tolist()
     # Neighbours without a word get different keys.
-    words = groupby(places, lambda place: ("token", place) if word_ids[place] is None else ("word", word_ids[place]))
+    words = groupby(positions, lambda key: ("token", key) if word_ids[key] is None else ("word", word_ids[key]))
     groups = [list(tokens) for _, tokens in words]
     return [(tokens[0], tokens[-1] + 1) for tokens in groups]
 
@@ -160,8 +160,8 @@ def _joined(labels: Sequence[str]) -> str:
 
 def _extent(offsets: Sequence[Span]) -> Span:
     """Return the characters from the first token to the last, without tokens that have none."""
-    own = [(a, b) for a, b in offsets if b > a]
-    return (min(a for a, _ in own), max(b for _, b in own)) if own else (0, 0)
+    extents = [(a, b) for a, b in offsets if b > a]
+    return (min(a for a, _ in extents), max(b for _, b in extents)) if extents else (0, 0)
 
 
 def _by_sequence(
@@ -169,22 +169,22 @@ def _by_sequence(
 ) -> Tensor:
     """Return `merge` of each sequence's values, padded with zeros to the largest number of words."""
     has_batch = "batch" in result.dims
-    place = result.dims.index("batch") if has_batch else 0
-    parts = values.unbind(place) if has_batch else [values]
-    merged = [merge(part, each) for part, each in zip(parts, spans, strict=True)]
-    shape = [max(sizes) for sizes in zip(*(part.shape for part in merged), strict=True)]
-    padded = [part.new_zeros(shape) for part in merged]
-    for part, whole in zip(merged, padded, strict=True):
-        whole[tuple(map(slice, part.shape))] = part
-    return torch.stack(padded, place) if has_batch else padded[0]
+    axis = result.dims.index("batch") if has_batch else 0
+    tensors = values.unbind(axis) if has_batch else [values]
+    merged = [merge(tensor, each) for tensor, each in zip(tensors, spans, strict=True)]
+    shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in merged), strict=True)]
+    padded = [tensor.new_zeros(shape) for tensor in merged]
+    for tensor, whole in zip(merged, padded, strict=True):
+        whole[tuple(map(slice, tensor.shape))] = tensor
+    return torch.stack(padded, axis) if has_batch else padded[0]
 
 
-def _merged(part: Float[Tensor, "*axis key"], spans: Sequence[Span], *, reduce: str, square: bool) -> Tensor:
-    words = [part[..., begin:end] for begin, end in spans]
+def _merged(values: Float[Tensor, "*axis key"], spans: Sequence[Span], *, reduce: str, square: bool) -> Tensor:
+    words = [values[..., begin:end] for begin, end in spans]
     keys = torch.stack([word.sum(-1) if reduce == "sum" else word.amax(-1) for word in words], -1)
     return _last(keys, spans, -2) if square else keys
 
 
-def _last(part: Tensor, spans: Sequence[Span], axis: int) -> Tensor:
+def _last(values: Tensor, spans: Sequence[Span], axis: int) -> Tensor:
     """Return the entries of each word's last token."""
-    return part.index_select(axis, torch.tensor([end - 1 for _, end in spans], device=part.device))
+    return values.index_select(axis, torch.tensor([end - 1 for _, end in spans], device=values.device))

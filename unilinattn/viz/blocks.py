@@ -22,12 +22,12 @@ def page(title: str, sections: Iterable[tuple[str, str]], *, lead: str = "", fir
     `lead`: plain text under the title. `first`: blocks above the sections. Three or more sections get links below the
     title.
     """
-    parts = list(sections)
-    links = "".join(f'<a href="#part-{i}">{escape(heading)}</a>' for i, (heading, _) in enumerate(parts))
-    navigation = f'<nav aria-label="Sections">{links}</nav>' if len(parts) > 2 else ""
+    entries = list(sections)
+    links = "".join(f'<a href="#part-{i}">{escape(heading)}</a>' for i, (heading, _) in enumerate(entries))
+    navigation = f'<nav aria-label="Sections">{links}</nav>' if len(entries) > 2 else ""
     intro = paragraph(lead) if lead else ""
     head = f"<header><h1>{escape(title)}</h1>{intro}{navigation}</header>"
-    body = [f'<section id="part-{i}"><h2>{escape(h)}</h2>{b}</section>' for i, (h, b) in enumerate(parts)]
+    body = [f'<section id="part-{i}"><h2>{escape(h)}</h2>{b}</section>' for i, (h, b) in enumerate(entries)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -51,11 +51,6 @@ def warning(text: str) -> str:
 def paragraph(text: str) -> str:
     """Return plain text as a paragraph."""
     return f"<p>{escape(text)}</p>"
-
-
-def section(heading: str, *blocks: str) -> str:
-    """Return blocks under a second-level heading."""
-    return f"<section><h2>{escape(heading)}</h2>{''.join(blocks)}</section>"
 
 
 def group(heading: str, *blocks: str, note: str = "") -> str:
@@ -117,7 +112,7 @@ def cell_text(cell: object) -> str:
 
 
 def _classes(**names: bool) -> str:
-    on = " ".join(name for name, chosen in names.items() if chosen)
+    on = " ".join(name for name, applies in names.items() if applies)
     return f' class="{on}"' if on else ""
 
 

@@ -250,17 +250,17 @@ def _top_lines(picture: Picture) -> list[tuple[str, int, str, str]]:
     row = int(scored[-1]) if len(scored) else len(values) - 1
     row = row if picture.query is None else picture.query
     named = _named(row, picture.row_tokens)
-    title = " · ".join(part for part in (picture.title, picture.head) if part)
+    title = " · ".join(name for name in (picture.title, picture.head) if name)
     return [(title, picture.sequence, named, _ranked(values[row], picture.column_tokens))]
 
 
-def _named(place: int | None, tokens: Sequence[str] | None) -> str:
-    if place is None:
+def _named(position: int | None, tokens: Sequence[str] | None) -> str:
+    if position is None:
         return ""
-    return str(place) if tokens is None else f"{place} “{isolated(tokens[place])}”"
+    return str(position) if tokens is None else f"{position} “{isolated(tokens[position])}”"
 
 
 def _ranked(row: Array, tokens: Sequence[str] | None) -> str:
     size = np.where(np.isnan(row), -1.0, np.abs(row))
-    best = [int(place) for place in np.argsort(-size, kind="stable")[:TOP] if size[place] > 0]
-    return ", ".join(f"{_named(place, tokens)} {row[place]:.3g}" for place in best) if largest(row) else "none"
+    best = [int(position) for position in np.argsort(-size, kind="stable")[:TOP] if size[position] > 0]
+    return ", ".join(f"{_named(position, tokens)} {row[position]:.3g}" for position in best) if largest(row) else "none"

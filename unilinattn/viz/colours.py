@@ -59,9 +59,9 @@ def outline(pattern: Bool[Array, "row column"]) -> list[tuple[int, int, int, int
     return lines + [(x, y0, x, y1) for x, y0, y1 in _runs(down.T)]
 
 
-def mix(stops: tuple[str, ...], place: float) -> Colour:
+def mix(stops: tuple[str, ...], position: float) -> Colour:
     """Return the RGB colour at position `place` in [0, 1] of a scale with evenly spaced hexadecimal stops."""
-    where = place * (len(stops) - 1)
+    where = position * (len(stops) - 1)
     index = min(int(where), len(stops) - 2)
     low, high = (np.array([int(stops[i][k : k + 2], 16) for k in (1, 3, 5)]) for i in (index, index + 1))
     red, green, blue = np.rint(low + (high - low) * (where - index)).astype(int).tolist()

@@ -87,7 +87,7 @@ def _svg(plot: Curves, styles: Mapping[str, str], ticks: Sequence[float]) -> str
 
     grid = "".join(f'<path class="grid" d="M{LEFT} {y(tick)}H{right}"/>' for tick in ticks)
     marks = "".join(f'<text class="up" x="{LEFT - 6}" y="{y(tick)}">{tick:.4g}</text>' for tick in ticks)
-    across = [first + (last - first) * part / 4 for part in range(5)]
+    across = [first + (last - first) * quarter / 4 for quarter in range(5)]
     marks += "".join(f'<text class="mark" x="{x(tick)}" y="{bottom + 15}">{tick:.4g}</text>' for tick in across)
     lines = ""
     for name in sorted(plot.series, key=lambda name: name != plot.baseline):

@@ -48,16 +48,16 @@ class Packed:
 def pack(maps: Sequence[Array]) -> Packed:
     """Pack maps, each (row, column), in order and row by row; of a causal map only keys up to the query."""
     scales = [largest(values) or 1.0 for values in maps]
-    parts = [
+    stored = [
         (values[np.tril_indices(len(values))] if causal(values) else values.ravel()) / scale
         for values, scale in zip(maps, scales, strict=True)
     ]
-    cells = np.concatenate(parts).astype(np.float16).view(np.uint16) if parts else np.zeros(0, np.uint16)
+    cells = np.concatenate(stored).astype(np.float16).view(np.uint16) if stored else np.zeros(0, np.uint16)
     mantissa = _mantissa(cells)
     dropped = 10 - mantissa
     if dropped:
-        half, kept = np.uint16(1 << (dropped - 1)), np.uint16(0xFFFF & ~((1 << dropped) - 1))
-        cells = (cells + half) & kept
+        half, mask = np.uint16(1 << (dropped - 1)), np.uint16(0xFFFF & ~((1 << dropped) - 1))
+        cells = (cells + half) & mask
     # The high bytes, sign and exponent, of neighbours are alike: apart from the low ones they deflate well.
     body = zlib.compress(_bytes(cells >> 8) + _bytes(cells & 255), 6)
     return Packed(base64.b64encode(body).decode(), tuple(scales), len(cells), mantissa)
