@@ -1,4 +1,4 @@
-"""Text tables and matplotlib figures of the analyses."""
+"""Matplotlib figures of the analyses."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +27,6 @@ LINES = ("#3d4fc0", "#d1503f", "#2a9d76", "#b07cc6", "#c98a00", "#4b5563")
 """Colours of lines, in order."""
 
 Paint = Callable[["Axes"], None]
-
-
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1) -> str:
-    """Return rows of text in columns; the first `texts` columns are aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    sides = ["<"] * texts + [">"] * (len(head) - texts)
-    return "\n".join(
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
-        for row in (head, *rows)
-    )
 
 
 def draw(

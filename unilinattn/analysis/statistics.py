@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unilinattn.aligned import aligned
 from unilinattn.analysis.maps import candidate_keys, row_distributions
-from unilinattn.analysis.pictures import Paint, Where, draw, lines, text_table
+from unilinattn.analysis.pictures import Paint, Where, draw, lines
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.methods.selection import only_port
 from unilinattn.operator.edges import is_causal
@@ -64,13 +65,14 @@ class MapStatistics:
 
     def __repr__(self) -> str:
         """Show the mean over heads of each statistic, one line for each layer."""
-        rows = [
+        rows = [("model", "layer", "heads", *STATISTICS)]
+        rows += [
             (model, x.layer, str(len(x.distance)), *(f"{float(getattr(x, name).mean()):.2f}" for name in STATISTICS))
             for model, layers in self.models.items()
             for x in layers
         ]
-        head = ("model", "layer", "heads", *STATISTICS)
-        return f"MapStatistics, scope {self.scope}, memory of {self.within:.0%}\n" + text_table(head, rows, texts=2)
+        head = f"MapStatistics, scope {self.scope}, memory of {self.within:.0%}"
+        return f"{head}\n{aligned(rows, right=range(2, len(rows[0])))}"
 
     def plot(self, where: Where = None) -> "Figure":
         """Draw each statistic against the relative depth, a line for each model."""
