@@ -99,11 +99,11 @@ def measure(host: Host) -> dict[str, Any] | None:
     }
 
 
-def run(chosen: Mapping[str, Sequence[Host]]) -> tuple[Runs, list[str]]:
+def run(selected: Mapping[str, Sequence[Host]]) -> tuple[Runs, list[str]]:
     """Measure tables of hosts; return their records and the messages of failed or inexact configurations."""
     runs: Runs = {}
     problems: list[str] = []
-    hosts = [(table, host) for table, entries in chosen.items() for host in entries]
+    hosts = [(table, host) for table, entries in selected.items() for host in entries]
     quiet = quiet_hosts() if find_spec("transformers") else nullcontext()
     with warnings.catch_warnings(), quiet:
         warnings.simplefilter("ignore")
@@ -210,7 +210,7 @@ def _sides(model: nn.Module, ids: Tensor, unpadded: Trace, limit: float) -> list
     sides = []
     for side in ("left", "right"):
         order = (pads, ids) if side == "left" else (ids, pads)
-        real = torch.cat([torch.full_like(part, part is ids) for part in order], dim=1)
+        real = torch.cat([torch.full_like(tokens, tokens is ids) for tokens in order], dim=1)
         padded_inputs = {"input_ids": torch.cat(order, dim=1), "attention_mask": real}
         with promoted() if unpadded.layers[0].input.dtype is torch.float64 else nullcontext():
             padded = trace(model, padded_inputs)
@@ -262,7 +262,7 @@ def _inexact(name: str, entry: Mapping[str, Any]) -> list[str]:
     for how in ("float32", "float64"):
         limit = tolerance("reconstruction", getattr(torch, how))
         errors = {architecture: layer.get(how) for architecture, layer in entry.get("layers", {}).items()}
-        for part, error in {**errors, "the sum of shares": entry.get("shares", {}).get(how)}.items():
+        for subject, error in {**errors, "the sum of shares": entry.get("shares", {}).get(how)}.items():
             if (error or 0) > limit:
-                inexact.append(f"{name}: {part} has a {how} error of {error:.1e}, above {limit:.0e}")
+                inexact.append(f"{name}: {subject} has a {how} error of {error:.1e}, above {limit:.0e}")
     return inexact

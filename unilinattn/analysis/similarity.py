@@ -143,9 +143,9 @@ def layer_similarity(
         ranks, divergence = torch.eye(len(maps), dtype=torch.float64), torch.zeros(len(maps), len(maps)).double()
         for a, b in torch.triu_indices(len(maps), len(maps), 1).T.tolist():
             # The union: a causal map compared with one that is not weights later keys by zero.
-            found = map_similarity(maps[a], maps[b], keys[a] | keys[b].to(keys[a].device))
-            ranks[a, b] = ranks[b, a] = found.rank_correlation
-            divergence[a, b] = divergence[b, a] = found.divergence
+            similarity = map_similarity(maps[a], maps[b], keys[a] | keys[b].to(keys[a].device))
+            ranks[a, b] = ranks[b, a] = similarity.rank_correlation
+            divergence[a, b] = divergence[b, a] = similarity.divergence
     return LayerSimilarity(names, ranks, divergence)
 
 
@@ -205,7 +205,7 @@ class SampleSimilarity:
                 self.refused[group.popitem()[0]] = str(reason)
                 return None
             covered = {
-                name: found for name, found in group.items() if self._measured({name: found}, orders) is not None
+                name: trace for name, trace in group.items() if self._measured({name: trace}, orders) is not None
             }
             if len(covered) == len(group):
                 raise

@@ -126,13 +126,13 @@ def _measure(trace: Trace, layer: Layer, scope: str, heads: Heads, within: float
     op, causal = only_port(layer), is_causal(layer.operator)
     count = op.num_heads(scope) if heads is None else 1
     totals, rows = torch.zeros(4, 1, dtype=torch.float64), 0
-    for part, block in op.row_blocks(scope=scope, heads=heads, extra_elements=HELD * count):
-        valid = candidate_keys(trace, layer, part, causal)
+    for block_rows, block in op.row_blocks(scope=scope, heads=heads, extra_elements=HELD * count):
+        valid = candidate_keys(trace, layer, block_rows, causal)
         rows += int(valid.any(-1).sum())
         by_head = block if block.ndim == 4 else block.unsqueeze(1)
         every = valid.unsqueeze(1).expand_as(by_head)
         share = row_distributions(by_head, every, f"the {scope} map of {layer.name}")
-        totals = totals + torch.stack(_row_statistics(share, valid, part, within)).sum((1, 3)).cpu()
+        totals = totals + torch.stack(_row_statistics(share, valid, block_rows, within)).sum((1, 3)).cpu()
     if not rows:
         raise InputError(f"no row of {layer.name} has two or more keys; trace sequences of two or more tokens.")
     return LayerStatistics(layer.name, rows, *(totals / rows))

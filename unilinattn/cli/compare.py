@@ -30,14 +30,14 @@ def run(options: argparse.Namespace) -> None:
         _refuse(options, "with PATH, which measures local checkpoints", "task", "models")
         _checkpoints(options)
     else:
-        given = ("text", "texts", "images", "dtype")
-        _refuse(options, "without PATH, because the trained models have their own sequences", *given)
+        refused = ("text", "texts", "images", "dtype")
+        _refuse(options, "without PATH, because the trained models have their own sequences", *refused)
         _trained(options)
 
 
 def _refuse(options: argparse.Namespace, reason: str, *names: str) -> None:
-    if given := [f"--{name}" for name in names if getattr(options, name) is not None]:
-        raise OptionError(f"{' and '.join(given)} cannot be given {reason}.")
+    if refused := [f"--{name}" for name in names if getattr(options, name) is not None]:
+        raise OptionError(f"{' and '.join(refused)} cannot be given {reason}.")
 
 
 def _checkpoints(options: argparse.Namespace) -> None:
@@ -65,10 +65,10 @@ def _checkpoints(options: argparse.Namespace) -> None:
 
 def _names(paths: Sequence[Path]) -> dict[str, Path]:
     """Return the checkpoints by the names of their folders, or by the given paths where two names are equal."""
-    places = [path.resolve() for path in paths]
-    if len(set(places)) < len(places):
+    folders = [path.resolve() for path in paths]
+    if len(set(folders)) < len(folders):
         raise OptionError(f"{', '.join(map(str, paths))} names a folder twice; name each checkpoint once.")
-    short = [place.name for place in places]
+    short = [folder.name for folder in folders]
     return {name if short.count(name) == 1 else str(path): path for name, path in zip(short, paths, strict=True)}
 
 

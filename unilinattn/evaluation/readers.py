@@ -156,8 +156,8 @@ def _of_folder(source: Path, processor: Any) -> Iterator[Unit]:
 
 
 def _of_dataset(source: Any, tokenizer: Any, processor: Any) -> Iterator[Unit]:
-    def read(at: int) -> Sample:
-        entry = source[at]
+    def read(index: int) -> Sample:
+        entry = source[index]
         if isinstance(entry, Sample):
             return entry
         if isinstance(entry, Mapping) and entry.get("image") is not None:
@@ -167,8 +167,8 @@ def _of_dataset(source: Any, tokenizer: Any, processor: Any) -> Iterator[Unit]:
         columns = ", ".join(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
         raise InputError(f"the entry has neither `text` nor `image`: {columns}.")
 
-    for at in range(len(source)):
-        yield f"{type(source).__name__}, entry {at}", partial(read, at)
+    for number in range(len(source)):
+        yield f"{type(source).__name__}, entry {number}", partial(read, number)
 
 
 def _of_image(entry: Mapping[str, Any], processor: Any) -> Sample:
@@ -183,7 +183,7 @@ def with_patches(samples: Sequence[Sample], model: nn.Module) -> list[Sample]:
 
     The model is traced once for each size of image.
     """
-    known: dict[tuple[int, ...], ImageTokens | None] = {}
+    tokens_by_size: dict[tuple[int, ...], ImageTokens | None] = {}
     placed = []
     for sample in samples:
         tensors = sample.inputs.values() if isinstance(sample.inputs, Mapping) else (sample.inputs,)
@@ -191,9 +191,9 @@ def with_patches(samples: Sequence[Sample], model: nn.Module) -> list[Sample]:
         tokens = None
         if images:
             size = tuple(images[0].shape)
-            if size not in known:
-                known[size] = trace(model, sample.inputs, progress=False).image_tokens
-            tokens = known[size]
+            if size not in tokens_by_size:
+                tokens_by_size[size] = trace(model, sample.inputs, progress=False).image_tokens
+            tokens = tokens_by_size[size]
         if tokens is not None:
             valid = torch.zeros(max((*tokens.patches, *tokens.cls)) + 1, dtype=torch.bool)
             valid[list(tokens.patches)] = True

@@ -147,10 +147,10 @@ class _Examination:
         self.model = model
         self.double = copy.deepcopy(model).double()
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        found = trace(self.double, widened(self.inputs))
+        traced = trace(self.double, widened(self.inputs))
         self.verdict = Verdict(
             type(model).__name__,
-            [LayerVerdict(x.name, type(x.module).__name__, x.architecture, x.kind) for x in found.layers],
+            [LayerVerdict(x.name, type(x.module).__name__, x.architecture, x.kind) for x in traced.layers],
         )
 
     def as_given(self, dtype: torch.dtype) -> None:
@@ -240,8 +240,8 @@ class _Examination:
     def _padded(self, sequences: list[Int[Tensor, " _"]], singles: list[Trace], side: str) -> None:
         lengths = torch.tensor([len(sequence) for sequence in sequences])[:, None]
         width = int(lengths.max()) + 2
-        place = torch.arange(width)
-        real = place >= width - lengths if side == "left" else place < lengths
+        position = torch.arange(width)
+        real = position >= width - lengths if side == "left" else position < lengths
         ids = sequences[0].new_full((len(sequences), width), int(sequences[0][0]))
         ids[real] = torch.cat(sequences)
         with warnings.catch_warnings(record=True) as caught:

@@ -58,7 +58,7 @@ def layer_rounding(layer: Layer) -> float:
     with _Reordered():
         reordered = run_module(layer)
     pairs = ((layer.output, exact), (reordered, run_module(layer)))
-    return max(relative_error(_real(layer, one), _real(layer, other)) for one, other in pairs)
+    return max(relative_error(_real(layer, first), _real(layer, other)) for first, other in pairs)
 
 
 def rounding_limit(rounding: float, dtype: torch.dtype) -> float:

@@ -64,12 +64,12 @@ def family(
     `build(*names, **settings)` returns the builder of a model. `defaults` are fields and settings, which those of a
     host replace.
     """
-    known = {field.name for field in fields(Host)}
+    field_names = {field.name for field in fields(Host)}
 
-    def make(name: str, **given: Any) -> Host:
-        settings = {**defaults, **given}
-        own = {key: settings.pop(key) for key in known & settings.keys()}
-        return Host(name, architecture, build(*names, **settings), **own)
+    def make(name: str, **others: Any) -> Host:
+        settings = {**defaults, **others}
+        host_fields = {key: settings.pop(key) for key in field_names & settings.keys()}
+        return Host(name, architecture, build(*names, **settings), **host_fields)
 
     return make
 
