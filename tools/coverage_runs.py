@@ -28,6 +28,7 @@ from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.testing import hosts
+from unilinattn.testing.conformance import promoted_trace
 from unilinattn.testing.hosts import Host
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.layer import Layer
@@ -81,7 +82,7 @@ def measure(host: Host) -> dict[str, Any] | None:
         if _runs_in_its_dtype(low_model, low_inputs):
             runs["bfloat16"] = trace(low_model, low_inputs)
         model, limit = copy.deepcopy(model).double(), tolerance("padding", torch.float64)
-        reference = runs["float64"] = _promoted(model, _cast(inputs, torch.float64))
+        reference = runs["float64"] = promoted_trace(model, _cast(inputs, torch.float64))
     for how, run in runs.items():
         for name, group in _by_architecture(run).items():
             layers[name][how] = _worst(group)
@@ -177,15 +178,6 @@ def _states(output: Any) -> Tensor:
     """Return a linear function of the output of a model without logits."""
     states: Tensor = output.last_hidden_state[:, -1, :3].sum(-1)
     return states
-
-
-def _promoted(model: nn.Module, inputs: Any) -> Trace:
-    with promoted():
-        promoted_trace = trace(model, inputs)
-        for layer in promoted_trace.layers:
-            with suppress(UncoveredError):
-                layer.operator  # noqa: B018  builds it while the host is promoted
-    return promoted_trace
 
 
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:

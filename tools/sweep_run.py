@@ -65,14 +65,9 @@ def measure(case: Case, built: Callable[[], None] = lambda: None) -> dict[str, A
     result: dict[str, Any] = {"layers": len(traced.layers)}
     changed = difference(traced.output, reference)
     if changed > OUTPUT + 10 * noise:
-        return {
-            "outcome": "wrong",
-            "error": "output",
-            "message": f"the traced output differs by {changed:.0e}",
-        } | result
+        return _wrong("output", f"the traced output differs by {changed:.0e}") | result
     if len(traced.layers) < least:
-        message = f"{len(traced.layers)} layers, but {least} calls of modules attend"
-        return {"outcome": "wrong", "error": "layers", "message": message} | result
+        return _wrong("layers", f"{len(traced.layers)} layers, but {least} calls of modules attend") | result
     try:
         torch.manual_seed(0)
         scores = explain(model, inputs, target=-1, progress=False)
@@ -83,9 +78,9 @@ def measure(case: Case, built: Callable[[], None] = lambda: None) -> dict[str, A
     gap = scores.completeness_gap
     result["gap"] = None if gap is None else float(f"{gap:.0e}")
     if not bool(scores.scores.isfinite().all()):
-        return {"outcome": "wrong", "error": "scores", "message": "scores are not finite"} | result
+        return _wrong("scores", "scores are not finite") | result
     if gap is not None and not gap <= GAP:
-        return {"outcome": "wrong", "error": "gap", "message": "scores do not add up to the target"} | result
+        return _wrong("gap", "scores do not add up to the target") | result
     return {"outcome": "works"} | result
 
 
@@ -322,6 +317,10 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from _tensors(inner, f"{path}[{index}]")
+
+
+def _wrong(error: str, message: str) -> dict[str, Any]:
+    return {"outcome": "wrong", "error": error, "message": message}
 
 
 def _failed(outcome: str, error: Exception) -> dict[str, Any]:

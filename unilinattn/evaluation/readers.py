@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
 from unilinattn.evaluation.metrics import gold_links
 from unilinattn.evaluation.samples import Sample
+from unilinattn.evaluation.texts import numbered_lines
 from unilinattn.host.image import processed
 from unilinattn.optional import import_extra
 from unilinattn.registry import ImageTokens
@@ -93,13 +94,8 @@ def read_samples(
             stacklevel=2,
         )
     if not samples:
-        kind = (
-            "no images"
-            if Path(name).is_dir()
-            else "no lines"
-            if isinstance(source, str | os.PathLike)
-            else "no entries"
-        )
+        is_path = isinstance(source, str | os.PathLike)
+        kind = "no images" if Path(name).is_dir() else "no lines" if is_path else "no entries"
         raise InputError(
             f"{name} has {kind} that can be read; give one JSON object with a `text` a line, a text a line in a .txt "
             "file, a folder of images, or a data set with a column `text` or `image`."
@@ -108,15 +104,9 @@ def read_samples(
 
 
 def _of_file(source: Path, tokenizer: Any) -> Iterator[Unit]:
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source} cannot be read as UTF-8 text: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            plain = source.suffix == ".txt"
-            read = partial(_of_text, {"text": line}, tokenizer) if plain else partial(_from_line, line, tokenizer)
-            yield f"{source}, line {number}", read
+    for where, line in numbered_lines(source):
+        plain = source.suffix == ".txt"
+        yield where, partial(_of_text, {"text": line}, tokenizer) if plain else partial(_from_line, line, tokenizer)
 
 
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:

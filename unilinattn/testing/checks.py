@@ -54,6 +54,11 @@ def fresh(like: Tensor, seed: int) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
 
 
+def real_tokens(mask: Tensor | None, y: Tensor) -> Tensor:
+    """Return a tensor (batch, token, channel) with zeros at padded tokens."""
+    return y if mask is None else y * mask[..., None]
+
+
 def variant(operator: MixerOperator, **attributes: Any) -> MixerOperator:
     """Return a copy of an operator, of the same class, with the given attributes replaced."""
     changed = copy.copy(operator)

@@ -14,6 +14,7 @@ from unilinattn.operator.selection import PRODUCTS, REDUCTIONS
 from unilinattn.operator.stages import Chain, Mix, Scale, channel_groups, run, walk
 from unilinattn.testing.checks import (
     fresh,
+    real_tokens,
     require,
     require_close,
     require_identity,
@@ -21,7 +22,7 @@ from unilinattn.testing.checks import (
     variant,
     without_matrices,
 )
-from unilinattn.testing.dense import dense_run
+from unilinattn.testing.dense import dense_sum
 from unilinattn.testing.peak import peak_of
 
 MATRIX_SCOPES = ("core", "mixer", "unified")
@@ -30,7 +31,7 @@ MATRIX_SCOPES = ("core", "mixer", "unified")
 def reconstruction(op: MixerOperator, limit: float) -> None:
     """Check op(x) = y over real tokens, with the host's input x and output y."""
     law = "reconstruction"
-    got, expected = _real(op, op.apply(op.inputs)), _real(op, op.output)
+    got, expected = real_tokens(op.mask, op.apply(op.inputs)), real_tokens(op.mask, op.output)
     what = "the operator on the host's input against the host's output" + _whereabouts(op, got, expected, limit)
     require_close(law, got, expected, limit, what)
     error, reported = relative_error(got, expected), op.reconstruction_error()
@@ -42,7 +43,7 @@ def completeness(op: MixerOperator, limit: float) -> None:
     """Check that the contributions and the bias sum to y at sampled rows."""
     rows = _sampled(op)
     shares = sum(op.contributions(rows, port=port).sum(2) for port in op.ports)
-    total, expected = _real(op, op.bias + _placed(op, shares, rows)), _real(op, op.output)
+    total, expected = real_tokens(op.mask, op.bias + _placed(op, shares, rows)), real_tokens(op.mask, op.output)
     what = f"contributions and bias at rows {rows} against the host's output"
     require_close("completeness", total[:, rows], expected[:, rows], limit, what)
 
@@ -72,8 +73,7 @@ def linearity(op: MixerOperator, limit: float) -> None:
 def dense_composition(op: MixerOperator, limit: float) -> None:
     """Check the operator, on a fresh input, against the product of its stages as dense matrices."""
     inputs = {port: fresh(x, 24) for port, x in op.inputs.items()}
-    expected = sum(dense_run(chain, inputs[port]) for port, chain in op.chains.items())
-    assert isinstance(expected, Tensor)
+    expected = dense_sum(op.chains, inputs)
     require_close("dense", op.apply(inputs), expected, limit, "a fresh input against the product of dense stages")
 
 
@@ -132,8 +132,7 @@ def bias(op: MixerOperator, limit: float) -> None:
     }.items():
         require("bias", torch.equal(other.bias, recorded), f"it changes with the recorded {name} of the host.")
     zeros = {port: torch.zeros_like(x) for port, x in op.inputs.items()}
-    expected = sum(dense_run(chain, zeros[port]) for port, chain in op.chains.items())
-    assert isinstance(expected, Tensor)
+    expected = dense_sum(op.chains, zeros)
     scale = op.output.flatten(1).norm(dim=1)
     require_close("bias", recorded, expected, limit, "the bias against the stages on a zero input", scale=scale)
 
@@ -246,7 +245,7 @@ def recurrence(op: MixerOperator, frozen: Callable[[Tensor], Tensor], limit: flo
     """Check the operator, on a fresh input, against a recurrence frozen on the recorded input."""
     x = fresh(op.inputs[op.ports[0]], 29)
     what = "a fresh input against the frozen recurrence, token by token"
-    require_close("recurrence", _real(op, op.apply(x)), _real(op, frozen(x)), limit, what)
+    require_close("recurrence", real_tokens(op.mask, op.apply(x)), real_tokens(op.mask, frozen(x)), limit, what)
 
 
 def operator_passes(op: MixerOperator) -> dict[str, Callable[[], Tensor]]:
@@ -348,10 +347,6 @@ def _whereabouts(op: MixerOperator, got: Tensor, expected: Tensor, limit: float)
         f", right up to token {int(off[0]) - 1} and off from token {int(off[0])} on (look at what a token sends to "
         "later ones: decay, state, convolution)"
     )
-
-
-def _real(op: MixerOperator, y: Tensor) -> Tensor:
-    return y if op.mask is None else y * op.mask[..., None]
 
 
 def _sampled(op: MixerOperator) -> list[int]:
