@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING
 
@@ -191,13 +190,12 @@ class ModelComparison:
         names = list(self.models) if model is None else [model]
         if ax is not None and len(names) > 1:
             raise InputError(f"`ax` holds one picture, but {len(names)} models were compared; choose one by `model`.")
-        panels = [partial(self._draw, name=name) for name in names]
-        return draw(ax, panels, columns=3, size=(3.6, 3.0))
-
-    def _draw(self, axes: "Axes", name: str) -> None:
-        lines = {row: (curve.fractions, curve.mean.tolist()) for row, curve in self.models[name].curves.items()}
         across, upwards = AXES[self.unit]
-        curve_lines(axes, lines, name, across=across, upwards=upwards, baseline=RANDOM)
+        panels = []
+        for name in names:
+            series = {row: (curve.fractions, curve.mean.tolist()) for row, curve in self.models[name].curves.items()}
+            panels.append(curve_lines(series, name, across=across, upwards=upwards, baseline=RANDOM))
+        return draw(ax, panels, columns=3, size=(3.6, 3.0))
 
     def _keys(self, name: str) -> list[str]:
         assert self.similarity is not None

@@ -40,7 +40,7 @@ class Oversmoothing:
         """Draw the mean over sequences against the relative depth (HMA arXiv Fig. 6)."""
         series = {name: values.mean(1).tolist() for name, values in self.similarity.items()}
         title = "mean cosine similarity of tokens"
-        panel = lines(series, title, across="relative depth", upwards="cosine similarity", depth=True)
+        panel = lines(series, title, across="relative depth", upwards="cosine similarity")
         return draw(where, [panel], size=(4.2, 3.0))
 
 

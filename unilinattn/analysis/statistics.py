@@ -80,7 +80,7 @@ class MapStatistics:
         for name, unit in STATISTICS.items():
             series = {m: [float(getattr(x, name).mean()) for x in layers] for m, layers in self.models.items()}
             legend = not panels
-            panels.append(lines(series, name, across="relative depth", upwards=unit, depth=True, legend=legend))
+            panels.append(lines(series, name, across="relative depth", upwards=unit, legend=legend))
         return draw(where, panels, size=(3.0, 2.7))
 
 
