@@ -5,10 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError
+from unilinattn.examples import AT_ONCE
 from unilinattn.examples.tasks import NO_ANSWER
-
-AT_ONCE = 64
-"""Sequences in one run of the model; hosts that keep a state per token are slower on a CPU with larger batches."""
 
 
 @torch.no_grad()

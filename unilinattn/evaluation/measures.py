@@ -13,13 +13,7 @@ from torch.nn import functional
 
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.masking import Masking
-from unilinattn.evaluation.metrics import (
-    RowScores,
-    alignment_error_rate,
-    completeness_gap,
-    earlier_keys,
-    row_scores,
-)
+from unilinattn.evaluation.metrics import RowScores, alignment_error_rate, completeness_gap, earlier_keys, row_scores
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve, PerturbationTest
 from unilinattn.evaluation.samples import Sample, function_name
 from unilinattn.evaluation.segmentation import SegmentationScores, foreground_of, overlaps, segmentation_scores

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from unilinattn.call.exactness import tolerance
 from unilinattn.mixers import CoreMixer
-from unilinattn.testing.checks import (
-    fresh,
-    matrix_free,
-    require,
-    require_close,
-    require_identity,
-    require_unmoved,
-)
+from unilinattn.testing.checks import fresh, matrix_free, require, require_close, require_identity, require_unmoved
 
 
 def apply_is_the_matrix(mixer: CoreMixer, limit: float) -> None:
