@@ -107,28 +107,23 @@ def compare_models(
                 tokenizer = reader if unit == "text" else None
                 traces[name] = trace(host, samples[name][number].inputs, tokenizer=tokenizer, progress=False)
             similarity.add(traces)
-    shown = []
-    for number in range(min(most, len(names))):
+
+    def shown(number: int) -> Comparison | None:
         by_model = {name: recorder.shown[number] for name, recorder in recorders.items() if recorder.shown[number]}
-        shown.append(Comparison(by_model) if by_model else None)
-    return _comparison(
-        recorders,
-        similarity,
-        texts=names if unit == "text" else (),
-        images=names if unit == "image" else (),
-        shown=shown[0],
-        on_images=tuple(
+        return Comparison(by_model) if by_model else None
+
+    inputs: dict[str, Any] = {f"{unit}s": names}
+    if unit == "image":
+        inputs["on_images"] = tuple(
             ImageResults(
-                name,
-                results,
-                {model: recorder.read[number] for model, recorder in recorders.items()},
-                {model: recorder.predicted[number] for model, recorder in recorders.items()},
+                image,
+                shown(number),
+                {name: recorder.read[number] for name, recorder in recorders.items()},
+                {name: recorder.predicted[number] for name, recorder in recorders.items()},
             )
-            for number, (name, results) in enumerate(zip(names, shown, strict=False))
-            if unit == "image"
-        ),
-        masking=masking,
-    )
+            for number, image in enumerate(names[:most])
+        )
+    return _comparison(recorders, similarity, shown=shown(0), masking=masking, **inputs)
 
 
 def compare_trained(
