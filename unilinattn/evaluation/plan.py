@@ -123,7 +123,8 @@ class Plan:
 
     def seed_of(self, *path: object) -> int:
         """Return the seed of a unit of work, from the seed of the evaluation."""
-        return seed_of(self.seed, *path)
+        text = "/".join(map(str, (self.seed, *path)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def batches(samples: Sequence[Sample], most: int) -> list[list[int]]:
@@ -145,12 +146,6 @@ def batches(samples: Sequence[Sample], most: int) -> list[list[int]]:
             indices.append([index])
         previous = alike
     return indices
-
-
-def seed_of(seed: int, *path: object) -> int:
-    """Return the seed of a unit of work, from the seed of an evaluation."""
-    text = "/".join(map(str, (seed, *path)))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]]]:

@@ -91,7 +91,7 @@ def task_samples(task: str | Task, count: int, *, seed: int = HELD_OUT_SEED, tar
         label = None
         if target is not None:
             if not -task.length <= target < task.length or not bool(asked[target]):
-                positions = [position for position in asked.nonzero().flatten().tolist()]
+                positions = asked.nonzero().flatten().tolist()
                 raise InputError(
                     f"target {target} of sequence {len(samples)} of {task.name} has no answer among the keys before "
                     f"it; positions that have one: {positions}."
