@@ -4,6 +4,7 @@ import contextlib
 import io
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from tools.markers import replace_section
@@ -20,17 +21,26 @@ def table_of(output: str) -> str:
     return f"```text\n{table}\n```"
 
 
-def write(root: Path) -> None:
-    """Compare the trained models and write the page and the picture of the repository `root`."""
+@contextlib.contextmanager
+def compared(*arguments: str) -> Iterator[tuple[Path, str]]:
+    """Run `unilinattn compare`, and yield the folder of its report and its output.
+
+    Raises `RuntimeError` if the command fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report")
-        output = io.StringIO()
+        report, output = Path(folder, "report"), io.StringIO()
         with contextlib.redirect_stdout(output):
-            status = main(["compare", "--out", str(report)])
+            status = main(["compare", *arguments, "--out", str(report)])
         if status:
             raise RuntimeError(f"`unilinattn compare` ended with status {status}.")
+        yield report, output.getvalue()
+
+
+def write(root: Path) -> None:
+    """Compare the trained models and write the page and the picture of the repository `root`."""
+    with compared() as (report, output):
         page = root / PAGE
-        page.write_text(replace_section(page.read_text(), "compare", table_of(output.getvalue())))
+        page.write_text(replace_section(page.read_text(), "compare", table_of(output)))
         shutil.copy(report / "compare.png", root / PICTURE)
 
 

@@ -71,15 +71,15 @@ def _main(options: argparse.Namespace) -> int:
     for name in options.tables or ():
         if name not in every:
             raise OptionError(f"no table of hosts is named {name!r}{nearest(name, every)}")
-    chosen = {name: hosts for name, hosts in every.items() if not options.tables or name in options.tables}
+    selected = {name: hosts for name, hosts in every.items() if not options.tables or name in options.tables}
     record = _Record(options.root / RECORD)
-    fresh, problems = run(chosen)
+    fresh, problems = run(selected)
     names = [f"{table}/{host.name}" for table, hosts in every.items() for host in hosts]
     if options.check:
-        problems += record.differences(fresh, chosen, names)
+        problems += record.differences(fresh, selected, names)
         problems += coverage_pages.stale(options.root, record.content, every)
     else:
-        record.update(fresh, chosen, names)
+        record.update(fresh, selected, names)
         record.save()
         problems += coverage_pages.write(options.root, record.content, every)
     for problem in problems:
@@ -97,25 +97,25 @@ class _Record:
         self.path = path
         self.content: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
 
-    def differences(self, fresh: Runs, chosen: Iterable[str], configurations: Iterable[str]) -> list[str]:
+    def differences(self, fresh: Runs, run_tables: Iterable[str], configurations: Iterable[str]) -> list[str]:
         messages = []
         for environment, runs in _by_environment(fresh).items():
             if environment not in self.content:
                 messages.append(f"{environment}: has no recorded run")
                 continue
             stored = self.content[environment]["runs"]
-            lines = differences(stored, runs, run_tables=chosen, configurations=configurations)
+            lines = differences(stored, runs, run_tables=run_tables, configurations=configurations)
             messages += [f"{environment}: {line}" for line in lines]
         return messages
 
-    def update(self, fresh: Runs, chosen: Iterable[str], configurations: Sequence[str]) -> None:
-        chosen, order = set(chosen), {name: place for place, name in enumerate(configurations)}
+    def update(self, fresh: Runs, run_tables: Iterable[str], configurations: Sequence[str]) -> None:
+        run_tables, order = set(run_tables), {name: rank for rank, name in enumerate(configurations)}
         for environment, runs in _by_environment(fresh).items():
             entry = self.content.setdefault(environment, {"runs": {}})
             entry["machine"] = _machine()
             entry["runs"].update(runs)
         for entry in self.content.values():
-            names = [name for name, run in entry["runs"].items() if name in order or run["table"] not in chosen]
+            names = [name for name, run in entry["runs"].items() if name in order or run["table"] not in run_tables]
             names.sort(key=lambda name: order.get(name, len(order)))
             entry["runs"] = {name: entry["runs"][name] for name in names}
         self.content = {name: entry for name, entry in self.content.items() if entry["runs"]}

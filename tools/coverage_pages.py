@@ -2,14 +2,14 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tools import hybrids, sweep_pages
 from tools.families import FAMILIES, GROUPS
-from tools.markers import MissingSectionError, markers, replace_section
+from tools.markers import MissingSectionError, markers, replace_section, table
 from tools.typeset import typeset
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.options.described import option_texts
@@ -64,15 +64,15 @@ def pages(root: Path, record: Record, tables: Mapping[str, Sequence[Host]]) -> t
         **{METHODS / f"{name}.md": {"options": _options_table(method)} for name, method in package_methods().items()},
     }
     sections[LOGIT]["gaps"] = _gaps_table(record)
-    for path, parts in sections.items():
+    for path, bodies in sections.items():
         if not (root / path).is_file():
-            marks = ", ".join(" and ".join(markers(name)) for name in parts)
+            marks = ", ".join(" and ".join(markers(name)) for name in bodies)
             problems.append(f"{path} is missing: write it, with the markers of its sections: {marks}")
             continue
         text = (root / path).read_text()
-        for name, table in parts.items():
+        for name, body in bodies.items():
             try:
-                text = replace_section(text, name, table)
+                text = replace_section(text, name, body)
             except MissingSectionError as error:
                 problems.append(f"{path}: {error}")
         texts[path] = text
@@ -114,7 +114,7 @@ def _options_table(method: Method) -> str:
     for text in option_texts(method.options):
         accepted = re.sub(r"'[^']*'|None", r"`\g<0>`", text.accepted)
         rows.append((f"`{text.name}`", f"`{text.default}`", accepted, typeset(text.meaning)))
-    return _table(("option", "default", "accepted", "meaning"), rows)
+    return table(("option", "default", "accepted", "meaning"), rows)
 
 
 def _methods_table(root: Path) -> str:
@@ -122,12 +122,12 @@ def _methods_table(root: Path) -> str:
     paths = {name: root / METHODS / f"{name}.md" for name in package_methods()}
     texts = {name: path.read_text() for name, path in paths.items() if path.is_file()}
     rows = [(f"[`{name}`]({name}.md)", " ".join(text.split("\n\n")[1].split())) for name, text in texts.items()]
-    return _table(("method", "scores"), rows)
+    return table(("method", "scores"), rows)
 
 
 def _groups_table(folder: str) -> str:
     rows = [(group.question, ", ".join(f"[`{name}`]({folder}{name}.md)" for name in group.methods)) for group in GROUPS]
-    return _table(("question", "methods"), rows)
+    return table(("question", "methods"), rows)
 
 
 def _families_table(record: Record) -> str:
@@ -141,7 +141,7 @@ def _families_table(record: Record) -> str:
             structures = dict.fromkeys(structure for row in members for structure in row.structures)
             worst = max(members, key=lambda row: row.errors.get("float32", 0.0)).error("float32")
             rows.append((family.name, family.models, ", ".join(structures), worst))
-    return _table(("family", "models", "structure of the operator", "worst error, float32"), rows)
+    return table(("family", "models", "structure of the operator", "worst error, float32"), rows)
 
 
 def _gaps_table(record: Record) -> str:
@@ -152,7 +152,7 @@ def _gaps_table(record: Record) -> str:
         refused = sum(shares["float32"] is None for shares in members)
         count = f"{len(members)}" if not refused else f"{len(members)}, of which {refused} refused"
         rows.append((family.name, count, *(_worst_gap(members, how) for how in ("float32", "float64"))))
-    return _table(("family of the configuration", "configurations", "worst gap, float32", "worst gap, float64"), rows)
+    return table(("family of the configuration", "configurations", "worst gap, float32", "worst gap, float64"), rows)
 
 
 def _worst_gap(members: Sequence[Mapping[str, float | None]], how: str) -> str:
@@ -169,7 +169,7 @@ def _architectures_table(record: Record) -> str:
         since = row.oldest if not row.later else f"{row.oldest} ({sum(map(len, row.later.values()))} later)"
         rows.append((architecture, kinds, structures, *errors, f"{package}: {', '.join(classes)}", since))
     heads = ("architecture", "mixes tokens by", "structure", "float32 error", "float64 error", "hosts", "since")
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _coverage(record: Record, tables: Mapping[str, Sequence[Host]], sweep: Mapping[str, Any] | None) -> str:
@@ -192,29 +192,29 @@ def _coverage(record: Record, tables: Mapping[str, Sequence[Host]], sweep: Mappi
         later = "".join(f" Only since {version}: {', '.join(hosts)}." for version, hosts in row.later.items())
         details.append(f"- **{architecture}** ({package}), by {ways}: {'; '.join(row.configurations)}.{later}")
     heads = ("architecture", "mixes tokens by", "structure", "host classes", "scopes", *DTYPES)
-    parts = [_HEAD, _table((*heads, "padding", "since"), rows), ""]
+    page = [_HEAD, table((*heads, "padding", "since"), rows), ""]
     never = [name for name in package_architectures() if name not in {architecture for architecture, _ in adapter_rows}]
     ran = {name for entry in record.values() for name in entry["runs"] if "layers" in entry["runs"][name]}
     unrun = {
-        table: [host.name for host in hosts if f"{table}/{host.name}" not in ran] for table, hosts in tables.items()
+        family: [host.name for host in hosts if f"{family}/{host.name}" not in ran] for family, hosts in tables.items()
     }
     if never:
-        parts += [f"Registered adapters without a recorded run: {', '.join(never)}.", ""]
+        page += [f"Registered adapters without a recorded run: {', '.join(never)}.", ""]
     if any(unrun.values()):
-        lines = [f"- {table}: {'; '.join(names)}." for table, names in unrun.items() if names]
-        parts += ["Configurations without a recorded run:", "", *lines, ""]
+        lines = [f"- {family}: {'; '.join(names)}." for family, names in unrun.items() if names]
+        page += ["Configurations without a recorded run:", "", *lines, ""]
     begin, end = markers(sweep_pages.SECTION)
     swept = sweep_pages.section(sweep) if sweep else "No sweep is recorded."
-    parts += ["## Auto classes of transformers", "", begin, "", swept, "", end, ""]
-    parts += ["## Configurations", "", "In parentheses: batch x length.", "", *details, "", "## Environments", ""]
+    page += ["## Auto classes of transformers", "", begin, "", swept, "", end, ""]
+    page += ["## Configurations", "", "In parentheses: batch x length.", "", *details, "", "## Environments", ""]
     for environment, entry in sorted(record.items()):
         machine = entry["machine"]
-        parts.append(
+        page.append(
             f"- **{environment}**: {len(_ran(entry))} configurations, torch {machine['torch']}, "
             f"Python {machine['python']}, {machine['machine']}."
         )
-    parts += [line for environment, entry in sorted(record.items()) for line in _left_out(environment, entry)]
-    return "\n".join([*parts, ""])
+    page += [line for environment, entry in sorted(record.items()) for line in _left_out(environment, entry)]
+    return "\n".join([*page, ""])
 
 
 def _ran(entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -309,8 +309,3 @@ def _rows(record: Record) -> dict[tuple[str, str], _Row]:
 
 def _release(environment: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", environment.rpartition(" ")[2])))
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

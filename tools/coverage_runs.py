@@ -29,6 +29,7 @@ from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.scopes import SCOPES
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.testing import hosts
+from unilinattn.testing.conformance import promoted_trace
 from unilinattn.testing.hosts import Host
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.layer import Layer
@@ -82,7 +83,7 @@ def measure(host: Host) -> dict[str, Any] | None:
         if _runs_in_its_dtype(low_model, low_inputs):
             runs["bfloat16"] = trace(low_model, low_inputs)
         model, limit = copy.deepcopy(model).double(), tolerance("padding", torch.float64)
-        reference = runs["float64"] = _promoted(model, _cast(inputs, torch.float64))
+        reference = runs["float64"] = promoted_trace(model, _cast(inputs, torch.float64))
     for how, run in runs.items():
         for name, group in _by_architecture(run).items():
             layers[name][how] = _worst(group)
@@ -100,11 +101,11 @@ def measure(host: Host) -> dict[str, Any] | None:
     }
 
 
-def run(chosen: Mapping[str, Sequence[Host]]) -> tuple[Runs, list[str]]:
+def run(selected: Mapping[str, Sequence[Host]]) -> tuple[Runs, list[str]]:
     """Measure tables of hosts; return their records and the messages of failed or inexact configurations."""
     runs: Runs = {}
     problems: list[str] = []
-    hosts = [(table, host) for table, entries in chosen.items() for host in entries]
+    hosts = [(table, host) for table, entries in selected.items() for host in entries]
     quiet = quiet_hosts() if find_spec("transformers") else nullcontext()
     with warnings.catch_warnings(), quiet:
         warnings.simplefilter("ignore")
@@ -180,15 +181,6 @@ def _states(output: Any) -> Tensor:
     return states
 
 
-def _promoted(model: nn.Module, inputs: Any) -> Trace:
-    with promoted():
-        promoted_trace = trace(model, inputs)
-        for layer in promoted_trace.layers:
-            with suppress(UncoveredError):
-                layer.operator  # noqa: B018  builds it while the host is promoted
-    return promoted_trace
-
-
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return inputs.to(dtype) if inputs.is_floating_point() else inputs
 
@@ -211,7 +203,7 @@ def _sides(model: nn.Module, ids: Tensor, unpadded: Trace, limit: float) -> list
     sides = []
     for side in ("left", "right"):
         order = (pads, ids) if side == "left" else (ids, pads)
-        real = torch.cat([torch.full_like(part, part is ids) for part in order], dim=1)
+        real = torch.cat([torch.full_like(tokens, tokens is ids) for tokens in order], dim=1)
         padded_inputs = {"input_ids": torch.cat(order, dim=1), "attention_mask": real}
         with promoted() if unpadded.layers[0].input.dtype is torch.float64 else nullcontext():
             padded = trace(model, padded_inputs)
@@ -263,7 +255,7 @@ def _inexact(name: str, entry: Mapping[str, Any]) -> list[str]:
     for how in ("float32", "float64"):
         limit = tolerance("reconstruction", getattr(torch, how))
         errors = {architecture: layer.get(how) for architecture, layer in entry.get("layers", {}).items()}
-        for part, error in {**errors, "the sum of shares": entry.get("shares", {}).get(how)}.items():
+        for subject, error in {**errors, "the sum of shares": entry.get("shares", {}).get(how)}.items():
             if (error or 0) > limit:
-                inexact.append(f"{name}: {part} has a {how} error of {error:.1e}, above {limit:.0e}")
+                inexact.append(f"{name}: {subject} has a {how} error of {error:.1e}, above {limit:.0e}")
     return inexact

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tools.markers import table
 from unilinattn.tracing.trace import Trace
 
 _HEAD = r"""# Hybrids
@@ -38,18 +39,17 @@ def page(environments: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
     `environments`: the record's environments with their runs, newest version first.
     """
-    parts, seen = [_HEAD], set()
+    lines, seen = [_HEAD], set()
     for environment, runs in environments:
         for name, run in runs.items():
             if "hybrid" not in run or run["model"] in seen:
                 continue
             seen.add(run["model"])
             configuration = f"{name.partition('/')[2]} ({run['batch']} x {run['length']})"
-            parts += [f"## {run['model']}", "", f"With {environment}; configuration: {configuration}.", ""]
-            parts += ["| " + " | ".join(_HEADS) + " |", "| " + " | ".join(["---"] * len(_HEADS)) + " |"]
+            lines += [f"## {run['model']}", "", f"With {environment}; configuration: {configuration}.", ""]
+            rows = []
             for layer, entry in run["hybrid"].items():
                 errors = (f"{entry[how]:.0e}" if how in entry else "not run" for how in ("float32", "float64"))
-                cells = (str(entry["step"]), f"`{layer}`", entry["class"], entry["kind"], *errors)
-                parts.append("| " + " | ".join(cells) + " |")
-            parts.append("")
-    return "\n".join(parts)
+                rows.append((entry["step"], f"`{layer}`", entry["class"], entry["kind"], *errors))
+            lines += [table(_HEADS, rows), ""]
+    return "\n".join(lines)

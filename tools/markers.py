@@ -1,4 +1,6 @@
-"""Generated sections of a page: the text between `<!-- name:begin -->` and `<!-- name:end -->`."""
+"""Generated sections of a page, the text between `<!-- name:begin -->` and `<!-- name:end -->`, and tables in them."""
+
+from collections.abc import Iterable, Sequence
 
 
 class MissingSectionError(LookupError):
@@ -26,6 +28,14 @@ def replace_section(page: str, name: str, body: str) -> str:
     before, _, after = _split(page, name)
     begin, end = markers(name)
     return f"{before}{begin}\n\n{body}\n\n{end}{after}"
+
+
+def table(heads: Sequence[str], rows: Iterable[Iterable[object]], *, right: int | None = None) -> str:
+    """Return a Markdown table, whose columns from number `right` on are aligned to the right."""
+    rules = ["---" if right is None or column < right else "---:" for column in range(len(heads))]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", r"\|") for cell in row) + " |" for row in (heads, rules, *rows)
+    )
 
 
 def _split(page: str, name: str) -> tuple[str, str, str]:

@@ -1,15 +1,12 @@
 """`python -m tools.methods_page`: run methods on the trained models, and write how often each finds the answer."""
 
-import contextlib
-import io
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.markers import replace_section
-from unilinattn.cli import main
+from tools.compare_page import compared
+from tools.markers import replace_section, table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/methods/index.md")
@@ -39,18 +36,13 @@ def table_of(numbers: Mapping[str, Any]) -> str:
             if row["metric"] == "hit_at_1":
                 shares.setdefault(row["method"], {})[f"{comparison['task']}/{row['model']}"] = row["value"]
     names = list(next(iter(shares.values())))
-    lines = [f"| method | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}"]
-    for method, by_model in shares.items():
-        lines.append(f"| {method} | {' | '.join(f'{by_model[name]:.0%}' for name in names)} |")
-    return "\n".join(lines)
+    rows = ((method, *(f"{by_model[name]:.0%}" for name in names)) for method, by_model in shares.items())
+    return table(("method", *names), rows)
 
 
 def write(root: Path) -> None:
     """Run the methods and write the table into the page of the repository `root`."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        report = Path(folder, "report")
-        if status := main(["compare", "--methods", *METHODS, "--out", str(report)]):
-            raise RuntimeError(f"`unilinattn compare` ended with status {status}.")
+    with compared("--methods", *METHODS) as (report, _):
         numbers = json.loads((report / "compare.json").read_text())
     page = root / PAGE
     page.write_text(replace_section(page.read_text(), "evidence", table_of(numbers)))

@@ -107,15 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="write the verdicts into mutants.json")
     options = parser.parse_args(arguments)
-    chosen = [mutant for mutant in mutants() if options.only in mutant.name]
+    selected = [mutant for mutant in mutants() if options.only in mutant.name]
     texts = sources()
-    for mutant in chosen:
+    for mutant in selected:
         module_of(mutant, texts)
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     lost = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
-        for mutant in chosen:
+        for mutant in selected:
             start, before = monotonic(), record.get(mutant.name)
             record[mutant.name] = verdict(mutant, copy, options.tests, options.suites)
             is_lost = record[mutant.name] == LIVED != (before or LIVED)

@@ -26,15 +26,15 @@ _LINK = re.compile(r"\]\((?!http|#)([^)]+)\)")
 
 def cells(page: Path) -> list[dict[str, Any]]:
     """Return the cells of a page without outputs; the outputs that it shows are left out."""
-    found = [_cell("code", EXAMPLES, 0)]
-    for part in _PART.finditer(page.read_text()):
-        if part["kind"] == "python":
-            found.append(_cell("code", part["code"], len(found)))
-        elif part["kind"] not in (None, "text"):
-            found.append(_cell("markdown", part[0], len(found)))
-        elif part["kind"] is None and part["text"].strip():
-            found.append(_cell("markdown", _relinked(part["text"], page), len(found)))
-    return [found[1], found[0], *found[2:]]
+    content = [_cell("code", EXAMPLES, 0)]
+    for block in _PART.finditer(page.read_text()):
+        if block["kind"] == "python":
+            content.append(_cell("code", block["code"], len(content)))
+        elif block["kind"] not in (None, "text"):
+            content.append(_cell("markdown", block[0], len(content)))
+        elif block["kind"] is None and block["text"].strip():
+            content.append(_cell("markdown", _relinked(block["text"], page), len(content)))
+    return [content[1], content[0], *content[2:]]
 
 
 def executed(cells: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:

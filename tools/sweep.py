@@ -41,13 +41,13 @@ def cases() -> list[Case]:
     suffix = "_MAPPING_NAMES"
     names = [name for name in vars(modeling_auto) if name.startswith("MODEL_") and name.endswith(suffix)]
     names.sort(key=lambda name: "PRETRAINING" in name)
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for name in names:
         task = name.removesuffix(suffix).removeprefix("MODEL").removeprefix("_FOR_").lower().replace("_", " ") or "base"
         for model_type, classes in getattr(modeling_auto, name).items():
             for model in [classes] if isinstance(classes, str) else classes:
-                found.setdefault(model, Case(task, model_type, model))
-    return list(found.values())
+                cases.setdefault(model, Case(task, model_type, model))
+    return list(cases.values())
 
 
 def differences(stored: Sequence[Row], fresh: Sequence[Row], *, whole: bool = True) -> list[str]:
@@ -83,8 +83,8 @@ def _main(options: argparse.Namespace) -> int:
     tasks = list(dict.fromkeys(case.task for case in every))
     if options.task not in (None, *tasks):
         raise OptionError(f"no task is named {options.task!r}{nearest(options.task, tasks)}")
-    chosen = [case for case in every if options.task in (None, case.task)][: options.limit]
-    whole, version = len(chosen) == len(every), transformers.__version__
+    selected = [case for case in every if options.task in (None, case.task)][: options.limit]
+    whole, version = len(selected) == len(every), transformers.__version__
     record = read_record(options.root)
     if record and record["transformers"] != version and (options.check or not whole):
         raise InputError(
@@ -94,7 +94,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.check and record is None:
         raise InputError("there is no record to check: run the sweep without --check first.")
     stored = record["rows"] if record else []
-    fresh = _rows(chosen, options.jobs)
+    fresh = _rows(selected, options.jobs)
     problems = [f"{row['class']}: {_described(row)}" for row in fresh if row["outcome"] in FAILURES]
     changes = differences(stored, fresh, whole=whole) if options.check else []
     if not options.check:
@@ -110,15 +110,15 @@ def _count(changes: Sequence[str], check: bool) -> str:
     return f", {len(changes)} outcomes differ from the record" if check else ""
 
 
-def _rows(chosen: Sequence[Case], jobs: int) -> list[Row]:
+def _rows(selected: Sequence[Case], jobs: int) -> list[Row]:
     """Run models and return their rows in the same order."""
     results: dict[str, Mapping[str, Any]] = {}
     torch.set_num_threads(1)
     with warnings.catch_warnings(), quiet_hosts():
         warnings.simplefilter("ignore")
-        for case, result in tqdm(run(chosen, jobs), total=len(chosen), disable=None, leave=False, unit="model"):
+        for case, result in tqdm(run(selected, jobs), total=len(selected), disable=None, leave=False, unit="model"):
             results[case.name] = result
-    return [_row(case, results[case.name]) for case in chosen]
+    return [_row(case, results[case.name]) for case in selected]
 
 
 def _row(case: Case, result: Mapping[str, Any]) -> Row:

@@ -145,8 +145,8 @@ class _Shrinking:
     def arguments(self, config: Any) -> dict[str, Any]:
         """Return the arguments that build the tiny form of a configuration."""
         base = _base_names()
-        given = {field.name: field for field in fields(config) if field.name not in base}
-        values = {name: vars(config).get(name) for name in given}
+        by_name = {field.name: field for field in fields(config) if field.name not in base}
+        values = {name: vars(config).get(name) for name in by_name}
         layers = self._layers(values)
         arguments: dict[str, Any] = {}
         for name, value in values.items():
@@ -154,9 +154,9 @@ class _Shrinking:
                 arguments[name] = {"model_type": value.model_type, **self._stages_of(value), **self.arguments(value)}
             elif value is None:
                 arguments |= {name: UNSET[name]} if name in UNSET else {}
-            elif not (given[name].default is None and _is_number(value)):
+            elif not (by_name[name].default is None and _is_number(value)):
                 tiny = self._value(name, value, values, layers)
-                if tiny != value or _changed(given[name], value):
+                if tiny != value or _changed(by_name[name], value):
                     arguments[name] = tiny
         for name, value in vars(config).items():
             if kind_of(name) == "token" and name in base | {"decoder_start_token_id"} and name not in arguments:
@@ -176,17 +176,17 @@ class _Shrinking:
 
     def _layers(self, values: Mapping[str, Any]) -> dict[int, list[int]]:
         """Return, for each number of layers, the layers that stay: those of each type, and at least `LAYERS`."""
-        kept: dict[int, list[int]] = {}
+        layers: dict[int, list[int]] = {}
         repeats = 1 if self._rules.uniform else 2
         for count in {v for n, v in values.items() if kind_of(n) == "layers" and _is_number(v) and v > LAYERS}:
             lists = [list(v) for v in values.values() if isinstance(v, list | tuple) and len(v) == count]
-            places = [[place for place, x in enumerate(v) if x == y] for v in lists for y in v]
-            firsts = sorted({place for same in places for place in same[:repeats]} | {0})[:MOST_LAYERS]
+            positions = [[position for position, x in enumerate(v) if x == y] for v in lists for y in v]
+            firsts = sorted({position for same in positions for position in same[:repeats]} | {0})[:MOST_LAYERS]
             marked = [v for n, v in values.items() if kind_of(n) == "indices" and _is_numbers(v)]
             least = min(MOST_LAYERS, max([LAYERS, *(len(set(v)) for v in marked if max(v, default=0) <= count)]))
             others = [layer for layer in range(count) if layer not in firsts]
-            kept[count] = sorted([*firsts, *others[: max(0, least - len(firsts))]])
-        return kept
+            layers[count] = sorted([*firsts, *others[: max(0, least - len(firsts))]])
+        return layers
 
     def _value(self, name: str, value: Any, values: Mapping[str, Any], layers: Mapping[int, list[int]]) -> Any:
         kind = kind_of(name)
@@ -225,14 +225,16 @@ class _Shrinking:
         if name == "mrope_section" and numbers:
             return _sections(value, HEAD // 2)
         if kind == "indices" and numbers:
-            most = min((len(kept) for count, kept in layers.items() if max(value, default=0) <= count), default=None)
+            most = min(
+                (len(remaining) for count, remaining in layers.items() if max(value, default=0) <= count), default=None
+            )
             return _ranked(value, most) if most else value
         if len(value) in layers:
             value = [value[layer] for layer in layers[len(value)]]
         if len(value) == 2 and isinstance(value[0], list | tuple) and _is_number(value[1]):
             return [list(value[0]), 1]  # a pattern of layers and how often it is repeated
         if kind == "stages" and numbers:
-            return [min(v, LAYERS if place == 0 else 1) for place, v in enumerate(value)]
+            return [min(v, LAYERS if index == 0 else 1) for index, v in enumerate(value)]
         if kind in ("heads", "key heads") and numbers and value:
             return [max(1, v // min(value)) for v in value]
         if kind == "width" and numbers:
@@ -248,8 +250,8 @@ class _Shrinking:
         return self._tokens.setdefault(value, VOCABULARY - 1 - len(self._tokens))
 
     def _image(self, value: int, values: Mapping[str, Any]) -> int:
-        given: Any = values.get("patch_size")
-        patch = min(given, LIMITS["patch"]) if _is_number(given) else LIMITS["patch"]
+        size: Any = values.get("patch_size")
+        patch = min(size, LIMITS["patch"]) if _is_number(size) else LIMITS["patch"]
         return min(value, patch * (4 * PATCHES if self._pyramid and patch <= PATCHES else PATCHES))
 
     def _width(self, value: int) -> int:

@@ -75,7 +75,7 @@ def input_choices(model: nn.Module) -> Iterator[dict[str, Any]]:
     masks = [name for name in maker.names if name.endswith("_mask") and not name.startswith("decoder")]
     groups = [names, [*names, *masks], texts, *([name] for name in others)]
     tried: list[dict[str, Any]] = []
-    for group in [group for place, group in enumerate(groups) if group and group not in groups[:place]]:
+    for group in [group for index, group in enumerate(groups) if group and group not in groups[:index]]:
         for layout in range(LAYOUTS):
             inputs = maker.inputs(group, layout)
             if not any(_same(inputs, other) for other in tried):
@@ -110,40 +110,40 @@ class _Inputs:
     def inputs(self, names: list[str], layout: int) -> dict[str, Any]:
         """Return the inputs with these names, and those that the model needs with them."""
         self._generator.manual_seed(0)
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if "use_cache" in self._parameters:
-            given["use_cache"] = False
+            inputs["use_cache"] = False
         for name in [n for n in names if n != "input_ids" and not n.endswith("_mask")]:
-            given[name] = self._make(name, layout)
+            inputs[name] = self._make(name, layout)
         grid = next((name for name in self._parameters if re.match("(image_)?grid_(thw|hw)", name)), None)
-        vectors = next((name for name in ("hidden_states", "pixel_values") if name in given), None)
+        vectors = next((name for name in ("hidden_states", "pixel_values") if name in inputs), None)
         if grid and vectors:
-            given |= {vectors: self._patches(layout), grid: torch.tensor([[1, PATCHES, PATCHES]])}
-        if "pixel_values" in given and "spatial_shapes" in self._parameters:
-            given["pixel_values"] = self._patches(0)[None]
-            given["spatial_shapes"] = torch.tensor([[PATCHES, PATCHES]])
-            given["pixel_attention_mask"] = torch.ones(1, PATCHES**2, dtype=torch.long)
-        if "pixel_values" in given and "image_sizes" in self._parameters:
-            given["image_sizes"] = torch.tensor([[self._side, self._side]])
-        if "past_values" in given:
-            given |= self._series(given["past_values"])
+            inputs |= {vectors: self._patches(layout), grid: torch.tensor([[1, PATCHES, PATCHES]])}
+        if "pixel_values" in inputs and "spatial_shapes" in self._parameters:
+            inputs["pixel_values"] = self._patches(0)[None]
+            inputs["spatial_shapes"] = torch.tensor([[PATCHES, PATCHES]])
+            inputs["pixel_attention_mask"] = torch.ones(1, PATCHES**2, dtype=torch.long)
+        if "pixel_values" in inputs and "image_sizes" in self._parameters:
+            inputs["image_sizes"] = torch.tensor([[self._side, self._side]])
+        if "past_values" in inputs:
+            inputs |= self._series(inputs["past_values"])
         if "input_ids" in names:
-            given["input_ids"] = self._text(given)
+            inputs["input_ids"] = self._text(inputs)
             if layout == 1 and names == ["input_ids"]:
-                given["input_ids"] = torch.stack([given["input_ids"], self._words(TOKENS)], dim=1)
+                inputs["input_ids"] = torch.stack([inputs["input_ids"], self._words(TOKENS)], dim=1)
             if "mm_token_type_ids" in self._parameters:
-                given["mm_token_type_ids"] = torch.isin(given["input_ids"], self._placeholders()).long()
+                inputs["mm_token_type_ids"] = torch.isin(inputs["input_ids"], self._placeholders()).long()
         for name in names:
             if name.endswith("_mask"):
-                given[name] = self._mask(name, given)
+                inputs[name] = self._mask(name, inputs)
         for name, parameter in self._parameters.items():
             needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
             wanted = needed or (name == "decoder_input_ids" and layout < 2)
             if name.endswith("input_ids") and name != "input_ids" and wanted:
-                given[name] = self._words(TOKENS - 2)
-            elif needed and name not in given and parameter.kind is not parameter.VAR_POSITIONAL:
-                given[name] = self._make(name, layout)
-        return {name: given[name] for name in self._parameters if name in given}
+                inputs[name] = self._words(TOKENS - 2)
+            elif needed and name not in inputs and parameter.kind is not parameter.VAR_POSITIONAL:
+                inputs[name] = self._make(name, layout)
+        return {name: inputs[name] for name in self._parameters if name in inputs}
 
     def _make(self, name: str, layout: int) -> Any:
         if name == "pixel_values":
@@ -166,32 +166,32 @@ class _Inputs:
         width = self._number("hidden_size", 0) or self._number("d_model", 0)
         return self._normal(1, TOKENS, width or self._number("embed_dim", 64))
 
-    def _mask(self, name: str, given: Mapping[str, Any]) -> Tensor:
+    def _mask(self, name: str, inputs: Mapping[str, Any]) -> Tensor:
         """Return a mask of ones, as long as the sound, the image or the text that it belongs to."""
-        sounds = [value for key, value in given.items() if key in ("input_features", "input_values")]
+        sounds = [value for key, value in inputs.items() if key in ("input_features", "input_values")]
         if name.startswith("pixel"):
             return torch.ones(1, self._side, self._side, dtype=torch.long)
-        if sounds and ("input_ids" not in given or name != "attention_mask"):
+        if sounds and ("input_ids" not in inputs or name != "attention_mask"):
             bins = self._number("num_mel_bins", 0)
             frames = sounds[0].shape[1] if sounds[0].ndim < 3 or sounds[0].shape[-1] == bins else sounds[0].shape[-1]
             return torch.ones(1, frames, dtype=torch.long)
-        return torch.ones(1, given["input_ids"].shape[1] if "input_ids" in given else TOKENS, dtype=torch.long)
+        return torch.ones(1, inputs["input_ids"].shape[1] if "input_ids" in inputs else TOKENS, dtype=torch.long)
 
-    def _text(self, given: Mapping[str, Any]) -> Tensor:
+    def _text(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return ids of tokens, with a placeholder for each vector of an image or a sound."""
         words = self._words(TOKENS)
-        parts = [words[:, :2]]
+        pieces = [words[:, :2]]
         for kind, names in {"image": ("pixel_values",), "audio": ("input_features", "input_values")}.items():
             placeholder = self._placeholder(kind)
-            if placeholder is not None and any(name in given for name in names):
-                parts.append(torch.full((1, self._vectors(kind, given)), placeholder))
-        parts.append(words[:, 2:])
+            if placeholder is not None and any(name in inputs for name in names):
+                pieces.append(torch.full((1, self._vectors(kind, inputs)), placeholder))
+        pieces.append(words[:, 2:])
         eos = getattr(self._model.config, "eos_token_id", None)
         if "decoder_input_ids" in self._parameters and isinstance(eos, int):
-            parts = [*parts[:-1], parts[-1][:, 1:], torch.tensor([[eos]])]
-        return torch.cat(parts, dim=1)
+            pieces = [*pieces[:-1], pieces[-1][:, 1:], torch.tensor([[eos]])]
+        return torch.cat(pieces, dim=1)
 
-    def _vectors(self, kind: str, given: Mapping[str, Any]) -> int:
+    def _vectors(self, kind: str, inputs: Mapping[str, Any]) -> int:
         """Return the number of vectors that the model makes of an image or a sound."""
         getter = getattr(self._model, f"get_{kind}_features", None)
         getter = getter or getattr(getattr(self._model, "model", None), f"get_{kind}_features", None)
@@ -200,7 +200,7 @@ class _Inputs:
         accepted = inspect.signature(getter).parameters
         try:
             with torch.no_grad():
-                features = getter(**{name: value for name, value in given.items() if name in accepted})
+                features = getter(**{name: value for name, value in inputs.items() if name in accepted})
         except Exception:
             return 1
         features = getattr(features, "pooler_output", features)
@@ -289,7 +289,7 @@ def _rows(features: Any) -> int:
     if isinstance(features, Tensor):
         return features.shape[:-1].numel()
     if isinstance(features, list | tuple):
-        return sum(_rows(part) for part in features)
+        return sum(_rows(inner) for inner in features)
     return _rows(features.last_hidden_state)
 
 

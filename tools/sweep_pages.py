@@ -2,9 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tools import markers
 
 RECORD = Path("docs/sweep.json")
 """Path of the record, relative to the root of the repository."""
@@ -49,10 +51,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         tasks[row["task"]][row["outcome"]] += 1
     total = sum(tasks.values(), Counter[str]())
-    lines: list[Iterable[object]] = [("task", *OUTCOMES, "all"), ["---", *["---:"] * (len(OUTCOMES) + 1)]]
-    for task, counts in [*tasks.items(), ("all", total)]:
-        lines.append((task, *(counts[outcome] for outcome in OUTCOMES), counts.total()))
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    rows_by_task = (
+        (task, *(counts[outcome] for outcome in OUTCOMES), counts.total())
+        for task, counts in [*tasks.items(), ("all", total)]
+    )
+    return markers.table(("task", *OUTCOMES, "all"), rows_by_task, right=1)
 
 
 def read_record(root: Path) -> dict[str, Any] | None:

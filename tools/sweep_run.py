@@ -65,14 +65,9 @@ def measure(case: Case, built: Callable[[], None] = lambda: None) -> dict[str, A
     result: dict[str, Any] = {"layers": len(traced.layers)}
     changed = difference(traced.output, reference)
     if changed > OUTPUT + 10 * noise:
-        return {
-            "outcome": "wrong",
-            "error": "output",
-            "message": f"the traced output differs by {changed:.0e}",
-        } | result
+        return _wrong("output", f"the traced output differs by {changed:.0e}") | result
     if len(traced.layers) < least:
-        message = f"{len(traced.layers)} layers, but {least} calls of modules attend"
-        return {"outcome": "wrong", "error": "layers", "message": message} | result
+        return _wrong("layers", f"{len(traced.layers)} layers, but {least} calls of modules attend") | result
     try:
         torch.manual_seed(0)
         scores = explain(model, inputs, target=-1, progress=False)
@@ -83,9 +78,9 @@ def measure(case: Case, built: Callable[[], None] = lambda: None) -> dict[str, A
     gap = scores.completeness_gap
     result["gap"] = None if gap is None else float(f"{gap:.0e}")
     if not bool(scores.scores.isfinite().all()):
-        return {"outcome": "wrong", "error": "scores", "message": "scores are not finite"} | result
+        return _wrong("scores", "scores are not finite") | result
     if gap is not None and not gap <= GAP:
-        return {"outcome": "wrong", "error": "gap", "message": "scores do not add up to the target"} | result
+        return _wrong("gap", "scores do not add up to the target") | result
     return {"outcome": "works"} | result
 
 
@@ -146,13 +141,13 @@ class _Attending(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
-            if given["query"].shape[-2] > 1 and given["key"].shape[-2] > 1:
+            arguments = dict(zip(("query", "key"), args, strict=False)) | kwargs
+            if arguments["query"].shape[-2] > 1 and arguments["key"].shape[-2] > 1:
                 self._note()
         elif func in (F.softmax, torch.softmax, Tensor.softmax):
-            given = dict(zip(("input", "dim"), args, strict=False)) | kwargs
-            scores = given["input"]
-            if scores.ndim == 4 and given.get("dim") in (-1, 3) and self._lengths.issuperset(scores.shape[-2:]):
+            arguments = dict(zip(("input", "dim"), args, strict=False)) | kwargs
+            scores = arguments["input"]
+            if scores.ndim == 4 and arguments.get("dim") in (-1, 3) and self._lengths.issuperset(scores.shape[-2:]):
                 self._note()
         return func(*args, **kwargs)
 
@@ -291,8 +286,8 @@ def _config_class(case: Case) -> type:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    own = getattr(getattr(transformers, case.name), "config_class", None)
-    return own or CONFIG_MAPPING[case.model_type]
+    declared = getattr(getattr(transformers, case.name), "config_class", None)
+    return declared or CONFIG_MAPPING[case.model_type]
 
 
 @contextmanager
@@ -316,12 +311,16 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         if value.is_floating_point():
             yield path, value.detach().double()
     elif isinstance(value, Mapping):
-        for name, part in value.items():
+        for name, inner in value.items():
             if "hidden" in name or not re.search("past_key|cache|state|attentions|loss", name):
-                yield from _tensors(part, f"{path}.{name}")
+                yield from _tensors(inner, f"{path}.{name}")
     elif isinstance(value, list | tuple):
-        for place, part in enumerate(value):
-            yield from _tensors(part, f"{path}[{place}]")
+        for index, inner in enumerate(value):
+            yield from _tensors(inner, f"{path}[{index}]")
+
+
+def _wrong(error: str, message: str) -> dict[str, Any]:
+    return {"outcome": "wrong", "error": error, "message": message}
 
 
 def _failed(outcome: str, error: Exception) -> dict[str, Any]:

@@ -26,9 +26,9 @@ def typeset(text: str) -> str:
     `y_i = sum_j T_ij x_j + b_i` becomes a formula, and so does each run of such symbols inside of other text. Code
     does not change.
     """
-    parts = _CODE.split(text)
-    parts[::2] = [_FORMULA.sub(_tex, part) for part in parts[::2]]
-    return "".join(parts)
+    pieces = _CODE.split(text)
+    pieces[::2] = [_FORMULA.sub(_tex, prose) for prose in pieces[::2]]
+    return "".join(pieces)
 
 
 def _tex(match: re.Match[str]) -> str:

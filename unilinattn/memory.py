@@ -1,11 +1,12 @@
 """The limit on an operation's memory in addition to its inputs and result, and the error raised above it."""
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from math import prod
+from math import inf, prod
 
 from unilinattn.errors import MemoryLimitError, OptionError
 
@@ -93,14 +94,36 @@ def parts(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def return_free_pages() -> None:
-    """Return the pages of freed tensors to the operating system; does nothing unless the C library is glibc.
+SLACK = 64 << 20
+"""Bytes by which a process may grow before free pages are returned; a small pass soon faults them in again."""
 
-    Otherwise the free parts of glibc's heap add up over repeated passes, such as the segments of a backward pass: a
-    process takes 1.7 GiB for tensors of 0.3 GiB.
+_least_resident = inf
+"""The smallest size of the process, in bytes, since free pages were last returned."""
+
+
+def return_free_pages() -> None:
+    """Return the pages of freed tensors to the operating system, if the process has grown by more than `SLACK`.
+
+    Growth counts from the smallest size since the last return. Does nothing unless the C library is glibc. Otherwise
+    the free parts of glibc's heap add up over repeated passes, such as the segments of a backward pass: a process takes
+    1.7 GiB for tensors of 0.3 GiB.
     """
-    if (trim := _malloc_trim()) is not None:
+    global _least_resident
+    if (trim := _malloc_trim()) is None:
+        return
+    if _resident() > _least_resident + SLACK:
         trim(0)
+        _least_resident = inf
+    _least_resident = min(_least_resident, _resident())
+
+
+def _resident() -> int:
+    """Return the bytes of the process in memory; 0 where Linux' record of them is missing."""
+    try:
+        with open("/proc/self/statm") as record:
+            return int(record.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 @cache

@@ -49,6 +49,13 @@ def test_a_text_file_has_a_text_a_line(tmp_path: Path) -> None:
     assert all(sample.target == -1 for sample in samples)
 
 
+def test_a_text_may_hold_a_separator_of_lines_that_is_no_line_end(tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_text(f"{PARIS}\u2028{LONDON}\n", encoding="utf-8")
+    (sample,) = read_samples(path, tokenizer())
+    assert sample.inputs.tolist() == [tokenizer()(f"{PARIS}\u2028{LONDON}")["input_ids"]]
+
+
 def test_a_folder_has_its_images_in_order(tmp_path: Path) -> None:
     folder, way = images(tmp_path / "images"), processor()
     first, second = read_samples(str(folder), processor=way)

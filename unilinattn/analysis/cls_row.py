@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.analysis.pictures import Where, draw, heat_map, text_table
+from unilinattn.aligned import aligned
+from unilinattn.analysis.pictures import Where, draw, heat_map
 from unilinattn.errors import InputError
 from unilinattn.evaluation.metrics import rank_correlation
 from unilinattn.methods.raw import raw
@@ -38,18 +39,19 @@ class ClsBias:
     def nearness(self) -> Float[Tensor, " layer"]:
         """Rank correlation of the absolute weight of a patch with its nearness to the CLS token in the sequence."""
         near = -self.distance.flatten().double()[None]
-        values = [rank_correlation(one.abs().flatten().double()[None], near).mean for one in self.maps]
+        values = [rank_correlation(weights.abs().flatten().double()[None], near).mean for weights in self.maps]
         return torch.tensor(values, dtype=torch.float64)
 
     def __repr__(self) -> str:
         """Show the nearness of each layer."""
-        rows = [(name, f"{near:.2f}") for name, near in zip(self.layers, self.nearness.tolist(), strict=True)]
-        return f"ClsBias over {self.images} images\n" + text_table(("layer", "nearness"), rows)
+        nearness = [f"{near:.2f}" for near in self.nearness.tolist()]
+        rows = [("layer", "nearness"), *zip(self.layers, nearness, strict=True)]
+        return f"ClsBias over {self.images} images\n" + aligned(rows, right=(1,))
 
     def plot(self, where: Where = None) -> "Figure":
         """Draw one map of patches for each layer."""
-        made = zip(self.layers, self.maps, strict=True)
-        panels = [heat_map(one, name, rows="patch row", columns="patch column") for name, one in made]
+        maps = zip(self.layers, self.maps, strict=True)
+        panels = [heat_map(weights, name, rows="patch row", columns="patch column") for name, weights in maps]
         return draw(where, panels, size=(2.8, 2.4))
 
 

@@ -91,44 +91,39 @@ def compare_models(
     names, sources = named_texts(texts) if images is None else named_images(images)
     unit, most = ("text", 1) if images is None else ("image", SHOWN_IMAGES)
     rows, metrics = method_rows(methods), {"deletion": ("deletion", {"masking": masking})}
+    settings: dict[str, Any] = {"baselines": (RANDOM,), "seed": seed, "max_memory": max_memory}
     with limited_to(max_memory), bars(progress):
         recorders, samples = {}, {}
         for name, (host, reader) in steps(pairs.items(), "models"):
             samples[name] = samples_of(name, host, reader, names, sources, unit)
             recorders[name] = _Recorder(unit, scope, most, reader)
-            settings = {"seed": seed, "max_memory": max_memory, "tokenizer": reader}
-            plan = Plan.of({name: host}, samples[name], rows, metrics, baselines=(RANDOM,), **settings)
+            plan = Plan.of({name: host}, samples[name], rows, metrics, tokenizer=reader, **settings)
             recorders[name].table = run(plan, observer=recorders[name], progress=progress)
         similarity = SampleSimilarity(scope)
-        for at in range(len(names)):
-            traces = {name: one.first for name, one in recorders.items()}
-            if at:
-                for name, (host, reader) in pairs.items():
-                    tokenizer = reader if unit == "text" else None
-                    traces[name] = trace(host, samples[name][at].inputs, tokenizer=tokenizer, progress=False)
+        similarity.add({name: recorder.first for name, recorder in recorders.items()})
+        for number in range(1, len(names)):
+            traces = {}
+            for name, (host, reader) in pairs.items():
+                tokenizer = reader if unit == "text" else None
+                traces[name] = trace(host, samples[name][number].inputs, tokenizer=tokenizer, progress=False)
             similarity.add(traces)
-    results = [
-        {name: one.shown[at] for name, one in recorders.items() if one.shown[at]} for at in range(min(most, len(names)))
-    ]
-    shown = [Comparison(by_model) if by_model else None for by_model in results]
-    return _comparison(
-        recorders,
-        similarity,
-        texts=names if unit == "text" else (),
-        images=names if unit == "image" else (),
-        shown=shown[0],
-        on_images=tuple(
+
+    def shown(number: int) -> Comparison | None:
+        by_model = {name: recorder.shown[number] for name, recorder in recorders.items() if recorder.shown[number]}
+        return Comparison(by_model) if by_model else None
+
+    inputs: dict[str, Any] = {f"{unit}s": names}
+    if unit == "image":
+        inputs["on_images"] = tuple(
             ImageResults(
-                name,
-                by_model,
-                {model: one.read[at] for model, one in recorders.items()},
-                {model: one.predicted[at] for model, one in recorders.items()},
+                image,
+                shown(number),
+                {name: recorder.read[number] for name, recorder in recorders.items()},
+                {name: recorder.predicted[number] for name, recorder in recorders.items()},
             )
-            for at, (name, by_model) in enumerate(zip(names, shown, strict=False))
-            if unit == "image"
-        ),
-        masking=masking,
-    )
+            for number, image in enumerate(names[:most])
+        )
+    return _comparison(recorders, similarity, shown=shown(0), masking=masking, **inputs)
 
 
 def compare_trained(
@@ -187,9 +182,9 @@ def method_rows(methods: Sequence[str]) -> dict[str, Any]:
 
 def _comparison(recorders: Mapping[str, "_Recorder"], similarity: SampleSimilarity, **others: Any) -> ModelComparison:
     return ModelComparison(
-        models={name: one.measurements() for name, one in recorders.items()},
-        table=Table([row for one in recorders.values() for row in one.rows()]),
-        similarity=similarity.mean({name: one.layers for name, one in recorders.items()}),
+        models={name: recorder.measurements() for name, recorder in recorders.items()},
+        table=Table([row for recorder in recorders.values() for row in recorder.rows()]),
+        similarity=similarity.mean({name: recorder.layers for name, recorder in recorders.items()}),
         compared=similarity.counts,
         not_compared=similarity.refused,
         scope=similarity.scope,
@@ -271,10 +266,10 @@ class _Recorder(Observer):
 
     def measurements(self) -> ModelMeasurements:
         """Return the measurements of the model."""
-        parts: dict[str, list[Any]] = {}
+        areas: dict[str, list[Any]] = {}
         for row in sorted(self.rows(), key=lambda row: row["method"] == RANDOM):
             if row["metric"] == "deletion":
-                parts.setdefault(row["method"], []).append(row[PARTS])
+                areas.setdefault(row["method"], []).append(row[PARTS])
         tokens = self.first.image_tokens if self._unit == "image" else None
         return ModelMeasurements(
             host=self.first.model,
@@ -284,7 +279,7 @@ class _Recorder(Observer):
             patches="" if tokens is None else _grid_text(tokens.grid, len(tokens.cls)),
             reconstruction_error=self._errors,
             statistics=self._unmeasured or tuple(map(_over_samples, zip(*self._statistics, strict=True))),
-            deletion={**{label: deletion_curve(rows) for label, rows in parts.items()}, **self._uncovered},
+            deletion={**{label: deletion_curve(rows) for label, rows in areas.items()}, **self._uncovered},
             versions=self.first.versions,
             accuracy=self.accuracy,
             selection={label: dict(zip(self.layers, each, strict=True)) for label, each in self._selection.items()},

@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,8 @@ import torch
 from jaxtyping import Bool, UInt8
 from torch import Tensor
 
-from unilinattn.analysis.pictures import curve_lines, draw, text_table
+from unilinattn.aligned import aligned
+from unilinattn.analysis.pictures import curve_lines, draw
 from unilinattn.analysis.similarity import LayerSimilarity
 from unilinattn.analysis.statistics import STATISTICS, LayerStatistics
 from unilinattn.errors import InputError, OptionError, nearest
@@ -79,6 +79,11 @@ class ModelMeasurements:
     def worst_error(self) -> float | None:
         """The largest reconstruction error of a layer, None if no layer has one; a NaN counts as the largest."""
         return worst(self.reconstruction_error.values())
+
+    @property
+    def curves(self) -> dict[str, PerturbationCurve]:
+        """The deletion curve of each method that has one."""
+        return {row: curve for row, curve in self.deletion.items() if isinstance(curve, PerturbationCurve)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +174,8 @@ class ModelComparison:
         pairs = torch.tensor([(a, b) for a in rows for b in columns if a != b]).view(-1, 2).T
         if not pairs.numel():
             return None
-        found = self.similarity
-        return float(found.rank_correlation[tuple(pairs)].mean()), float(found.divergence[tuple(pairs)].mean())
+        correlation, divergence = self.similarity.rank_correlation, self.similarity.divergence
+        return float(correlation[tuple(pairs)].mean()), float(divergence[tuple(pairs)].mean())
 
     def plot(self, *, model: str | None = None, ax: "Axes | None" = None) -> "Figure":
         """Draw the deletion curve of each method, the models side by side, with the random orders in the same axes.
@@ -182,25 +187,20 @@ class ModelComparison:
         """
         if model is not None and model not in self.models:
             raise OptionError(f"no model {model!r} was compared{nearest(model, self.models)}")
-        chosen = list(self.models) if model is None else [model]
-        if ax is not None and len(chosen) > 1:
-            raise InputError(f"`ax` holds one picture, but {len(chosen)} models were compared; choose one by `model`.")
-        panels = [partial(self._draw, name=name) for name in chosen]
-        return draw(ax, panels, columns=3, size=(3.6, 3.0))
-
-    def _draw(self, axes: "Axes", name: str) -> None:
-        lines = {
-            row: (curve.fractions, curve.mean.tolist())
-            for row, curve in self.models[name].deletion.items()
-            if isinstance(curve, PerturbationCurve)
-        }
+        names = list(self.models) if model is None else [model]
+        if ax is not None and len(names) > 1:
+            raise InputError(f"`ax` holds one picture, but {len(names)} models were compared; choose one by `model`.")
         across, upwards = AXES[self.unit]
-        curve_lines(axes, lines, name, across=across, upwards=upwards, baseline=RANDOM)
+        panels = []
+        for name in names:
+            series = {row: (curve.fractions, curve.mean.tolist()) for row, curve in self.models[name].curves.items()}
+            panels.append(curve_lines(series, name, across=across, upwards=upwards, baseline=RANDOM))
+        return draw(ax, panels, columns=3, size=(3.6, 3.0))
 
     def _keys(self, name: str) -> list[str]:
         assert self.similarity is not None
-        own = [f"{name}: {layer}" for layer in self.models[name].layers]
-        return [key for key in self.similarity.names if key in own]
+        keys = [f"{name}: {layer}" for layer in self.models[name].layers]
+        return [key for key in self.similarity.names if key in keys]
 
 
 def worst(errors: Iterable[float | None]) -> float | None:
@@ -212,55 +212,56 @@ def worst(errors: Iterable[float | None]) -> float | None:
 def _text(rows: Iterable[Row]) -> str:
     head, *lines = rows
     # Names come before the numbers.
-    texts = next((place for place, cell in enumerate(lines[0]) if not isinstance(cell, str)), len(head))
-    return text_table([str(name) for name in head], [[cell_text(cell) for cell in row] for row in lines], texts=texts)
+    names = next((column for column, cell in enumerate(lines[0]) if not isinstance(cell, str)), len(head))
+    return aligned([[cell_text(cell) for cell in row] for row in (head, *lines)], right=range(names, len(head)))
 
 
-def model_rows(found: ModelComparison) -> Iterator[Row]:
+def model_rows(comparison: ModelComparison) -> Iterator[Row]:
     """Yield the head and a row for each model."""
-    more = "patches" if found.images else "accuracy" if found.task else ""
+    more = "patches" if comparison.images else "accuracy" if comparison.task else ""
     yield "model", "class", "mixers", *([more] if more else []), "tokens", "worst error"
-    for name, one in found.models.items():
-        value = one.patches or "unknown" if found.images else f"{one.accuracy or 0:.1%}"
+    for name, model in comparison.models.items():
+        value = model.patches or "unknown" if comparison.images else f"{model.accuracy or 0:.1%}"
         values = [value] if more else []
-        yield name, one.host, count_kinds(one.kinds), *values, sum(one.tokens), _or_dash(one.worst_error)
+        yield name, model.host, count_kinds(model.kinds), *values, sum(model.tokens), _or_dash(model.worst_error)
 
 
-def layer_rows(found: ModelComparison) -> Iterator[Row]:
+def layer_rows(comparison: ModelComparison) -> Iterator[Row]:
     """Yield the head and a row for each layer, its statistics averaged over heads."""
     yield "model", "layer", "mixer", "error", *STATISTICS
-    for name, one in found.models.items():
-        measured = {} if isinstance(one.statistics, str) else {each.layer: each for each in one.statistics}
-        for layer, kind in zip(one.layers, one.kinds, strict=True):
+    for name, model in comparison.models.items():
+        measured = {} if isinstance(model.statistics, str) else {each.layer: each for each in model.statistics}
+        for layer, kind in zip(model.layers, model.kinds, strict=True):
             each = measured.get(layer)
             values = ("-" if each is None else float(getattr(each, key).mean()) for key in STATISTICS)
-            yield name, layer, kind, _or_dash(one.reconstruction_error[layer]), *values
+            yield name, layer, kind, _or_dash(model.reconstruction_error[layer]), *values
 
 
-def similarity_rows(found: ModelComparison) -> Iterator[Row]:
+def similarity_rows(comparison: ModelComparison) -> Iterator[Row]:
     """Yield the head and a row for each pair of models."""
-    yield "maps of", "and of", f"{found.unit}s", "rank correlation", "divergence"
-    for first, second in combinations_with_replacement(found.models, 2):
-        values = found.between(first, second) or ("-", "-")
-        yield first, "its other layers" if first == second else second, found.compared.get((first, second), 0), *values
+    yield "maps of", "and of", f"{comparison.unit}s", "rank correlation", "divergence"
+    for first, second in combinations_with_replacement(comparison.models, 2):
+        other = "its other layers" if first == second else second
+        values = comparison.between(first, second) or ("-", "-")
+        yield first, other, comparison.compared.get((first, second), 0), *values
 
 
-def remarks(found: ModelComparison) -> Iterator[str]:
+def remarks(comparison: ModelComparison) -> Iterator[str]:
     """Yield the missing measurements with their reasons."""
-    for name, one in found.models.items():
-        if isinstance(one.statistics, str):
-            yield f"No statistics of {name}: {one.statistics}"
-        for row, reason in one.deletion.items():
+    for name, model in comparison.models.items():
+        if isinstance(model.statistics, str):
+            yield f"No statistics of {name}: {model.statistics}"
+        for row, reason in model.deletion.items():
             if isinstance(reason, str):
                 yield f"No {row} of {name}: {reason}"
-    for name, reason in found.not_compared.items():
+    for name, reason in comparison.not_compared.items():
         yield f"No similarity of {name}: {reason}"
-    for first, second in combinations_with_replacement(found.models, 2):
-        count, most = found.compared.get((first, second), 0), len(found.samples)
-        if count == most or {first, second} & found.not_compared.keys():
+    for first, second in combinations_with_replacement(comparison.models, 2):
+        count, most = comparison.compared.get((first, second), 0), len(comparison.samples)
+        if count == most or {first, second} & comparison.not_compared.keys():
             continue
-        if found.images:
-            ours, theirs = (found.models[name].patches or "unknown patches" for name in (first, second))
+        if comparison.images:
+            ours, theirs = (comparison.models[name].patches or "unknown patches" for name in (first, second))
             yield (
                 f"The maps of {first} ({ours}) and {second} ({theirs}) are not compared: a position is not the same "
                 "part of the image. Their errors, statistics and deletion curves are their own."

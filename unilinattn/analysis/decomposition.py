@@ -128,10 +128,12 @@ def plot(errors: Mapping[str, DecompositionErrors]) -> "Figure":
     Raises `MissingExtraError` if matplotlib is missing.
     """
     activations = _shared_activations(errors)
-    split = {model: found for model, found in errors.items() if any(None not in row for row in found.difference)}
+    split = {
+        model: measured for model, measured in errors.items() if any(None not in row for row in measured.difference)
+    }
     series = {
-        model: {name: [row[at] for row in found.difference] for at, name in enumerate(activations)}
-        for model, found in (split or errors).items()
+        model: {name: [row[index] for row in measured.difference] for index, name in enumerate(activations)}
+        for model, measured in (split or errors).items()
     }
     return plots.by_layer(series, title="decomposition error", label="mean |y - decomposition|")
 
@@ -146,7 +148,7 @@ def write(errors: Mapping[str, DecompositionErrors], out: Path) -> None:
         "format_version": FORMAT_VERSION,
         "difference": DEFINITION,
         "relative": RELATIVE,
-        "models": {name: found.to_dict() for name, found in errors.items()},
+        "models": {name: measured.to_dict() for name, measured in errors.items()},
     }
     figure = plot(errors)
     try:
@@ -177,7 +179,7 @@ def _norms(vectors: Tensor) -> Tensor:
 
 
 def _shared_activations(errors: Mapping[str, DecompositionErrors]) -> tuple[str, ...]:
-    kinds = {found.activations for found in errors.values()}
+    kinds = {measured.activations for measured in errors.values()}
     if len(kinds) != 1:
         raise InputError("Give the decomposition errors of at least one model, all with the same activations.")
     return next(iter(kinds))

@@ -43,9 +43,9 @@ class InnerMatrices:
 
     def plot(self, where: Where = None, *, batch: int = 0) -> "Figure":
         """Draw the inner matrices of one sequence with the largest entries, one panel each."""
-        one = self.matrices[batch]
-        shown = one.abs().amax((1, 2)).topk(min(len(one), MOST_PANELS)).indices.sort().values.tolist()
-        panels = [heat_map(one[n], f"state coordinate {n}", rows="query", columns="key") for n in shown]
+        matrices = self.matrices[batch]
+        shown = matrices.abs().amax((1, 2)).topk(min(len(matrices), MOST_PANELS)).indices.sort().values.tolist()
+        panels = [heat_map(matrices[n], f"state coordinate {n}", rows="query", columns="key") for n in shown]
         return draw(where, panels, size=(2.6, 2.3))
 
 
@@ -104,16 +104,16 @@ def inner_matrices(layer: Layer, head: int, *, core: int = 0) -> InnerMatrices:
     `MemoryLimitError` if the matrices are larger than `max_memory`.
     """
     mixer = core_of(layer, core).mixer
-    at = _checked_head(layer, mixer, head)
+    heads = _checked_head(layer, mixer, head)
     query = query_of(mixer)
     batch, _, queries, keys = mixer.shape
     count = query.shape[-1]
     _require(layer, (batch, count, queries, keys), query)
     matrices = query.new_empty(batch, count, queries, keys)
     for n in range(count):
-        kept = torch.zeros_like(query)
-        kept[..., n] = query[..., n]
-        matrices[:, n] = mixer.with_query(kept).tile(heads=at).squeeze(1)
+        coordinate = torch.zeros_like(query)
+        coordinate[..., n] = query[..., n]
+        matrices[:, n] = mixer.with_query(coordinate).tile(heads=heads).squeeze(1)
     return InnerMatrices(layer.name, head, matrices)
 
 
@@ -132,12 +132,12 @@ def query_key_history(layer: Layer, head: int, *, core: int = 0, step: str = "ex
     if step not in ("exact", "relu"):
         raise OptionError(f"unknown step {step!r}" + nearest(step, ("exact", "relu")))
     mixer = core_of(layer, core).mixer
-    at = _checked_head(layer, mixer, head)
+    heads = _checked_head(layer, mixer, head)
     mirrored = isinstance(mixer, Reversed)
     inner = mixer.mixer if isinstance(mixer, Reversed) else mixer
-    query, key, decay = (factor.squeeze(2) for factor in inner.factors(heads=at))
+    query, key, decay = (factor.squeeze(2) for factor in inner.factors(heads=heads))
     if step == "relu":
-        ratio = _relu_over_softplus(layer, inner, decay, at)
+        ratio = _relu_over_softplus(layer, inner, decay, heads)
         key, decay = key * ratio, decay * ratio
     batch, _, queries, keys = mixer.shape
     count = max(query.shape[-1], key.shape[-1], decay.shape[-1])

@@ -22,11 +22,11 @@ def model_pairs(models: Any, reader: str, shared: Any) -> dict[str, tuple[nn.Mod
     if not isinstance(models, Mapping) or not models:
         raise InputError(f'models is empty or no mapping; give {{"mamba": (model, {reader}), ...}}.')
     pairs = {}
-    for name, given in models.items():
-        pair = (given, shared) if isinstance(given, nn.Module) and shared is not None else given
+    for name, entry in models.items():
+        pair = (entry, shared) if isinstance(entry, nn.Module) and shared is not None else entry
         if not isinstance(pair, tuple) or len(pair) != 2:
             more = ", or also processor=..." if reader == "processor" else ""
-            raise InputError(f"models[{name!r}] is a {type(given).__name__}; give a pair (model, {reader}){more}.")
+            raise InputError(f"models[{name!r}] is a {type(entry).__name__}; give a pair (model, {reader}){more}.")
         pairs[name] = pair
     if shared is not None and reader == "tokenizer":
         raise OptionError("processor is for images; texts have the tokenizers of `models`. Leave it out.")

@@ -22,8 +22,8 @@ def row_distributions(
     total = size.sum(-1, keepdim=True)
     empty = (total == 0) & valid.any(-1, keepdim=True)
     if bool(empty.any()):
-        place = tuple(empty.squeeze(-1).nonzero()[0].tolist())
-        raise InputError(f"{name} has a row of zeros, which is no distribution over keys: index {place}.")
+        index = tuple(empty.squeeze(-1).nonzero()[0].tolist())
+        raise InputError(f"{name} has a row of zeros, which is no distribution over keys: index {index}.")
     return size / total.masked_fill(total == 0, 1)
 
 

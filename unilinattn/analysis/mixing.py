@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.analysis.pictures import Where, draw, points, text_table
+from unilinattn.aligned import aligned
+from unilinattn.analysis.pictures import Where, draw, points
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import InputError
 from unilinattn.kernels.precision import full_precision
@@ -55,8 +56,9 @@ class Taxonomy:
 
     def __repr__(self) -> str:
         """List the layers with their kinds and changes."""
-        rows = [(x.layer, x.kind, f"{x.mixing:.1e}", f"{x.gating:.1e}") for x in self.layers]
-        return f"Taxonomy of {self.model}\n" + text_table(("layer", "kind", "mixing", "gating"), rows, texts=2)
+        rows = [("layer", "kind", "mixing", "gating")]
+        rows += [(x.layer, x.kind, f"{x.mixing:.1e}", f"{x.gating:.1e}") for x in self.layers]
+        return f"Taxonomy of {self.model}\n" + aligned(rows, right=(2, 3))
 
     def plot(self, where: Where = None) -> "Figure":
         """Draw the changes of each layer, with the limit of rounding; save them to a path or draw into given axes."""

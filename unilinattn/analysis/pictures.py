@@ -1,8 +1,7 @@
-"""Text tables and matplotlib figures of the analyses."""
+"""Matplotlib figures of the analyses."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -27,16 +26,6 @@ LINES = ("#3d4fc0", "#d1503f", "#2a9d76", "#b07cc6", "#c98a00", "#4b5563")
 """Colours of lines, in order."""
 
 Paint = Callable[["Axes"], None]
-
-
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1) -> str:
-    """Return rows of text in columns; the first `texts` columns are aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    sides = ["<"] * texts + [">"] * (len(head) - texts)
-    return "\n".join(
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
-        for row in (head, *rows)
-    )
 
 
 def draw(
@@ -76,116 +65,90 @@ def heat_map(
     limit: float | None = None,
 ) -> Paint:
     """Return a panel with a heat map, whose colours diverge around zero if a value is negative and end at `limit`."""
-    return partial(
-        _heat_map,
-        values=values.detach().double().cpu().numpy(),
-        title=title,
-        names=(rows, columns),
-        labels=(row_labels, column_labels),
-        limit=limit,
-    )
+    array = values.detach().double().cpu().numpy()
+
+    def paint(axes: "Axes") -> None:
+        signed, top = bool((array < 0).any()), limit or float(np.abs(array).max()) or 1.0
+        stops = (DIVERGING if signed else SEQUENTIAL)["light"]
+        colours = import_extra("matplotlib.colors", "plot").LinearSegmentedColormap.from_list("unilinattn", stops)
+        low = -top if signed else 0
+        image = axes.imshow(array, cmap=colours, vmin=low, vmax=top, aspect="auto", interpolation="nearest")
+        for axis, texts in ((axes.yaxis, row_labels), (axes.xaxis, column_labels)):
+            if texts is not None:
+                axis.set_ticks(range(len(texts)), texts)
+        bar = axes.figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03)
+        bar.ax.tick_params(length=0, labelsize=6.5, colors=FAINT)
+        bar.outline.set_visible(False)
+        _dress(axes, title, upwards=rows, across=columns)
+
+    return paint
 
 
 def lines(
-    series: Mapping[str, Sequence[float]],
-    title: str,
-    *,
-    across: str,
-    upwards: str,
-    depth: bool = False,
-    legend: bool = True,
+    series: Mapping[str, Sequence[float]], title: str, *, across: str, upwards: str, legend: bool = True
 ) -> Paint:
-    """Return a panel with a line for each series over its index, or with `depth` from 0 to 1."""
-    return partial(_lines, series=series, title=title, names=(upwards, across), depth=depth, legend=legend)
+    """Return a panel with a line for each series over the relative depth, from 0 to 1."""
+
+    def paint(axes: "Axes") -> None:
+        for number, (name, values) in enumerate(series.items()):
+            x = np.linspace(0, 1, len(values))
+            axes.plot(x, values, "o-", color=LINES[number % len(LINES)], label=name, linewidth=1.4, markersize=3.5)
+        axes.grid(axis="y", color="#e6e8ef", linewidth=0.6)
+        if legend:
+            axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
+        _dress(axes, title, upwards=upwards, across=across)
+
+    return paint
 
 
 def points(series: Mapping[str, Sequence[float]], title: str, *, across: str, upwards: str, limit: float) -> Paint:
     """Return a panel with the points of each series over its index, on a logarithmic axis with a `limit`."""
-    return partial(_points, series=series, title=title, names=(upwards, across), limit=limit)
+
+    def paint(axes: "Axes") -> None:
+        for number, (name, values) in enumerate(series.items()):
+            # Equal values of two series stay visible side by side.
+            x = np.arange(len(values)) + 0.08 * number
+            axes.plot(x, values, "os"[number % 2], color=LINES[number], label=name, markersize=5)
+        axes.axhline(limit, color=FAINT, linewidth=0.9, linestyle="--", label="rounding")
+        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(import_extra("matplotlib.ticker", "plot").MaxNLocator(integer=True))
+        axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
+        _dress(axes, title, upwards=upwards, across=across)
+
+    return paint
 
 
 def curve_lines(
-    axes: "Axes",
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     title: str,
     *,
     across: str,
     upwards: str,
     baseline: str,
-) -> None:
-    """Draw the (fractions, values) of each series over percent; `baseline` is the series to compare with, dashed."""
+) -> Paint:
+    """Return a panel with the (fractions, values) of each series over percent, that of `baseline` dashed."""
     others = [name for name in series if name != baseline]
-    for name, (fractions, values) in series.items():
-        index = others.index(name) if name in others else 0
-        dash = "--" if index >= len(LINES) else "-"
-        colour, style, width = (FAINT, ":", 1.6) if name == baseline else (LINES[index % len(LINES)], dash, 1.4)
-        percent = [100 * fraction for fraction in fractions]
-        axes.plot(percent, values, style, color=colour, label=name, linewidth=width)
-    axes.set_ylim(0, 1.05 * max((max(values) for _, values in series.values()), default=1.0))
-    axes.set_xlim(0, 100)
-    axes.grid(axis="y", color="#e6e8ef", linewidth=0.6)
-    axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
-    _dress(axes, title, (upwards, across))
 
-
-def _heat_map(
-    axes: "Axes",
-    values: np.ndarray,
-    title: str,
-    names: tuple[str, str],
-    labels: tuple[Sequence[str] | None, Sequence[str] | None],
-    limit: float | None,
-) -> None:
-    signed, top = bool((values < 0).any()), limit or float(np.abs(values).max()) or 1.0
-    stops = (DIVERGING if signed else SEQUENTIAL)["light"]
-    colours = import_extra("matplotlib.colors", "plot").LinearSegmentedColormap.from_list("unilinattn", stops)
-    image = axes.imshow(
-        values, cmap=colours, vmin=-top if signed else 0, vmax=top, aspect="auto", interpolation="nearest"
-    )
-    for axis, texts in zip((axes.yaxis, axes.xaxis), labels, strict=True):
-        if texts is not None:
-            axis.set_ticks(range(len(texts)), texts)
-    bar = axes.figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03)
-    bar.ax.tick_params(length=0, labelsize=6.5, colors=FAINT)
-    bar.outline.set_visible(False)
-    _dress(axes, title, names)
-
-
-def _lines(
-    axes: "Axes",
-    series: Mapping[str, Sequence[float]],
-    title: str,
-    names: tuple[str, str],
-    depth: bool,
-    legend: bool,
-) -> None:
-    for number, (name, values) in enumerate(series.items()):
-        across = np.linspace(0, 1, len(values)) if depth else np.arange(len(values))
-        axes.plot(across, values, "o-", color=LINES[number % len(LINES)], label=name, linewidth=1.4, markersize=3.5)
-    axes.grid(axis="y", color="#e6e8ef", linewidth=0.6)
-    if legend:
+    def paint(axes: "Axes") -> None:
+        for name, (fractions, values) in series.items():
+            index = others.index(name) if name in others else 0
+            dash = "--" if index >= len(LINES) else "-"
+            colour, style, width = (FAINT, ":", 1.6) if name == baseline else (LINES[index % len(LINES)], dash, 1.4)
+            percent = [100 * fraction for fraction in fractions]
+            axes.plot(percent, values, style, color=colour, label=name, linewidth=width)
+        axes.set_ylim(0, 1.05 * max((max(values) for _, values in series.values()), default=1.0))
+        axes.set_xlim(0, 100)
+        axes.grid(axis="y", color="#e6e8ef", linewidth=0.6)
         axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
-    _dress(axes, title, names)
+        _dress(axes, title, upwards=upwards, across=across)
+
+    return paint
 
 
-def _points(
-    axes: "Axes", series: Mapping[str, Sequence[float]], title: str, names: tuple[str, str], limit: float
-) -> None:
-    for number, (name, values) in enumerate(series.items()):
-        # Equal values of two series stay visible side by side.
-        across = np.arange(len(values)) + 0.08 * number
-        axes.plot(across, values, "os"[number % 2], color=LINES[number], label=name, markersize=5)
-    axes.axhline(limit, color=FAINT, linewidth=0.9, linestyle="--", label="rounding")
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(import_extra("matplotlib.ticker", "plot").MaxNLocator(integer=True))
-    axes.legend(fontsize=6.5, frameon=False, labelcolor=INK)
-    _dress(axes, title, names)
-
-
-def _dress(axes: "Axes", title: str, names: tuple[str, str]) -> None:
+def _dress(axes: "Axes", title: str, *, upwards: str, across: str) -> None:
     axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=8.5, color=INK)
-    axes.set_ylabel(names[0], fontsize=7, color=FAINT)
-    axes.set_xlabel(names[1], fontsize=7, color=FAINT)
+    axes.set_ylabel(upwards, fontsize=7, color=FAINT)
+    axes.set_xlabel(across, fontsize=7, color=FAINT)
     axes.tick_params(which="both", length=0, labelsize=6.5, colors=FAINT)
     for side in axes.spines.values():
         side.set_color("#c9cdd8")

@@ -18,7 +18,6 @@ from unilinattn.analysis.comparison import (
     RANDOM,
     WIDTH,
     ModelComparison,
-    ModelMeasurements,
     Row,
     layer_rows,
     model_rows,
@@ -26,6 +25,7 @@ from unilinattn.analysis.comparison import (
     similarity_rows,
 )
 from unilinattn.analysis.report_folder import FORMAT, NUMBERS, PAGE, PICTURE
+from unilinattn.analysis.similarity import LayerSimilarity
 from unilinattn.evaluation.measures import METRICS
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve
 from unilinattn.evaluation.scorers import BASELINES, DRAWS
@@ -34,6 +34,7 @@ from unilinattn.examples import TASKS
 from unilinattn.examples.tasks import HELD_OUT_SEED, SELECTION_SEED
 from unilinattn.optional import import_extra
 from unilinattn.results import pages, plots
+from unilinattn.results.attribution import Attribution
 from unilinattn.results.boards import cell
 from unilinattn.results.comparison import Comparison
 from unilinattn.results.scores import count_kinds
@@ -96,7 +97,10 @@ def text(comparisons: Sequence[ModelComparison]) -> str:
 
 def numbers(comparisons: Sequence[ModelComparison]) -> dict[str, Any]:
     """Return the content of `compare.json`: plain values, without the machine's name or paths."""
-    measured = [one for comparison in comparisons for one in comparison.models.values()]
+    versions: dict[str, str] = {}
+    for comparison in comparisons:
+        for model in comparison.models.values():
+            versions |= model.versions
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -106,8 +110,8 @@ def numbers(comparisons: Sequence[ModelComparison]) -> dict[str, Any]:
                 "task": comparison.task or None,
                 f"{comparison.unit}s": list(comparison.samples),
                 "models": {
-                    name: {**_plain(one), "worst_error": _plain(one.worst_error)}
-                    for name, one in comparison.models.items()
+                    name: {**_plain(model), "worst_error": _plain(model.worst_error)}
+                    for name, model in comparison.models.items()
                 },
                 "table": [dict(row) for row in comparison.table.summary()],
                 "similarity": _plain(comparison.similarity),
@@ -119,10 +123,7 @@ def numbers(comparisons: Sequence[ModelComparison]) -> dict[str, Any]:
         ],
         "sequences": _plain(comparisons[0].counts),
         "seeds": {"selection": SELECTION_SEED, "held_out": HELD_OUT_SEED, "intervention": INTERVENTION_SEED},
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version for one in measured for name, version in one.versions.items()},
-        },
+        "versions": {"python": platform.python_version(), **versions},
         "machine": machine(),
     }
 
@@ -132,11 +133,11 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         value = {entry.name: getattr(value, entry.name) for entry in fields(value)}
     if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, Tensor):
         return _plain(value.tolist())
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_plain(entry) for entry in value]
     return None if value != value else value
 
 
@@ -208,9 +209,9 @@ def write(folder: Path, comparisons: Sequence[ModelComparison]) -> None:
 def _sections(comparison: ModelComparison) -> Iterator[tuple[str, str]]:
     """Yield the headings and the bodies of a comparison: scores, models, methods, similarity of maps, layers."""
     if comparison.images:
-        names = [one.name for one in comparison.on_images]
+        names = [image.name for image in comparison.on_images]
         heading = "Scores on the images" if len(names) == len(comparison.images) else f"Scores on {len(names)} images"
-        predictions = [(one.name, *one.predicted.values()) for one in comparison.on_images]
+        predictions = [(image.name, *image.predicted.values()) for image in comparison.on_images]
         yield heading, blocks.table(["predicted class of", *comparison.models], predictions) + _image_board(comparison)
     elif comparison.shown is not None:
         yield (
@@ -221,61 +222,59 @@ def _sections(comparison: ModelComparison) -> Iterator[tuple[str, str]]:
     if comparison.task:
         yield "Which method finds the answer", _methods(comparison)
     else:
-        tables = [_table(_curves(name, one)) for name, one in comparison.models.items()]
+        tables = [_table(_curves(name, model.curves)) for name, model in comparison.models.items()]
         folded = blocks.details("Probability of the prediction by fraction removed", *tables)
         yield (
             f"Which {AXES[comparison.unit][0].split()[0]} the prediction depends on",
             _plots(comparison) + _methods(comparison) + folded,
         )
-    matrices = blocks.details("Every two layers", *map(_table, _matrices(comparison)))
-    yield "Similarity of the maps", _table(similarity_rows(comparison)) + matrices
+    matrices = () if comparison.similarity is None else _matrices(comparison.similarity)
+    yield "Similarity of the maps", _table(similarity_rows(comparison)) + blocks.details("Every two layers", *matrices)
     yield "Layers", _table(layer_rows(comparison))
 
 
 def _methods(comparison: ModelComparison) -> str:
     """Return the table of the metrics, in which the best method of each model by each metric is emphasised."""
     head, *rows = comparison.table.cells()
-    methods = [at for at, row in enumerate(rows) if row[1] not in (*BASELINES, INTERVENTION)]
+    methods = [index for index, row in enumerate(rows) if row[1] not in (*BASELINES, INTERVENTION)]
     strong = set()
     for column, name in enumerate(head[3:], 3):
         best = max if name == CORRELATION or METRICS[name].larger_is_better else min
         for model in comparison.models:
-            values = {at: rows[at][column] for at in methods if rows[at][0] == model}
-            strong |= {(at, column) for at, value in values.items() if value == best(values.values())}
+            values = {index: rows[index][column] for index in methods if rows[index][0] == model}
+            strong |= {(index, column) for index, value in values.items() if value == best(values.values())}
     return blocks.table(head, rows, strong=strong)
 
 
 def _image_board(comparison: ModelComparison) -> str:
     """Return the scores of each model and method over the image as the model read it, with a picker for the image."""
-    pictures: dict[tuple[str, str], list[Cell]] = {}
-    kinds = {name: count_kinds(one.kinds) for name, one in comparison.models.items()}
-    for at, image in enumerate(comparison.on_images):
+    cells: dict[tuple[str, str], Cell] = {}
+    kinds = {name: count_kinds(model.kinds) for name, model in comparison.models.items()}
+    for number, image in enumerate(comparison.on_images):
         results = [] if image.results is None else list(image.results.results())
         # The methods of a model have one grid.
         grids = {model: result.grid for model, _, result in results if result.grid is not None}
         below = {model: pixels(image.read[model], grid) for model, grid in grids.items()}
         for model, method, result in results:
-            panel = cell(result, method, model, batches=[0], image=below.get(model))
-            moved = [replace(picture, sequence=at) for picture in panel.pictures]
-            pictures.setdefault((method, model), []).append(replace(panel, pictures=moved))
-    cells = [
-        replace(cells[0], pictures=[picture for one in cells for picture in one.pictures])
-        for cells in pictures.values()
-    ]
+            drawn = cell(result, method, model, batches=[0], image=below.get(model))
+            pictures = [replace(picture, sequence=number) for picture in drawn.pictures]
+            if earlier := cells.get((method, model)):
+                pictures = [*earlier.pictures, *pictures]
+            cells[method, model] = replace(drawn, pictures=pictures)
     names = ("Image", [image.name for image in comparison.on_images])
-    return board(cells, columns=kinds, sequences=names, layer_hint="compare fewer models or methods") if cells else ""
+    hint = "compare fewer models or methods"
+    return board([*cells.values()], columns=kinds, sequences=names, layer_hint=hint) if cells else ""
 
 
 def _plots(comparison: ModelComparison) -> str:
     """Return the deletion curves of each model as plots."""
-    names = AXES[comparison.unit]
+    names, percent = AXES[comparison.unit], [100 * fraction for fraction in TENTHS]
     drawn = []
-    for model, one in comparison.models.items():
-        lines = {row: curve for row, curve in one.deletion.items() if isinstance(curve, PerturbationCurve)}
-        series = {row: curve.mean.tolist() for row, curve in lines.items()}
-        notes = {row: f"area {curve.area:.3f}" for row, curve in lines.items()}
+    for name, model in comparison.models.items():
+        series = {row: curve.mean.tolist() for row, curve in model.curves.items()}
+        notes = {row: f"area {curve.area:.3f}" for row, curve in model.curves.items()}
         if series:
-            drawn.append(Curves(model, series, [100 * fraction for fraction in TENTHS], names, RANDOM, notes))
+            drawn.append(Curves(name, series, percent, names, RANDOM, notes))
     return curves(drawn)
 
 
@@ -284,25 +283,18 @@ def _table(rows: Iterable[Row]) -> str:
     return blocks.table([str(name) for name in head], lines)
 
 
-def _curves(name: str, one: ModelMeasurements) -> Iterator[Row]:
+def _curves(name: str, curves: Mapping[str, PerturbationCurve]) -> Iterator[Row]:
     yield name, *(f"{fraction:.0%}" for fraction in TENTHS), "area"
-    for row, curve in one.deletion.items():
-        if isinstance(curve, PerturbationCurve):
-            yield row, *curve.mean.tolist(), curve.area
+    for row, curve in curves.items():
+        yield row, *curve.mean.tolist(), curve.area
 
 
-def _matrices(comparison: ModelComparison) -> Iterator[Iterator[Row]]:
-    if comparison.similarity is not None:
-        for title in ("rank_correlation", "divergence"):
-            yield _matrix(
-                title.replace("_", " "), comparison.similarity.names, getattr(comparison.similarity, title).tolist()
-            )
-
-
-def _matrix(title: str, names: Sequence[str], values: Sequence[Sequence[float]]) -> Iterator[Row]:
-    yield title, *names
-    for name, line in zip(names, values, strict=True):
-        yield name, *("-" if value != value else value for value in line)
+def _matrices(similarity: LayerSimilarity) -> Iterator[str]:
+    """Yield the tables of rank correlation and divergence of every two layers."""
+    for title, values in (("rank correlation", similarity.rank_correlation), ("divergence", similarity.divergence)):
+        rows = zip(similarity.names, _plain(values), strict=True)
+        cells = [(name, *("-" if value is None else value for value in line)) for name, line in rows]
+        yield blocks.table([title, *similarity.names], cells)
 
 
 def _task_board(comparison: ModelComparison) -> str:
@@ -316,12 +308,12 @@ def _task_board(comparison: ModelComparison) -> str:
             notes, start = [f"AP over all sequences {scored['value']:.3f}"], 0
             if "layer" in result.dims:
                 start = result.layers.index(scored["layer"])
-                notes = [notes[0] if at == start else "layer not scored" for at in range(len(result.layers))]
-            made = cell(result, row, model, batches=[0], expected=comparison.expected, start=start, notes=notes)
-            # The own key is blank, so there is none to leave out of the scale.
-            cells.append(replace(made, apart=False))
+                notes = [notes[0] if name == scored["layer"] else "layer not scored" for name in result.layers]
+            drawn = cell(result, row, model, batches=[0], expected=comparison.expected, start=start, notes=notes)
+            # A query's own key is blank, so there is none to leave out of the scale.
+            cells.append(replace(drawn, apart=False))
     columns = {
-        name: f"{count_kinds(one.kinds)}, accuracy {one.accuracy:.1%}" for name, one in comparison.models.items()
+        name: f"{count_kinds(model.kinds)}, accuracy {model.accuracy:.1%}" for name, model in comparison.models.items()
     }
     return board(cells, columns=columns, layer_hint="compare fewer models or methods for all scores")
 
@@ -330,17 +322,11 @@ def _task_figure(comparison: ModelComparison) -> "Figure":
     assert comparison.shown is not None
     scored = {(row["model"], row["method"]): row["layer"] for row in comparison.table}
     # Panels of all tasks have one size only without labels of tokens.
-    chosen = {
-        model: {
-            row: replace(
-                result.select(layer=scored[model, row]) if "layer" in result.dims else result,
-                tokens=None,
-            )
-            for row, result in results.items()
-        }
-        for model, results in comparison.shown.items()
-    }
-    figure = plots.comparison(Comparison(chosen), expected=comparison.expected)
+    panels: dict[str, dict[str, Attribution]] = {model: {} for model in comparison.shown}
+    for model, row, result in comparison.shown.results():
+        layer = result.select(layer=scored[model, row]) if "layer" in result.dims else result
+        panels[model][row] = replace(layer, tokens=None)
+    figure = plots.comparison(Comparison(panels), expected=comparison.expected)
     length = TASKS[comparison.task].length
     title = f"{comparison.task}, {length} tokens: each method at its scored layer, the known answer outlined"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")

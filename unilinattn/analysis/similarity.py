@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from unilinattn.aligned import aligned
 from unilinattn.analysis.maps import candidate_keys, row_distributions
-from unilinattn.analysis.pictures import Where, draw, heat_map, text_table
+from unilinattn.analysis.pictures import Where, draw, heat_map
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.evaluation.metrics import rank_correlation
 from unilinattn.host.labels import token_text
@@ -57,11 +58,12 @@ class LayerSimilarity:
         """Show each pair of layers, the most similar by rank first."""
         pairs = torch.triu_indices(len(self.names), len(self.names), 1).T.tolist()
         pairs.sort(key=lambda pair: -float(self.rank_correlation[tuple(pair)]))
-        rows = [
+        rows = [("layer", "layer", "rank correlation", "divergence")]
+        rows += [
             (self.names[a], self.names[b], f"{self.rank_correlation[a, b]:.2f}", f"{self.divergence[a, b]:.2f}")
             for a, b in pairs
         ]
-        return "LayerSimilarity\n" + text_table(("layer", "layer", "rank correlation", "divergence"), rows, texts=2)
+        return "LayerSimilarity\n" + aligned(rows, right=(2, 3))
 
     def plot(self, where: Where = None) -> "Figure":
         """Draw both matrices; layers are numbered in the order of `names`."""
@@ -141,9 +143,9 @@ def layer_similarity(
         ranks, divergence = torch.eye(len(maps), dtype=torch.float64), torch.zeros(len(maps), len(maps)).double()
         for a, b in torch.triu_indices(len(maps), len(maps), 1).T.tolist():
             # The union: a causal map compared with one that is not weights later keys by zero.
-            found = map_similarity(maps[a], maps[b], keys[a] | keys[b].to(keys[a].device))
-            ranks[a, b] = ranks[b, a] = found.rank_correlation
-            divergence[a, b] = divergence[b, a] = found.divergence
+            similarity = map_similarity(maps[a], maps[b], keys[a] | keys[b].to(keys[a].device))
+            ranks[a, b] = ranks[b, a] = similarity.rank_correlation
+            divergence[a, b] = divergence[b, a] = similarity.divergence
     return LayerSimilarity(names, ranks, divergence)
 
 
@@ -203,7 +205,7 @@ class SampleSimilarity:
                 self.refused[group.popitem()[0]] = str(reason)
                 return None
             covered = {
-                name: found for name, found in group.items() if self._measured({name: found}, orders) is not None
+                name: trace for name, trace in group.items() if self._measured({name: trace}, orders) is not None
             }
             if len(covered) == len(group):
                 raise

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from unilinattn.analysis.pictures import Where, draw, lines, text_table
+from unilinattn.aligned import aligned
+from unilinattn.analysis.pictures import Where, draw, lines
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
@@ -29,17 +30,17 @@ class Oversmoothing:
 
     def __repr__(self) -> str:
         """Show the mean over sequences at the start, in the middle and at the end of each model."""
-        rows = []
+        rows: list[tuple[str, ...]] = [("model", "steps", "first", "middle", "last")]
         for name, values in self.similarity.items():
             mean = values.mean(1).tolist()
             rows.append((name, str(len(mean) - 1), *(f"{x:.3f}" for x in (mean[0], mean[len(mean) // 2], mean[-1]))))
-        return "Oversmoothing\n" + text_table(("model", "steps", "first", "middle", "last"), rows)
+        return "Oversmoothing\n" + aligned(rows, right=range(1, 5))
 
     def plot(self, where: Where = None) -> "Figure":
         """Draw the mean over sequences against the relative depth (HMA arXiv Fig. 6)."""
         series = {name: values.mean(1).tolist() for name, values in self.similarity.items()}
         title = "mean cosine similarity of tokens"
-        panel = lines(series, title, across="relative depth", upwards="cosine similarity", depth=True)
+        panel = lines(series, title, across="relative depth", upwards="cosine similarity")
         return draw(where, [panel], size=(4.2, 3.0))
 
 

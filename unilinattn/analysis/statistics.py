@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unilinattn.aligned import aligned
 from unilinattn.analysis.maps import candidate_keys, row_distributions
-from unilinattn.analysis.pictures import Paint, Where, draw, lines, text_table
+from unilinattn.analysis.pictures import Paint, Where, draw, lines
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.methods.selection import only_port
 from unilinattn.operator.edges import is_causal
@@ -64,13 +65,14 @@ class MapStatistics:
 
     def __repr__(self) -> str:
         """Show the mean over heads of each statistic, one line for each layer."""
-        rows = [
+        rows = [("model", "layer", "heads", *STATISTICS)]
+        rows += [
             (model, x.layer, str(len(x.distance)), *(f"{float(getattr(x, name).mean()):.2f}" for name in STATISTICS))
             for model, layers in self.models.items()
             for x in layers
         ]
-        head = ("model", "layer", "heads", *STATISTICS)
-        return f"MapStatistics, scope {self.scope}, memory of {self.within:.0%}\n" + text_table(head, rows, texts=2)
+        head = f"MapStatistics, scope {self.scope}, memory of {self.within:.0%}"
+        return f"{head}\n{aligned(rows, right=range(2, len(rows[0])))}"
 
     def plot(self, where: Where = None) -> "Figure":
         """Draw each statistic against the relative depth, a line for each model."""
@@ -78,7 +80,7 @@ class MapStatistics:
         for name, unit in STATISTICS.items():
             series = {m: [float(getattr(x, name).mean()) for x in layers] for m, layers in self.models.items()}
             legend = not panels
-            panels.append(lines(series, name, across="relative depth", upwards=unit, depth=True, legend=legend))
+            panels.append(lines(series, name, across="relative depth", upwards=unit, legend=legend))
         return draw(where, panels, size=(3.0, 2.7))
 
 
@@ -124,13 +126,13 @@ def _measure(trace: Trace, layer: Layer, scope: str, heads: Heads, within: float
     op, causal = only_port(layer), is_causal(layer.operator)
     count = op.num_heads(scope) if heads is None else 1
     totals, rows = torch.zeros(4, 1, dtype=torch.float64), 0
-    for part, block in op.row_blocks(scope=scope, heads=heads, extra_elements=HELD * count):
-        valid = candidate_keys(trace, layer, part, causal)
+    for block_rows, block in op.row_blocks(scope=scope, heads=heads, extra_elements=HELD * count):
+        valid = candidate_keys(trace, layer, block_rows, causal)
         rows += int(valid.any(-1).sum())
         by_head = block if block.ndim == 4 else block.unsqueeze(1)
         every = valid.unsqueeze(1).expand_as(by_head)
         share = row_distributions(by_head, every, f"the {scope} map of {layer.name}")
-        totals = totals + torch.stack(_row_statistics(share, valid, part, within)).sum((1, 3)).cpu()
+        totals = totals + torch.stack(_row_statistics(share, valid, block_rows, within)).sum((1, 3)).cpu()
     if not rows:
         raise InputError(f"no row of {layer.name} has two or more keys; trace sequences of two or more tokens.")
     return LayerStatistics(layer.name, rows, *(totals / rows))

@@ -177,7 +177,7 @@ def _means(trace: Trace, name: str, factor: Tensor, lag: int) -> TokenVectors:
         mask = trace.mask.to(factor.device)
         real = mask[:, : length - lag] & mask[:, lag:]
     features = factor[:, lag:].flatten(2)[real].double()
-    tokens, place = ids[real].unique(return_inverse=True)
-    total = features.new_zeros(len(tokens), features.shape[1]).index_add_(0, place, features)
-    means = total / place.bincount(minlength=len(tokens)).unsqueeze(1)
+    tokens, group = ids[real].unique(return_inverse=True)
+    total = features.new_zeros(len(tokens), features.shape[1]).index_add_(0, group, features)
+    means = total / group.bincount(minlength=len(tokens)).unsqueeze(1)
     return TokenVectors(name, lag, tokens, means, factor.shape[2])

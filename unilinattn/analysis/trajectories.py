@@ -100,13 +100,15 @@ def states(layer: Layer, *, core: int = 0) -> States:
     Raises `OptionError` for a core out of range, `UncoveredError` for a structure without a query (convolutions,
     softmax attention), and `MemoryLimitError` if the states are larger than `max_memory`.
     """
-    one = core_of(layer, core)
-    batch, heads, queries, _ = one.mixer.shape
-    count = query_of(one.mixer).shape[-1]
-    shape = (batch, queries, heads, count, one.value.shape[-1])
-    require_result(shape, one.value.element_size(), f"the states of {layer.name}", "project them with `project_states`")
-    every = one.value.new_empty(shape)
-    for n, coordinate in enumerate(_coordinates(one)):
+    memory = core_of(layer, core)
+    batch, heads, queries, _ = memory.mixer.shape
+    count = query_of(memory.mixer).shape[-1]
+    shape = (batch, queries, heads, count, memory.value.shape[-1])
+    require_result(
+        shape, memory.value.element_size(), f"the states of {layer.name}", "project them with `project_states`"
+    )
+    every = memory.value.new_empty(shape)
+    for n, coordinate in enumerate(_coordinates(memory)):
         every[:, :, :, n] = coordinate
     return States(layer.name, every)
 
@@ -120,17 +122,17 @@ def project_states(layer: Layer, vectors: Float[Tensor, "token channel"], *, cor
 
     Raises `InputError` for vectors of another width, and the errors of `states`.
     """
-    one = core_of(layer, core)
-    batch, heads, queries, _ = one.mixer.shape
-    groups, count = query_of(one.mixer).shape[2:]
-    width = heads * one.value.shape[-1]
+    memory = core_of(layer, core)
+    batch, heads, queries, _ = memory.mixer.shape
+    groups, count = query_of(memory.mixer).shape[2:]
+    width = heads * memory.value.shape[-1]
     if vectors.ndim != 2 or vectors.shape[1] != width:
         raise InputError(f"vectors have shape {tuple(vectors.shape)}; {layer.name} needs (token, {width} channels).")
     shape = (batch, queries, groups, count, len(vectors))
-    require_result(shape, one.value.element_size(), f"the projection of {layer.name}", "give fewer vectors")
-    values = one.value.new_empty(shape)
+    require_result(shape, memory.value.element_size(), f"the projection of {layer.name}", "give fewer vectors")
+    values = memory.value.new_empty(shape)
     by_group = vectors.to(values).unflatten(1, (groups, -1))
-    for n, coordinate in enumerate(_coordinates(one)):
+    for n, coordinate in enumerate(_coordinates(memory)):
         values[:, :, :, n] = torch.einsum("btgc,vgc->btgv", coordinate.flatten(2).unflatten(2, (groups, -1)), by_group)
     return Projection(layer.name, values)
 

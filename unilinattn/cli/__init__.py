@@ -25,12 +25,12 @@ _MODULES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for an error reported on stderr, 130 if interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     commands, evaluate = parser(__version__)
-    if given[:1] == ["evaluate"]:
+    if words[:1] == ["evaluate"]:
         # Its help lists the metrics, whose module needs torch.
         import_module(_MODULES["evaluate"]).add_arguments(evaluate, METHODS)
-    options = commands.parse_args(given)
+    options = commands.parse_args(words)
     try:
         module = import_module(_MODULES[options.command])
         # Until here Ctrl-C ends the process by itself, because an import may swallow a KeyboardInterrupt.

@@ -59,43 +59,45 @@ def _compare(commands: Any) -> None:
 
 
 def _explain(commands: Any) -> None:
-    one = commands.add_parser("explain", help="explain a local checkpoint on a text")
-    one.add_argument("path", type=Path, metavar="PATH", help="folder with a causal language model and its tokenizer")
-    one.add_argument("--text", required=True, help="the input")
-    one.add_argument(
+    explain = commands.add_parser("explain", help="explain a local checkpoint on a text")
+    explain.add_argument(
+        "path", type=Path, metavar="PATH", help="folder with a causal language model and its tokenizer"
+    )
+    explain.add_argument("--text", required=True, help="the input")
+    explain.add_argument(
         "--method",
         help="name of a method, see `unilinattn list` (default: logit; without logits alti over all layers)",
     )
-    one.add_argument(
+    explain.add_argument(
         "--target",
         help="position to explain, negative from the end, or a text that occurs once, for its last token (default: -1)",
     )
-    one.add_argument(
+    explain.add_argument(
         "--generate", type=int, metavar="N", help="generate up to N tokens after the text, and explain each of them"
     )
-    one.add_argument(
+    explain.add_argument(
         "--logit",
         nargs="+",
         metavar="TOKEN",
         help="token (id or text) whose logit is explained, or two: their difference",
     )
-    one.add_argument("--scope", help="stages that form the attention matrix: core, mixer or unified")
-    one.add_argument(
+    explain.add_argument("--scope", help="stages that form the attention matrix: core, mixer or unified")
+    explain.add_argument(
         "--option",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
         help="further options of the method, such as p=1; `unilinattn list METHOD` prints them",
     )
-    one.add_argument("--layer", default="mean", help="layer to print, an index or a name (default: their mean)")
-    one.add_argument("--dtype", help=f"{DTYPES} (default: as stored)")
-    one.add_argument(
+    explain.add_argument("--layer", default="mean", help="layer to print, an index or a name (default: their mean)")
+    explain.add_argument("--dtype", help=f"{DTYPES} (default: as stored)")
+    explain.add_argument(
         "--trust",
         default="require",
         choices=("require", "warn"),
         help="a layer that misses the model's own output is an error (require, default) or a warning (warn)",
     )
-    one.add_argument("--out", type=Path, help="file for the result: .html, .png or .safetensors")
+    explain.add_argument("--out", type=Path, help="file for the result: .html, .png or .safetensors")
 
 
 def _decomposition(commands: Any) -> None:

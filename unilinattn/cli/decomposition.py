@@ -21,8 +21,8 @@ def run(options: argparse.Namespace) -> None:
     with quiet_hosts(), one_thread():
         if options.path is not None:
             host, tokenizer = load_checkpoint(options.path)
-            found = trace(host, options.text, tokenizer=tokenizer)
-        errors = {options.path.name: decomposition_errors(found)} if options.path else _examples()
+            traced = trace(host, options.text, tokenizer=tokenizer)
+        errors = {options.path.name: decomposition_errors(traced)} if options.path else _examples()
     print(decomposition.text_table(errors))
     if options.out is not None:
         decomposition.write(errors, options.out)

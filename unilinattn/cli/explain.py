@@ -50,17 +50,17 @@ def run(options: argparse.Namespace) -> None:
             _ignore_doubts()
             result = explain(observed, method=options.method, target=target, trust=options.trust, **keywords)
     assert result.tokens is not None
-    texts, place = result.tokens[0], int(observed.positions(-1 if target is None else target)[0])
+    texts, position = result.tokens[0], int(observed.positions(-1 if target is None else target)[0])
     column, scores = _shown_scores(result, options.layer)
     scope = f", scope {result.scope}" if result.scope else ""
     print(f"{observed.model} from {options.path}, {len(observed.layers)} layers")
     print(_layer_lines(observed))
-    print(f"\n{result.method}{scope}: scores for position {place} {texts[place]!r}, {column}")
-    if (following := _prediction(observed, place, tokenizer)) is not None:
+    print(f"\n{result.method}{scope}: scores for position {position} {texts[position]!r}, {column}")
+    if (following := _prediction(observed, position, tokenizer)) is not None:
         print(f"the model predicts {following!r} after it")
     label = "the token itself and the residual stream" if counts_residual(result) else "the token itself"
     sinks = () if result.sinks is None else result.sinks[0]
-    print(bar_chart(texts, scores, place, label, sinks))
+    print(bar_chart(texts, scores, position, label, sinks))
     if result.method == "logit":
         print(_sum_line(result))
     _finish(result, options.out)
@@ -132,10 +132,10 @@ def _method_options(options: argparse.Namespace) -> dict[str, Any]:
 def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:
     """Return the title of the printed column and the score of each key, the mean over heads."""
     if "head" in result.dims:
-        place = result.dims.index("head")
+        head = result.dims.index("head")
         heads = f"mean over {result.sizes['head']} {result.head_kind}s"
         dims = tuple(axis for axis in result.dims if axis != "head")
-        whole = replace(result, scores=result.scores.mean(place), dims=dims, heads=None, extras={})
+        whole = replace(result, scores=result.scores.mean(head), dims=dims, heads=None, extras={})
         column, scores = _shown_scores(whole, layer)
         return f"{column}, {heads}", scores
     if "layer" not in result.dims:
@@ -146,13 +146,15 @@ def _shown_scores(result: Attribution, layer: str) -> tuple[str, Tensor]:
         count = len(result.layers)
         column = f"mean over {count} layers (--layer shows one)" if count > 1 else result.layers[0]
         return column, result.scores.mean(0).flatten()
-    one = result.select(layer=int(layer) if layer.lstrip("-").isdecimal() else layer)
-    return one.layers[0], one.scores.flatten()
+    selected = result.select(layer=int(layer) if layer.lstrip("-").isdecimal() else layer)
+    return selected.layers[0], selected.scores.flatten()
 
 
 def _layer_lines(observed: Trace) -> str:
     rows = [("layer", "mixer", "reconstruction error")]
-    rows += [(f"{at:>2}  {layer.name}", layer.kind, _error_text(layer)) for at, layer in enumerate(observed.layers)]
+    rows += [
+        (f"{number:>2}  {layer.name}", layer.kind, _error_text(layer)) for number, layer in enumerate(observed.layers)
+    ]
     return aligned(rows, indent=2)
 
 
@@ -163,23 +165,25 @@ def _error_text(layer: Layer) -> str:
         return "not covered: only its core is"
 
 
-def _prediction(observed: Trace, place: int, tokenizer: Any) -> str | None:
+def _prediction(observed: Trace, position: int, tokenizer: Any) -> str | None:
     logits = getattr(observed.output, "logits", None)
-    return None if logits is None else token_text(tokenizer, int(logits[0, place].argmax()))
+    return None if logits is None else token_text(tokenizer, int(logits[0, position].argmax()))
 
 
-def bar_chart(texts: Sequence[str], scores: Tensor, own: int, own_name: str, sinks: Sequence[int] = ()) -> str:
-    """Return a line with the score of each token: `own` first, then the others with bars relative to the largest.
+def bar_chart(texts: Sequence[str], scores: Tensor, query: int, query_name: str, sinks: Sequence[int] = ()) -> str:
+    """Return a line with the score of each token: `query` first, then the others with bars relative to the largest.
 
-    `own` and the attention sinks have no bar.
+    `query` and the attention sinks have no bar.
     """
     shown = [text if text.isprintable() and text == text.strip() else repr(text) for text in texts]
     values = [float(score) for score in scores]
-    others = [key for key in range(len(shown)) if key != own]
+    others = [key for key in range(len(shown)) if key != query]
     largest = max((abs(values[key]) for key in others if key not in sinks), default=0.0) or 1.0
     bars = {key: ("#" if values[key] >= 0 else "-") * round(BAR * abs(values[key]) / largest) for key in others}
-    bars |= dict.fromkeys(sinks, SINK) | {own: f"{own_name}, no bar"}
-    return aligned([(f"{key:>4}", shown[key], f"{values[key]:>10.4g}", bars[key]) for key in [own, *others]], indent=2)
+    bars |= dict.fromkeys(sinks, SINK) | {query: f"{query_name}, no bar"}
+    return aligned(
+        [(f"{key:>4}", shown[key], f"{values[key]:>10.4g}", bars[key]) for key in [query, *others]], indent=2
+    )
 
 
 def _sum_line(result: Attribution) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 from unilinattn.errors import OptionError
 
 
-def names(given: Sequence[str] | None) -> list[str]:
+def names(texts: Sequence[str] | None) -> list[str]:
     """Return the names of a list separated by spaces or commas, without repetitions."""
-    return list(dict.fromkeys(name for part in given or () for name in part.split(",") if name))
+    return list(dict.fromkeys(name for text in texts or () for name in text.split(",") if name))
 
 
 def entry(text: str) -> str | tuple[str, Mapping[str, Any]]:

@@ -25,13 +25,7 @@ def load_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, Any]:
     if the checkpoint cannot be loaded or lacks weights.
     """
     host = _load(path, dtype, "AutoModelForCausalLM", "a causal language model")
-    try:
-        tokenizer = import_extra("transformers", "hf").AutoTokenizer.from_pretrained(path, **SETTINGS)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} has no tokenizer that can be loaded ({_first_line(error)}); save one there with "
-            "`tokenizer.save_pretrained`."
-        ) from error
+    tokenizer = _load_reader(path, "AutoTokenizer", "tokenizer")
     # Without files some tokenizers load empty instead of raising an error.
     files = ("tokenizer.json", "tokenizer_config.json", *tokenizer.vocab_files_names.values())
     if not any((path / file).is_file() for file in files):
@@ -46,17 +40,7 @@ def load_image_checkpoint(path: Path, dtype: str | None = None) -> tuple[Any, An
     processor, or if the checkpoint cannot be loaded or lacks weights.
     """
     host = _load(path, dtype, "AutoModelForImageClassification", "an image classifier", "image processor")
-    try:
-        # Without its file some versions of transformers make the default processor of the model's class.
-        if not (path / PROCESSOR).is_file():
-            raise FileNotFoundError(f"it holds no {PROCESSOR}")
-        processor = import_extra("transformers", "hf").AutoImageProcessor.from_pretrained(path, **SETTINGS)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} has no image processor that can be loaded ({_first_line(error)}); save one there with "
-            "`processor.save_pretrained`."
-        ) from error
-    return host, processor
+    return host, _load_reader(path, "AutoImageProcessor", "image processor", file=PROCESSOR)
 
 
 def _load(path: Path, dtype: str | None, auto: str, what: str, reader: str = "tokenizer") -> Any:
@@ -84,6 +68,20 @@ def _load(path: Path, dtype: str | None, auto: str, what: str, reader: str = "to
             "random numbers, and their explanation meaningless."
         )
     return host.eval()
+
+
+def _load_reader(path: Path, auto: str, what: str, file: str = "") -> Any:
+    """Return the tokenizer or image processor in a folder, which must hold `file`."""
+    try:
+        # Without its file some versions of transformers make the default processor of the model's class.
+        if not (path / file).exists():
+            raise FileNotFoundError(f"it holds no {file}")
+        return getattr(import_extra("transformers", "hf"), auto).from_pretrained(path, **SETTINGS)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} has no {what} that can be loaded ({_first_line(error)}); save one there with "
+            f"`{what.split()[-1]}.save_pretrained`."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

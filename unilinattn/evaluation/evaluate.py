@@ -144,8 +144,8 @@ def run(
     store = Store(out, plan.configuration())
     rows: list[Row] = []
     with bars(progress and processes.rank == 0):
-        for at, name in enumerate(plan.models):
-            work = _Work(plan, name, at, store, processes, observer or Observer())
+        for number, name in enumerate(plan.models):
+            work = _Work(plan, name, number, store, processes, observer or Observer())
             rows.extend(row for unit in work.measure(work.choose_layers()) for row in unit)
     table = Table(rows)
     if store.folder is not None and processes.rank == 0:
@@ -171,8 +171,10 @@ def _read(data: Any, *, models: Any, tokenizer: Any, processor: Any, on_error: O
 class _Work:
     """The samples of one model, in batches that are stored and spread over the processes."""
 
-    def __init__(self, plan: Plan, name: str, at: int, store: Store, processes: Processes, observer: Observer) -> None:
-        self._plan, self._name, self._at, self._store, self._processes = plan, name, at, store, processes
+    def __init__(
+        self, plan: Plan, name: str, number: int, store: Store, processes: Processes, observer: Observer
+    ) -> None:
+        self._plan, self._name, self._at, self._store, self._processes = plan, name, number, store, processes
         self._observer, self._refused = observer, set[str]()
         if isinstance(model := plan.models[name], nn.Module):
             # The model is checked even if nothing is left to compute.
@@ -201,11 +203,11 @@ class _Work:
         units = self._spread("selection", plan.selection, partial(self._precisions, composed))
         best = max if plan.chooser.larger_is_better else min
         layers = {}
-        for one in plan.scorers:
-            if all(unit[one.label] is not None for unit in units):
-                pooled = [pool(parts) for parts in zip(*(unit[one.label] for unit in units), strict=True)]
-                layers[one.label] = pooled.index(best(pooled))
-                self._observer.chosen(one.label, pooled)
+        for scorer in plan.scorers:
+            if all(unit[scorer.label] is not None for unit in units):
+                pooled = [pool(terms) for terms in zip(*(unit[scorer.label] for unit in units), strict=True)]
+                layers[scorer.label] = pooled.index(best(pooled))
+                self._observer.chosen(scorer.label, pooled)
         return layers
 
     def measure(self, layers: Mapping[str, int]) -> list[list[Row]]:
@@ -221,7 +223,7 @@ class _Work:
             done = {}
             for unit in steps(missing, f"{self._name}: {kind}"):
                 # In the form that the store returns, so that a stored number equals a computed one.
-                done[unit] = json.loads(json.dumps(compute({at: samples[at] for at in units[unit]})))
+                done[unit] = json.loads(json.dumps(compute({index: samples[index] for index in units[unit]})))
                 self._store.write(key(unit), done[unit])
             return done
 
@@ -238,22 +240,22 @@ class _Work:
         first, sample = next(iter(batch.items()))
         where = f"selection sample {sample.name or first}"
         traced = self._trace(batch, where)
-        for one in plan.scorers:
-            precisions[one.label] = None
-            if one.label in composed or not one.reads_model:
+        for scorer in plan.scorers:
+            precisions[scorer.label] = None
+            if scorer.label in composed or not scorer.reads_model:
                 continue
-            with self._located(f"{where}, {one.label}"):
+            with self._located(f"{where}, {scorer.label}"):
                 # The scores of one target have the same axes, and take a fraction of the time.
                 if len(batch) > 1 and not _has_layers(
-                    self._run(one, traced, "axes", first, replace(sample, target=-1))[0]
+                    self._run(scorer, traced, "axes", first, replace(sample, target=-1))[0]
                 ):
-                    composed.add(one.label)
+                    composed.add(scorer.label)
                     continue
-                results = [draws[0] for draws in self._results(one, traced, batch, "selection")]
+                results = [draws[0] for draws in self._results(scorer, traced, batch, "selection")]
                 if not _has_layers(results[0]):
-                    composed.add(one.label)
+                    composed.add(scorer.label)
                     continue
-                precisions[one.label] = [
+                precisions[scorer.label] = [
                     self._precision(traced, batch, [result.select(layer=layer) for result in results])
                     for layer in range(results[0].sizes["layer"])
                 ]
@@ -261,30 +263,30 @@ class _Work:
 
     def _precision(self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Attribution]) -> list[Part]:
         """Return the parts of the metric that chooses a layer, summed over the batch."""
-        parts = []
+        terms = []
         for case in self._cases(traced, batch, [[result] for result in results]):
             if (measured := self._plan.chooser(case[0])) is None:
                 raise OptionError(f"select_by={self._plan.select_by!r} is not defined for its scores; name another.")
-            parts.append(measured.parts)
-        return _summed(parts)
+            terms.append(measured.parts)
+        return _summed(terms)
 
     def _rows(self, layers: Mapping[str, int], batch: Mapping[int, Sample]) -> list[Row]:
         """Return the rows of the samples of a batch."""
         plan = self._plan
         first = plan.name_of(next(iter(batch)))
-        rows: dict[int, list[Row]] = {at: [] for at in batch}
+        rows: dict[int, list[Row]] = {index: [] for index in batch}
         traced = self._trace(batch, f"sample {first}")
         with self._located(f"sample {first}"):
             self._observer.traced(traced)
-        for one in plan.scorers:
-            if one.label in self._refused:
+        for scorer in plan.scorers:
+            if scorer.label in self._refused:
                 continue
             try:
-                for at, measured in self._measured(one, traced, batch, layers).items():
-                    rows[at] += measured
+                for index, measured in self._measured(scorer, traced, batch, layers).items():
+                    rows[index] += measured
             except (InputError, UncoveredError) as error:
-                self._observer.refused(one.label, error)
-                self._refused.add(one.label)
+                self._observer.refused(scorer.label, error)
+                self._refused.add(scorer.label)
         for label in plan.metrics:
             if not self._refused and all(row["metric"] != label for sample in rows.values() for row in sample):
                 raise InputError(
@@ -293,35 +295,35 @@ class _Work:
         return [row for sample in rows.values() for row in sample]
 
     def _measured(
-        self, one: Scorer, traced: Trace, batch: Mapping[int, Sample], layers: Mapping[str, int]
+        self, scorer: Scorer, traced: Trace, batch: Mapping[int, Sample], layers: Mapping[str, int]
     ) -> dict[int, list[Row]]:
         """Return the rows of one method on each sample of a batch."""
         plan = self._plan
-        with self._located(f"sample {plan.name_of(next(iter(batch)))}, {one.label}"):
+        with self._located(f"sample {plan.name_of(next(iter(batch)))}, {scorer.label}"):
             results = [
-                [self._one_layer(one, result, layers) for result in draws]
-                for draws in self._results(one, traced, batch, "data")
+                [self._one_layer(scorer, result, layers) for result in draws]
+                for draws in self._results(scorer, traced, batch, "data")
             ]
         rows: dict[int, list[Row]] = {}
-        for at, draws, cases in zip(batch, results, self._cases(traced, batch, results), strict=True):
+        for index, draws, cases in zip(batch, results, self._cases(traced, batch, results), strict=True):
             if plan.save_results and len(draws) == 1:
-                self._save(draws[0], at, one.label)
-            name, scored = plan.name_of(at), draws[0].layers
+                self._save(draws[0], index, scorer.label)
+            name, scored = plan.name_of(index), draws[0].layers
             layer = scored[0] if len(scored) == 1 else "all" if scored else ""
-            rows[at] = []
+            rows[index] = []
             for label, measure in plan.metrics.items():
-                with self._located(f"sample {name}, {one.label}, {label}"):
-                    measured = [found for case in cases if (found := measure(case)) is not None]
+                with self._located(f"sample {name}, {scorer.label}, {label}"):
+                    measured = [measurement for case in cases if (measurement := measure(case)) is not None]
                 if measured:
-                    row = {"model": self._name, "method": one.label, "layer": layer, "sample": name, "metric": label}
+                    row = {"model": self._name, "method": scorer.label, "layer": layer, "sample": name, "metric": label}
                     value = sum(m.value for m in measured) / len(measured)
-                    rows[at].append({**row, "value": value, PARTS: _summed([m.parts for m in measured])})
+                    rows[index].append({**row, "value": value, PARTS: _summed([m.parts for m in measured])})
         return rows
 
-    def _save(self, result: Attribution, at: int, label: str) -> None:
+    def _save(self, result: Attribution, index: int, label: str) -> None:
         assert self._store.folder is not None
-        number = [one.label for one in self._plan.scorers].index(label)
-        name = f"{self._at}-{at:06d}-{number}-{re.sub(r'[^A-Za-z0-9_=.-]+', '_', label)}.safetensors"
+        number = [scorer.label for scorer in self._plan.scorers].index(label)
+        name = f"{self._at}-{index:06d}-{number}-{re.sub(r'[^A-Za-z0-9_=.-]+', '_', label)}.safetensors"
         (self._store.folder / "results").mkdir(parents=True, exist_ok=True)
         result.save(self._store.folder / "results" / name)
 
@@ -335,21 +337,23 @@ class _Work:
                 raise InputError(f"a sample is one sequence or image; its inputs hold {size}.")
         return traced
 
-    def _results(self, one: Scorer, traced: Trace, batch: Mapping[int, Sample], kind: str) -> list[list[Attribution]]:
+    def _results(
+        self, scorer: Scorer, traced: Trace, batch: Mapping[int, Sample], kind: str
+    ) -> list[list[Attribution]]:
         """Return the results of each sample of a batch, several for random draws."""
-        if not one.reads_model:
-            return [self._run(one, traced, kind, at, sample) for at, sample in batch.items()]
-        result = self._run(one, traced, kind, *next(iter(batch.items())))[0]
+        if not scorer.reads_model:
+            return [self._run(scorer, traced, kind, index, sample) for index, sample in batch.items()]
+        result = self._run(scorer, traced, kind, *next(iter(batch.items())))[0]
         if kind == "data":
-            result = self._observer.scored(traced, one.label, result)
+            result = self._observer.scored(traced, scorer.label, result)
         return [[result]] if len(batch) == 1 else [[result.select(batch=row)] for row in range(len(batch))]
 
-    def _run(self, one: Scorer, traced: Trace, kind: str, at: int, sample: Sample) -> list[Attribution]:
+    def _run(self, scorer: Scorer, traced: Trace, kind: str, index: int, sample: Sample) -> list[Attribution]:
         devices = {weight.device.index for weight in self._host.parameters() if weight.is_cuda}
         # The seed depends on the sample and the row; the caller's generators are restored.
         with torch.random.fork_rng(devices=sorted(devices)):
-            torch.manual_seed(self._plan.seed_of(kind, at, one.label))
-            return one.function(traced, sample, trust=self._plan.trust, max_memory=self._plan.max_memory)
+            torch.manual_seed(self._plan.seed_of(kind, index, scorer.label))
+            return scorer.function(traced, sample, trust=self._plan.trust, max_memory=self._plan.max_memory)
 
     def _cases(
         self, traced: Trace, batch: Mapping[int, Sample], results: Sequence[Sequence[Attribution]]
@@ -362,23 +366,23 @@ class _Work:
                     sample,
                     traced,
                     result.select(layer=0) if "layer" in result.dims else result,
-                    self._plan.seed_of("metric", at),
+                    self._plan.seed_of("metric", index),
                     row,
                 )
                 for result in draws
             ]
-            for row, ((at, sample), draws) in enumerate(zip(batch.items(), results, strict=True))
+            for row, ((index, sample), draws) in enumerate(zip(batch.items(), results, strict=True))
         ]
 
-    def _one_layer(self, one: Scorer, result: Attribution, layers: Mapping[str, int]) -> Attribution:
+    def _one_layer(self, scorer: Scorer, result: Attribution, layers: Mapping[str, int]) -> Attribution:
         if not _has_layers(result):
             return result
-        if one.label not in layers:
+        if scorer.label not in layers:
             raise OptionError(
                 f"its scores have {result.sizes['layer']} layers; give `selection`, other samples on which the layer "
                 "is chosen, or name one layer or the mean: ('latim', {'layers': [1]}), ('latim', {'layers': 'mean'})."
             )
-        return result.select(layer=layers[one.label])
+        return result.select(layer=layers[scorer.label])
 
     @contextmanager
     def _located(self, where: str) -> Iterator[None]:
@@ -395,4 +399,4 @@ def _has_layers(result: Attribution) -> bool:
 
 def _summed(measured: Sequence[Sequence[Part]]) -> list[Part]:
     """Return the sums of each part's numerators and denominators."""
-    return [(sum(top for top, _ in part), sum(bottom for _, bottom in part)) for part in zip(*measured, strict=True)]
+    return [(sum(top for top, _ in terms), sum(bottom for _, bottom in terms)) for terms in zip(*measured, strict=True)]

@@ -5,10 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError
+from unilinattn.examples import AT_ONCE
 from unilinattn.examples.tasks import NO_ANSWER
-
-AT_ONCE = 64
-"""Sequences in one run of the model; hosts that keep a state per token are slower on a CPU with larger batches."""
 
 
 @torch.no_grad()
@@ -41,8 +39,8 @@ def replacement_effects(
     key = torch.arange(length, device=input_ids.device)
     replaced[:, key, :, key] = replacements.transpose(0, 1)
     repeated_answers = answers[:, None, None].expand_as(replaced).flatten(0, 2)
-    parts = zip(replaced.flatten(0, 2).split(AT_ONCE), repeated_answers.split(AT_ONCE), strict=True)
-    after = torch.cat([_log_probability(model, ids, part) for ids, part in parts]).view_as(replaced).mean(2)
+    runs = zip(replaced.flatten(0, 2).split(AT_ONCE), repeated_answers.split(AT_ONCE), strict=True)
+    after = torch.cat([_log_probability(model, ids, targets) for ids, targets in runs]).view_as(replaced).mean(2)
     effects = _log_probability(model, input_ids, answers)[:, :, None] - after.transpose(1, 2)
     measured = (answers != NO_ANSWER)[:, :, None] & (key < key[:, None])
     return torch.where(measured, effects, 0.0)

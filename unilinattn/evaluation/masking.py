@@ -55,7 +55,7 @@ class Removal:
 
 def removal(
     model: nn.Module,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     units: tuple[int, ...],
     masking: Masking,
     mask_token_id: int | None = None,
@@ -75,17 +75,17 @@ def removal(
     if reference is not None and masking != "reference":
         raise OptionError(f"masking={masking!r} came with a reference; masking='reference' takes one.")
     if len(units) == 3:
-        return _patches(given, units, masking, reference)
+        return _patches(arguments, units, masking, reference)
     if masking == "blur":
         raise OptionError(
             "masking='blur' is for images; tokens have the maskings 'zero', 'mean', 'token' and 'reference'."
         )
-    ids, embeds = token_ids(given), given.get(EMBEDS)
+    ids, embeds = token_ids(arguments), arguments.get(EMBEDS)
     tokens = embeds if ids is None else ids
     if not isinstance(tokens, Tensor):
         raise InputError(
-            f"relevance of shape {units} scores tokens, and the inputs ({', '.join(given)}) have no token ids; scores "
-            "of image patches have the shape (batch, row, column)."
+            f"relevance of shape {units} scores tokens, and the inputs ({', '.join(arguments)}) have no token ids; "
+            "scores of image patches have the shape (batch, row, column)."
         )
     if units != tuple(tokens.shape[:2]):
         raise InputError(
@@ -93,9 +93,9 @@ def removal(
             "tokens; give one score for each token, padding included."
         )
     if masking == "reference":
-        return Removal(given, _name_of(given, tokens), tokens, _reference(reference, tokens))
+        return Removal(arguments, _name_of(arguments, tokens), tokens, _reference(reference, tokens))
     if masking != "token":
-        return _embeddings(model, given, ids, masking)
+        return _embeddings(model, arguments, ids, masking)
     if ids is None:
         raise InputError("masking='token' replaces token ids, and the inputs have embeddings; give the ids.")
     size = vocabulary_size(model)
@@ -103,19 +103,19 @@ def removal(
         raise OptionError(
             f"mask_token_id={mask_token_id!r}; " + (f"the model knows ids 0 to {size - 1}." if size else "give an id.")
         )
-    return Removal(given, _name_of(given, ids), ids, torch.full_like(ids, mask_token_id))
+    return Removal(arguments, _name_of(arguments, ids), ids, torch.full_like(ids, mask_token_id))
 
 
-def real_tokens(given: Mapping[str, Any], shape: tuple[int, ...]) -> Bool[Tensor, "batch token"]:
+def real_tokens(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> Bool[Tensor, "batch token"]:
     """Return the mask of real tokens: the `attention_mask` if it has one entry for each token, else all."""
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
         return mask != 0
     return torch.ones(shape, dtype=torch.bool)
 
 
-def _embeddings(model: nn.Module, given: Mapping[str, Any], ids: Tensor | None, masking: Masking) -> Removal:
-    arguments = dict(given)
+def _embeddings(model: nn.Module, inputs: Mapping[str, Any], ids: Tensor | None, masking: Masking) -> Removal:
+    arguments = dict(inputs)
     if ids is not None:
         embedding, parameters = input_embedding(model), inspect.signature(model.forward).parameters
         passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -124,12 +124,12 @@ def _embeddings(model: nn.Module, given: Mapping[str, Any], ids: Tensor | None, 
                 f"masking={masking!r} replaces the embeddings of tokens, and {type(model).__name__} takes no {EMBEDS}; "
                 "use masking='token' with a mask_token_id."
             )
-        del arguments[_name_of(given, ids)]
+        del arguments[_name_of(inputs, ids)]
         arguments[EMBEDS] = embedding(ids)
     values = arguments[EMBEDS]
     if masking == "zero":
         return Removal(arguments, EMBEDS, values, torch.zeros_like(values))
-    real = real_tokens(given, tuple(values.shape[:2])).to(values.device)[..., None]
+    real = real_tokens(inputs, tuple(values.shape[:2])).to(values.device)[..., None]
     wide = torch.where(real, values, 0).to(torch.promote_types(values.dtype, torch.float32))
     mean = wide.sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
     return Removal(arguments, EMBEDS, values, mean.to(values.dtype).expand_as(values))
@@ -151,10 +151,12 @@ def _reference(reference: Tensor | None, values: Tensor) -> Tensor:
     )
 
 
-def _patches(given: Mapping[str, Any], units: tuple[int, ...], masking: Masking, reference: Tensor | None) -> Removal:
+def _patches(
+    arguments: Mapping[str, Any], units: tuple[int, ...], masking: Masking, reference: Tensor | None
+) -> Removal:
     images = {
         name: value
-        for name, value in given.items()
+        for name, value in arguments.items()
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 4
     }
     if len(images) != 1:
@@ -181,7 +183,7 @@ def _patches(given: Mapping[str, Any], units: tuple[int, ...], masking: Masking,
         baseline = pixels.mean((2, 3), keepdim=True).expand_as(pixels)
     else:
         baseline = torch.zeros_like(pixels)
-    return Removal(given, name, pixels, baseline)
+    return Removal(arguments, name, pixels, baseline)
 
 
 def gaussian_blur(
@@ -200,5 +202,5 @@ def gaussian_blur(
     return functional.conv2d(rows, weight[None, None, None, :]).view_as(pixels)
 
 
-def _name_of(given: Mapping[str, Any], value: Tensor) -> str:
-    return next(name for name, other in given.items() if other is value)
+def _name_of(arguments: Mapping[str, Any], value: Tensor) -> str:
+    return next(name for name, other in arguments.items() if other is value)

@@ -13,13 +13,7 @@ from torch.nn import functional
 
 from unilinattn.errors import InputError, OptionError, nearest
 from unilinattn.evaluation.masking import Masking
-from unilinattn.evaluation.metrics import (
-    RowScores,
-    alignment_error_rate,
-    completeness_gap,
-    earlier_keys,
-    row_scores,
-)
+from unilinattn.evaluation.metrics import RowScores, alignment_error_rate, completeness_gap, earlier_keys, row_scores
 from unilinattn.evaluation.perturbation import TENTHS, PerturbationCurve, PerturbationTest
 from unilinattn.evaluation.samples import Sample, function_name
 from unilinattn.evaluation.segmentation import SegmentationScores, foreground_of, overlaps, segmentation_scores
@@ -243,7 +237,7 @@ def metric(name: str, options: Mapping[str, Any]) -> Metric:
     """
     if name not in METRICS:
         raise OptionError(f"unknown metric {name!r}{nearest(name, METRICS)}")
-    found = METRICS[name]
+    default = METRICS[name]
     accepted = ("masking", "mask_token_id") if name in PERTURBATIONS else ()
     for option in options:
         if option not in accepted:
@@ -251,8 +245,8 @@ def metric(name: str, options: Mapping[str, Any]) -> Metric:
     masking = options.get("masking", "zero")
     if masking not in get_args(Masking):
         raise OptionError(f"metric {name}: unknown masking {masking!r}{nearest(masking, get_args(Masking))}")
-    needs = (*found.needs, "reference") if masking == "reference" else found.needs
-    return Metric(name, found.measure, needs, found.larger_is_better, dict(options))
+    needs = (*default.needs, "reference") if masking == "reference" else default.needs
+    return Metric(name, default.measure, needs, default.larger_is_better, dict(options))
 
 
 def function_metric(function: Callable[[Case], float]) -> Metric:
@@ -290,7 +284,7 @@ def _weights() -> Float[Tensor, " fraction"]:
 
 def deletion_curve(samples: Sequence[Sequence[Sequence[float]]]) -> PerturbationCurve:
     """Return the deletion curve of each sample from the parts of the metric `deletion`, its weighted values."""
-    values = torch.tensor([[top / bottom for top, bottom in parts] for parts in samples], dtype=torch.float64)
+    values = torch.tensor([[top / bottom for top, bottom in terms] for terms in samples], dtype=torch.float64)
     return PerturbationCurve(TENTHS, values / _weights())
 
 
@@ -355,12 +349,12 @@ METRICS: Mapping[str, Metric] = {
 
 def require_fields(metrics: Sequence[Metric], samples: Sequence[Sample]) -> None:
     """Raise `InputError` if a sample lacks a field that a metric needs."""
-    for one in metrics:
-        for at, sample in enumerate(samples):
-            for field in one.needs:
+    for metric in metrics:
+        for index, sample in enumerate(samples):
+            for field in metric.needs:
                 if getattr(sample, field) is None:
-                    free = ", ".join(name for name, metric in METRICS.items() if not metric.needs)
+                    free = ", ".join(name for name, other in METRICS.items() if not other.needs)
                     raise InputError(
-                        f"metric {one.name} needs `{field}`, and sample {sample.name or at} has none; give it, or take "
-                        f"metrics that need no known answer: {free}."
+                        f"metric {metric.name} needs `{field}`, and sample {sample.name or index} has none; give it, "
+                        f"or take metrics that need no known answer: {free}."
                     )

@@ -291,10 +291,10 @@ def _tie_groups(
 def _centred_ranks(scores: Float[Tensor, "row key"], candidates: Bool[Tensor, "row key"]) -> Float[Tensor, "row key"]:
     """Return each candidate's mid-rank, larger for larger scores, minus the mean of its row; 0 at other keys."""
     order, first, final = _tie_groups(scores, candidates)
-    place = torch.zeros_like(order, dtype=torch.float64).scatter_(-1, order, (first + final).double() / 2)
+    rank = torch.zeros_like(order, dtype=torch.float64).scatter_(-1, order, (first + final).double() / 2)
     # The mean position of n candidates is (n - 1) / 2, with or without ties; it is exact, so a row of ties is 0.
     middle = (candidates.sum(-1, keepdim=True) - 1).double() / 2
-    return torch.where(candidates, middle - place, 0.0)
+    return torch.where(candidates, middle - rank, 0.0)
 
 
 def _positions(marked: Bool[Tensor, "row key"]) -> Int[Tensor, "row key"]:

@@ -104,14 +104,16 @@ class PerturbationTest:
         `OptionError` for a masking that is unknown or does not fit the inputs.
         """
         self._model, self._mask_token_id, self._target, self._seed = model, mask_token_id, target, seed
-        given = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
+        arguments = in_gradient_mode(False, lambda: tree_map_only(Tensor, torch.clone, host_arguments(model, inputs)))
         units = _shape_of(relevance)
-        self._removal = in_gradient_mode(False, lambda: removal(model, given, units, masking, mask_token_id, reference))
+        self._removal = in_gradient_mode(
+            False, lambda: removal(model, arguments, units, masking, mask_token_id, reference)
+        )
         device = self._removal.values.device
         self._relevance = relevance.detach().to(device, torch.float64)
-        self._real = real_tokens(given, units).to(device) if len(units) == 2 else None
+        self._real = real_tokens(arguments, units).to(device) if len(units) == 2 else None
         self._valid = _valid_units(valid, self._relevance, self._real)
-        self.logits = self._run(given)
+        self.logits = self._run(arguments)
         if self._removal.name == EMBEDS and not model.training:
             self._require_same(self._run(self._removal(torch.zeros_like(self._valid))))
         self.labels = self.logits.argmax(-1) if labels is None else _labels(labels, self.logits)
@@ -203,9 +205,9 @@ class PerturbationTest:
         alone = len(self._relevance) == tensors == 1 and not self._model.training
         tokens = self._relevance.shape[1] if self._relevance.ndim == 2 else 1
         step = max(1, MOST_LOGITS // (tokens * self.logits.shape[1])) if alone else 1
-        for part in parts(len(removed), step):
-            chosen = removed[part]
-            yield from self._run(self._removal(torch.cat(list(chosen))), len(chosen)).split(len(self._relevance))
+        for fractions in parts(len(removed), step):
+            masks = list(removed[fractions])
+            yield from self._run(self._removal(torch.cat(masks)), len(masks)).split(len(self._relevance))
 
     def _ranks(self, order: Float[Tensor, "batch *unit"]) -> Int[Tensor, "batch *unit"]:
         """Return each valid unit's rank by descending score, from 0; the number of all units elsewhere."""
@@ -237,8 +239,8 @@ class PerturbationTest:
                     f"{name} returned logits of shape {tuple(logits.shape)}, and relevance has the shape "
                     f"{tuple(self._relevance.shape)}; logits of each scored token, or of a class, are needed."
                 )
-            places = positions_of(self._target, self._real.cpu()).to(logits.device).expand(batch)
-            logits = logits[torch.arange(batch, device=logits.device), places]
+            positions = positions_of(self._target, self._real.cpu()).to(logits.device).expand(batch)
+            logits = logits[torch.arange(batch, device=logits.device), positions]
         elif self._mask_token_id is not None and self._mask_token_id == _padding_token(self._model):
             raise OptionError(
                 f"mask_token_id={self._mask_token_id} is the padding token of {name}; a classifier may find the last "

@@ -92,9 +92,9 @@ class Plan:
             _require_disjoint(samples, others)
         scorers = [*map(baseline, baselines)]
         scorers += [scorer(label, *entry) for label, entry in rows.items()]
-        for one in scorers:
-            if [other.label for other in scorers].count(one.label) > 1:
-                raise OptionError(f"two rows are called {one.label!r}; give a mapping with another label for one.")
+        for row in scorers:
+            if [other.label for other in scorers].count(row.label) > 1:
+                raise OptionError(f"two rows are called {row.label!r}; give a mapping with another label for one.")
         settings["batch_size"] = batch_size
         return cls(models, samples, others, tuple(scorers), measured, select_by, chooser, **settings)
 
@@ -102,12 +102,13 @@ class Plan:
         """Return the request as JSON values: results of the same configuration belong together."""
         return {
             "models": list(self.models),
-            "methods": {one.label: _plain(one.described) for one in self.scorers},
+            "methods": {row.label: _plain(row.described) for row in self.scorers},
             "metrics": {
-                label: _plain({"metric": one.name, "options": one.options}) for label, one in self.metrics.items()
+                label: _plain({"metric": metric.name, "options": metric.options})
+                for label, metric in self.metrics.items()
             },
             "select_by": self.select_by,
-            "data": {self.name_of(at): fingerprint(sample) for at, sample in enumerate(self.samples)},
+            "data": {self.name_of(index): fingerprint(sample) for index, sample in enumerate(self.samples)},
             "selection": None if self.selection is None else fingerprint(*self.selection),
             "seed": self.seed,
             # Numbers that were computed without result files would not be computed again.
@@ -116,13 +117,14 @@ class Plan:
             "versions": {"unilinattn": version("unilinattn"), "torch": torch.__version__},
         }
 
-    def name_of(self, at: int) -> str:
+    def name_of(self, index: int) -> str:
         """Return the name of a sample."""
-        return self.samples[at].name or str(at)
+        return self.samples[index].name or str(index)
 
     def seed_of(self, *path: object) -> int:
         """Return the seed of a unit of work, from the seed of the evaluation."""
-        return seed_of(self.seed, *path)
+        text = "/".join(map(str, (self.seed, *path)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def batches(samples: Sequence[Sample], most: int) -> list[list[int]]:
@@ -130,26 +132,20 @@ def batches(samples: Sequence[Sample], most: int) -> list[list[int]]:
 
     Other samples are batches of one.
     """
-    found: list[list[int]] = []
+    indices: list[list[int]] = []
     previous: tuple[Any, ...] | None = None
-    for at in range(len(samples)):
+    for index in range(len(samples)):
         # With one sample a batch, a lazy sequence of samples is not read beforehand.
-        sample = samples[at] if most > 1 else None
+        sample = samples[index] if most > 1 else None
         alike = None
         if sample is not None and isinstance(sample.inputs, Tensor) and not sample.inputs.is_floating_point():
             alike = (sample.inputs.shape, sample.inputs.dtype, sample.target)
-        if alike is not None and alike == previous and len(found[-1]) < most:
-            found[-1].append(at)
+        if alike is not None and alike == previous and len(indices[-1]) < most:
+            indices[-1].append(index)
         else:
-            found.append([at])
+            indices.append([index])
         previous = alike
-    return found
-
-
-def seed_of(seed: int, *path: object) -> int:
-    """Return the seed of a unit of work, from the seed of an evaluation."""
-    text = "/".join(map(str, (seed, *path)))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    return indices
 
 
 def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]]]:
@@ -159,8 +155,8 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
     if isinstance(entries, Mapping):
         return {label: _entry(entry, kind) for label, entry in entries.items()}
     labelled = {}
-    for given in entries:
-        name, options = _entry(given, kind)
+    for entry in entries:
+        name, options = _entry(entry, kind)
         if isinstance(name, Scorer | Metric):
             labelled[name.label if isinstance(name, Scorer) else name.name] = name, options
             continue
@@ -173,16 +169,16 @@ def _labelled(entries: Any, kind: str) -> dict[str, tuple[Any, Mapping[str, Any]
     return labelled
 
 
-def _entry(given: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
-    refuse_class(given)
-    if isinstance(given, Options):
-        return given.name, given.keywords
-    if isinstance(given, str | Scorer) or callable(given):
-        return given, {}
-    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], Mapping):
-        return given[0], given[1]
+def _entry(entry: Any, kind: str) -> tuple[Any, Mapping[str, Any]]:
+    refuse_class(entry)
+    if isinstance(entry, Options):
+        return entry.name, entry.keywords
+    if isinstance(entry, str | Scorer) or callable(entry):
+        return entry, {}
+    if isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[1], Mapping):
+        return entry[0], entry[1]
     raise OptionError(
-        f"{kind} holds {given!r}; give a name, a method with options, (name, options) with a mapping, or a labelled "
+        f"{kind} holds {entry!r}; give a name, a method with options, (name, options) with a mapping, or a labelled "
         "function."
     )
 
@@ -193,36 +189,36 @@ def _metric(name: Any, options: Mapping[str, Any]) -> Metric:
     return function_metric(name) if callable(name) else metric(name, options)
 
 
-def _samples(given: Iterable[Sample], kind: str) -> Sequence[Sample]:
-    samples = given if isinstance(given, Sequence) else list(given)
+def _samples(entries: Iterable[Sample], kind: str) -> Sequence[Sample]:
+    samples = entries if isinstance(entries, Sequence) else list(entries)
     if not samples:
         raise InputError(f"{kind} is empty; give at least one sample.")
     names: dict[str, int] = {}
-    for at, sample in enumerate(samples):
+    for index, sample in enumerate(samples):
         if not isinstance(sample, Sample):
             raise InputError(f"{kind} holds a {type(sample).__name__}; give `unilinattn.evaluation.Sample`s.")
-        name = sample.name or str(at)
+        name = sample.name or str(index)
         if name in names:
-            raise InputError(f"samples {names[name]} and {at} of {kind} have the same name {name!r}.")
-        names[name] = at
+            raise InputError(f"samples {names[name]} and {index} of {kind} have the same name {name!r}.")
+        names[name] = index
     return samples
 
 
 def _require_disjoint(samples: Sequence[Sample], selection: Sequence[Sample]) -> None:
-    scored = {fingerprint(sample.inputs): at for at, sample in enumerate(samples)}
-    for at, sample in enumerate(selection):
+    scored = {fingerprint(sample.inputs): index for index, sample in enumerate(samples)}
+    for index, sample in enumerate(selection):
         if (same := scored.get(fingerprint(sample.inputs))) is not None:
             raise InputError(
-                f"selection sample {at} is sample {same} of data; layers are chosen on samples that are not scored."
+                f"selection sample {index} is sample {same} of data; layers are chosen on samples that are not scored."
             )
 
 
 def _plain(value: Any) -> Any:
     """Return JSON values, with functions by name and other objects as text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
+        return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_plain(inner) for inner in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return fingerprint(value) if isinstance(value, Tensor) else function_name(value)

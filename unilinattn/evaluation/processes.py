@@ -60,16 +60,16 @@ class Processes:
         raised in each of them, after the others have computed their keys.
         """
         values: dict[Key, Any] = {}
-        for part in self.gather({key: value for key in keys if (value := stored(key)) is not None}):
-            values.update(part)
+        for others in self.gather({key: value for key in keys if (value := stored(key)) is not None}):
+            values.update(others)
         missing = [key for key in keys if key not in values][self.rank :: self.count]
         error: Exception | None = None
         try:
             computed = compute(missing)
         except Exception as raised:
             error, computed = raised, {}
-        for rank, (part, message) in enumerate(self.gather((computed, None if error is None else str(error)))):
+        for rank, (others, message) in enumerate(self.gather((computed, None if error is None else str(error)))):
             if message is not None:
                 raise error or UnilinattnError(f"process {rank} of {self.count}: {message}")
-            values.update(part)
+            values.update(others)
         return {key: values[key] for key in keys}

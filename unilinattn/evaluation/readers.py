@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
 from unilinattn.evaluation.metrics import gold_links
 from unilinattn.evaluation.samples import Sample
+from unilinattn.evaluation.texts import numbered_lines
 from unilinattn.host.image import processed
 from unilinattn.optional import import_extra
 from unilinattn.registry import ImageTokens
@@ -93,13 +94,8 @@ def read_samples(
             stacklevel=2,
         )
     if not samples:
-        kind = (
-            "no images"
-            if Path(name).is_dir()
-            else "no lines"
-            if isinstance(source, str | os.PathLike)
-            else "no entries"
-        )
+        is_path = isinstance(source, str | os.PathLike)
+        kind = "no images" if Path(name).is_dir() else "no lines" if is_path else "no entries"
         raise InputError(
             f"{name} has {kind} that can be read; give one JSON object with a `text` a line, a text a line in a .txt "
             "file, a folder of images, or a data set with a column `text` or `image`."
@@ -108,15 +104,9 @@ def read_samples(
 
 
 def _of_file(source: Path, tokenizer: Any) -> Iterator[Unit]:
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source} cannot be read as UTF-8 text: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            plain = source.suffix == ".txt"
-            read = partial(_of_text, {"text": line}, tokenizer) if plain else partial(_from_line, line, tokenizer)
-            yield f"{source}, line {number}", read
+    for where, line in numbered_lines(source):
+        plain = source.suffix == ".txt"
+        yield where, partial(_of_text, {"text": line}, tokenizer) if plain else partial(_from_line, line, tokenizer)
 
 
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:
@@ -156,8 +146,8 @@ def _of_folder(source: Path, processor: Any) -> Iterator[Unit]:
 
 
 def _of_dataset(source: Any, tokenizer: Any, processor: Any) -> Iterator[Unit]:
-    def read(at: int) -> Sample:
-        entry = source[at]
+    def read(index: int) -> Sample:
+        entry = source[index]
         if isinstance(entry, Sample):
             return entry
         if isinstance(entry, Mapping) and entry.get("image") is not None:
@@ -167,8 +157,8 @@ def _of_dataset(source: Any, tokenizer: Any, processor: Any) -> Iterator[Unit]:
         columns = ", ".join(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
         raise InputError(f"the entry has neither `text` nor `image`: {columns}.")
 
-    for at in range(len(source)):
-        yield f"{type(source).__name__}, entry {at}", partial(read, at)
+    for number in range(len(source)):
+        yield f"{type(source).__name__}, entry {number}", partial(read, number)
 
 
 def _of_image(entry: Mapping[str, Any], processor: Any) -> Sample:
@@ -183,7 +173,7 @@ def with_patches(samples: Sequence[Sample], model: nn.Module) -> list[Sample]:
 
     The model is traced once for each size of image.
     """
-    known: dict[tuple[int, ...], ImageTokens | None] = {}
+    tokens_by_size: dict[tuple[int, ...], ImageTokens | None] = {}
     placed = []
     for sample in samples:
         tensors = sample.inputs.values() if isinstance(sample.inputs, Mapping) else (sample.inputs,)
@@ -191,9 +181,9 @@ def with_patches(samples: Sequence[Sample], model: nn.Module) -> list[Sample]:
         tokens = None
         if images:
             size = tuple(images[0].shape)
-            if size not in known:
-                known[size] = trace(model, sample.inputs, progress=False).image_tokens
-            tokens = known[size]
+            if size not in tokens_by_size:
+                tokens_by_size[size] = trace(model, sample.inputs, progress=False).image_tokens
+            tokens = tokens_by_size[size]
         if tokens is not None:
             valid = torch.zeros(max((*tokens.patches, *tokens.cls)) + 1, dtype=torch.bool)
             valid[list(tokens.patches)] = True

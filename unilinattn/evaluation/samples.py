@@ -54,8 +54,8 @@ class Sample:
     name: str = ""
 
     def __post_init__(self) -> None:
-        given = self.inputs if isinstance(self.inputs, Mapping) else {"input_ids": self.inputs}
-        ids = token_ids(given)
+        arguments = self.inputs if isinstance(self.inputs, Mapping) else {"input_ids": self.inputs}
+        ids = token_ids(arguments)
         for name in MASKS:
             if (mask := getattr(self, name)) is not None:
                 _check_mask(name, mask, None if ids is None else ids.shape[1])
@@ -66,7 +66,7 @@ class Sample:
         if self.grid is not None and not (len(self.grid) == 2 and min(self.grid) > 0):
             raise InputError(f"grid={self.grid!r}; give the positive numbers (rows, columns) of the patches.")
         if self.foreground is not None:
-            _check_foreground(self.foreground, given)
+            _check_foreground(self.foreground, arguments)
 
 
 def task_samples(task: str | Task, count: int, *, seed: int = HELD_OUT_SEED, target: int | None = None) -> list[Sample]:
@@ -85,16 +85,16 @@ def task_samples(task: str | Task, count: int, *, seed: int = HELD_OUT_SEED, tar
     batch = task.sample(count, seed)
     earlier = earlier_keys(task.length)
     samples: list[Sample] = []
-    for ids, labels, known in zip(batch.input_ids, batch.labels, batch.relevant, strict=True):
-        relevant = known & earlier
+    for ids, labels, answers in zip(batch.input_ids, batch.labels, batch.relevant, strict=True):
+        relevant = answers & earlier
         asked = relevant.any(-1)
         label = None
         if target is not None:
             if not -task.length <= target < task.length or not bool(asked[target]):
-                places = [at for at in asked.nonzero().flatten().tolist()]
+                positions = asked.nonzero().flatten().tolist()
                 raise InputError(
                     f"target {target} of sequence {len(samples)} of {task.name} has no answer among the keys before "
-                    f"it; positions that have one: {places}."
+                    f"it; positions that have one: {positions}."
                 )
             label = int(labels[target])
         # Rows without an answer have no candidates, so that no metric counts them.
@@ -124,8 +124,8 @@ def _hash(digest: Any, value: Any) -> None:
             digest.update(f"{name}:".encode())
             _hash(digest, value[name])
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        for one in value:
-            _hash(digest, one)
+        for entry in value:
+            _hash(digest, entry)
     else:
         digest.update(f"{value!r};".encode())
 
@@ -142,10 +142,10 @@ def _check_mask(name: str, mask: Any, length: int | None) -> None:
         )
 
 
-def _check_foreground(foreground: Any, given: Mapping[str, Any]) -> None:
+def _check_foreground(foreground: Any, arguments: Mapping[str, Any]) -> None:
     if not isinstance(foreground, Tensor) or foreground.dtype != torch.bool or foreground.ndim != 2:
         raise InputError(f"foreground must be a boolean tensor (height, width); got {tensor_text(foreground)}.")
-    for value in given.values():
+    for value in arguments.values():
         image = isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point()
         if image and value.shape[2:] != foreground.shape:
             raise InputError(

@@ -77,7 +77,7 @@ def baseline(name: str) -> Scorer:
         position = torch.arange(keys, dtype=torch.float64).expand(shape)
         scores = {"recency": [position], "primacy": [-position]}
         draws = scores.get(name) or [torch.rand(*shape, dtype=torch.float64) for _ in range(DRAWS)]
-        return [as_result(name, one, trace) for one in draws]
+        return [as_result(name, draw, trace) for draw in draws]
 
     return Scorer(name, {"baseline": name}, run, reads_model=False)
 

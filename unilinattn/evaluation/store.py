@@ -103,16 +103,16 @@ def replace_text(path: Path, text: str | bytes) -> None:
         raise ResultFileError(f"Cannot write {path}: {error.strerror or error}.") from error
 
 
-def _differences(stored: Any, given: Any, path: str = "") -> Iterator[str]:
+def _differences(stored: Any, asked: Any, path: str = "") -> Iterator[str]:
     """Yield a line for each value that differs, with its path."""
-    if isinstance(stored, dict) and isinstance(given, dict):
-        for name in [*stored, *(name for name in given if name not in stored)]:
+    if isinstance(stored, dict) and isinstance(asked, dict):
+        for name in [*stored, *(name for name in asked if name not in stored)]:
             inner = f"{path}.{name}" if path else name
-            if name not in given:
+            if name not in asked:
                 yield f"{inner} is stored, and not asked for"
             elif name not in stored:
                 yield f"{inner} is asked for, and not stored"
             else:
-                yield from _differences(stored[name], given[name], inner)
-    elif stored != given:
-        yield f"{path} is {json.dumps(stored)} there, {json.dumps(given)} now"
+                yield from _differences(stored[name], asked[name], inner)
+    elif stored != asked:
+        yield f"{path} is {json.dumps(stored)} there, {json.dumps(asked)} now"

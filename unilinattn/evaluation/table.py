@@ -60,8 +60,8 @@ class Table(Sequence[Mapping[str, Any]]):
         for name in values:
             if name not in self.columns:
                 raise OptionError(f"no column {name!r}{nearest(name, self.columns)}")
-        kept = [row for row in self.rows if all(row[name] == value for name, value in values.items())]
-        return type(self)(kept, self.columns)
+        rows = [row for row in self.rows if all(row[name] == value for name, value in values.items())]
+        return type(self)(rows, self.columns)
 
     def summary(self) -> Self:
         """Return a row for each model, method and metric, over all samples.
@@ -127,10 +127,10 @@ class Table(Sequence[Mapping[str, Any]]):
         """
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
-            known = (stored["format"], stored["format_version"]) == (FORMAT, FORMAT_VERSION)
+            is_ours = (stored["format"], stored["format_version"]) == (FORMAT, FORMAT_VERSION)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ResultFileError(f"{path} is no saved table: {error}") from error
-        if not known:
+        if not is_ours:
             raise ResultFileError(
                 f"{path} has format {stored['format']!r} version {stored['format_version']!r}; this release reads "
                 f"{FORMAT!r} version {FORMAT_VERSION!r}."
@@ -168,5 +168,5 @@ def pool(samples: Sequence[Sequence[Sequence[float]]]) -> float:
 
     The ratio of each part's sums, averaged over parts: a metric of one part is a weighted mean over samples.
     """
-    ratios = [sum(part[0] for part in parts) / sum(part[1] for part in parts) for parts in zip(*samples, strict=True)]
+    ratios = [sum(term[0] for term in terms) / sum(term[1] for term in terms) for terms in zip(*samples, strict=True)]
     return sum(ratios) / len(ratios)

@@ -14,21 +14,25 @@ def read_texts(path: str | PathLike[str]) -> list[str]:
     that cannot be read or has no texts.
     """
     source = Path(path)
-    try:
-        # Split at line ends alone: `splitlines` also splits at characters that a text may hold.
-        lines = source.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source} cannot be read as UTF-8 text: {error}") from error
     is_json = source.suffix != ".txt"
-    texts = [_from_json(line, f"{source}, line {number}") if is_json else line for number, line in _filled(lines)]
+    texts = [_from_json(line, where) if is_json else line for where, line in numbered_lines(source)]
     if not texts:
         kind = "a JSON object with a `text`" if is_json else "a text"
         raise InputError(f"{source} has no texts; give {kind} on each line.")
     return texts
 
 
-def _filled(lines: list[str]) -> list[tuple[int, str]]:
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+def numbered_lines(source: Path) -> list[tuple[str, str]]:
+    """Return the lines of a UTF-8 file that are not empty, each with its file and number.
+
+    Raises `InputError` for a file that cannot be read.
+    """
+    try:
+        # Split at line ends alone: `splitlines` also splits at characters that a text may hold.
+        lines = source.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{source} cannot be read as UTF-8 text: {error}") from error
+    return [(f"{source}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _from_json(line: str, where: str) -> str:

@@ -106,13 +106,13 @@ def train(
     return host.eval(), losses
 
 
-def save(folder: Path, task: str, model: str, host: nn.Module, found: dict[str, Any]) -> None:
+def save(folder: Path, task: str, model: str, host: nn.Module, measured: dict[str, Any]) -> None:
     """Write the weights to `folder`, and the record to its `index.json`."""
     weights = f"{task}-{model}.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in host.state_dict().items()}, folder / weights)
     path = folder / "index.json"
     records = json.loads(path.read_text()) if path.exists() else {}
-    records.setdefault(task, {})[model] = {"weights": weights, **found}
+    records.setdefault(task, {})[model] = {"weights": weights, **measured}
     ordered = {t: {m: records[t][m] for m in MODELS if m in records[t]} for t in TASKS if t in records}
     path.write_text(json.dumps(ordered, indent=2) + "\n")
 

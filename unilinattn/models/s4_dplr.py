@@ -72,7 +72,7 @@ class S4Kernel(nn.Module):
         """Return the first `length` taps of each channel, tap 0 first, in float32 at least."""
         poles, p, b, c, dt = self.system()
         # The series is truncated at `length`: sum_{l < L} K_l z^l = c (I - Abar^L z^L) (I - Abar z)^-1 Bbar.
-        kept = c - (c[:, None] @ torch.linalg.matrix_power(transition(poles, p, dt), length))[:, 0]
+        truncated = c - (c[:, None] @ torch.linalg.matrix_power(transition(poles, p, dt), length))[:, 0]
         angles = torch.arange(length // 2 + 1, device=dt.device, dtype=dt.dtype) * (-2 * math.pi / length)
         z = torch.polar(torch.ones_like(angles), angles)
         # Multiplied by 1 + z, because the quotient (1 - z) / (1 + z) has a pole at z = -1.
@@ -83,8 +83,8 @@ class S4Kernel(nn.Module):
             return ((left * right)[:, None] * inverse).sum(-1)
 
         b = dt * b
-        correction = resolvent(kept, p) * weight * resolvent(p.conj(), b) / (1 + weight * resolvent(p.conj(), p))
-        return torch.fft.irfft(resolvent(kept, b) - correction, n=length)
+        correction = resolvent(truncated, p) * weight * resolvent(p.conj(), b) / (1 + weight * resolvent(p.conj(), p))
+        return torch.fft.irfft(resolvent(truncated, b) - correction, n=length)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load C from the authors' C (I - Abar^L), L = `l_kernel`, which their code stores after its first run."""
@@ -92,7 +92,7 @@ class S4Kernel(nn.Module):
         if not self.l_kernel:
             return
         with torch.no_grad():
-            system = [part.to(torch.complex128) for part in self.system()]
+            system = [factor.to(torch.complex128) for factor in self.system()]
             poles, p, _, c, dt = system
             power = torch.linalg.matrix_power(transition(poles, p, dt.real), int(self.l_kernel))
             identity = torch.eye(power.shape[-1], dtype=power.dtype, device=power.device)

@@ -48,9 +48,9 @@ class S5SSM(nn.Module):
         self.clip_eigs = clip_eigs
         block = d_state // blocks
         start = hippo_legs(block)
-        kept = block // 2 if conj_sym else block
-        poles = start.poles[:kept].repeat(blocks).to(torch.complex64)
-        vectors = torch.block_diag(*[start.vectors[:, :kept]] * blocks).to(torch.complex64)
+        count = block // 2 if conj_sym else block
+        poles = start.poles[:count].repeat(blocks).to(torch.complex64)
+        vectors = torch.block_diag(*[start.vectors[:, :count]] * blocks).to(torch.complex64)
         inputs = torch.randn(d_state, d_model) / math.sqrt(d_model)
         outputs = torch.randn(d_model, d_state, dtype=torch.complex64) / math.sqrt(d_state)
         self.Lambda_re = nn.Parameter(poles.real.contiguous())

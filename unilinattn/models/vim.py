@@ -240,11 +240,11 @@ class VisionMamba(nn.Module):
         patches = self.patch_embed(pixels)
         if self.cls_position == "double":
             head, tail = (t.expand(len(patches), -1, -1) for t in (self.cls_token_head, self.cls_token_tail))
-            parts = [head, patches, tail]
+            pieces = [head, patches, tail]
         else:
-            at = self.cls_positions[0]
-            parts = [patches[:, :at], self.cls_token.expand(len(patches), -1, -1), patches[:, at:]]
-        return torch.cat(parts, dim=1) + self.pos_embed
+            position = self.cls_positions[0]
+            pieces = [patches[:, :position], self.cls_token.expand(len(patches), -1, -1), patches[:, position:]]
+        return torch.cat(pieces, dim=1) + self.pos_embed
 
     def forward_features(
         self, pixels: Float[Tensor, "batch channel height width"]

@@ -54,6 +54,11 @@ def fresh(like: Tensor, seed: int) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
 
 
+def real_tokens(mask: Tensor | None, y: Tensor) -> Tensor:
+    """Return a tensor (batch, token, channel) with zeros at padded tokens."""
+    return y if mask is None else y * mask[..., None]
+
+
 def variant(operator: MixerOperator, **attributes: Any) -> MixerOperator:
     """Return a copy of an operator, of the same class, with the given attributes replaced."""
     changed = copy.copy(operator)
@@ -101,8 +106,8 @@ def outputs(returned: Any) -> list[Tensor]:
         inner: Any = returned.values()
     else:
         inner = returned if isinstance(returned, (tuple, list)) else vars(returned).values()
-    parts = (part for part in inner if isinstance(part, (Tensor, Mapping, tuple, list)))
-    return [tensor for part in parts for tensor in outputs(part)]
+    entries = (entry for entry in inner if isinstance(entry, (Tensor, Mapping, tuple, list)))
+    return [tensor for entry in entries for tensor in outputs(entry)]
 
 
 def require_linear_memory(passes: Callable[[int], Mapping[str, Callable[[], Any]]], length: int) -> None:
@@ -124,11 +129,11 @@ def require_identity(mixed: Tensor, grad: Tensor, x: Tensor, passed: Tensor, lim
     require_close("adjoint", left[:, None], right[:, None], limit, what, scale=scale)
 
 
-def require_unmoved(run: Callable[[Tensor], Tensor], given: Tensor, changed: Tensor, limit: float, what: str) -> None:
+def require_unmoved(run: Callable[[Tensor], Tensor], value: Tensor, changed: Tensor, limit: float, what: str) -> None:
     """Raise `LawViolation` unless `run` returns the same bits for both, or close values by a Fourier transform."""
-    before, after = run(given), run(changed)
-    if peak_of(lambda: run(given)).through_frequencies:
-        scale = (given - changed).flatten(1).norm(dim=1) + before.flatten(1).norm(dim=1)
+    before, after = run(value), run(changed)
+    if peak_of(lambda: run(value)).through_frequencies:
+        scale = (value - changed).flatten(1).norm(dim=1) + before.flatten(1).norm(dim=1)
         require_close("causality", after, before, limit, f"{what} change what they must not", scale=scale)
     else:
         require("causality", torch.equal(before, after), f"{what} change what they must not.")

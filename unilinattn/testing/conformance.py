@@ -147,10 +147,10 @@ class _Examination:
         self.model = model
         self.double = copy.deepcopy(model).double()
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        found = trace(self.double, widened(self.inputs))
+        traced = trace(self.double, widened(self.inputs))
         self.verdict = Verdict(
             type(model).__name__,
-            [LayerVerdict(x.name, type(x.module).__name__, x.architecture, x.kind) for x in found.layers],
+            [LayerVerdict(x.name, type(x.module).__name__, x.architecture, x.kind) for x in traced.layers],
         )
 
     def as_given(self, dtype: torch.dtype) -> None:
@@ -187,7 +187,7 @@ class _Examination:
 
     def promoted(self, frozen: Recurrence | None) -> None:
         """Check every law in float64 on the operators of the promoted host."""
-        for k, layer in enumerate(_promoted_trace(self.double, widened(self.inputs)).layers):
+        for k, layer in enumerate(promoted_trace(self.double, widened(self.inputs)).layers):
             with self._noting(k, "build"):
                 op = layer.operator
                 self._error(k, "promoted", op)
@@ -215,7 +215,7 @@ class _Examination:
             for name, parameter in bare.named_parameters():
                 if "bias" in name.rsplit(".", 1)[-1]:
                     parameter.zero_()
-        for k, layer in enumerate(_promoted_trace(bare, widened(self.inputs)).layers):
+        for k, layer in enumerate(promoted_trace(bare, widened(self.inputs)).layers):
             with self._noting(k, "bias"):
                 largest = float(layer.operator.bias.abs().amax())
                 message = f"it is {largest:.1e} although every bias of the host is zero."
@@ -232,7 +232,7 @@ class _Examination:
         self.verdict.masks = ("left", "right")
         length = ids.shape[1]
         several = [ids[b % len(ids), : max(1, length - 2 * b)] for b in range(3)]
-        singles = [_promoted_trace(self.double, {"input_ids": sequence[None]}) for sequence in several]
+        singles = [promoted_trace(self.double, {"input_ids": sequence[None]}) for sequence in several]
         for side in ("left", "right"):
             for count in (3, 1):
                 self._padded(several[:count], singles[:count], side)
@@ -240,13 +240,13 @@ class _Examination:
     def _padded(self, sequences: list[Int[Tensor, " _"]], singles: list[Trace], side: str) -> None:
         lengths = torch.tensor([len(sequence) for sequence in sequences])[:, None]
         width = int(lengths.max()) + 2
-        place = torch.arange(width)
-        real = place >= width - lengths if side == "left" else place < lengths
+        position = torch.arange(width)
+        real = position >= width - lengths if side == "left" else position < lengths
         ids = sequences[0].new_full((len(sequences), width), int(sequences[0][0]))
         ids[real] = torch.cat(sequences)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            batch = _promoted_trace(self.double, {"input_ids": ids, "attention_mask": real.long()})
+            batch = promoted_trace(self.double, {"input_ids": ids, "attention_mask": real.long()})
         warned = any(f"{side} padding" in str(warning.message) for warning in caught)
         leaks = False
         where = f"padded on the {side}, batch of {len(sequences)}"
@@ -292,7 +292,7 @@ class _Examination:
                 of.passed.append(law)
 
 
-def _promoted_trace(model: nn.Module, inputs: Any) -> Trace:
+def promoted_trace(model: nn.Module, inputs: Any) -> Trace:
     """Trace a host promoted to float64 and build its operators there; one that cannot be built raises on use."""
     with promoted():
         traced = trace(model, inputs)

@@ -1,5 +1,6 @@
 """Chains of stages as products of dense matrices: the reference of the law `dense`."""
 
+from collections.abc import Mapping
 from functools import singledispatch
 
 import torch
@@ -7,6 +8,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Scale, Stage
+
+
+def dense_sum(chains: Mapping[str, Chain], inputs: Mapping[str, Tensor]) -> Float[Tensor, "batch query output"]:
+    """Return the sum over ports of the chains' outputs by `dense_run`."""
+    total = sum(dense_run(chain, inputs[port]) for port, chain in chains.items())
+    assert isinstance(total, Tensor)
+    return total
 
 
 def dense_run(chain: Chain, x: Float[Tensor, "batch key input"]) -> Float[Tensor, "batch query output"]:

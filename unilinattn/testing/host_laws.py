@@ -23,7 +23,7 @@ MOVED = 1e-6
 """Smallest share of the output's change by which a position counts as moved."""
 
 
-def own_output(model: nn.Module, exact: nn.Module, inputs: Any, found: Trace) -> str | None:
+def own_output(model: nn.Module, exact: nn.Module, inputs: Any, run: Trace) -> str | None:
     """Check a traced run against the model's own output.
 
     Two calls are compared. With only the user's inputs, within a multiple of the call's rounding, measured against
@@ -34,29 +34,29 @@ def own_output(model: nn.Module, exact: nn.Module, inputs: Any, found: Trace) ->
     Returns the reason why the model cannot be called with only these inputs, or None. Some models build a cache of a
     wrong shape by default, and fail or return another shape; both calls are then without a cache.
     """
-    given, failure = host_arguments(model, inputs), None
-    direct = uncached = _returned(model, given, found.output)
+    arguments, failure = host_arguments(model, inputs), None
+    direct = uncached = _returned(model, arguments, run.output)
     try:
-        direct = _returned(model, inputs, found.output)
+        direct = _returned(model, inputs, run.output)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
-    if [part.shape for part in direct] != [part.shape for part in uncached]:
-        direct, failure = uncached, f"with a cache it returns {[tuple(part.shape) for part in direct]}"
+    if [tensor.shape for tensor in direct] != [tensor.shape for tensor in uncached]:
+        direct, failure = uncached, f"with a cache it returns {[tuple(tensor.shape) for tensor in direct]}"
     eager = copy.deepcopy(model)
     choose = getattr(eager, "set_attn_implementation", None)
     if choose is not None:
         choose("eager")
-    traced, plain = outputs(found.output), _returned(eager, _added_masks(given, model), found.output)
+    traced, plain = outputs(run.output), _returned(eager, _added_masks(arguments, model), run.output)
     with promoted():
-        true = _returned(exact, widened(given), found.output)
+        true = _returned(exact, widened(arguments), run.output)
     require("output", len(direct) == len(traced), "the model's own output has other parts than the traced one.")
     for got, expected, wide in zip(traced, direct, true, strict=True):
         what = "the traced model's output against its own output"
-        got, expected, wide = (_real(part, found).reshape(1, -1) for part in (got, expected, wide))
+        got, expected, wide = (_real(tensor, run).reshape(1, -1) for tensor in (got, expected, wide))
         limit = rounding_limit(relative_error(expected, wide), expected.dtype)
         require_close("output", got, expected, limit, what)
     pairs = zip(traced, plain, strict=True)
-    same = all(torch.equal(_real(got, found), _real(expected, found)) for got, expected in pairs)
+    same = all(torch.equal(_real(got, run), _real(expected, run)) for got, expected in pairs)
     require("output", same, "the traced model's output is not, bit for bit, its own output.")
     return failure
 
@@ -114,18 +114,18 @@ def unpadded(layer: Layer, real: Bool[Tensor, "batch length"], singles: Sequence
     ends = torch.stack([row.nonzero()[-1] for row in real])
     core, shares, bias = op.matrix("core", heads=None), op.contributions(ends).squeeze(1), op.bias
     for b, single in enumerate(singles):
-        single_op, places = single.layers[k].operator, real[b].nonzero().squeeze(1)
+        single_op, positions = single.layers[k].operator, real[b].nonzero().squeeze(1)
         size = single_op.output.flatten(1).norm(dim=1)
         for name, got, expected, scale in (
-            ("core", core[b : b + 1, :, places][..., places], single_op.matrix("core", heads=None), None),
-            ("contributions", shares[b : b + 1, places], single_op.contributions(-1), None),
-            ("bias", bias[b : b + 1, places], single_op.bias, size),
+            ("core", core[b : b + 1, :, positions][..., positions], single_op.matrix("core", heads=None), None),
+            ("contributions", shares[b : b + 1, positions], single_op.contributions(-1), None),
+            ("bias", bias[b : b + 1, positions], single_op.bias, size),
         ):
             what = f"{name} of sequence {b} in the batch against it alone"
             require_close("padding", got, expected, limit, what, scale=scale)
 
 
-def _added_masks(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+def _added_masks(arguments: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return the arguments with boolean attention masks as additive masks, the form of eager attention."""
     dtype = next(model.parameters()).dtype
 
@@ -134,14 +134,14 @@ def _added_masks(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
             return value
         return torch.zeros(value.shape, dtype=dtype, device=value.device).masked_fill(~value, torch.finfo(dtype).min)
 
-    return {name: added(value) for name, value in given.items()}
+    return {name: added(value) for name, value in arguments.items()}
 
 
-def _real(part: Tensor, found: Trace) -> Tensor:
+def _real(tensor: Tensor, traced: Trace) -> Tensor:
     """Return a part of an output with zeros at padded tokens, if it has a token axis."""
-    if found.mask is None or part.shape[:2] != found.mask.shape:
-        return part
-    return part * found.mask.reshape(*part.shape[:2], *[1] * (part.ndim - 2))
+    if traced.mask is None or tensor.shape[:2] != traced.mask.shape:
+        return tensor
+    return tensor * traced.mask.reshape(*tensor.shape[:2], *[1] * (tensor.ndim - 2))
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from unilinattn.operator.selection import PRODUCTS, REDUCTIONS
 from unilinattn.operator.stages import Chain, Mix, Scale, channel_groups, run, walk
 from unilinattn.testing.checks import (
     fresh,
+    real_tokens,
     require,
     require_close,
     require_identity,
@@ -21,7 +22,7 @@ from unilinattn.testing.checks import (
     variant,
     without_matrices,
 )
-from unilinattn.testing.dense import dense_run
+from unilinattn.testing.dense import dense_sum
 from unilinattn.testing.peak import peak_of
 
 MATRIX_SCOPES = ("core", "mixer", "unified")
@@ -30,7 +31,7 @@ MATRIX_SCOPES = ("core", "mixer", "unified")
 def reconstruction(op: MixerOperator, limit: float) -> None:
     """Check op(x) = y over real tokens, with the host's input x and output y."""
     law = "reconstruction"
-    got, expected = _real(op, op.apply(op.inputs)), _real(op, op.output)
+    got, expected = real_tokens(op.mask, op.apply(op.inputs)), real_tokens(op.mask, op.output)
     what = "the operator on the host's input against the host's output" + _whereabouts(op, got, expected, limit)
     require_close(law, got, expected, limit, what)
     error, reported = relative_error(got, expected), op.reconstruction_error()
@@ -42,7 +43,7 @@ def completeness(op: MixerOperator, limit: float) -> None:
     """Check that the contributions and the bias sum to y at sampled rows."""
     rows = _sampled(op)
     shares = sum(op.contributions(rows, port=port).sum(2) for port in op.ports)
-    total, expected = _real(op, op.bias + _placed(op, shares, rows)), _real(op, op.output)
+    total, expected = real_tokens(op.mask, op.bias + _placed(op, shares, rows)), real_tokens(op.mask, op.output)
     what = f"contributions and bias at rows {rows} against the host's output"
     require_close("completeness", total[:, rows], expected[:, rows], limit, what)
 
@@ -51,11 +52,11 @@ def adjoint(op: MixerOperator, limit: float) -> None:
     """Check <A x, g> = <x, A* g> at every port."""
     grad = fresh(op.output, 20)
     for port, x in op.inputs.items():
-        given = {name: torch.zeros_like(other) for name, other in op.inputs.items()} | {port: fresh(x, 21)}
+        inputs = {name: torch.zeros_like(other) for name, other in op.inputs.items()} | {port: fresh(x, 21)}
         passed = op.adjoint(grad, port=port)
         require("adjoint", passed.shape == x.shape, f"adjoint(g) has shape {tuple(passed.shape)}.")
-        mixed = op.apply(given, bias=False)
-        require_identity(mixed, grad, given[port], passed, limit, f"<A x, g> against <x, A* g> at port {port!r}")
+        mixed = op.apply(inputs, bias=False)
+        require_identity(mixed, grad, inputs[port], passed, limit, f"<A x, g> against <x, A* g> at port {port!r}")
 
 
 def linearity(op: MixerOperator, limit: float) -> None:
@@ -71,10 +72,9 @@ def linearity(op: MixerOperator, limit: float) -> None:
 
 def dense_composition(op: MixerOperator, limit: float) -> None:
     """Check the operator, on a fresh input, against the product of its stages as dense matrices."""
-    given = {port: fresh(x, 24) for port, x in op.inputs.items()}
-    expected = sum(dense_run(chain, given[port]) for port, chain in op.chains.items())
-    assert isinstance(expected, Tensor)
-    require_close("dense", op.apply(given), expected, limit, "a fresh input against the product of dense stages")
+    inputs = {port: fresh(x, 24) for port, x in op.inputs.items()}
+    expected = dense_sum(op.chains, inputs)
+    require_close("dense", op.apply(inputs), expected, limit, "a fresh input against the product of dense stages")
 
 
 def contributions(op: MixerOperator, limit: float) -> None:
@@ -91,8 +91,8 @@ def contributions(op: MixerOperator, limit: float) -> None:
             sent = op.apply({**others, port: alone}, bias=False)[:, rows]
             what = f"contributions({rows})[:, :, {token}] against the operator on token {token} alone"
             require_close("contributions", shares[:, :, token], sent, limit, what, scale=scale)
-        one = new.contributions(rows[-1], port=port)
-        require_close("contributions", one, shares[:, -1], limit, "one row against several", scale=scale)
+        row = new.contributions(rows[-1], port=port)
+        require_close("contributions", row, shares[:, -1], limit, "one row against several", scale=scale)
 
 
 def scopes(op: MixerOperator, limit: float) -> None:
@@ -102,7 +102,7 @@ def scopes(op: MixerOperator, limit: float) -> None:
     same matrix; a skip may change only the diagonal.
     """
     for port in op.ports:
-        found: dict[str, Tensor] = {}
+        matrices: dict[str, Tensor] = {}
         cuts: dict[str, Chain] = {}
         for scope in MATRIX_SCOPES:
             cuts[scope], channels = scoped(op.chains[port], scope, op.inputs[port].shape[2])
@@ -116,8 +116,8 @@ def scopes(op: MixerOperator, limit: float) -> None:
             expected = columns.repeat_interleave(repeat, dim=1)
             require_close("scopes", whole, expected, limit, f"{scope}: the matrix against one-hot tokens run forward")
             _require_views(op, scope, port, whole, limit)
-            found[scope] = whole
-        _require_agreement(found, cuts, limit)
+            matrices[scope] = whole
+        _require_agreement(matrices, cuts, limit)
 
 
 def bias(op: MixerOperator, limit: float) -> None:
@@ -132,8 +132,7 @@ def bias(op: MixerOperator, limit: float) -> None:
     }.items():
         require("bias", torch.equal(other.bias, recorded), f"it changes with the recorded {name} of the host.")
     zeros = {port: torch.zeros_like(x) for port, x in op.inputs.items()}
-    expected = sum(dense_run(chain, zeros[port]) for port, chain in op.chains.items())
-    assert isinstance(expected, Tensor)
+    expected = dense_sum(op.chains, zeros)
     scale = op.output.flatten(1).norm(dim=1)
     require_close("bias", recorded, expected, limit, "the bias against the stages on a zero input", scale=scale)
 
@@ -246,15 +245,15 @@ def recurrence(op: MixerOperator, frozen: Callable[[Tensor], Tensor], limit: flo
     """Check the operator, on a fresh input, against a recurrence frozen on the recorded input."""
     x = fresh(op.inputs[op.ports[0]], 29)
     what = "a fresh input against the frozen recurrence, token by token"
-    require_close("recurrence", _real(op, op.apply(x)), _real(op, frozen(x)), limit, what)
+    require_close("recurrence", real_tokens(op.mask, op.apply(x)), real_tokens(op.mask, frozen(x)), limit, what)
 
 
 def operator_passes(op: MixerOperator) -> dict[str, Callable[[], Tensor]]:
     """Return the passes that are linear in time if the mixers are, as calls on fresh inputs, by name."""
-    given, grad, port = {p: fresh(x, 30) for p, x in op.inputs.items()}, fresh(op.output, 31), op.ports[0]
+    inputs, grad, port = {p: fresh(x, 30) for p, x in op.inputs.items()}, fresh(op.output, 31), op.ports[0]
     last = op.output.shape[1] - 1
     return {
-        "apply": lambda: op.apply(given),
+        "apply": lambda: op.apply(inputs),
         "adjoint": lambda: op.adjoint(grad, port=port),
         "rows": lambda: op.rows(last, scope="core", port=port),
         "contributions": lambda: op.contributions(last, port=port),
@@ -289,21 +288,23 @@ def _require_views(op: MixerOperator, scope: str, port: str, whole: Tensor, limi
         require("scopes", not bool(far.any()), f"{scope}: the {name} over heads differs from the matrix's.")
 
 
-def _require_agreement(found: Mapping[str, Tensor], cuts: Mapping[str, Chain], limit: float) -> None:
-    if "core" not in found:
+def _require_agreement(matrices: Mapping[str, Tensor], cuts: Mapping[str, Chain], limit: float) -> None:
+    if "core" not in matrices:
         return
-    core, lone = found["core"], len(cuts["core"]) == 1 and isinstance(cuts["core"][0], Mix)
+    core, lone = matrices["core"], len(cuts["core"]) == 1 and isinstance(cuts["core"][0], Mix)
     if lone:
         stage = cuts["core"][0]
         assert isinstance(stage, Mix)
         what = "core against the mixer's own matrix"
         require_close("scopes", core, stage.mixer.materialize().real, limit, what)
     for scope in ("mixer", "unified"):
-        if scope in found and lone and len(cuts[scope]) == 1 and isinstance(cuts[scope][0], Mix):
-            expected = core.repeat_interleave(found[scope].shape[1] // core.shape[1], dim=1)
-            require_close("scopes", found[scope], expected, limit, f"{scope} against core, with nothing else between")
-    if "mixer" in found and lone:
-        extra = found["mixer"] - core.repeat_interleave(found["mixer"].shape[1] // core.shape[1], dim=1)
+        if scope in matrices and lone and len(cuts[scope]) == 1 and isinstance(cuts[scope][0], Mix):
+            expected = core.repeat_interleave(matrices[scope].shape[1] // core.shape[1], dim=1)
+            require_close(
+                "scopes", matrices[scope], expected, limit, f"{scope} against core, with nothing else between"
+            )
+    if "mixer" in matrices and lone:
+        extra = matrices["mixer"] - core.repeat_interleave(matrices["mixer"].shape[1] // core.shape[1], dim=1)
         off = extra.triu(1) + extra.tril(-1)
         scale = core.flatten(1).norm(dim=1)
         require_close("scopes", off, torch.zeros_like(off), limit, "mixer minus core beside the diagonal", scale=scale)
@@ -346,10 +347,6 @@ def _whereabouts(op: MixerOperator, got: Tensor, expected: Tensor, limit: float)
         f", right up to token {int(off[0]) - 1} and off from token {int(off[0])} on (look at what a token sends to "
         "later ones: decay, state, convolution)"
     )
-
-
-def _real(op: MixerOperator, y: Tensor) -> Tensor:
-    return y if op.mask is None else y * op.mask[..., None]
 
 
 def _sampled(op: MixerOperator) -> list[int]:

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from unilinattn.call.exactness import tolerance
 from unilinattn.mixers import CoreMixer
-from unilinattn.testing.checks import (
-    fresh,
-    matrix_free,
-    require,
-    require_close,
-    require_identity,
-    require_unmoved,
-)
+from unilinattn.testing.checks import fresh, matrix_free, require, require_close, require_identity, require_unmoved
 
 
 def apply_is_the_matrix(mixer: CoreMixer, limit: float) -> None:
@@ -131,13 +124,13 @@ def check_mixer(mixer: CoreMixer) -> None:
 def batch_is_a_loop(mixer: CoreMixer, singles: Sequence[CoreMixer], limit: float) -> None:
     """Check a mixer against the mixers of its single sequences: no sequence affects another."""
     value, grad = _value(mixer, seed=10), _grad(mixer, seed=11)
-    for name, whole, parts in [
+    for name, whole, results in [
         ("apply", mixer.apply(value), [m.apply(value[b : b + 1]) for b, m in enumerate(singles)]),
         ("adjoint", mixer.adjoint(grad), [m.adjoint(grad[b : b + 1]) for b, m in enumerate(singles)]),
         ("materialize", mixer.materialize(), [m.materialize() for m in singles]),
         ("diagonal", mixer.diagonal(), [m.diagonal() for m in singles]),
     ]:
-        require_close("batch", whole, torch.cat(parts), limit, f"{name} of a batch against the single sequences")
+        require_close("batch", whole, torch.cat(results), limit, f"{name} of a batch against the single sequences")
 
 
 def gradients_are_finite(build: Callable[..., CoreMixer], factors: Mapping[str, Tensor]) -> None:
@@ -184,6 +177,6 @@ def mixer_passes(mixer: CoreMixer) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def _show(part: slice) -> str:
-    start, stop = ("" if bound is None else str(bound) for bound in (part.start, part.stop))
-    return f"{start}:{stop}" + ("" if part.step is None else f":{part.step}")
+def _show(index: slice) -> str:
+    start, stop = ("" if bound is None else str(bound) for bound in (index.start, index.stop))
+    return f"{start}:{stop}" + ("" if index.step is None else f":{index.step}")

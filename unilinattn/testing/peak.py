@@ -47,9 +47,9 @@ class Peak(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.calls += 1
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in old:
                 self._note(tensor.untyped_storage())
         packet = IN_PLACE.get(func._overloadpacket, func._overloadpacket)
         if packet in flop_registry:
@@ -64,16 +64,16 @@ class Peak(TorchDispatchMode):
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage._cdata, storage.nbytes()
-        if place in self._storages or not size or storage.device.type == "meta":
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages or not size or storage.device.type == "meta":
             return
-        self._storages[place] = weakref.ref(storage, partial(self._gone, place, size))
+        self._storages[key] = weakref.ref(storage, partial(self._gone, key, size))
         self.live += size
         self.made += size
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, place: int, size: int, _: object) -> None:
-        if self._storages.pop(place, None) is not None:
+    def _gone(self, key: int, size: int, _: object) -> None:
+        if self._storages.pop(key, None) is not None:
             self.live -= size
 
 

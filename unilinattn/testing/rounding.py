@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
-from unilinattn.testing.checks import outputs
+from unilinattn.testing.checks import outputs, real_tokens
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import trace
@@ -58,7 +58,7 @@ def layer_rounding(layer: Layer) -> float:
     with _Reordered():
         reordered = run_module(layer)
     pairs = ((layer.output, exact), (reordered, run_module(layer)))
-    return max(relative_error(_real(layer, one), _real(layer, other)) for one, other in pairs)
+    return max(relative_error(real_tokens(layer.mask, first), real_tokens(layer.mask, other)) for first, other in pairs)
 
 
 def rounding_limit(rounding: float, dtype: torch.dtype) -> float:
@@ -113,7 +113,3 @@ def _like(returned: Sequence[Tensor], layer: Layer) -> Tensor:
 
 def _equal(value: Any, tensor: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == tensor.shape and torch.equal(value.to(tensor), tensor)
-
-
-def _real(layer: Layer, y: Tensor) -> Tensor:
-    return y if layer.mask is None else y * layer.mask[..., None]

@@ -84,7 +84,7 @@ def process_state() -> State:
         "random generators": {
             "torch": torch.get_rng_state(),
             "numpy": [
-                part if isinstance(part, (str, int, float)) else part.tobytes() for part in np.random.get_state()
+                entry if isinstance(entry, (str, int, float)) else entry.tobytes() for entry in np.random.get_state()
             ],
         },
         "warnings": {"filters": list(warnings.filters)},

@@ -1,7 +1,7 @@
 """Tiny real host models with random weights, one entry per configuration, to test adapters on."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -59,17 +59,17 @@ class Host:
 def family(
     architecture: str, build: Callable[..., Callable[[], nn.Module]], *names: str, **defaults: Any
 ) -> Callable[..., Host]:
-    """Return a function that makes hosts of one adapter: from a name, fields of `Host`, and settings of the model.
+    """Return a function that makes hosts of one adapter: from a name, settings of the model, and fields of `Host`.
 
     `build(*names, **settings)` returns the builder of a model. `defaults` are fields and settings, which those of a
     host replace.
     """
-    known = {field.name for field in fields(Host)}
+    default_fields = {field.name: defaults.pop(field.name) for field in fields(Host) if field.name in defaults}
 
-    def make(name: str, **given: Any) -> Host:
-        settings = {**defaults, **given}
-        own = {key: settings.pop(key) for key in known & settings.keys()}
-        return Host(name, architecture, build(*names, **settings), **own)
+    def make(name: str, settings: Mapping[str, Any] | None = None, **others: Any) -> Host:
+        return Host(
+            name, architecture, build(*names, **{**defaults, **(settings or {})}), **{**default_fields, **others}
+        )
 
     return make
 
@@ -134,36 +134,36 @@ _vit = family(
 HOSTS: tuple[Host, ...] = (
     _mamba("mamba"),
     # transformers >= 5.17 masks before the projection, whose bias the convolution then reads at left padding.
-    _mamba("mamba, biases", length=7, use_bias=True, masks=("right",)),
-    _mamba("mamba, no conv bias", length=17, batch=3, use_conv_bias=False),
+    _mamba("mamba, biases", dict(use_bias=True), length=7, masks=("right",)),
+    _mamba("mamba, no conv bias", dict(use_conv_bias=False), length=17, batch=3),
     _mamba("mamba, one token", length=1),
-    _mamba("mamba, chunk and one", length=65, batch=1, hidden_size=6, conv_kernel=3, expand=1, time_step_rank=3),
-    _mamba("mamba, gelu, wide kernel", length=5, hidden_act="gelu", conv_kernel=7, state_size=1),
+    _mamba("mamba, chunk and one", dict(hidden_size=6, conv_kernel=3, expand=1, time_step_rank=3), length=65, batch=1),
+    _mamba("mamba, gelu, wide kernel", dict(hidden_act="gelu", conv_kernel=7, state_size=1), length=5),
     _mamba2("mamba2"),
-    _mamba2("mamba2, biases", length=9, use_bias=True, masks=("right",)),
-    _mamba2("mamba2, no conv bias, one group", length=19, batch=1, use_conv_bias=False, n_groups=1),
-    _mamba2("mamba2, a group a head", length=11, n_groups=4, chunk_size=5),
-    _mamba2("mamba2, eight heads", length=67, batch=1, hidden_size=8, num_heads=8, head_dim=2, chunk_size=64),
-    _mamba2("mamba2, limited steps", length=10, time_step_limit=(0.3, 0.9), chunk_size=3),
+    _mamba2("mamba2, biases", dict(use_bias=True), length=9, masks=("right",)),
+    _mamba2("mamba2, no conv bias, one group", dict(use_conv_bias=False, n_groups=1), length=19, batch=1),
+    _mamba2("mamba2, a group a head", dict(n_groups=4, chunk_size=5), length=11),
+    _mamba2("mamba2, eight heads", dict(hidden_size=8, num_heads=8, head_dim=2, chunk_size=64), length=67, batch=1),
+    _mamba2("mamba2, limited steps", dict(time_step_limit=(0.3, 0.9), chunk_size=3), length=10),
     _mamba2("mamba2, one token", length=1),
     _s4d("s4d"),
-    _s4d("s4d, long kernel", length=65, batch=1, d_model=6, d_state=8),
-    _s4d("s4d, two poles, slow", length=33, batch=3, d_state=2, dt_min=1e-4, dt_max=1e-3),
+    _s4d("s4d, long kernel", dict(d_model=6, d_state=8), length=65, batch=1),
+    _s4d("s4d, two poles, slow", dict(d_state=2, dt_min=1e-4, dt_max=1e-3), length=33, batch=3),
     _s4d("s4d, one token", length=1),
-    _gpt2("gpt2", n_embd=16, n_layer=2, n_head=4, n_positions=40),
+    _gpt2("gpt2", dict(n_embd=16, n_layer=2, n_head=4, n_positions=40)),
     _gpt_neox("gpt neox, parallel", length=9),
-    _gpt_neox("gpt neox, in sequence, no biases", use_parallel_residual=False, attention_bias=False),
+    _gpt_neox("gpt neox, in sequence, no biases", dict(use_parallel_residual=False, attention_bias=False)),
     _llama("llama, grouped queries"),
-    _llama("llama, one value head, biases", batch=1, num_key_value_heads=1, attention_bias=True),
-    _llama("llama, wide heads, one token", length=1, head_dim=6),
+    _llama("llama, one value head, biases", dict(num_key_value_heads=1, attention_bias=True), batch=1),
+    _llama("llama, wide heads, one token", dict(head_dim=6), length=1),
     _opt("opt"),
-    _opt("opt, no biases, post-norm", length=7, enable_bias=False, do_layer_norm_before=False),
+    _opt("opt, no biases, post-norm", dict(enable_bias=False, do_layer_norm_before=False), length=7),
     # Older versions ignore the soft caps with attention functions other than the eager one.
-    _gemma2("gemma 2, sliding window, soft caps", attn_implementation="eager"),
+    _gemma2("gemma 2, sliding window, soft caps", dict(attn_implementation="eager")),
     _gemma3("gemma 3, sliding window", batch=1),
     _bert("bert", length=11),
-    _t5("t5, encoder", d_model=16, d_kv=6, d_ff=12, num_layers=2, num_heads=4),
-    _vit("vit", length=5, image_size=8, patch_size=4),
+    _t5("t5, encoder", dict(d_model=16, d_kv=6, d_ff=12, num_layers=2, num_heads=4)),
+    _vit("vit", dict(image_size=8, patch_size=4), length=5),
 )
 """All configurations; a new host is a new entry."""
 

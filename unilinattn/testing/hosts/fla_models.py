@@ -21,8 +21,10 @@ def fla_model(name: str, *, layer: Any = None, **settings: Any) -> Callable[[], 
     def build() -> nn.Module:
         from fla import models
 
-        given = {**_COMMON, **settings}
-        config = getattr(models, f"{name}Config")(**{key: value for key, value in given.items() if value is not ABSENT})
+        values = {**_COMMON, **settings}
+        config = getattr(models, f"{name}Config")(
+            **{key: value for key, value in values.items() if value is not ABSENT}
+        )
         model = getattr(models, f"{name}ForCausalLM")(config)
         if layer is not None:
             block = model.model.layers[-1]

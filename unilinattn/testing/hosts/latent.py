@@ -1,6 +1,6 @@
 """Tiny hosts of latent and gated attention: values from a normed latent, outputs behind a gate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -46,99 +46,80 @@ def _text_model(folder: str, family: str, **settings: Any) -> Callable[[], nn.Mo
     return built
 
 
-def _host(name: str, model: str, **settings: Any) -> Host:
-    return family("latent_attention", causal_model, model, **_ATTENTION, **_LATENT)(name, **settings)
+def _host(name: str, model: str, *settings: Mapping[str, Any], **others: Any) -> Host:
+    return family("latent_attention", causal_model, model, **_ATTENTION, **_LATENT)(name, *settings, **others)
 
 
-def _text_host(name: str, *model: str, **settings: Any) -> Host:
-    return family("latent_attention", _text_model, *model, **_ATTENTION, **_LATENT)(name, **settings)
+def _text_host(name: str, model: Sequence[str], *settings: Mapping[str, Any], **others: Any) -> Host:
+    return family("latent_attention", _text_model, *model, **_ATTENTION, **_LATENT)(name, *settings, **others)
 
 
-def _gated_host(name: str, model: str, **settings: Any) -> Host:
-    return family("attention", causal_model, model, **_ATTENTION, **{**_LATENT, **_GATED})(name, **settings)
+def _gated_host(name: str, model: str, *settings: Mapping[str, Any], **others: Any) -> Host:
+    return family("attention", causal_model, model, **_ATTENTION, **{**_LATENT, **_GATED})(name, *settings, **others)
 
 
 HOSTS: tuple[Host, ...] = (
-    _host("deepseek 2", "DeepseekV2", first_k_dense_replace=1, qk_nope_head_dim=4, **_EXPERTS),
+    _host("deepseek 2", "DeepseekV2", dict(first_k_dense_replace=1, qk_nope_head_dim=4, **_EXPERTS)),
     _host(
         "deepseek 2, latent queries, biases",
         "DeepseekV2",
+        dict(first_k_dense_replace=2, qk_nope_head_dim=4, q_lora_rank=4, attention_bias=True),
         length=7,
         batch=1,
-        first_k_dense_replace=2,
-        qk_nope_head_dim=4,
-        q_lora_rank=4,
-        attention_bias=True,
     ),
-    _host("deepseek 3", "DeepseekV3", length=11, first_k_dense_replace=1, q_lora_rank=4, **_EXPERTS),
+    _host("deepseek 3", "DeepseekV3", dict(first_k_dense_replace=1, q_lora_rank=4, **_EXPERTS), length=11),
     _host(
         "deepseek 3, biases, wide values, one token",
         "DeepseekV3",
+        dict(first_k_dense_replace=2, rope_interleave=False, attention_bias=True, v_head_dim=9),
         length=1,
-        first_k_dense_replace=2,
-        rope_interleave=False,
-        attention_bias=True,
-        v_head_dim=9,
     ),
     _host(
-        "deepseek 3.2, selected keys", "DeepseekV32", mlp_layer_types=_DENSE_SPARSE, head_dim=2, **_EXPERTS, **_INDEX
+        "deepseek 3.2, selected keys",
+        "DeepseekV32",
+        dict(mlp_layer_types=_DENSE_SPARSE, head_dim=2, **_EXPERTS, **_INDEX),
     ),
     # Without a mask, older versions are causal only with the eager attention function.
     _host(
         "glm dsa, selected keys",
         "GlmMoeDsa",
+        dict(mlp_layer_types=_DENSE_SPARSE, attn_implementation="eager", **_EXPERTS, **_INDEX),
         length=9,
         batch=1,
-        mlp_layer_types=_DENSE_SPARSE,
-        attn_implementation="eager",
-        **_EXPERTS,
-        **_INDEX,
     ),
-    _host("longcat flash, scaled latent", "LongcatFlash", length=9, **_LONGCAT),
-    _host("minicpm 3", "MiniCPM3", length=8, batch=3, q_lora_rank=4),
+    _host("longcat flash, scaled latent", "LongcatFlash", _LONGCAT, length=9),
+    _host("minicpm 3", "MiniCPM3", dict(q_lora_rank=4), length=8, batch=3),
     _host("youtu", "Youtu", length=7),
-    _host("mistral 4", "Mistral4", length=7, **_EXPERTS),
-    _host("glm 4 lite", "Glm4MoeLite", length=7, mlp_layer_types=_DENSE_SPARSE, **_EXPERTS),
-    _host("a.x k1", "AXK1", length=7, q_lora_rank=4, **_EXPERTS),
-    _host("a.x k2, gated, selected keys", "AXK2", length=9, mlp_layer_types=_DENSE_SPARSE, **_EXPERTS, **_INDEX),
+    _host("mistral 4", "Mistral4", _EXPERTS, length=7),
+    _host("glm 4 lite", "Glm4MoeLite", dict(mlp_layer_types=_DENSE_SPARSE, **_EXPERTS), length=7),
+    _host("a.x k1", "AXK1", dict(q_lora_rank=4, **_EXPERTS), length=7),
+    _host("a.x k2, gated, selected keys", "AXK2", dict(mlp_layer_types=_DENSE_SPARSE, **_EXPERTS, **_INDEX), length=9),
     _host(
         "hy 4, gated, sinks, selected keys",
         "HYV4",
+        dict(mlp_layer_types=_DENSE_SPARSE, hc_mult=2, **_EXPERTS, **_INDEX),
         length=9,
-        mlp_layer_types=_DENSE_SPARSE,
-        hc_mult=2,
-        **_EXPERTS,
-        **_INDEX,
     ),
     _text_host(
         "dots 3, gated, scaled latent, selected keys",
-        "dots3_note",
-        "Dots3Note",
+        ["dots3_note", "Dots3Note"],
+        dict(**_DOTS, **_EXPERTS, **_INDEX),
         length=9,
-        **_DOTS,
-        **_EXPERTS,
-        **_INDEX,
     ),
     _text_host(
         "mistral large 4, selected keys",
-        "mistral_large4",
-        "MistralLarge4",
+        ["mistral_large4", "MistralLarge4"],
+        dict(mlp_layer_types=["dense"] * 2, **_EXPERTS, **_INDEX),
         length=9,
-        mlp_layer_types=["dense"] * 2,
-        **_EXPERTS,
-        **_INDEX,
     ),
     _gated_host(
-        "afmoe, gated, sliding window", "Afmoe", num_experts=4, num_dense_layers=1, sliding_window=4, **_ROUTED
+        "afmoe, gated, sliding window", "Afmoe", dict(num_experts=4, num_dense_layers=1, sliding_window=4, **_ROUTED)
     ),
     _gated_host(
         "laguna, a gate a head",
         "Laguna",
+        dict(num_experts=4, shared_expert_intermediate_size=8, sliding_window=4, **_ROUTED),
         length=9,
-        num_experts=4,
-        shared_expert_intermediate_size=8,
-        sliding_window=4,
-        **_ROUTED,
     ),
     _gated_host("beam, gate with a bias", "Beam", length=7, batch=1),
 )
