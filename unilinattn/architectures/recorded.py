@@ -16,7 +16,7 @@ from unilinattn.nested import mapped, tensors
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.stages import Matrix
 from unilinattn.registry import UNREGISTERED, register_architecture
-from unilinattn.rules.compilation import chains_of
+from unilinattn.rules.chains import chains_of
 from unilinattn.rules.recording import Recording
 
 

@@ -12,12 +12,26 @@ LINEAR = _names("""
     float double half bfloat16 clone expand expand_as repeat tile unsqueeze squeeze flatten unflatten flip roll
     real imag getitem split split_with_sizes chunk unbind narrow select index_select gather take_along_dim tril
     triu diagonal repeat_interleave masked_select tensor_split sum mean cumsum neg negative positive dropout
-    dropout1d dropout2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate unfold fold nan_to_num as_strided
+    dropout1d dropout2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate unfold fold
+    nan_to_num as_strided
 """)
 """Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
 
 LIKE = _names("view_as reshape_as expand_as type_as to")
 """Functions that take only the shape or the dtype of their second argument."""
+
+RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+"""Recurrences whose state passes a nonlinearity."""
+
+SAME = _names("to type type_as float double half bfloat16 clone contiguous positive dropout dropout1d dropout2d")
+"""Functions whose result has the elements of their first argument in the same places."""
+
+MOVING = _names("""
+    view view_as reshape reshape_as transpose swapaxes permute movedim T mT H mH t expand expand_as repeat tile
+    unsqueeze squeeze flatten unflatten flip roll getitem split split_with_sizes chunk unbind narrow select index_select
+    gather take_along_dim diagonal repeat_interleave masked_select tensor_split unfold as_strided
+""")
+"""Functions that move or repeat the elements of their first argument."""
 
 CASTS = _names("to type type_as float double half bfloat16 clone contiguous view reshape dropout")
 """Functions whose result is the residual stream if their argument is."""

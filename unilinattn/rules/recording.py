@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.nested import mapped, tensors
@@ -106,6 +107,8 @@ class Recording(TorchFunctionMode):
         kind: Kind = "factor" if name in FACTORS | CONSTANT else _kind(nodes)
         resolved.pop("inplace", None)
         rank = _rank(name, nodes, named)
+        if in_place:
+            func = getattr(Tensor, name, None) or getattr(functional, name)
         target = before if before is not None else result
         if isinstance(target, Tensor):
             self._enter(Node(name, func, named, resolved, target, kind, rank))

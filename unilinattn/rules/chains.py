@@ -1,0 +1,65 @@
+"""From the recorded output of a module to its chain of stages from each input."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from unilinattn.errors import UncoveredError
+from unilinattn.mixers import Gather
+from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Stage, walk
+from unilinattn.rules import elementwise, linear, norms, windows
+from unilinattn.rules.compilation import Compilation
+from unilinattn.rules.layout import Carried
+from unilinattn.rules.recording import Node
+from unilinattn.rules.simplification import simplified
+
+RULES = (elementwise, linear, norms, windows)
+"""The modules that register the rules of functions."""
+
+
+def chains_of(node: Node, like: Tensor, *, transposed: bool = False) -> Mapping[str, Chain]:
+    """Return the stages from each input to a module's output, whose last axis has the channels.
+
+    Args:
+        node: the output of a recorded run.
+        like: a tensor of the operator's dtype and device.
+        transposed: whether inputs are (token, batch, channel).
+
+    Raises `UncoveredError` with the function that is no stage.
+    """
+    carried = Compilation(like, transposed=transposed).value(node)
+    carried = _by_token(carried.moved(carried.index.reshape(node.value.shape)))
+    chains = {port: simplified(chain) for port, chain in carried.chains.items()}
+    mixers = [stage for chain in chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
+    has_core = any(stage.role == "core" and not isinstance(stage.mixer, Gather) for stage in mixers)
+    return {port: _with_roles(chain, has_core=has_core)[0] for port, chain in chains.items()}
+
+
+def _by_token(carried: Carried) -> Carried:
+    """Return the value of an output whose last axis has the channels."""
+    carried = carried.arranged(frozenset(range(carried.index.ndim - 1)))
+    if carried.index.shape[-1] != carried.shape[2]:
+        raise UncoveredError("the last axis of its output is no axis of channels")
+    return carried
+
+
+def _with_roles(chain: Chain, *, has_core: bool, behind: bool = False) -> tuple[Chain, bool]:
+    """Return stages whose matrices behind the core are output matrices, and whether the core was passed.
+
+    Without a core, the convolutions and gathers are one.
+    """
+    stages: list[Stage] = []
+    for stage in chain:
+        if isinstance(stage, Branch):
+            pairs = [_with_roles(inner, has_core=has_core, behind=behind) for inner in stage.chains]
+            stages.append(replace(stage, chains=tuple(inner for inner, _ in pairs)))
+            behind = behind or any(passed for _, passed in pairs)
+            continue
+        if isinstance(stage, Mix) and not has_core:
+            stage = replace(stage, role="core")
+        elif isinstance(stage, Matrix) and behind:
+            stage = replace(stage, role="output")
+        behind = behind or stage.role == "core"
+        stages.append(stage)
+    return tuple(stages), behind

@@ -1,0 +1,150 @@
+"""Rules of functions that move elements, and of those that act on each element."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from unilinattn.errors import UncoveredError
+from unilinattn.rules.compilation import Compilation, is_carried, rule
+from unilinattn.rules.functions import HOMOGENEOUS, MOVING, SAME, SLOPES
+from unilinattn.rules.layout import Carried, added
+from unilinattn.rules.recording import Node
+from unilinattn.rules.slopes import frozen_slope
+
+
+@rule(*SAME)
+def same(run: Compilation, node: Node, x: Any, *_: Any, **__: Any) -> Carried:
+    """Return the argument: a cast, a copy, inactive dropout."""
+    return run.value(x)
+
+
+@rule(*MOVING)
+def moved(run: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> Carried:
+    """Apply a function that moves elements to their index."""
+    carried = run.value(x)
+    if node.name in ("view", "view_as", "reshape_as"):
+        # The index may lie in memory in another order than the tensor.
+        return carried.moved(carried.index.reshape(node.value.shape))
+    if node.func is functional.unfold or (node.name == "as_strided" and not x.value.is_contiguous()):
+        raise UncoveredError(f"{node.name!r} reads windows of values that depend on the tokens")
+    arguments = tuple(run.number(value) for value in args)
+    index = node.func(carried.index, *arguments, **{name: run.number(value) for name, value in kwargs.items()})
+    return carried.moved(index if node.item is None else index[node.item])
+
+
+@rule("tril", "triu")
+def triangle(run: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> Carried:
+    """Multiply by the triangle of ones."""
+    return run.scaled(run.value(x), node.func(torch.ones_like(x.value), *args, **kwargs), "gate")
+
+
+@rule(*HOMOGENEOUS, *SLOPES)
+def slope(run: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> Carried:
+    """Multiply by the frozen slope of a function of one value, and add f(0)."""
+    arguments = tuple(run.number(value) for value in args)
+    named = {name: run.number(value) for name, value in kwargs.items()}
+    factor, level = frozen_slope(node.name, lambda p: node.func(p, *arguments, **named), x.value.detach())
+    return run.shifted(run.scaled(run.value(x), factor, "act"), level)
+
+
+@rule("neg", "negative")
+def negative(run: Compilation, node: Node, x: Any) -> Carried:
+    """Multiply by -1."""
+    return run.scaled(run.value(x), -1.0, "skip")
+
+
+@rule("add")
+def add(run: Compilation, node: Node, x: Any, other: Any, *, alpha: float = 1) -> Carried:
+    """Add two carried tensors, or a constant."""
+    return _sum(run, node, (x, 1), (other, alpha))
+
+
+@rule("sub", "subtract")
+def subtract(run: Compilation, node: Node, x: Any, other: Any, *, alpha: float = 1) -> Carried:
+    """Subtract a carried tensor or a constant."""
+    return _sum(run, node, (x, 1), (other, -alpha))
+
+
+@rule("rsub")
+def subtract_from(run: Compilation, node: Node, x: Any, other: Any, *, alpha: float = 1) -> Carried:
+    """Subtract from a carried tensor or a constant."""
+    return _sum(run, node, (other, 1), (x, -alpha))
+
+
+@rule("lerp")
+def interpolate(run: Compilation, node: Node, x: Any, end: Any, weight: Any) -> Carried:
+    """Add two carried tensors with frozen weights."""
+    weight = torch.as_tensor(run.number(weight))
+    return added(run.scaled(run.value(x), 1 - weight, "gate"), run.scaled(run.value(end), weight, "gate"))
+
+
+@rule("mul", "multiply")
+def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
+    """Multiply by a frozen factor: of two carried ones the smaller is frozen, else the activated one."""
+    if x is other:
+        return run.scaled(run.value(x), x, "gate")
+    if not (is_carried(x) and is_carried(other)):
+        value, factor = (x, other) if is_carried(x) else (other, x)
+        return run.scaled(run.value(value), factor, "gate")
+    first, second = ((operand.value.numel(), -operand.rank) for operand in (x, other))
+    if first == second:
+        # Neither is the gate of the other: each gets half of the product.
+        halves = (run.scaled(run.value(a), b.value.detach() / 2, "gate") for a, b in ((x, other), (other, x)))
+        return added(*halves)
+    value, factor = (other, x) if first < second else (x, other)
+    return run.scaled(run.value(value), factor, "gate")
+
+
+@rule("div", "divide", "true_divide")
+def divide(run: Compilation, node: Node, x: Any, other: Any, *, rounding_mode: str | None = None) -> Carried:
+    """Divide by a frozen number."""
+    if rounding_mode is not None:
+        raise UncoveredError("a quotient of values that depend on the tokens is rounded")
+    return run.scaled(run.value(x), 1 / torch.as_tensor(run.number(other), dtype=run.like.dtype), "gate")
+
+
+@rule("masked_fill")
+def masked_fill(run: Compilation, node: Node, x: Any, mask: Any, value: Any) -> Carried:
+    """Multiply by the frozen mask; the masked elements become a constant."""
+    mask = run.number(mask)
+    carried = run.scaled(run.value(x), ~mask, "gate")
+    return run.shifted(carried, mask * value if not isinstance(value, Node) else value)
+
+
+@rule("where")
+def where(run: Compilation, node: Node, mask: Any, x: Any, other: Any) -> Carried:
+    """Add both choices, each times the frozen mask of its elements."""
+    mask = run.number(mask)
+    terms: list[Carried] = []
+    constants: list[Any] = []
+    for value, chosen in ((x, mask), (other, ~mask)):
+        if is_carried(value):
+            term = run.value(value)
+            terms.append(run.scaled(term.moved(term.index.expand(node.value.shape)), chosen, "gate"))
+        else:
+            constants.append(value if isinstance(value, Node) else chosen * value)
+    total = terms[0] if len(terms) == 1 else added(*terms)
+    return run.shifted(total, constants[0]) if constants else total
+
+
+@rule("glu")
+def glu(run: Compilation, node: Node, x: Any, dim: int = -1) -> Carried:
+    """Multiply one half by the frozen gate of the other."""
+    carried = run.value(x)
+    gate = torch.sigmoid(x.value.detach().chunk(2, dim)[1])
+    return run.scaled(carried.moved(carried.index.chunk(2, dim)[0]), gate, "gate")
+
+
+def _sum(run: Compilation, node: Node, *terms: tuple[Any, float]) -> Carried:
+    """Add carried tensors and constants, each times a number."""
+    carried: list[Carried] = []
+    constants: list[Any] = []
+    for value, factor in terms:
+        if is_carried(value):
+            term = run.value(value) if factor == 1 else run.scaled(run.value(value), float(factor), "skip")
+            carried.append(term.moved(term.index.expand(node.value.shape)))
+        else:
+            constants.append(value if isinstance(value, Node) else value * factor)
+    total = carried[0] if len(carried) == 1 else added(*carried)
+    return run.shifted(total, constants[0]) if constants else total

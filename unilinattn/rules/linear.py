@@ -1,0 +1,175 @@
+"""Rules of products and sums: over channels they are matrices, over tokens token mixers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unilinattn.errors import UncoveredError
+from unilinattn.operator.stages import Matrix
+from unilinattn.rules.compilation import Compilation, is_carried, rule
+from unilinattn.rules.contraction import Product, contracted, from_equation, matmul_letters
+from unilinattn.rules.layout import Carried, added, with_last
+from unilinattn.rules.recording import Node
+
+NEW = 100
+"""The letter of an axis that a carried tensor lacks."""
+
+
+@rule("linear")
+def linear(run: Compilation, node: Node, x: Any, weight: Any, bias: Any = None) -> Carried:
+    """Multiply the last axis by a weight."""
+    axes = tuple(range(x.value.ndim))
+    product = Product(axes, (NEW, axes[-1]), (*axes[:-1], NEW))
+    carried = contracted(run.value(x), run.number(weight), product, node.value.shape)
+    if bias is None:
+        return carried
+    last = next(iter(carried.chains.values()))[-1]
+    whole = carried.layout.is_whole and carried.layout.has_all_channels and carried.shape[2] == len(run.number(bias))
+    if isinstance(last, Matrix) and last.bias is None and whole and not isinstance(bias, Node):
+        return with_last(carried, Matrix(last.role, last.weight, run.number(bias)))
+    return run.shifted(carried, bias)
+
+
+@rule("matmul", "mm", "bmm", "mv")
+def matmul(run: Compilation, node: Node, x: Any, other: Any = None, **kwargs: Any) -> Carried:
+    """Multiply a carried tensor by a frozen one."""
+    other = next(iter(kwargs.values())) if other is None else other
+    return _product(run, node, x, other, matmul_letters(run.number(x).ndim, run.number(other).ndim))
+
+
+@rule("rmatmul")
+def rmatmul(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
+    """Multiply a frozen tensor by a carried one."""
+    return matmul(run, node, other, x)
+
+
+@rule("einsum")
+def einsum(run: Compilation, node: Node, equation: Any, *operands: Any) -> Carried:
+    """Multiply and sum as an equation says."""
+    terms = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
+    if not isinstance(equation, str) or len(terms) != 2:
+        raise UncoveredError("einsum of other than two operands, or without an equation")
+    letters = from_equation(equation, [run.number(term).shape for term in terms])
+    return _product(run, node, *terms, letters)
+
+
+@rule("addmm", "baddbmm")
+def addmm(run: Compilation, node: Node, x: Any, one: Any, two: Any, *, beta: float = 1, alpha: float = 1) -> Carried:
+    """Add a product to a carried tensor or a constant."""
+    if not is_carried(one) and not is_carried(two):
+        return run.shifted(run.scaled(run.value(x), beta, "skip"), run.number(one) @ run.number(two) * alpha)
+    carried = _product(run, node, one, two, matmul_letters(run.number(one).ndim, run.number(two).ndim))
+    carried = carried if alpha == 1 else run.scaled(carried, float(alpha), "skip")
+    if is_carried(x):
+        term = run.value(x) if beta == 1 else run.scaled(run.value(x), float(beta), "skip")
+        return added(carried, term.moved(term.index.expand(node.value.shape)))
+    return run.shifted(carried, x if isinstance(x, Node) else x * beta)
+
+
+@rule("sum", "mean")
+def reduce(run: Compilation, node: Node, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Carried:
+    """Add or average along axes."""
+    dim = options.get("axis", dim)
+    count = x.value.ndim
+    axes = [axis % count for axis in (range(count) if dim is None else (dim,) if isinstance(dim, int) else dim)]
+    sizes = [x.value.shape[axis] for axis in axes]
+    weights = run.like.new_ones(sizes)
+    weights = weights / weights.numel() if node.name == "mean" else weights
+    out = tuple(letter for letter in range(count) if letter not in axes)
+    shape = torch.Size([x.value.shape[letter] for letter in out])
+    carried = contracted(run.value(x), weights, Product(tuple(range(count)), tuple(axes), out), shape)
+    return carried.moved(carried.index.reshape(node.value.shape))
+
+
+@rule("cumsum")
+def cumsum(run: Compilation, node: Node, x: Any, dim: int, **_: Any) -> Carried:
+    """Multiply an axis by a triangle of ones."""
+    size = x.value.shape[dim]
+    return _along(run.value(x), dim % x.value.ndim, run.like.new_ones(size, size).tril(), node.value.shape)
+
+
+@rule("scaled_dot_product_attention")
+def attention(
+    run: Compilation,
+    node: Node,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Carried:
+    """Average the values with the weights of torch's fused attention, which are computed here."""
+    q, k, mask, carried = run.number(query), run.number(key), run.number(attn_mask), run.value(value)
+    if enable_gqa:
+        carried = carried.moved(carried.index.repeat_interleave(q.shape[-3] // carried.index.shape[-3], -3))
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        # A query without any key reads nothing.
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
+    else:
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+    first, second, out = matmul_letters(weights.ndim, carried.index.ndim)
+    return contracted(carried, weights, Product(second, first, out), node.value.shape)
+
+
+@rule("real")
+def real(run: Compilation, node: Node, x: Any) -> Carried:
+    """Return the real part of a Fourier transform, whose cosines and sines are matrices."""
+    return _spectrum(run, x)[0]
+
+
+def _spectrum(run: Compilation, node: Any) -> tuple[Carried, Carried | None]:
+    """Return the real part of a tensor, and the imaginary part of one that is a Fourier transform."""
+    if not (isinstance(node, Node) and node.name in ("fft_fft", "fft_fft2", "fft_fftn")):
+        return run.value(node), None
+    x, *args = node.args
+    if node.kwargs.get("s") or node.kwargs.get("n") or (args and args[0] is not None):
+        raise UncoveredError("a Fourier transform of another length")
+    count, scale = x.value.ndim, node.kwargs.get("norm", args[2] if len(args) > 2 else None)
+    every = {"fft_fft": (-1,), "fft_fft2": (-2, -1), "fft_fftn": tuple(range(count))}[node.name]
+    dims = node.kwargs.get("dim", args[1] if len(args) > 1 else every)
+    real, imaginary = _spectrum(run, x)
+    for dim in (dims,) if isinstance(dims, int) else dims:
+        size, axis = x.value.shape[dim], dim % count
+        steps = torch.arange(size, device=run.like.device)
+        angle = torch.outer(steps, steps).remainder(size).double() * (2 * torch.pi / size)
+        factor = {None: 1.0, "backward": 1.0, "ortho": size**-0.5, "forward": 1 / size}[scale]
+        # exp(-i angle) (a + i b) = (cos a + sin b) + i (cos b - sin a)
+        cosine, sine = ((wave(angle) * factor).to(run.like) for wave in (torch.cos, torch.sin))
+        a, b = real, imaginary
+        real, imaginary = (_along(a, axis, matrix, x.value.shape) for matrix in (cosine, -sine))
+        if b is not None:
+            real = added(real, _along(b, axis, sine, x.value.shape))
+            imaginary = added(imaginary, _along(b, axis, cosine, x.value.shape))
+    return real, imaginary
+
+
+def _along(carried: Carried, axis: int, matrix: Tensor, result: torch.Size) -> Carried:
+    """Multiply one axis by a matrix (out, in)."""
+    letters = tuple(range(carried.index.ndim))
+    out = tuple(NEW if letter == axis else letter for letter in letters)
+    return contracted(carried, matrix, Product(letters, (NEW, axis), out), result)
+
+
+def _product(run: Compilation, node: Node, x: Any, other: Any, letters: Any) -> Carried:
+    """Multiply and sum two operands with the letters of both and of the result."""
+    first, second, out = letters
+    # Of two carried operands the left one has the weights, as in q @ (k @ v), unless only the right one is activated.
+    right = is_carried(other) and (not is_carried(x) or x.rank >= other.rank)
+    if right:
+        return contracted(run.value(other), _weights(run, x), Product(second, first, out), node.value.shape)
+    return contracted(run.value(x), _weights(run, other), Product(first, second, out), node.value.shape)
+
+
+def _weights(run: Compilation, value: Any) -> Tensor:
+    weights: Tensor = run.number(value)
+    if weights.is_complex():
+        raise UncoveredError("a product with complex numbers")
+    return weights.to(run.like.dtype)

@@ -1,0 +1,257 @@
+"""Rules of convolutions, pools, padding and joins: sums of tensors whose tokens or channels were moved."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import product
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn import functional
+
+from unilinattn.errors import UncoveredError
+from unilinattn.mixers import Gather
+from unilinattn.operator.stages import Matrix, Mix
+from unilinattn.rules.compilation import Compilation, is_carried, rule
+from unilinattn.rules.contraction import Product, contracted
+from unilinattn.rules.layout import Carried, added
+from unilinattn.rules.recording import Node
+
+TAPS = 128
+"""Largest number of taps of a convolution that is written as a sum of shifted copies."""
+
+Tap = Callable[[Carried, tuple[int, ...]], Carried]
+"""Returns the term of one place of a window from the tokens at that place."""
+
+
+@rule("conv1d", "conv2d")
+def convolution(
+    run: Compilation,
+    node: Node,
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Carried:
+    """Add the tokens at each place of the window, times the matrix of that place."""
+    grouped = run.number(weight).unflatten(0, (groups, -1))  # (group, out, in, *window)
+    space = tuple(range(10, grouped.ndim + 7))
+    letters = Product((0, 1, 2, *space), (1, 3, 2), (0, 1, 3, *space))
+
+    def tap(tokens: Carried, place: tuple[int, ...]) -> Carried:
+        matrix = grouped[(..., *place)]
+        if matrix.shape[1:] == (1, 1):
+            return run.scaled(tokens, matrix.reshape(-1, *[1] * len(space)), "conv")
+        shape = torch.Size((len(x.value), groups, matrix.shape[1], *node.value.shape[2:]))
+        term = contracted(tokens.moved(tokens.index.unflatten(1, (groups, -1))), matrix, letters, shape)
+        return term.moved(term.index.flatten(1, 2))
+
+    window = _Window(grouped.shape[3:], stride, padding, dilation, node.value.shape[2:])
+    total = window.sum(run.value(x), tap)
+    if bias is None:
+        return total
+    return run.shifted(total, bias if isinstance(bias, Node) else bias.reshape(-1, *[1] * len(space)))
+
+
+@rule("avg_pool1d", "avg_pool2d")
+def average_pool(
+    run: Compilation,
+    node: Node,
+    x: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Carried:
+    """Average the tokens of each window."""
+    axes = 2 if node.name == "avg_pool2d" else 1
+    kernel = _each(kernel_size, axes)
+    steps = kernel if stride is None or stride == () else _each(stride, axes)
+    if ceil_mode:
+        raise UncoveredError("a pool whose last window reaches over the end")
+    window = _Window(kernel, steps, padding, 1, node.value.shape[-axes:])
+    total = window.sum(run.value(x), lambda tokens, place: tokens)
+    divisor: Any = divisor_override or reduce(int.__mul__, kernel)
+    if not count_include_pad and divisor_override is None:
+        # The pool of ones, of which zeros are no part, is 1; with them it is the share of real tokens.
+        pool = functional.avg_pool2d if axes == 2 else functional.avg_pool1d
+        divisor = divisor * pool(torch.ones_like(x.value), kernel, steps, padding)
+    return run.scaled(total, 1 / torch.as_tensor(divisor, dtype=run.like.dtype), "conv")
+
+
+@rule("pad")
+def pad(run: Compilation, node: Node, x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Carried:
+    """Add zeros along axes."""
+    if mode != "constant" or value:
+        raise UncoveredError("values of the tokens are padded by other numbers than zeros")
+    carried = run.value(x)
+    for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        carried = padded(carried, carried.index.ndim - 1 - number, before, after)
+    return carried
+
+
+@rule("cat", "concat", "concatenate")
+def concatenate(run: Compilation, node: Node, tensors: Sequence[Any], dim: int = 0) -> Carried:
+    """Add the tensors, each padded by zeros where the others are."""
+    axis = dim % node.value.ndim
+    return _joined(run, [(x, run.number(x).shape[axis]) for x in tensors], axis, lambda x: x, torch.cat)
+
+
+@rule("stack")
+def stack(run: Compilation, node: Node, tensors: Sequence[Any], dim: int = 0) -> Carried:
+    """Add the tensors, each padded by zeros along a new axis."""
+    axis = dim % node.value.ndim
+    return _joined(run, [(x, 1) for x in tensors], axis, lambda index: index.unsqueeze(axis), torch.cat)
+
+
+@rule("setitem")
+def write(run: Compilation, node: Node, target: Any, place: Any, value: Any) -> Carried:
+    """Add the written values, at their place among zeros, to what is left of the target."""
+    keys = place if isinstance(place, tuple) else (place,)
+    if not all(isinstance(key, (int, slice)) or key is Ellipsis for key in keys):
+        raise UncoveredError("values of the tokens are written at places that are no slices")
+    shape = run.number(target).shape
+    written = torch.zeros(shape, dtype=torch.bool, device=run.like.device)
+    written[place] = True
+    terms: list[Carried] = []
+    if is_carried(target):
+        terms.append(run.scaled(run.value(target), ~written, "gate"))
+    if is_carried(value):
+        terms.append(_placed(run.value(value), keys, shape))
+    total = terms[0] if len(terms) == 1 else added(*terms)
+    for other, here in ((target, ~written), (value, written)):
+        if not is_carried(other):
+            total = run.shifted(total, other if isinstance(other, Node) else _constant(other, here, place, shape))
+    return total
+
+
+def _constant(value: Any, here: Tensor, place: Any, shape: torch.Size) -> Tensor:
+    """Return the constants of a target or of a write into it, zero elsewhere."""
+    full = torch.zeros(shape, device=here.device)
+    if isinstance(value, Tensor) and value.shape == shape:
+        return value * here
+    full[place] = value
+    return full * here
+
+
+def _placed(carried: Carried, keys: tuple[Any, ...], shape: torch.Size) -> Carried:
+    """Return a tensor at the place of slices in a tensor of zeros."""
+    missing = len(shape) - sum(key is not Ellipsis for key in keys)
+    before = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
+    every = [*keys[:before], *[slice(None)] * missing, *keys[before + 1 :]]
+    index = carried.index
+    for axis, key in enumerate(every):
+        if isinstance(key, int):
+            index = index.unsqueeze(axis)
+    sizes = [1 if isinstance(k, int) else len(range(*k.indices(n))) for k, n in zip(every, shape, strict=True)]
+    carried = carried.moved(index.expand(sizes))
+    for axis, (key, size) in enumerate(zip(every, shape, strict=True)):
+        chosen = [key % size] if isinstance(key, int) else list(range(*key.indices(size)))
+        if len(chosen) < size:
+            read = torch.full((size,), -1, device=index.device)
+            read[chosen] = torch.arange(len(chosen), device=index.device)
+            carried = along(carried, axis, read)
+    return carried
+
+
+def _joined(
+    run: Compilation,
+    tensors: Sequence[tuple[Any, int]],
+    axis: int,
+    shaped: Callable[[Tensor], Tensor],
+    join: Callable[[list[Tensor], int], Tensor],
+) -> Carried:
+    """Join tensors of given sizes along an axis."""
+    terms: list[tuple[Carried, int, int]] = []
+    constants: list[Tensor] = []
+    start, total = 0, sum(size for _, size in tensors)
+    for tensor, size in tensors:
+        if is_carried(tensor):
+            value = run.value(tensor)
+            terms.append((value.moved(shaped(value.index)), start, total - start - size))
+            constants.append(torch.zeros_like(shaped(tensor.value)))
+        elif isinstance(tensor, Node):
+            raise UncoveredError(f"the output of {tensor.name!r} depends on the tokens and is joined to their values")
+        else:
+            constants.append(shaped(tensor).detach())
+        start += size
+    if len(terms) == len(tensors) and all(term.chains is terms[0][0].chains for term, _, _ in terms):
+        return terms[0][0].moved(join([term.index for term, _, _ in terms], axis))
+    sum_ = reduce(added, (padded(term, axis, before, after) for term, before, after in terms))
+    return run.shifted(sum_, join([c.to(run.like) for c in constants], axis))
+
+
+class _Window:
+    """The places of a window that moves over tokens."""
+
+    def __init__(self, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any, out: Sequence[int]) -> None:
+        axes = len(kernel)
+        self._kernel, self._out = tuple(kernel), tuple(out)
+        self._stride, self._dilation = _each(stride, axes), _each(dilation, axes)
+        if isinstance(padding, str):
+            reach = [d * (k - 1) for d, k in zip(self._dilation, kernel, strict=True)]
+            self._before = [r // 2 if padding == "same" else 0 for r in reach]
+        else:
+            self._before = list(_each(padding, axes))
+        if len(torch.zeros(self._kernel).flatten()) > TAPS:
+            raise UncoveredError(f"a convolution of {self._kernel} taps over values that depend on the tokens")
+
+    def sum(self, carried: Carried, tap: Tap) -> Carried:
+        """Add the terms of all places."""
+        places = product(*(range(size) for size in self._kernel))
+        return reduce(added, (tap(self._moved(carried, place), place) for place in places))
+
+    def _moved(self, carried: Carried, place: tuple[int, ...]) -> Carried:
+        for number, offset in enumerate(place):
+            axis = carried.index.ndim - len(place) + number
+            size = carried.index.shape[axis]
+            steps = torch.arange(self._out[number], device=carried.index.device) * self._stride[number]
+            index = steps + offset * self._dilation[number] - self._before[number]
+            carried = along(carried, axis, index.masked_fill((index < 0) | (index >= size), -1))
+        return carried
+
+
+def _each(value: Any, axes: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * axes if len(values) == 1 else values
+
+
+def padded(carried: Carried, axis: int, before: int, after: int) -> Carried:
+    """Add zeros at both ends of an axis; negative numbers remove entries."""
+    size = carried.index.shape[axis]
+    index = torch.arange(-before, size + after, device=carried.index.device)
+    return along(carried, axis, index.masked_fill((index < 0) | (index >= size), -1))
+
+
+def along(carried: Carried, axis: int, index: Int[Tensor, " entry"]) -> Carried:
+    """Read entries along an axis, zeros where the index is -1."""
+    if bool((index >= 0).all()):
+        return carried.moved(carried.index.index_select(axis, index))
+    kinds = {is_row for size, is_row in carried.layout.split[axis] if size > 1}
+    if len(kinds) == 2:
+        raise UncoveredError("zeros are joined along an axis of tokens and channels")
+    # An axis of one entry counts tokens if it stands where they usually do.
+    is_row = True in kinds or (not kinds and axis == carried.index.ndim - 2)
+    read = carried.moved(carried.index.index_select(axis, index.clamp_min(0)))
+    layout = read.layout_with(frozenset([axis]) if is_row else frozenset())
+    shape = [1] * read.index.ndim
+    shape[axis] = -1
+    real = layout.table((index >= 0).view(shape).expand(read.index.shape))
+    batch, length, width = carried.shape
+    if is_row:
+        tokens = layout.tokens.masked_fill(~real[layout.order, 0].view(batch, -1), -1)
+        # Tokens that are moved among themselves are a convolution's; others are those of the core.
+        role = "conv" if tokens.shape[1] == length else "core"
+        value = carried.then(Mix(role, Gather(tokens, length, like=carried.like)), tokens=tokens.shape[1])
+        value = value if layout.has_all_channels else value.select(layout.channels)
+        return value.moved(layout.own_index)
+    value = carried.with_tokens(layout.tokens)
+    ones = carried.like.new_zeros(layout.channels.numel(), width)
+    ones[torch.arange(len(ones), device=ones.device), layout.channels] = real[0].to(ones)
+    return value.then(Matrix("input", ones), channels=len(ones)).moved(layout.own_index)
