@@ -1,6 +1,8 @@
 """From the recorded output of a module to its chain of stages from each input."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
@@ -13,6 +15,9 @@ from unilinattn.rules.compilation import Compilation
 from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
 from unilinattn.rules.simplification import simplified
+
+DEEPEST = 100_000
+"""Calls of Python inside each other while a module is compiled."""
 
 RULES = (elementwise, linear, norms, windows)
 """The modules that register the rules of functions."""
@@ -28,12 +33,24 @@ def chains_of(node: Node, like: Tensor, *, transposed: bool = False) -> Mapping[
 
     Raises `UncoveredError` with the function that is no stage.
     """
-    carried = Compilation(like, transposed=transposed).value(node)
+    with _deep_recursion():
+        carried = Compilation(like, transposed=transposed).value(node)
     carried = _by_token(carried.moved(carried.index.reshape(node.value.shape)))
     chains = {port: simplified(chain) for port, chain in carried.chains.items()}
     mixers = [stage for chain in chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
     has_core = any(stage.role == "core" and not isinstance(stage.mixer, Gather) for stage in mixers)
     return {port: _with_roles(chain, has_core=has_core)[0] for port, chain in chains.items()}
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    """Allow a call for each function between a module's output and its input, of which large modules have thousands."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, DEEPEST))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def _by_token(carried: Carried) -> Carried:

@@ -15,6 +15,9 @@ from unilinattn.rules.recording import Node
 Rule = Callable[..., Carried]
 """Returns the stages of a function's result: `rule(compilation, node, *args, **kwargs)` with the function's arguments."""
 
+MOST = 2000
+"""Largest number of functions between a module's output and its inputs."""
+
 _rules: dict[str, Rule] = {}
 
 
@@ -49,6 +52,10 @@ class Compilation:
             name = f"the output of {node.name!r}" if isinstance(node, Node) else "a constant"
             raise UncoveredError(f"{name} takes the place of values of the tokens")
         if id(node) not in self._values:
+            if len(self._values) > MOST:
+                raise UncoveredError(
+                    f"it computes the values of the tokens by more than {MOST} functions, as a loop over tokens does"
+                )
             self._values[id(node)] = self._compiled(node)
         return self._values[id(node)]
 

@@ -17,13 +17,17 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
-from unilinattn.operator.stages import Matrix, Mix
+from unilinattn.operator.stages import Matrix, Mix, Scale
 from unilinattn.rules.layout import Carried, added
 
 Letters = tuple[int, ...]
 
 TERMS = 128
 """Largest number of tokens whose channels are summed by a matrix for each."""
+
+
+WIDENED = 64
+"""Largest number of copies of each channel for matrices that differ by token."""
 
 
 @dataclass(frozen=True)
@@ -172,18 +176,13 @@ def _over_channels(split: _Split) -> Carried:
     rows = [x for x in split.value if split.is_row[x]]
     kept = [x for x in split.out if x not in rows]
     summed = [x for x in split.value if not split.is_row[x] and x not in split.out]
-    weights, letters = split.weights, split.weight_letters
-    for row in (x for x in letters if x in rows):
-        first = weights.narrow(letters.index(row), 0, 1)
-        if not torch.equal(first.expand_as(weights), weights):
-            raise UncoveredError("a product has another matrix for every token")
-        weights = first
-    present = [x for x in letters if x not in rows]
-    weights = (
-        weights.squeeze([letters.index(x) for x in letters if x in rows]) if len(present) < len(letters) else weights
-    )
+    shared = [x for x in split.weight_letters if x in rows]
+    weights = split.aligned(split.weights, split.weight_letters, [*shared, *kept, *summed])
+    first = weights[(slice(1),) * len(shared)]
+    if not torch.equal(first.expand_as(weights), weights):
+        return _by_token_and_channel(split, rows, kept, summed)
     shape = [split.sizes[x] for x in (*kept, *summed)]
-    weights = split.aligned(weights, present, [*kept, *summed]).expand(shape)
+    weights = first.reshape(first.shape[len(shared) :]).expand(shape)
     # The channel of the value that each kept channel takes from each summed one: with heads, those of its head.
     index = split.aligned(split.index, split.value, [*rows, *kept, *summed]).reshape(
         split.count(rows), *split.shape(split.value, [*kept, *summed])
@@ -195,6 +194,23 @@ def _over_channels(split: _Split) -> Carried:
     value = split.carried.then(Matrix("input", weights), channels=len(weights))
     row = index.reshape(len(index), -1)[:, 0] // width
     return split.located(value, (row, rows), (torch.arange(len(weights), device=row.device), kept))
+
+
+def _by_token_and_channel(split: _Split, rows: list[int], kept: list[int], summed: list[int]) -> Carried:
+    """Multiply every token by a matrix of its own: copies of its channels, frozen factors, and sums of channels."""
+    inner = split.count(summed)
+    if split.count(kept) * inner > WIDENED * split.carried.shape[2]:
+        raise UncoveredError("a product has another large matrix for every token")
+    order = [*rows, *kept, *summed]
+    index = split.aligned(split.index, split.value, order).expand([split.sizes[x] for x in order])
+    copies = split.carried.moved(index).arranged()
+    factor = split.aligned(split.weights, split.weight_letters, order)
+    scaled = copies.same_elements(Scale("gate", copies.layout.factor(factor)))
+    flat = scaled.moved(scaled.index.reshape(split.count(rows), split.count(kept), inner))
+    shape = torch.Size((split.count(rows), split.count(kept)))
+    total = contracted(flat, split.weights.new_ones(inner), Product((0, 1, 2), (2,), (0, 1)), shape)
+    result = total.index.view([split.sizes[x] for x in (*rows, *kept)])
+    return total.moved(result.permute([[*rows, *kept].index(x) for x in split.out]).reshape(split.result))
 
 
 def _over_tokens(split: _Split) -> Carried:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.nested import mapped, tensors
-from unilinattn.rules.functions import CONSTANT, FACTORS, HOMOGENEOUS, LIKE, LIMITS, SLOPES, name_of
+from unilinattn.rules.functions import CONSTANT, FACTORS, HOMOGENEOUS, LIKE, LIMITS, NEW, SLOPES, name_of
 
 Kind = Literal["carried", "factor"]
 """Whether a tensor may be linear in the inputs, or depends on them in another way and is frozen."""
@@ -100,7 +100,8 @@ class Recording(TorchFunctionMode):
             # Earlier functions read the value that is written over here.
             node.value = before.detach().clone()
         result = func(*args, **kwargs)
-        nodes = list(_nodes_in((named, resolved)))
+        # Of some arguments only the shape matters.
+        nodes = [] if name in NEW else list(_nodes_in((named, resolved)))
         if not nodes:
             self._keep(result if before is None else before)
             return result
