@@ -92,7 +92,9 @@ def recorded_stages(call: Call) -> Flow:
 def _flow(call: Call, chains: Mapping[str, Any], inputs: Mapping[str, Tensor], *, transposed: bool) -> Flow:
     """Return the flow of the chains from each port, which are summed."""
     flow: Flow | None = None
-    for port, chain in chains.items():
+    # The port whose tokens are mixed comes first: methods read its map.
+    ports = sorted(chains, key=lambda port: not any(stage.mixes for stage in chains[port]))
+    for port, chain in ((port, chains[port]) for port in ports):
         x = call.input if port == "x" else _as_tokens(inputs[port].detach(), transposed=transposed)
         branch = Flow(x, port=port)
         for stage in chain:

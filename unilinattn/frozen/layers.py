@@ -53,7 +53,7 @@ class _Operator(torch.autograd.Function):
         ctx.constants = [None if x.requires_grad else x.detach() for x in inputs]
         ctx.dtypes = [x.dtype for x in inputs]
         ctx.shapes = [x.shape for x in inputs]
-        return layer.as_returned(layer.output.to(dtype, copy=True))
+        return layer.as_returned(layer.output).to(dtype, copy=True)
 
     @staticmethod
     @torch.no_grad()  # No gradient of a tangent is asked for, and its graph would hold every step of the operator.

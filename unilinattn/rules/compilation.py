@@ -13,7 +13,7 @@ from unilinattn.rules.layout import Carried, whole
 from unilinattn.rules.recording import Node
 
 Rule = Callable[..., Carried]
-"""Returns the stages of a function's result: `rule(compilation, node, *args, **kwargs)` with the function's arguments."""
+"""Returns the stages of a function's result: `rule(compilation, node, *args, **kwargs)` with its arguments."""
 
 MOST = 2000
 """Largest number of functions between a module's output and its inputs."""
@@ -64,7 +64,8 @@ class Compilation:
             return self._input(node)
         if node.name in RECURRENT:
             raise UncoveredError(
-                "its state passes a nonlinearity at every step, so it is no linear map of its tokens: no operator exists"
+                "its state passes a nonlinearity at every step, so it is no linear map of its tokens and has no "
+                "operator"
             )
         if node.name not in _rules:
             raise UncoveredError(f"{node.name!r} is applied to values that depend on the tokens, and has no rule")

@@ -133,7 +133,8 @@ class _Split:
             if prod(size for size, _ in split) == sizes[letter]:
                 parts[letter] = [(next(numbers), size, is_row) for size, is_row in split]
         flat = [part for split in parts.values() for part in split]
-        size_of, is_row = ({x: part[k] for x, *part in flat} for k in (0, 1))
+        size_of = {x: size for x, size, _ in flat}
+        is_row = {x: rows for x, _, rows in flat}
 
         def split_axes(tensor: Tensor, names: Letters) -> tuple[Tensor, list[int]]:
             axes = [x for name in names for x, _, _ in parts[name]]

@@ -51,7 +51,7 @@ def einsum(run: Compilation, node: Node, equation: Any, *operands: Any) -> Carri
     if not isinstance(equation, str) or len(terms) != 2:
         raise UncoveredError("einsum of other than two operands, or without an equation")
     letters = from_equation(equation, [run.number(term).shape for term in terms])
-    return _product(run, node, *terms, letters)
+    return _product(run, node, terms[0], terms[1], letters)
 
 
 @rule("addmm", "baddbmm")

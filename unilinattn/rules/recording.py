@@ -63,7 +63,7 @@ class Recording(TorchFunctionMode):
             carried tensor is an error.
     """
 
-    def __init__(self, module: nn.Module, inputs: Mapping[str, Tensor], factors: tuple[Any, ...]) -> None:
+    def __init__(self, module: nn.Module, inputs: Mapping[str, Tensor], factors: Any) -> None:
         super().__init__()
         self._nodes: dict[int, Node] = {}
         # A tensor that neither the module has nor a function made comes from elsewhere, perhaps from tokens.

@@ -96,7 +96,7 @@ class _Search(Observer[_Call]):
             return
         result = main_tensor(output)
         parent = self.stack[-2] if len(self.stack) > 1 else None
-        if is_basic(module) or not self._is_stream(frame, result):
+        if result is None or is_basic(module) or not self._is_stream(frame, result):
             if parent is not None:
                 parent.mixes = True
             return
@@ -115,10 +115,10 @@ class _Search(Observer[_Call]):
         """Return the innermost modules that may mix tokens, of a model in which no module moves other tokens."""
         return [path for path in self._weak if not any(other.startswith(f"{path}.") for other in self._weak)]
 
-    def _is_stream(self, frame: _Call, result: Tensor | None) -> bool:
+    def _is_stream(self, frame: _Call, result: Tensor) -> bool:
         """Whether a call takes and returns vectors of tokens, in as many sequences as the model."""
         shape = frame.shape
-        if shape is None or result is None or result.ndim < 3 or not result.is_floating_point():
+        if shape is None or result.ndim < 3 or not result.is_floating_point():
             return False
         if self._batch not in (shape[0], shape[1] if len(shape) == 3 else None):
             return False

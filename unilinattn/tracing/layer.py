@@ -103,15 +103,15 @@ class Layer:
 
     def in_shape(self, vectors: Float[Tensor, "batch token channel"], shape: torch.Size) -> Tensor:
         """Return vectors of tokens in the shape of a host's tensor."""
-        if len(shape) == 3 and shape[:2] != vectors.shape[:2]:
-            return vectors.transpose(0, 1)
-        return vectors.reshape(shape)
+        if vectors.shape == shape:
+            return vectors
+        return (vectors.transpose(0, 1) if len(shape) == 3 else vectors).contiguous().view(shape)
 
     def as_read(self, tensor: Tensor, shape: torch.Size) -> Float[Tensor, "batch token channel"]:
         """Return a host's tensor as vectors of tokens, (batch, token, channel) = `shape`."""
-        if tensor.ndim == 3 and tensor.shape[:2] != shape[:2]:
-            return tensor.transpose(0, 1)
-        return tensor.reshape(shape)
+        if tensor.shape == shape:
+            return tensor
+        return (tensor.transpose(0, 1) if tensor.ndim == 3 else tensor).reshape(shape)
 
     @property
     def expected(self) -> Float[Tensor, "batch prefix out"] | None:

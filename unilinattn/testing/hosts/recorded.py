@@ -1,0 +1,75 @@
+"""Hosts without an adapter: their operators are read from the functions that they call."""
+
+from unilinattn.testing.hosts.basic import IDS, Host, causal_model, family, transformers_model
+
+_WIDTH = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, **IDS)
+_ENCODER = dict(**_WIDTH, intermediate_size=12, max_position_embeddings=40)
+_GPT = dict(n_embd=16, n_layer=2, n_head=4, n_positions=40, **IDS)
+
+_causal = dict(length=9)
+
+
+def _masked(name: str, **settings: object) -> object:
+    return transformers_model(f"{name}ForMaskedLM", f"{name}Config", **settings)
+
+
+_megatron = family("recorded", _masked, "MegatronBert", **_ENCODER)
+_deberta = family("recorded", _masked, "DebertaV2", **_ENCODER, relative_attention=True, pos_att_type=["p2c", "c2p"])
+_roformer = family("recorded", _masked, "RoFormer", **_ENCODER)
+_yoso = family("recorded", _masked, "Yoso", **_ENCODER)
+_fnet = family("recorded", _masked, "FNet", **{k: v for k, v in _ENCODER.items() if k != "num_attention_heads"})
+_gptj = family("recorded", causal_model, "GPTJ", **_GPT, rotary_dim=4)
+_codegen = family("recorded", causal_model, "CodeGen", **_GPT, rotary_dim=4)
+_bloom = family("recorded", causal_model, "Bloom", hidden_size=16, n_layer=2, n_head=4)
+_falcon = family("recorded", causal_model, "Falcon", **_WIDTH)
+_mpt = family("recorded", causal_model, "Mpt", d_model=16, n_layers=2, n_heads=4)
+_gpt_neo = family(
+    "recorded",
+    causal_model,
+    "GPTNeo",
+    **dict(hidden_size=16, num_layers=2, num_heads=4, window_size=4, attention_types=[[["global", "local"], 1]]),
+)
+_diff = family("recorded", causal_model, "DiffLlama", **_ENCODER, num_key_value_heads=2)
+_xlnet = family(
+    "recorded",
+    transformers_model,
+    "XLNetLMHeadModel",
+    "XLNetConfig",
+    **dict(d_model=16, n_layer=2, n_head=4, d_inner=12, **IDS),
+)
+_swin = family(
+    "recorded",
+    transformers_model,
+    "SwinModel",
+    "SwinConfig",
+    **dict(image_size=16, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=4),
+    **dict(image=(3, 16, 16), masks=None),
+)
+_poolformer = family(
+    "recorded",
+    transformers_model,
+    "PvtModel",
+    "PvtConfig",
+    **dict(image_size=16, num_encoder_blocks=1, depths=[2], sequence_reduction_ratios=[2], hidden_sizes=[8]),
+    **dict(patch_sizes=[4], strides=[4], num_attention_heads=[2], mlp_ratios=[2], image=(3, 16, 16), masks=None),
+)
+
+HOSTS: tuple[Host, ...] = (
+    _gptj("gpt-j", length=9),
+    _megatron("megatron bert"),
+    _deberta("deberta v2", length=7),
+    _roformer("roformer"),
+    _yoso("yoso", length=8),
+    _fnet("fnet", length=11, masks=None),
+    _codegen("codegen"),
+    _bloom("bloom"),
+    _falcon("falcon"),
+    _falcon("falcon, alibi, grouped queries", dict(alibi=True, new_decoder_architecture=True, num_kv_heads=2), length=7),
+    _mpt("mpt", length=7),
+    _gpt_neo("gpt neo, global and local"),
+    _diff("diff llama"),
+    _xlnet("xlnet", length=7),
+    _swin("swin, shifted windows", length=64),
+    _poolformer("pvt, reduced keys", length=16),
+)
+"""Configurations; a new host is a new entry."""
