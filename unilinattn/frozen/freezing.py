@@ -24,6 +24,7 @@ from unilinattn.rules.functions import (
     AFFINE,
     CASTS,
     CHOOSING,
+    COMPOSITE,
     CONSTANT,
     FACTORS,
     HOMOGENEOUS,
@@ -36,6 +37,7 @@ from unilinattn.rules.functions import (
     PRODUCTS,
     SLOPES,
     name_of,
+    opened,
 )
 from unilinattn.rules.slopes import frozen_slope
 
@@ -95,6 +97,9 @@ class Freezing(TorchFunctionMode):
                 f"{self._where()} computes outside of torch ({name!r}) on values that depend on the tokens, so their "
                 "shares are unknown. Compute in torch."
             )
+        if name in COMPOSITE:
+            with self:
+                return opened(func)(*args, **kwargs)
         if name in LIKE:
             # Of the other arguments only the shape or the dtype matters.
             args, kwargs = (args[0], *mapped(args[1:], torch.detach)), mapped(kwargs, torch.detach)

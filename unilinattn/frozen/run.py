@@ -30,6 +30,7 @@ from unilinattn.frozen.shares import (
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit, one_each
 from unilinattn.host.wrappers import require_gradients
+from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.token_source import find_source, require_alone
 from unilinattn.tracing.tokens import block_names
 from unilinattn.tracing.trace import Target, Trace
@@ -89,6 +90,12 @@ class FrozenRun:
                 f"{type(model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
                 "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
             )
+
+    @property
+    def stream(self) -> tuple[Layer, ...]:
+        """The layers on the stream whose tokens have the shares."""
+        shape = self._pass.leaves[0].shape[:2]
+        return tuple(layer for layer in self._layers if layer.output.shape[:2] == shape) or tuple(self._layers)
 
     @runs_in_gradient_mode(True)
     def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:

@@ -60,12 +60,14 @@ def shares_result(
     """Return the shares of a frozen run by a rule as the result of a method, with the `EXTRAS` of `by`."""
     layers = layers_from(trace, options.name, 0)
     target = only_target(trace, target, options.scalar)
+    targets = every_position(trace) if target is None else [target]
+    run = frozen(trace, None if callable(options.scalar) else targets, rule=rule)
+    if by == "tokens":
+        layers = run.stream
     scores = allocate_scores(options, layers, target)
     extras = {name: scores.new_zeros(scores.shape[:-1], dtype=torch.float64) for name in EXTRAS[by]}
     if by == "tokens":
         extras["embedding"] = scores.new_zeros(scores.shape, dtype=torch.float64)
-    targets = every_position(trace) if target is None else [target]
-    run = frozen(trace, None if callable(options.scalar) else targets, rule=rule)
     for position in progress(targets, options.name):
         shares = run.complete_shares(position, options.scalar, by=by)
         if target is None:

@@ -1,5 +1,6 @@
 """Functions of torch by name, sorted by what they do to tensors that carry tokens."""
 
+from types import FunctionType
 from typing import Any
 
 
@@ -16,6 +17,9 @@ LINEAR = _names("""
     nan_to_num as_strided
 """)
 """Functions that are linear in their only carried argument: shapes, casts, selections, sums, inactive dropout."""
+
+COMPOSITE = _names("multi_head_attention_forward")
+"""Functions of which the functions that they call are seen (see `opened`)."""
 
 LIKE = _names("view_as reshape_as expand_as type_as to")
 """Functions that take only the shape or the dtype of their second argument."""
@@ -91,3 +95,11 @@ def name_of(func: Any, kwargs: dict[str, Any]) -> tuple[str, bool]:
         return (name[1:] if in_place else name), in_place
     in_place = name.endswith("_") or kwargs.pop("inplace", False)
     return name.rstrip("_"), in_place
+
+
+def opened(func: Any) -> Any:
+    """Return a composite function of torch that does not hand its call to a mode."""
+    functions = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    opened = FunctionType(func.__code__, functions, func.__name__, func.__defaults__, func.__closure__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened

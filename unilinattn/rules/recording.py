@@ -6,7 +6,6 @@ back, so that scores and gates, which are only frozen factors, cost no more than
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.nested import mapped, tensors
-from unilinattn.rules.functions import CONSTANT, FACTORS, HOMOGENEOUS, LIKE, LIMITS, NEW, SLOPES, name_of
+from unilinattn.rules.functions import COMPOSITE, CONSTANT, FACTORS, HOMOGENEOUS, LIKE, LIMITS, NEW, SLOPES, name_of, opened
 
 Kind = Literal["carried", "factor"]
 """Whether a tensor may be linear in the inputs, or depends on them in another way and is frozen."""
@@ -84,10 +83,9 @@ class Recording(TorchFunctionMode):
         """Call the function, and record it if an argument depends on the inputs."""
         kwargs = dict(kwargs or {})
         name, in_place = name_of(func, dict(kwargs))
-        if name == "multi_head_attention_forward":
-            # A composite function: the functions that it calls are recorded.
+        if name in COMPOSITE:
             with self:
-                return _open(func)(*args, **kwargs)
+                return opened(func)(*args, **kwargs)
         for tensor in tensors((args, kwargs)):
             if id(tensor) not in self._nodes and id(tensor) not in self._constants:
                 self._enter(Node("attribute", None, (), {}, tensor, "factor"))
@@ -155,11 +153,3 @@ def _rank(name: str, nodes: list[Node], args: tuple[Any, ...]) -> int:
         # A product with a frozen factor, such as x sigmoid(x), is zero at zero again.
         return min(rank, 1)
     return rank
-
-
-def _open(func: Any) -> Any:
-    """Return a composite function of torch that does not hand its call to a mode."""
-    functions = {**func.__globals__, "has_torch_function": lambda tensors: False}
-    opened = FunctionType(func.__code__, functions, func.__name__, func.__defaults__, func.__closure__)
-    opened.__kwdefaults__ = func.__kwdefaults__
-    return opened

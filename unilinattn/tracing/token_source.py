@@ -1,7 +1,7 @@
 """Where a model's tokens get their vectors, such that no other input reaches its output beside them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -43,13 +43,26 @@ def find_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
     the bias, and the errors of `find_tokens`.
     """
     ids = token_ids(arguments)
+    # Of several streams the last one may read all others, as a text with patches in place of some of its tokens does.
+    streams = [layers_of_stream(layers, last) for last in (True, False)]
+    if streams[0] != list(layers):
+        for stream in streams:
+            with suppress(UncoveredError):
+                source = find_tokens(model, arguments, stream)
+                require_alone(model, arguments, source, layers, _explained)
+                return source
     require_own_tokens(model, arguments, ids, layers)
-
     if ids is not None and not _reaching(model, arguments, None, layers, _explained):
         return None
     source = find_tokens(model, arguments, layers)
     require_alone(model, arguments, source, layers, _explained)
     return source
+
+
+def layers_of_stream(layers: Sequence[Layer], last: bool) -> list[Layer]:
+    """Return the layers that have as many sequences and tokens as the last one, or as the first one."""
+    shape = layers[-1 if last else 0].output.shape[:2]
+    return [layer for layer in layers if layer.output.shape[:2] == shape]
 
 
 @runs_in_gradient_mode(False)
@@ -72,7 +85,7 @@ def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
 
     Raises the errors of `find_tokens`.
     """
-    stream = [layer for layer in layers if layer.output.shape[:2] == layers[-1].output.shape[:2]]
+    stream = layers_of_stream(layers, True)
     if token_ids(arguments) is not None and not _reaching(model, arguments, None, layers, _explained):
         return None
     return find_tokens(model, arguments, stream)
