@@ -13,7 +13,7 @@ ONLY_RUN = ("tests/fla/", "tests/architectures/test_timm.py", "tests/models/test
 
 
 def mark_combinations(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Mark as slow the combinations whose values others have too; return those whose pairs of values others have too."""
+    """Mark combinations as slow whose values others have too; return those whose pairs of values others have too."""
     left_out: set[pytest.Item] = set()
     for _, group in groupby(filter(_is_combination, items), lambda item: item.nodeid.partition("[")[0]):
         tests = list(group)

@@ -1,4 +1,4 @@
-"""The type checker that a thorough run applies to calls 1, 2, 4, 8, ... of each function of the package in a file of tests.
+"""The type checker that a thorough run applies to calls 1, 2, 4, 8, ... of each function of the package in a test file.
 
 Most calls of a function come from loops over examples, layers and tiles, and have arguments of the same kinds. Checking
 all of them takes more than twice as long.
