@@ -35,7 +35,7 @@ def cases(
 ) -> list[object]:
     """Return a parameter for each host; slow except for `usual` and the first of each architecture without `large`.
 
-    With a `turn` only those slow hosts are left that have it: tests that ask for different questions on one run of a
+    With a `turn` only those slow hosts are left that have it: tests that ask different questions about one run of a
     host share the hosts, while `check_architecture` runs on all of them.
     """
     first = {host.architecture: host.name for host in reversed(hosts)}
@@ -46,7 +46,7 @@ def cases(
 
 
 def turn_of(name: str) -> int:
-    """Return which of three tests runs the host of this name: `isolation` (0), `length` (1) or `cut` (2)."""
+    """Return which of three tests runs the host of this name: 0, 1 or 2."""
     return crc32(name.encode()) % 3
 
 
