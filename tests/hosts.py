@@ -35,13 +35,15 @@ def cases(
 ) -> list[object]:
     """Return a parameter for each host; slow except for `usual` and the first of each architecture without `large`.
 
-    With a `turn` only those slow hosts are left that have it: tests that ask different questions about one run of a
-    host share the hosts, while `check_architecture` runs on all of them.
+    With a `turn` only the hosts that have it and the first of each architecture are left, and the others of these are
+    slow: tests that ask different questions about one run of a host share the hosts, while `check_architecture` runs on
+    all of them.
     """
-    first = {host.architecture: host.name for host in reversed(hosts)}
-    quick = {*first.values(), *usual} - {*large}
+    first = set({host.architecture: host.name for host in reversed(hosts)}.values())
+    takes_turn = {host.name for host in hosts if turn in (None, turn_of(host.name))}
+    quick = ((first & takes_turn) | {*usual}) - {*large}
     slow = pytest.mark.slow
-    chosen = [host for host in hosts if host.name in quick or turn in (None, turn_of(host.name))]
+    chosen = [host for host in hosts if host.name in first | takes_turn | quick]
     return [pytest.param(host, id=prefix + host.name, marks=() if host.name in quick else slow) for host in chosen]
 
 
