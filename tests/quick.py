@@ -11,9 +11,18 @@ T = TypeVar("T", bound=Hashable)
 ONLY_RUN = ("tests/fla/", "tests/architectures/test_timm.py", "tests/models/test_vim.py")
 """Tests that other environments run without the slow ones, so that all their combinations count."""
 
+SLOW = (
+    *(f"tests/{room}/" for room in ("evidence", "memory", "setups", "third_party", "tools")),
+    *(f"tests/test_{name}.py" for name in ("benchmarks", "million_tokens", "peers", "startup", "whole_models")),
+)
+"""Measurements, maintainers' commands, and new interpreters."""
 
-def mark_combinations(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Mark combinations as slow whose values others have too; return those whose pairs of values others have too."""
+
+def mark_combinations(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Mark the slow rooms, and combinations whose values others have too; return those whose pairs others have too."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
     left_out: set[pytest.Item] = set()
     for _, group in groupby(filter(_is_combination, items), lambda item: item.nodeid.partition("[")[0]):
         tests = list(group)

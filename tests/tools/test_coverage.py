@@ -37,7 +37,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 def test_tables_in_the_repository_are_current() -> None:
     done = command("--check")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -238,7 +237,6 @@ def test_freshly_written_pages_are_not_stale(repository: Path, capsys: pytest.Ca
     ]
 
 
-@pytest.mark.slow
 def test_a_stale_record_page_or_readme_is_reported(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = repository / "docs" / "coverage.json"
     text = record.read_text()
