@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,14 @@ from tests.hosts import LARGE, every_host
 from tests.shared import exact_trace
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import trace
+from unilinattn.call import Call
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.host import substitution
 from unilinattn.models import S4D
+from unilinattn.operator.flow import Flow
 from unilinattn.operator.reconstruction import worst_error
+from unilinattn.registry import list_architectures, overridden
 from unilinattn.testing import HOSTS, left_as_found, relative_error, rounding_limit
 from unilinattn.testing.hosts import Host, delta, host, latent, mamba, recurrent, reference
 
@@ -101,6 +105,21 @@ def test_layers_that_depend_on_later_tokens_run_unchanged(name: str, short: None
     (layer,) = trace(entry.model(), entry.inputs()).layers
     assert layer.prefix_error is None
     assert layer.reconstruction_error() <= 1e-5
+
+
+def test_an_operator_that_is_not_causal_is_only_built_on_the_prefix(short: None) -> None:
+    (entry,) = (entry for entry in reference.HOSTS if entry.name == "vim, biases")
+    sound, lengths = list_architectures()[entry.architecture], []
+
+    def build(call: Call) -> Flow:
+        lengths.append(call.input.shape[1])
+        return sound.build(call)
+
+    model = entry.model()
+    trace(model, entry.inputs())  # only the first trace of a model searches for unregistered mixers
+    with overridden(replace(sound, build=build)):
+        trace(model, entry.inputs())
+    assert lengths == [substitution.PREFIX]
 
 
 @pytest.mark.parametrize("name", STANDING_IN)
