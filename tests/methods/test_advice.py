@@ -20,10 +20,10 @@ SOURCES = Path(ula.__file__).parent
 REFUSALS = ("UncoveredError", "ExactnessError", "StreamError")
 QUICK = ("T5", "LLaVA", "prompt tuning", "Gemma 2")
 CASES = [
-    pytest.param(name, target, marks=() if name in QUICK and target == -1 else pytest.mark.slow)
-    for name in HOSTS
-    for target in (-1, None)
+    *((name, -1) for name in QUICK),
+    *(pytest.param(name, (-1, None)[at % 2], marks=pytest.mark.slow) for at, name in enumerate(HOSTS)),
 ]
+"""Few hosts with a target, and slow ones in turn with and without it."""
 
 
 @cache
