@@ -131,7 +131,8 @@ def test_an_exception_leaves_the_model_as_found(error: type[BaseException], wher
     assert "forward" not in vars(model)
 
 
-def test_an_interrupt_on_any_line() -> None:
+@pytest.mark.parametrize("sample", [20, pytest.param(None, marks=pytest.mark.slow)])
+def test_an_interrupt_on_any_line(sample: int | None) -> None:
     model = small(1)
     logits(model)
     trace(model, ids())  # a model's first trace searches for mixers, later ones do not
@@ -140,19 +141,7 @@ def test_an_interrupt_on_any_line() -> None:
         with cut(model, EDGES):
             model(ids())
 
-    sweep(model, run, ("unilinattn/reruns/cut.py", "unilinattn/call/entries.py", contextlib.__file__), 20)
-
-
-@pytest.mark.slow
-def test_an_interrupt_on_every_line() -> None:
-    model = small(1)
-    trace(model, ids())
-
-    def run() -> None:
-        with cut(model, EDGES):
-            model(ids())
-
-    sweep(model, run, ("unilinattn/reruns/cut.py", "unilinattn/call/entries.py", contextlib.__file__), None)
+    sweep(model, run, ("unilinattn/reruns/cut.py", "unilinattn/call/entries.py", contextlib.__file__), sample)
 
 
 def test_calls_from_other_threads_are_cut_too_and_other_cuts_are_refused() -> None:
