@@ -25,6 +25,16 @@ def tables() -> Mapping[str, Sequence[Host]]:
     return {name: table for name, table in tables_by_name.items() if name not in ELSEWHERE}
 
 
+def every() -> list[Host]:
+    """Return the hosts of all these tables."""
+    return [host for table in tables().values() for host in table]
+
+
+def named(name: str) -> Host:
+    """Return the host with this name."""
+    return next(host for host in every() if host.name == name)
+
+
 def cases(
     hosts: Sequence[Host],
     usual: Iterable[str] = (),

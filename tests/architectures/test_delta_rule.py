@@ -10,6 +10,7 @@ from torch.nn import functional
 from tests import hosts
 from tests.architectures.padding import padded_inputs
 from tests.architectures.recurrences import act, convolve, host_mask
+from tests.hosts import named
 from unilinattn import trace
 from unilinattn.architectures import Call
 from unilinattn.architectures.delta_rule import kimi_delta
@@ -31,10 +32,6 @@ KINDS = {
     "kimi_delta": ("Kimi delta attention (KDA)", "multi-head latent attention (MLA)"),
 }
 """Kinds of the linear and the full layers of each adapter's hosts."""
-
-
-def named(name: str) -> Host:
-    return next(host for host in HOSTS if host.name == name)
 
 
 @every_host

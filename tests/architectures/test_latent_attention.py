@@ -3,17 +3,12 @@
 import pytest
 import torch
 
+from tests.hosts import named
 from unilinattn import trace
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Matrix, Mix, Scale
-from unilinattn.testing import Host, promoted
+from unilinattn.testing import promoted
 from unilinattn.testing.hosts import randomize, transformers_model
-from unilinattn.testing.hosts.delta import HOSTS as HYBRIDS
-from unilinattn.testing.hosts.latent import HOSTS
-
-
-def named(name: str) -> Host:
-    return next(host for host in (*HOSTS, *HYBRIDS) if host.name == name)
 
 
 def test_values_pass_the_frozen_norm_of_the_latent() -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from tests import hosts
 from tests.architectures import recurrences
 from tests.architectures.recurrences import act, convolve, host_mask, s6
+from tests.hosts import named
 from tools.versions import sides
 from unilinattn import trace
 from unilinattn.call import Call
@@ -25,10 +26,6 @@ every_host = hosts.every_host(HOSTS)
 
 S6, NORMED, HEADED = "Mamba-1 (S6)", "Mamba-1 (S6), normalised", "Mamba-1 (S6), several Mamba heads"
 SSD, SOFTMAX = "Mamba-2 (SSD)", "softmax attention"
-
-
-def named(name: str) -> Host:
-    return next(host for host in HOSTS if host.name == name)
 
 
 @every_host

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests import hosts
 from tests.architectures.padding import padded_inputs
 from tests.architectures.recurrent_steps import STEPS, frozen
+from tests.hosts import named
 from tools.versions import sides
 from unilinattn import trace
 from unilinattn.errors import UncoveredError
@@ -26,10 +27,6 @@ EXACT, LAW = tolerance("reconstruction", torch.float64), tolerance("law", torch.
 
 ATTENTION = {"full_attention", "sliding_attention"}
 """Names of attention layers in configurations."""
-
-
-def named(name: str) -> Host:
-    return next(host for host in HOSTS if host.name == name)
 
 
 def kinds(model: nn.Module, host: Host) -> list[str]:

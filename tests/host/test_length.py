@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tests.hosts import LARGE, every_host
+from tests.hosts import LARGE, every, every_host
 from tests.shared import exact_trace
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import trace
@@ -23,21 +23,9 @@ from unilinattn.models import S4D
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.reconstruction import worst_error
 from unilinattn.registry import list_architectures, overridden
-from unilinattn.testing import HOSTS, left_as_found, relative_error, rounding_limit
-from unilinattn.testing.hosts import Host, delta, host, latent, mamba, recurrent, reference
+from unilinattn.testing import left_as_found, relative_error, rounding_limit
+from unilinattn.testing.hosts import Host, host, reference
 
-EVERY_HOST = [
-    entry
-    for hosts in (
-        HOSTS,
-        delta.HOSTS,
-        latent.HOSTS,
-        mamba.HOSTS,
-        recurrent.HOSTS,
-        reference.HOSTS,
-    )
-    for entry in hosts
-]
 STANDING_IN = ("mamba", "mamba, biases", "mamba2", "s4d")
 
 
@@ -55,7 +43,7 @@ def ordinary(monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: object, 
         return trace(model, inputs, **options)
 
 
-@every_host(EVERY_HOST, "entry", usual=("mamba, biases", "s4d, two poles, slow"), large=LARGE, turn=1)
+@every_host(every(), "entry", usual=("mamba, biases", "s4d, two poles, slow"), large=LARGE, turn=1)
 def test_substitution_gives_the_trace_of_the_host(entry: Host, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if entry.name == "xlstm, training kernel":
         # This host accepts only multiples of its chunk of 8 tokens.
