@@ -133,7 +133,6 @@ def test_bad_requests_are_named() -> None:
 
 
 def test_relu_needs_step_sizes() -> None:
-
     layer = double_trace("recurrent gemma").layers[0]
     assert analysis.query_key_history(layer, 0).history.shape[-1] == 1
     with pytest.raises(UncoveredError, match="not made of common step sizes"):
