@@ -17,6 +17,10 @@ LARGE = ("zamba", "zamba2", "falcon h1", "jamba", "deepseek 2", "kimi linear", "
 """Hosts whose runs take several times that of the others, and whose structures other hosts have too."""
 
 
+STRUCTURES = ("bert", "gpt neox, parallel", "vit", "deepseek 3.2, selected keys", "glm 5 next")
+"""Hosts with a structure that the first of their architecture lack, such as a residual inside of the layer."""
+
+
 def tables() -> Mapping[str, Sequence[Host]]:
     """Return the tables of hosts in `unilinattn.testing.hosts` by module name, except those in `ELSEWHERE`."""
     modules = {name: import_module(f"{folder.__name__}.{name}") for _, name, _ in pkgutil.iter_modules(folder.__path__)}
@@ -45,15 +49,15 @@ def cases(
 ) -> list[object]:
     """Return a parameter for each host; slow except for `usual` and the first of each architecture without `large`.
 
-    With a `turn` only the hosts that have it and the first of each architecture are left, and the others of these are
-    slow: tests that ask different questions about one run of a host share the hosts, while `check_architecture` runs on
-    all of them.
+    With a `turn` only the hosts that have it, `STRUCTURES` and the first of each architecture are left, and the latter
+    are slow without the turn: tests that ask different questions about one run of a host share the hosts, while
+    `check_architecture` runs on all of them.
     """
     first = set({host.architecture: host.name for host in reversed(hosts)}.values())
     takes_turn = {host.name for host in hosts if turn in (None, turn_of(host.name))}
     quick = ((first & takes_turn) | {*usual}) - {*large}
     slow = pytest.mark.slow
-    chosen = [host for host in hosts if host.name in first | takes_turn | quick]
+    chosen = [host for host in hosts if host.name in first | takes_turn | quick or host.name in STRUCTURES]
     return [pytest.param(host, id=prefix + host.name, marks=() if host.name in quick else slow) for host in chosen]
 
 

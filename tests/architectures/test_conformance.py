@@ -15,9 +15,10 @@ from unilinattn.testing import HOSTS, Host, check_architecture, promoted, relati
 from unilinattn.testing.hosts import delta, recurrent
 from unilinattn.testing.hosts import reference as reference_hosts
 
-USUAL = ("bert", "gpt neox, parallel", "vit", "deepseek 3.2, selected keys", "glm 5 next")
 EVERY_HOST = [
-    case for name, table in hosts.tables().items() for case in hosts.cases(table, USUAL, f"{name}/", large=hosts.LARGE)
+    case
+    for name, table in hosts.tables().items()
+    for case in hosts.cases(table, hosts.STRUCTURES, f"{name}/", large=hosts.LARGE)
 ]
 with_recurrence = hosts.every_host([host for host in HOSTS if host.architecture in RECURRENCES])
 

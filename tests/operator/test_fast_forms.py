@@ -66,7 +66,7 @@ def check_norms(form: PairwiseContributions, expected: Tensor, close: float) -> 
         assert relative_error(actual, naive.norms(each, None, order=order, reference=reference)) <= close
 
 
-@every_host(every(), turn=0)
+@every_host(every(), usual=("bert",), turn=0)
 def test_fast_maps_and_vectors_equal_the_rows(host: Host) -> None:
     model, inputs = host.model(), host.inputs()
     if host.masks and "left" in host.masks and host.length > 3:
