@@ -13,7 +13,7 @@ from unilinattn.methods.vectors import contribution_tiles
 from unilinattn.mixers import DeltaRule, Dense, diagonal_decay
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.pairwise import PairwiseContributions
-from unilinattn.operator.stages import Matrix, Mix, Scale
+from unilinattn.operator.stages import Branch, Matrix, Mix, Scale
 from unilinattn.testing import Host, relative_error
 from unilinattn.tracing.trace import trace
 
@@ -99,6 +99,16 @@ def test_norms_include_stages_after_the_projection() -> None:
     form = op.pairwise()
     assert form is not None
     check_norms(form, op.contributions(range(9)), 2e-6)
+
+
+def test_a_causal_term_beside_one_that_is_not() -> None:
+    x, weights = torch.randn(2, 9, 8, dtype=torch.float64), torch.randn(2, 2, 2, 9, 9, dtype=torch.float64)
+    both = Branch("core", tuple((Mix("core", Dense(each)),) for each in (weights[0].tril(), weights[1])))
+    chain = both, Matrix("output", torch.randn(12, 8, dtype=torch.float64))
+    op = MixerOperator({"x": chain}, inputs={"x": x}, output=torch.zeros(2, 9, 12, dtype=torch.float64))
+    form = op.pairwise()
+    assert form is not None and len(form.terms) == 2 and not form.causal
+    check_vectors(op)
 
 
 @pytest.mark.parametrize("structure", ["dense", "delta rule"])
