@@ -1,6 +1,7 @@
 # make compare   the trained models side by side: a table, and the report in unilinattn-report/
-# make test      the tests that a change needs: one configuration of each architecture, few examples, no signatures
-# make slow      the others: every configuration, every length
+# make test      the tests that a change needs: one configuration of each architecture, few examples, no signatures;
+#                ARGS="--thorough -m ''" runs all tests with signatures and more examples, as .ci/run does
+# make slow      the others: every configuration, every pair of values of a test's parameters
 # make margins   how far each comparison of numbers is from its limit, on variants of this processor
 # make evidence  the studies of docs/evidence.md from the shipped weights; ARGS=--train trains them again
 # make bench     every operation timed beside its floor: docs/performance.md, which names the other benchmarks
@@ -17,6 +18,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Without stored bytecode each process of pytest rewrites the assertions of all tests, which takes 5 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: compare test slow margins evidence bench lint install browser fla vision oldest setups docs
 
@@ -54,11 +57,12 @@ vision: .venv-vision/.installed
 
 oldest: .venv-oldest/.installed
 	@echo "Running the tests of the adapters on the oldest transformers."
-	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "slow or not slow" \
-	    tests/architectures $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "" \
+	    tests/architectures/test_conformance.py $(ARGS)
 	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal \
-	    tests/operator tests/host tests/tracing tests/frozen tests/reruns tests/testing tests/tools \
-	    $(patsubst %,--ignore=tests/%.py,host/test_isolation tracing/test_discovery host/test_threads tracing/test_trust) $(ARGS)
+	    tests/architectures tests/host tests/tracing tests/frozen tests/reruns \
+	    $(patsubst %,--ignore=tests/%.py,architectures/test_conformance host/test_isolation host/test_threads \
+	    tracing/test_discovery tracing/test_trust) $(ARGS)
 
 setups: .venv-setups/.installed
 	@echo "Running the set-ups of docs/hosts.md."

@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="check shapes and types at the first calls of each function in a test, and draw more examples, as CI does",
+        help="check shapes and types at some calls of each function, and draw more examples, as CI does",
     )
     parser.addoption("--threads", type=int, default=1, help="number of torch's threads (default: %(default)s)")
     parser.addoption(
@@ -57,8 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # The markers decide which tests `-m "not slow"` leaves out.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_combinations(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = mark_combinations(items)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 for name, examples in (("quick", 6), ("thorough", 20)):
@@ -66,12 +68,12 @@ for name, examples in (("quick", 6), ("thorough", 20)):
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
+def seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     """Seed all random generators before every test; afterwards shared traces must be what they were."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    tests.signatures.next_test()
+    tests.signatures.next_test(request.path)
     yield
     # Imported late, because a thorough run checks modules of the package that are imported after its configuration.
     if "tests.shared" in sys.modules:

@@ -17,12 +17,26 @@ LARGE = ("zamba", "zamba2", "falcon h1", "jamba", "deepseek 2", "kimi linear", "
 """Hosts whose runs take several times that of the others, and whose structures other hosts have too."""
 
 
+STRUCTURES = ("bert", "gpt neox, parallel", "vit", "deepseek 3.2, selected keys", "glm 5 next")
+"""Hosts with a structure that the first of their architecture lack, such as a residual inside of the layer."""
+
+
 def tables() -> Mapping[str, Sequence[Host]]:
     """Return the tables of hosts in `unilinattn.testing.hosts` by module name, except those in `ELSEWHERE`."""
     modules = {name: import_module(f"{folder.__name__}.{name}") for _, name, _ in pkgutil.iter_modules(folder.__path__)}
     tables_by_name = {name: module.HOSTS for name, module in modules.items() if hasattr(module, "HOSTS")}
     assert tables_by_name.keys() > ELSEWHERE.keys()
     return {name: table for name, table in tables_by_name.items() if name not in ELSEWHERE}
+
+
+def every() -> list[Host]:
+    """Return the hosts of all these tables."""
+    return [host for table in tables().values() for host in table]
+
+
+def named(name: str) -> Host:
+    """Return the host with this name."""
+    return next(host for host in every() if host.name == name)
 
 
 def cases(
@@ -35,18 +49,20 @@ def cases(
 ) -> list[object]:
     """Return a parameter for each host; slow except for `usual` and the first of each architecture without `large`.
 
-    With a `turn` only those slow hosts are left that have it: tests that ask for different questions on one run of a
-    host share the hosts, while `check_architecture` runs on all of them.
+    With a `turn` only the hosts that have it, `STRUCTURES` and the first of each architecture are left, and the latter
+    are slow without the turn: tests that ask different questions about one run of a host share the hosts, while
+    `check_architecture` runs on all of them.
     """
-    first = {host.architecture: host.name for host in reversed(hosts)}
-    quick = {*first.values(), *usual} - {*large}
+    first = set({host.architecture: host.name for host in reversed(hosts)}.values())
+    takes_turn = {host.name for host in hosts if turn in (None, turn_of(host.name))}
+    quick = ((first & takes_turn) | {*usual}) - {*large}
     slow = pytest.mark.slow
-    chosen = [host for host in hosts if host.name in quick or turn in (None, turn_of(host.name))]
+    chosen = [host for host in hosts if host.name in first | takes_turn | quick or host.name in STRUCTURES]
     return [pytest.param(host, id=prefix + host.name, marks=() if host.name in quick else slow) for host in chosen]
 
 
 def turn_of(name: str) -> int:
-    """Return which of three tests runs the host of this name: `isolation` (0), `length` (1) or `cut` (2)."""
+    """Return which of three tests runs the host of this name: 0, 1 or 2."""
     return crc32(name.encode()) % 3
 
 

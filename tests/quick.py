@@ -1,37 +1,53 @@
-"""The parameters of a test that run by default: every value of each parameter once; the other combinations are slow."""
+"""The combinations of a test's parameters that run: by default every value once, in slow runs every pair of values."""
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import combinations, groupby
+from typing import TypeVar
 
 import pytest
+
+T = TypeVar("T", bound=Hashable)
 
 ONLY_RUN = ("tests/fla/", "tests/architectures/test_timm.py", "tests/models/test_vim.py")
 """Tests that other environments run without the slow ones, so that all their combinations count."""
 
+SLOW = (
+    *(f"tests/{room}/" for room in ("evidence", "memory", "setups", "third_party", "tools")),
+    *(f"tests/test_{name}.py" for name in ("benchmarks", "million_tokens", "peers", "startup", "whole_models")),
+)
+"""Measurements, maintainers' commands, and new interpreters."""
 
-def mark_combinations(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow the combinations of parameters whose values the other combinations of a test have too."""
-    quick = [item for item in items if _is_combination(item)]
-    for _, group in groupby(quick, lambda item: item.nodeid.partition("[")[0]):
+
+def mark_combinations(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Mark the slow rooms, and combinations whose values others have too; return those whose pairs others have too."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
+    left_out: set[pytest.Item] = set()
+    for _, group in groupby(filter(_is_combination, items), lambda item: item.nodeid.partition("[")[0]):
         tests = list(group)
         # No public name tells the values of one parametrisation from those of the next.
-        kept = covering([item.callspec._idlist for item in tests])  # type: ignore[attr-defined]
-        for at, item in enumerate(tests):
-            if at not in kept:
-                item.add_marker("slow")
+        values = {item: item.callspec._idlist for item in tests}  # type: ignore[attr-defined]
+        unmarked = {item: ids for item, ids in values.items() if item.get_closest_marker("slow") is None}
+        quick = covering(unmarked)
+        left_out |= values.keys() - covering(values, 2, quick)
+        for item in unmarked.keys() - quick:
+            item.add_marker("slow")
+    return left_out
 
 
-def covering(combinations: Sequence[Sequence[str]]) -> set[int]:
-    """Return the places of few combinations that have every value of each parameter, the first of equal ones."""
-    values = [set(enumerate(combination)) for combination in combinations]
-    missing, kept = set().union(*values), set()
+def covering(rows: Mapping[T, Sequence[str]], strength: int = 1, chosen: Iterable[T] = ()) -> set[T]:
+    """Return few rows, the chosen ones among them, that have all values, or pairs of values, of all rows."""
+    covered = {key: set(combinations(enumerate(row), min(strength, len(row)))) for key, row in rows.items()}
+    result = set(chosen)
+    missing = set().union(*covered.values()).difference(*(covered[key] for key in result))
     while missing:
-        best = max(range(len(values)), key=lambda at: (len(values[at] & missing), -at))
-        missing -= values[best]
-        kept.add(best)
-    return kept
+        # The first of equal ones.
+        best = max(rows, key=lambda key: len(covered[key] & missing))
+        missing -= covered[best]
+        result.add(best)
+    return result
 
 
 def _is_combination(item: pytest.Item) -> bool:
-    slow = item.get_closest_marker("slow") is not None
-    return hasattr(item, "callspec") and not slow and not item.nodeid.startswith(ONLY_RUN)
+    return hasattr(item, "callspec") and not item.nodeid.startswith(ONLY_RUN)

@@ -1,57 +1,62 @@
-"""The type checker that a thorough run applies to the functions of the package: to their first calls in each test.
+"""The type checker that a thorough run applies to calls 1, 2, 4, 8, ... of each function of the package in a test file.
 
-Later calls of a function in a test come from loops over examples, layers and tiles, and have arguments of the same
-kinds. Checking all of them takes more than twice as long.
+Most calls of a function come from loops over examples, layers and tiles, and have arguments of the same kinds. Checking
+all of them takes more than twice as long.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
+from types import CodeType
 from typing import Any, Self
 
 import jaxtyping
 from beartype import BeartypeConf, FrozenDict, beartype
 
-CALLS = 4
-"""Number of checked calls of each function in a test."""
-
 # The import hook decorates methods one by one, where beartype cannot know the class that Self stands for.
 check = beartype(conf=BeartypeConf(hint_overrides=FrozenDict({Self: object})))
 
 _jaxtyped = jaxtyping.jaxtyped
-_test = 0
+_calls: Counter[CodeType] = Counter()
+_file: Path | None = None
 
 
 def install(package: str) -> None:
-    """Check the first calls of the functions of a package that is not yet imported."""
+    """Check some calls of the functions of a package that is not yet imported."""
     jaxtyping.install_import_hook(package, f"{__name__}.check")
     # The code that the hook generates decorates with this name.
-    jaxtyping.jaxtyped = first_calls
+    jaxtyping.jaxtyped = sampled
 
 
-def next_test() -> None:
-    """Check the first calls of every function again."""
-    global _test
-    _test += 1
+def next_test(file: Path) -> None:
+    """Check the first calls of every function again if the next test is in another file."""
+    global _file
+    if file != _file:
+        _file = file
+        _calls.clear()
 
 
-def first_calls(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator like `jaxtyping.jaxtyped` that checks a plain function at its first calls in each test."""
+def sampled(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decorator like `jaxtyping.jaxtyped` that checks some calls of a plain function."""
 
     def decorate(function: Any) -> Any:
-        checked = _jaxtyped(function, typechecker=typechecker)
         if not inspect.isfunction(function):
-            return checked
-        test = calls = 0
+            return _jaxtyped(function, typechecker=typechecker)
+        # An inner function is decorated at every call of the outer one: all of them have the code in common.
+        code, checked = function.__code__, None
 
         @wraps(function)
-        def sampled(*arguments: Any, **options: Any) -> Any:
-            nonlocal test, calls
-            if test != _test:
-                test, calls = _test, 0
-            calls += 1
-            return (checked if calls <= CALLS else function)(*arguments, **options)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal checked
+            _calls[code] += 1
+            if _calls[code] & (_calls[code] - 1):
+                return function(*arguments, **options)
+            # The checker is compiled for functions that are called.
+            checked = checked or _jaxtyped(function, typechecker=typechecker)
+            return checked(*arguments, **options)
 
-        return sampled
+        return counted
 
     return decorate

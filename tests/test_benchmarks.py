@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1]
 NARROW = Place(models.NARROW, "cpu")
 
 
-@pytest.mark.slow
 def test_a_quick_run_on_narrow_layers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick", "--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
@@ -57,7 +56,6 @@ def test_a_quick_run_on_narrow_layers(tmp_path: Path) -> None:
     assert (tmp_path / "cpu.json").read_text() == text
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="the processor has no AVX2"
 )
@@ -87,7 +85,6 @@ def test_the_page_shows_the_recorded_figures() -> None:
         assert page.stored(figures) == (ROOT / "benchmarks" / "results" / f"{figures['device']}.json").read_text()
 
 
-@pytest.mark.slow
 def test_the_page_lists_the_implementations_of_every_structure() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
     assert read_section(text, "structures") == structures.table()

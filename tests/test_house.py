@@ -13,6 +13,7 @@ from pathlib import Path
 import jaxtyping
 import pytest
 
+from tests import signatures
 from unilinattn.errors import nearest
 
 ROOT = Path(__file__).parents[1]
@@ -266,6 +267,7 @@ def test_the_import_is_quick_and_loads_no_extra() -> None:
     assert min(share for share, _ in runs) < 0.5
 
 
+@pytest.mark.slow
 def test_a_loaded_extra_is_detected() -> None:
     assert cost_of_import("matplotlib")[1] & EXTRAS == {"matplotlib"}
 
@@ -352,6 +354,8 @@ print(*[name for name in {PUBLIC!r} if not callable(getattr(unilinattn, name, No
 
 def test_signatures_are_checked_only_in_a_thorough_run(request: pytest.FixtureRequest) -> None:
     thorough = request.config.getoption("--thorough")
+    # The next calls are the first of a file, which are checked.
+    signatures.next_test(Path("another file"))
     with pytest.raises(jaxtyping.TypeCheckError if thorough else TypeError):
         nearest("rollout", 3)
 

@@ -34,7 +34,6 @@ def test_every_stage_is_logged(
     assert capsys.readouterr().out.count("peak RSS") == len(record["stages"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mamba", "mamba2"])
 def test_memory_is_linear_with_a_small_constant(model: str, tmp_path: Path) -> None:
     length, width, layers = 65536, 64, 2

@@ -48,7 +48,6 @@ class Bridge:
         return self.trace.layers[layer].operator.matrix(heads=None)
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_both_tools_compute_the_same(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lens = ModuleType("transformer_lens.model_bridge")
@@ -65,7 +64,6 @@ def test_both_tools_compute_the_same(checkpoint: Path, monkeypatch: pytest.Monke
         torch.testing.assert_close(ours[stage], theirs[stage])
 
 
-@pytest.mark.slow
 def test_the_process_of_this_library(checkpoint: Path) -> None:
     figures = peers.worker(sys.executable, "unilinattn", checkpoint, 20, 1, 1)
     assert figures["stages"].keys() == peers.STAGES.keys() and figures["results"].keys() == {"map", "rollout"}

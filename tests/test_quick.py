@@ -1,19 +1,33 @@
-"""The choice of the combinations of parameters that run by default."""
+"""The choice of the combinations of parameters that run by default, and in slow runs."""
 
-from itertools import product
+from collections.abc import Sequence
+from itertools import combinations, product
+
+import pytest
 
 from tests.quick import covering
 
 
-def test_every_value_of_every_parameter_is_kept() -> None:
-    combinations = list(product("abc", "de", "fghi"))
-    kept = covering(combinations)
-    assert len(kept) == 4
-    for at, values in enumerate(("abc", "de", "fghi")):
-        assert {combinations[place][at] for place in kept} == set(values)
+def table(*rows: Sequence[str]) -> dict[Sequence[str], Sequence[str]]:
+    return {row: row for row in rows}
 
 
-def test_values_that_are_not_combined_are_all_kept() -> None:
-    assert covering([("a",), ("b",), ("c",)]) == {0, 1, 2}
-    assert covering([("a", "x"), ("b", "x"), ("b", "y")]) == {0, 2}
-    assert covering([]) == set()
+@pytest.mark.parametrize(("strength", "count"), [(1, 4), (2, 12), (3, 24)])
+def test_every_combination_of_so_many_values_is_covered(strength: int, count: int) -> None:
+    rows = table(*product("abc", "de", "fghi"))
+    chosen = covering(rows, strength)
+    assert len(chosen) == count
+    for axes in combinations(range(3), strength):
+        assert {tuple(row[axis] for axis in axes) for row in chosen} == {
+            tuple(row[axis] for axis in axes) for row in rows
+        }
+
+
+def test_values_that_are_not_combined_are_all_covered() -> None:
+    assert covering(table("a", "b", "c")) == covering(table("a", "b", "c"), 2) == {"a", "b", "c"}
+    assert covering(table("ax", "bx", "by")) == {"ax", "by"}
+    assert covering({}) == set()
+
+
+def test_chosen_rows_count() -> None:
+    assert covering(table("ax", "bx", "by"), chosen={"bx"}) == {"ax", "bx", "by"}

@@ -78,6 +78,7 @@ def test_a_forbidden_word_is_reported(words: tuple[str, str]) -> None:
     assert len(forbidden_words("".join(words))) == 1
 
 
+@pytest.mark.slow
 def test_a_built_wheel_contains_exactly_the_package(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,7 @@
-"""The checker of signatures: the first calls of a function in each test."""
+"""The checker of signatures: some calls of a function in each file of tests."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -9,16 +12,36 @@ from torch import Tensor
 from tests import signatures
 
 
-@signatures.first_calls(typechecker=signatures.check)
+@pytest.fixture(autouse=True)
+def new_file() -> Iterator[None]:
+    signatures.next_test(Path("one"))
+    yield
+    signatures.next_test(Path(__file__))
+
+
+@signatures.sampled(typechecker=signatures.check)
 def transposed(x: Float[Tensor, "row col"]) -> Float[Tensor, "row col"]:
     return x.T  # a wrong annotation
 
 
-def test_a_wrong_annotation_is_found_in_the_first_calls_of_each_test() -> None:
-    for _ in range(signatures.CALLS):
-        with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
-            transposed(torch.zeros(2, 3))
-    assert transposed(torch.zeros(2, 3)).shape == (3, 2)
-    signatures.next_test()
+def inner() -> Callable[[Tensor], Tensor]:
+    @signatures.sampled(typechecker=signatures.check)
+    def transposed(x: Float[Tensor, "row col"]) -> Float[Tensor, "row col"]:
+        return x.T
+
+    return transposed
+
+
+@pytest.mark.parametrize("make", [lambda: transposed, inner], ids=["outer", "inner"])
+def test_a_wrong_annotation_is_found_in_some_calls_of_each_file(make: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    for call in range(1, 10):
+        if call in (1, 2, 4, 8):
+            with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
+                make()(torch.zeros(2, 3))
+        else:
+            assert make()(torch.zeros(2, 3)).shape == (3, 2)
+    signatures.next_test(Path("one"))
+    assert make()(torch.zeros(2, 3)).shape == (3, 2)
+    signatures.next_test(Path("other"))
     with pytest.raises(jaxtyping.TypeCheckError, match="parameters"):
-        transposed(torch.zeros(3))
+        make()(torch.zeros(3))

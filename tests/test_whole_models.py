@@ -24,7 +24,6 @@ def trace() -> ula.Trace:
     return ula.trace(model, tokens(model, 24), progress=False)
 
 
-@pytest.mark.slow
 def test_a_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_checks, "LENGTH", 40)
     threads, written = torch.get_num_threads(), tmp_path / "figures.json"
@@ -75,7 +74,6 @@ def test_a_fresh_trace_shares_no_operators(trace: ula.Trace) -> None:
     assert layer.operator is layer.operator is not whole_models.fresh(trace).layers[1].operator
 
 
-@pytest.mark.slow
 def test_the_memory_of_all_operators_is_known_beforehand(trace: ula.Trace) -> None:
     trace = whole_models.fresh(trace)
     kept = whole_models.kept_bytes(trace)

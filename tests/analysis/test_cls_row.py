@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from tests.analysis.plain import image, spearman
+from tests.hosts import named
 from unilinattn import analysis, trace
 from unilinattn.errors import InputError
-from unilinattn.testing import HOSTS
-from unilinattn.testing.hosts.reference import HOSTS as REFERENCE_HOSTS
 from unilinattn.testing.promote import promoted
 
-VIM = next(host for host in REFERENCE_HOSTS if host.name == "vim")
+VIM = named("vim")
 
 
 def images(count: int) -> torch.Tensor:
@@ -35,7 +34,7 @@ def test_the_mean_row_of_vim_with_cls_in_the_middle() -> None:
 
 
 def test_options_of_raw_and_softmax_maps() -> None:
-    host = next(host for host in HOSTS if host.name == "vit")
+    host = named("vit")
     run = trace(host.model(), host.inputs())
     count = run.layers[0].output.shape[1] - 1
     found = analysis.cls_bias([run], cls=0, grid=(1, count), layers="mean")

@@ -7,20 +7,19 @@ import torch
 from torch import Tensor
 
 from tests.analysis.plain import image, softplus_inverse
+from tests.hosts import named
 from tests.methods.hosts import close, references, traced
 from unilinattn import analysis, trace
 from unilinattn.analysis.cores import core_of
 from unilinattn.errors import InputError, MemoryLimitError, OptionError, UncoveredError
 from unilinattn.memory import max_memory
-from unilinattn.testing.hosts.delta import HOSTS as DELTA_HOSTS
-from unilinattn.testing.hosts.reference import HOSTS as REFERENCE_HOSTS
 from unilinattn.testing.promote import promoted
 
 HEAD = 2
 
 
-def double_trace(hosts, name: str):
-    host = next(host for host in hosts if host.name == name)
+def double_trace(name: str):
+    host = named(name)
     with promoted():
         traced = trace(host.model().double(), host.inputs().double() if host.image else host.inputs())
         assert all(layer.operator.reconstruction_error() < 1e-10 for layer in traced.layers)
@@ -57,7 +56,7 @@ def test_inner_matrices_of_s6_are_those_of_the_equation() -> None:
 CASES = {
     "mamba": lambda: traced("mamba"),
     "mamba2": lambda: traced("mamba2"),
-    "delta rule": lambda: double_trace(DELTA_HOSTS, "qwen3 next"),
+    "delta rule": lambda: double_trace("qwen3 next"),
 }
 
 
@@ -83,7 +82,7 @@ def test_the_factors_multiply_to_the_map(name: str) -> None:
 
 
 def test_both_directions_of_vim() -> None:
-    layer = double_trace(REFERENCE_HOSTS, "vim").layers[0]
+    layer = double_trace("vim").layers[0]
     total = 0.0
     for core in range(2):
         factors = analysis.query_key_history(layer, HEAD, core=core)
@@ -125,7 +124,7 @@ def test_bad_requests_are_named() -> None:
     for name, structure in (("llama", "dense"), ("s4d", "Toeplitz")):
         with pytest.raises(UncoveredError, match=f"structure '{structure}' has no factor `query`"):
             analysis.inner_matrices(traced(name).layers[0], 0)
-    delta = double_trace(DELTA_HOSTS, "qwen3 next").layers[0]
+    delta = double_trace("qwen3 next").layers[0]
     with pytest.raises(UncoveredError, match="'delta rule' is no sum of products"):
         analysis.query_key_history(delta, 0)
     query = core_of(layer, 0).mixer.query
@@ -134,9 +133,7 @@ def test_bad_requests_are_named() -> None:
 
 
 def test_relu_needs_step_sizes() -> None:
-    from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT_HOSTS
-
-    layer = double_trace(RECURRENT_HOSTS, "recurrent gemma").layers[0]
+    layer = double_trace("recurrent gemma").layers[0]
     assert analysis.query_key_history(layer, 0).history.shape[-1] == 1
     with pytest.raises(UncoveredError, match="not made of common step sizes"):
         analysis.query_key_history(layer, 0, step="relu")

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from tests.analysis.plain import cosine, image
+from tests.hosts import named
 from tests.methods.hosts import close, real_tokens, traced
 from unilinattn import analysis, trace
 from unilinattn.errors import InputError, UncoveredError
-from unilinattn.testing import HOSTS
 
 
 def by_pairs(features: Tensor, real: Tensor, exclude: tuple[int, ...] = ()) -> Tensor:
@@ -54,7 +54,7 @@ def test_undefined_similarities_are_errors() -> None:
 
 
 def test_an_unknown_stream_is_an_error() -> None:
-    host = next(host for host in HOSTS if host.name == "bert")
+    host = named("bert")
     run = trace(host.model(), host.inputs())
     with pytest.raises(UncoveredError, match=r"residual stream at bert.encoder.layer.0.attention is unknown"):
         analysis.oversmoothing(run)

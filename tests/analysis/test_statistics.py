@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.analysis.plain import entropy, image, shares, spearman
+from tests.hosts import named
 from tests.methods.hosts import BATCH, LENGTH, real_tokens, traced
 from unilinattn import analysis, trace
 from unilinattn.errors import InputError, MemoryLimitError, OptionError
 from unilinattn.memory import max_memory
-from unilinattn.testing import HOSTS
-from unilinattn.testing.hosts.reference import HOSTS as REFERENCE_HOSTS
 from unilinattn.testing.promote import promoted
 
 WITHIN = 0.9
@@ -62,7 +61,7 @@ def test_causal_maps(name: str, padding: str) -> None:
 
 
 def test_bidirectional_maps_scopes_and_reductions() -> None:
-    vim = next(host for host in REFERENCE_HOSTS if host.name == "vim")
+    vim = named("vim")
     with promoted():
         run = trace(vim.model().double(), vim.inputs().double())
         every = torch.ones(run.layers[0].output.shape[:2], dtype=torch.bool)
@@ -84,7 +83,7 @@ def test_blocks_of_rows_give_the_same(monkeypatch) -> None:
 
 
 def test_undefined_statistics_are_errors() -> None:
-    host = next(host for host in HOSTS if host.name == "gpt2")
+    host = named("gpt2")
     model = host.model()
     with pytest.raises(InputError, match=r"no row of transformer.h.0.attn has two or more keys"):
         analysis.map_statistics(trace(model, host.inputs()[:, :1]))
@@ -98,7 +97,7 @@ def test_undefined_statistics_are_errors() -> None:
 
 
 def silent_s4d():
-    host = next(host for host in HOSTS if host.name == "s4d")
+    host = named("s4d")
     model = host.model()
     with torch.no_grad():
         model.layers[0].mixer.kernel.C.zero_()
@@ -160,7 +159,7 @@ def test_undefined_similarities_are_errors() -> None:
         analysis.map_similarity(one, one * torch.tensor([1.0, 0.0])[:, None], valid)
     with pytest.raises(InputError, match="no row has two or more valid keys"):
         analysis.map_similarity(one, one, torch.zeros_like(valid))
-    host = next(host for host in HOSTS if host.name == "gpt2")
+    host = named("gpt2")
     runs = {"a": trace(host.model(), host.inputs()), "b": trace(host.model(), host.inputs()[:, :4])}
     with pytest.raises(InputError, match=r"different shapes .*trace the same sequences"):
         analysis.layer_similarity(runs)

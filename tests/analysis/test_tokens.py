@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.analysis.plain import cosine, image, layer_of, spearman
+from tests.hosts import named
 from tests.methods.hosts import close, inputs, real_tokens, traced
 from unilinattn import analysis, trace
 from unilinattn.analysis.cores import core_of
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.examples import TASKS, load
 from unilinattn.operator.flow import Flow
-from unilinattn.testing.hosts.reference import HOSTS as REFERENCE_HOSTS
 
 FACTORS = {
     "keys": (analysis.token_keys, lambda core: core.mixer.key),
@@ -81,7 +81,7 @@ def test_undefined_similarities_are_errors() -> None:
         analysis.token_values(traced("mamba"), 0, lag=6)
     with pytest.raises(UncoveredError, match="no factor `query`"):
         analysis.token_keys(traced("llama"), 0, lag=0)
-    vim = next(host for host in REFERENCE_HOSTS if host.name == "vim")
+    vim = named("vim")
     with pytest.raises(InputError, match="token ids"):
         analysis.token_values(trace(vim.model(), vim.inputs()), 0)
 
@@ -114,7 +114,7 @@ def test_convolutions_that_have_no_lags_are_errors() -> None:
 
 
 def test_the_second_direction_of_vim() -> None:
-    vim = next(host for host in REFERENCE_HOSTS if host.name == "vim")
+    vim = named("vim")
     model = vim.model()
     layer = trace(model, vim.inputs()).layers[0]
     for conv, module in enumerate((layer.module.conv1d, layer.module.conv1d_b)):

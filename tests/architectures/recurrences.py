@@ -6,6 +6,7 @@ the layer.
 """
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -42,30 +43,49 @@ def act(name: str, deciding: Tensor, carried: Tensor) -> Tensor:
     return chord(deciding) * carried
 
 
-def mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
-    """S6 between a short convolution and a gate (HMA ACL Eq. 3 and 6-9)."""
-    kernel, conv_bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
-    rate = -torch.exp(module.A_log)
+def s6(
+    module: nn.Module,
+    deciding: Tensor,
+    carried: Tensor,
+    mask: Tensor,
+    *,
+    project: Callable[[Tensor], tuple[Tensor, Tensor]],
+    select: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+) -> Tensor:
+    """S6 token by token (HMA ACL Eq. 3 and 6-9); between a short convolution and a gate.
+
+    `project` returns value and gate of a token, `select` step, key and query of a convolved token, each
+    (batch, channel) or (batch, channel, state).
+    """
+    kernel, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    rate = -torch.exp(module.A_log).reshape(kernel.shape[0], -1)
+    skip = module.D.flatten()
     state = torch.zeros(deciding.shape[0], *rate.shape, dtype=deciding.dtype)
     decided, carries, outputs = [], [], []
     for t in range(deciding.shape[1]):
         real = mask[:, t, None].to(deciding.dtype)
         enters, leaves = (real, 1) if masks_by_function(module) else (1, real)
-        branch, gate = module.in_proj(deciding[:, t] * enters).chunk(2, dim=-1)
+        branch, gate = project(deciding[:, t] * enters)
         decided.append(branch * leaves)
-        carries.append(module.in_proj(carried[:, t] * enters).chunk(2, dim=-1)[0] * leaves)
-        convolved = convolve(kernel, conv_bias, decided)
+        carries.append(project(carried[:, t] * enters)[0] * leaves)
+        convolved = convolve(kernel, bias, decided)
         u = act(module.activation, convolved, convolved) * real
-        v = act(module.activation, convolved, convolve(kernel, conv_bias, carries)) * real
-        step, key, query = module.x_proj(u).split(sizes, dim=-1)
-        delta = functional.softplus(module.dt_proj(step))
-        state = torch.exp(delta[..., None] * rate) * state + (delta * v)[..., None] * key[:, None, :]
-        read = (state * query[:, None, :]).sum(-1) + module.D * v
-        outputs.append(
-            module.out_proj(read * act("silu" if masks_by_function(module) else module.activation, gate, gate))
-        )
+        v = act(module.activation, convolved, convolve(kernel, bias, carries)) * real
+        delta, key, query = select(u)
+        state = torch.exp(delta[..., None] * rate) * state + (delta * v)[..., None] * key
+        read = (state * query).sum(-1) + skip * v
+        name = "silu" if masks_by_function(module) else module.activation
+        outputs.append(module.out_proj(read * act(name, gate, gate)))
     return torch.stack(outputs, dim=1)
+
+
+def mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
+    def select(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
+        step, key, query = module.x_proj(u).split(sizes, dim=-1)
+        return functional.softplus(module.dt_proj(step)), key[:, None], query[:, None]
+
+    return s6(module, deciding, carried, mask, project=lambda x: module.in_proj(x).chunk(2, dim=-1), select=select)
 
 
 def mamba2(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:

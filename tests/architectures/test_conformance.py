@@ -15,9 +15,10 @@ from unilinattn.testing import HOSTS, Host, check_architecture, promoted, relati
 from unilinattn.testing.hosts import delta, recurrent
 from unilinattn.testing.hosts import reference as reference_hosts
 
-USUAL = ("bert", "gpt neox, parallel", "vit", "deepseek 3.2, selected keys", "glm 5 next")
 EVERY_HOST = [
-    case for name, table in hosts.tables().items() for case in hosts.cases(table, USUAL, f"{name}/", large=hosts.LARGE)
+    case
+    for name, table in hosts.tables().items()
+    for case in hosts.cases(table, hosts.STRUCTURES, f"{name}/", large=hosts.LARGE)
 ]
 with_recurrence = hosts.every_host([host for host in HOSTS if host.architecture in RECURRENCES])
 
@@ -50,12 +51,12 @@ def pads(host: Host) -> bool:
 
 
 @with_recurrence
-@pytest.mark.parametrize("side", [None, "left", "right"])
-def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> None:
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_recurrence_operator_and_host_agree_on_a_padded_batch(host: Host, side: str) -> None:
     model, ids = host.model().double(), host.inputs()
     inputs = padded_inputs(ids, side)
     modules = dict(model.named_modules())
-    leaks = side is not None and not inputs["attention_mask"].all() and side not in sides(host, host.batch)
+    leaks = not inputs["attention_mask"].all() and side not in sides(host, host.batch)
     with pytest.warns(UserWarning, match=f"{side} padding") if leaks else nullcontext(), promoted():
         layers = trace(model, inputs).layers
         for layer in layers:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.architectures.recurrences import frozen
+from tests.hosts import named
 from tests.laws.test_operator_controls import Transposed
 from unilinattn import registry
 from unilinattn.call import Call, padded_left
@@ -20,7 +21,6 @@ from unilinattn.registry import Architecture
 from unilinattn.testing import LawViolation, check_architecture, examine
 from unilinattn.testing.checks import edited
 from unilinattn.testing.hosts import host
-from unilinattn.testing.hosts.reference import HOSTS as REFERENCE_HOSTS
 
 Edit = Callable[[Call, Chain], Chain]
 Override = Callable[[Architecture], None]
@@ -235,7 +235,7 @@ def test_a_leak_that_is_admitted_on_one_side_alone_is_refused(admitted: str, wha
     # Ruff prefers a def; the lambda fits on one line.
     partial = lambda module, mask: "it leaks" if padded_left(mask) == (admitted == "left") else None  # noqa: E731
     override(replace(sound, padding_leak=partial))
-    entry = next(host for host in REFERENCE_HOSTS if host.name == "vim, biases")
+    entry = named("vim, biases")
     failures = examine(entry.model(), entry.inputs()).failures
     assert failures.keys() == {"padding"}
     assert what in failures["padding"]

@@ -1,6 +1,5 @@
 """Variants of Mamba-1 and Mamba-2 and their hybrids: recurrences, order of layers, and errors."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,7 +10,8 @@ from torch.nn import functional
 
 from tests import hosts
 from tests.architectures import recurrences
-from tests.architectures.recurrences import act, convolve, host_mask, masks_by_function
+from tests.architectures.recurrences import act, convolve, host_mask, s6
+from tests.hosts import named
 from tools.versions import sides
 from unilinattn import trace
 from unilinattn.call import Call
@@ -26,10 +26,6 @@ every_host = hosts.every_host(HOSTS)
 
 S6, NORMED, HEADED = "Mamba-1 (S6)", "Mamba-1 (S6), normalised", "Mamba-1 (S6), several Mamba heads"
 SSD, SOFTMAX = "Mamba-2 (SSD)", "softmax attention"
-
-
-def named(name: str) -> Host:
-    return next(host for host in HOSTS if host.name == name)
 
 
 @every_host
@@ -150,41 +146,6 @@ def test_heads_of_a_group_have_the_same_query_and_key() -> None:
     check_mixer(grouped)
     repeated = DiagonalDecay(query.repeat_interleave(2, dim=2), key.repeat_interleave(2, dim=2), decay)
     assert torch.equal(grouped.materialize(), repeated.materialize())
-
-
-def s6(
-    module: nn.Module,
-    deciding: Tensor,
-    carried: Tensor,
-    mask: Tensor,
-    *,
-    project: Callable[[Tensor], tuple[Tensor, Tensor]],
-    select: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
-) -> Tensor:
-    """S6 token by token (HMA ACL Eq. 3 and 6-9); see `recurrences` for the two streams.
-
-    `project` returns value and gate of a token, `select` step, key and query of a convolved token, each
-    (batch, channel) or (batch, channel, state).
-    """
-    kernel, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    rate = -torch.exp(module.A_log).reshape(kernel.shape[0], -1)
-    skip = module.D.flatten()
-    state = torch.zeros(deciding.shape[0], *rate.shape, dtype=deciding.dtype)
-    decided, carries, outputs = [], [], []
-    for t in range(deciding.shape[1]):
-        real = mask[:, t, None].to(deciding.dtype)
-        enters, leaves = (real, 1) if masks_by_function(module) else (1, real)
-        branch, gate = project(deciding[:, t] * enters)
-        decided.append(branch * leaves)
-        carries.append(project(carried[:, t] * enters)[0] * leaves)
-        convolved = convolve(kernel, bias, decided)
-        u = act(module.activation, convolved, convolved) * real
-        v = act(module.activation, convolved, convolve(kernel, bias, carries)) * real
-        delta, key, query = select(u)
-        state = torch.exp(delta[..., None] * rate) * state + (delta * v)[..., None] * key
-        read = (state * query).sum(-1) + skip * v
-        outputs.append(module.out_proj(read * functional.silu(gate)))
-    return torch.stack(outputs, dim=1)
 
 
 def rms(x: Tensor, eps: float) -> Tensor:

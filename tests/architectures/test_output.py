@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.hosts import named
 from unilinattn import trace
 from unilinattn.testing import LawViolation
 from unilinattn.testing.host_laws import own_output
@@ -65,9 +66,8 @@ def test_an_additive_mask_of_pairs(name: str) -> None:
 
 
 def test_a_model_that_cannot_be_called_with_the_inputs_is_refused() -> None:
-    from unilinattn.testing.hosts.recurrent import HOSTS
 
-    entry = next(entry for entry in HOSTS if entry.name == "xlstm")
+    entry = named("xlstm")
     model, ids = entry.model(), entry.inputs()
     model.config.use_cache = True
     failure = own_output(model, copy.deepcopy(model).double(), ids, trace(model, ids))

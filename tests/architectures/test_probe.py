@@ -7,13 +7,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.hosts import named
 from unilinattn import trace
 from unilinattn.architectures.linear_maps import linear_maps
 from unilinattn.architectures.probe import images
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
 from unilinattn.testing import relative_error, tolerance
-from unilinattn.testing.hosts import HOSTS, delta, host, latent, mamba
+from unilinattn.testing.hosts import host
 from unilinattn.tracing.layer import Layer
 
 
@@ -89,7 +90,7 @@ def test_other_modules_are_probed(projection: str) -> None:
 
 def padded_in_half_precision(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     """Return a float16 host, ids, and a mask with two padding tokens on the left of the first sequence."""
-    entry = next(entry for entry in (*HOSTS, *delta.HOSTS, *latent.HOSTS, *mamba.HOSTS) if entry.name == name)
+    entry = named(name)
     model, ids = entry.model().half(), entry.inputs()
     mask = torch.ones_like(ids)
     mask[0, :2] = 0

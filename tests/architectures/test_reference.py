@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests import hosts
 from tests.architectures.reference_recurrences import RECURRENCES, frozen
+from tests.hosts import named
 from unilinattn import explain, trace
 from unilinattn.mixers import Reversed, Toeplitz, ToeplitzLowRank
 from unilinattn.models import (
@@ -85,7 +86,7 @@ def test_a_model_of_every_mixer_lists_its_layers_in_order() -> None:
 @pytest.mark.parametrize("name", ["vim, biases", "vim, chunk and one", "dss, softmax", "dss, softmax, long kernel"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_that_reaches_real_tokens_is_reconstructed(name: str, side: str) -> None:
-    host = next(host for host in HOSTS if host.name == name)
+    host = named(name)
     for batch in (1, 3):
         ids = torch.randint(VOCABULARY, (batch, host.length))
         mask = torch.ones_like(ids)
@@ -216,7 +217,7 @@ def test_models_of_images_and_text_are_explained_by_every_method() -> None:
     "name", ["vim, no conv bias, wide kernel", "s4", "dss, softmax", "s5", "gss", "h3, three heads"]
 )
 def test_gradients_through_the_adapter_are_those_of_the_host(name: str) -> None:
-    host = next(host for host in HOSTS if host.name == name)
+    host = named(name)
     model, ids = host.model().double(), host.inputs()
     outputs: list[Tensor] = []
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.evaluation.votes import MASK, PAD, VOTES, Votes
+from tests.hosts import named
 from unilinattn.errors import InputError, OptionError
 from unilinattn.evaluation import perturbation
 from unilinattn.evaluation.masking import BLUR, gaussian_blur
 from unilinattn.evaluation.perturbation import ERASER_FRACTIONS, TENTHS, PerturbationCurve, PerturbationTest
 from unilinattn.testing import promoted
 from unilinattn.testing.hosts import host, transformers_model
-from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def test_the_model_runs_once_a_fraction_in_its_mode_without_gradients() -> None:
 
 def test_the_model_and_the_inputs_are_left_as_found() -> None:
     # RWKV rescales its weights in place at its first pass in a mode.
-    model = next(entry for entry in RECURRENT if entry.name == "rwkv").model()
+    model = named("rwkv").model()
     before = copy.deepcopy(model.state_dict())
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     ids = torch.tensor([[3, 2, 4, 5]])

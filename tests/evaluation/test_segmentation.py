@@ -3,19 +3,9 @@
 import pytest
 import torch
 
+from tests.evaluation.test_metrics import loop_average_precision
 from unilinattn.errors import InputError
 from unilinattn.evaluation.segmentation import SegmentationScores, segmentation_scores
-
-
-def loop_average_precision(scores: list[float], relevant: list[bool]) -> float:
-    """The sum over thresholds of precision times the step in recall."""
-    recall_before, area = 0.0, 0.0
-    for threshold in sorted(set(scores), reverse=True):
-        kept = [hit for score, hit in zip(scores, relevant, strict=True) if score >= threshold]
-        recall = sum(kept) / sum(relevant)
-        area += (recall - recall_before) * sum(kept) / len(kept)
-        recall_before = recall
-    return area
 
 
 def loop_scores(relevance: torch.Tensor, foreground: torch.Tensor) -> SegmentationScores:

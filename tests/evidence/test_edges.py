@@ -11,8 +11,6 @@ from unilinattn.examples import TASKS, load
 
 LENGTH = 10
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def traced():

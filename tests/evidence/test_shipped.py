@@ -10,7 +10,6 @@ from evidence.training import record
 MODELS = [(name, model) for name in recorded() for model in study(name).models]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "model"), MODELS)
 def test_shipped_weights_reach_their_recorded_accuracy(name: str, model: str) -> None:
     one = study(name)

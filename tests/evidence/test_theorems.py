@@ -1,6 +1,5 @@
 """Count in row, and the channels and heads that are fitted to it."""
 
-import pytest
 import torch
 
 from evidence.theorems import (
@@ -33,7 +32,6 @@ def test_one_channel_counts_ones_in_a_row_and_the_printed_one_counts_all() -> No
     assert torch.equal(s6_channel(bits, printed=True), bits.cumsum(1))
 
 
-@pytest.mark.slow
 def test_the_fits_are_least_squares() -> None:
     bits = all_bits()
     counts = count_in_row(bits)
@@ -48,7 +46,6 @@ def test_the_fits_are_least_squares() -> None:
     torch.testing.assert_close(linear_head(bits, product), product, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_softmax_head_finds_the_mean_of_the_bits() -> None:
     bits = all_bits()[::16]
     mean = bits.cumsum(1) / torch.arange(1, BITS + 1)

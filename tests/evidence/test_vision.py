@@ -50,7 +50,6 @@ def is_exact(masks: torch.Tensor, pixels: torch.Tensor, background: torch.Tensor
     return False
 
 
-@pytest.mark.slow
 def test_the_masks_are_where_ink_covers_more_than_half_of_a_pixel() -> None:
     drawn = digits(8, 5, "test")
     for pixels, background, mask_ in zip(drawn.pixels, drawn.background, drawn.masks, strict=True):

@@ -27,7 +27,7 @@ from unilinattn.frozen.freezing import Freezing
 from unilinattn.frozen.run import frozen
 from unilinattn.testing import Host, promoted
 
-HOSTS = [case for name, table in tables().items() for case in cases(table, prefix=f"{name}/")]
+HOSTS = [case for name, table in tables().items() for case in cases(table, prefix=f"{name}/", turn=1)]
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from tests.host.interrupts import Interrupts, first_and_last
-from tests.hosts import turn_of
+from tests.hosts import every, turn_of
 from tests.tracing.models import Block, Model, added, ids
 from unilinattn import through_operators, trace
 from unilinattn.host import isolation
 from unilinattn.testing import Host, LawViolation, left_as_found
-from unilinattn.testing.hosts import basic, delta, latent, mamba, recurrent, reference
 from unilinattn.testing.state import differences, model_state, process_state
 
 OURS = tuple(
@@ -40,8 +39,7 @@ RESTORING = ("unilinattn/host/isolation.py", "unilinattn/call/entries.py")
 TORCH = ("torch/nn/modules/module.py", "torch/autograd/grad_mode.py", "torch/overrides.py")
 FILES = (*OURS, *TORCH, contextlib.__file__)
 
-TABLES = (basic, delta, latent, mamba, recurrent, reference)
-HOSTS = {host.name: host for table in TABLES for host in table.HOSTS}
+HOSTS = {host.name: host for host in every()}
 SWEPT = ("llama, grouped queries", "mamba", "rwkv", "jamba")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,30 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tests.hosts import LARGE, every_host
+from tests.hosts import LARGE, every, every_host
 from tests.shared import exact_trace
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import trace
+from unilinattn.call import Call
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import InputError, UncoveredError
 from unilinattn.host import substitution
 from unilinattn.models import S4D
+from unilinattn.operator.flow import Flow
 from unilinattn.operator.reconstruction import worst_error
-from unilinattn.testing import HOSTS, left_as_found, relative_error, rounding_limit
-from unilinattn.testing.hosts import Host, delta, host, latent, mamba, recurrent, reference
+from unilinattn.registry import list_architectures, overridden
+from unilinattn.testing import left_as_found, relative_error, rounding_limit
+from unilinattn.testing.hosts import Host, host, reference
 
-EVERY_HOST = [
-    entry
-    for hosts in (
-        HOSTS,
-        delta.HOSTS,
-        latent.HOSTS,
-        mamba.HOSTS,
-        recurrent.HOSTS,
-        reference.HOSTS,
-    )
-    for entry in hosts
-]
 STANDING_IN = ("mamba", "mamba, biases", "mamba2", "s4d")
 
 
@@ -51,7 +43,7 @@ def ordinary(monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: object, 
         return trace(model, inputs, **options)
 
 
-@every_host(EVERY_HOST, "entry", usual=("mamba, biases", "s4d, two poles, slow"), large=LARGE, turn=1)
+@every_host(every(), "entry", usual=("mamba, biases", "s4d, two poles, slow"), large=LARGE, turn=1)
 def test_substitution_gives_the_trace_of_the_host(entry: Host, short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if entry.name == "xlstm, training kernel":
         # This host accepts only multiples of its chunk of 8 tokens.
@@ -101,6 +93,21 @@ def test_layers_that_depend_on_later_tokens_run_unchanged(name: str, short: None
     (layer,) = trace(entry.model(), entry.inputs()).layers
     assert layer.prefix_error is None
     assert layer.reconstruction_error() <= 1e-5
+
+
+def test_an_operator_that_is_not_causal_is_only_built_on_the_prefix(short: None) -> None:
+    (entry,) = (entry for entry in reference.HOSTS if entry.name == "vim, biases")
+    sound, lengths = list_architectures()[entry.architecture], []
+
+    def build(call: Call) -> Flow:
+        lengths.append(call.input.shape[1])
+        return sound.build(call)
+
+    model = entry.model()
+    trace(model, entry.inputs())  # only the first trace of a model searches for unregistered mixers
+    with overridden(replace(sound, build=build)):
+        trace(model, entry.inputs())
+    assert lengths == [substitution.PREFIX]
 
 
 @pytest.mark.parametrize("name", STANDING_IN)

@@ -215,6 +215,7 @@ def test_methods_agree_with_the_form_of_torch(method: str) -> None:
     assert relative_error(scores[0], scores[1]) < 1e-4
 
 
+@pytest.mark.slow
 def test_loops_are_compiled_where_no_folder_can_be_written() -> None:
     code = """
 from numba.core.caching import CompileResultCacheImpl

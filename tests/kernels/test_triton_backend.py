@@ -95,6 +95,7 @@ def test_a_missing_triton_warns_once_on_a_gpu_and_is_refused_if_selected(monkeyp
     backend._warn_once.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_choice_of_torch_imports_no_triton() -> None:
     code = """
 import sys, torch

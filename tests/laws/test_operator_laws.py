@@ -9,7 +9,8 @@ from tests.laws.operators import INNER, LAYOUTS, WIDTH, Parts, around, operator
 from tests.laws.structures import EXTREMES, HEADS, STRUCTURES, Draw, Structure
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
-from unilinattn.operator.stages import Branch, Matrix, Mix, Scale
+from unilinattn.operator.contributions import split_taps
+from unilinattn.operator.stages import Branch, Matrix, Mix, Scale, run
 from unilinattn.testing import check_operator, operator_passes, relative_error, require_linear_memory
 
 BY_NAME = {structure.name: structure for structure in STRUCTURES}
@@ -83,6 +84,14 @@ def test_a_gate_and_a_skip_distinguish_the_scopes() -> None:
     diagonal = skip[None, :, None].expand(2, -1, 9)
     assert relative_error((mixer - core).diagonal(dim1=-2, dim2=-1), diagonal) < 1e-12
     assert relative_error(unified, mixer.repeat_interleave(2, dim=1)) > 0.1
+
+
+def test_taps_through_the_identity_add_up_to_the_layer_without_its_activation() -> None:
+    op = operator("mamba", BY_NAME["dense"], Draw(9, 2, 9, torch.float64))
+    before, conv, after = split_taps(op.chains["x"], "layer")
+    assert before[-1].bias is not None and conv.bias is not None
+    expected = run(after, conv.apply(run(before, op.inputs["x"])))
+    assert relative_error(op.decomposed_output("identity"), expected) < 1e-12
 
 
 def test_two_long_mixers_with_a_matrix_between_have_no_contributions_yet() -> None:

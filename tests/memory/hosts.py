@@ -1,16 +1,15 @@
 """Hosts of any length, one for each structure on which the costs of the methods are tested."""
 
 from dataclasses import replace
-from importlib import import_module
 
+from tests.hosts import every, named
 from tests.shared import shared
 from unilinattn.testing.hosts import transformers_model
 from unilinattn.tracing.trace import Trace, trace
 
 NAMES = ("mamba", "mamba2", "gpt2", "qwen3 next", "s4d")
 
-TABLES = ("basic", "delta", "latent", "mamba", "recurrent", "reference")
-HOSTS = [host for table in TABLES for host in import_module(f"unilinattn.testing.hosts.{table}").HOSTS]
+HOSTS = every()
 
 _IDS = dict(vocab_size=31, bos_token_id=None, eos_token_id=None)
 WIDE = {
@@ -39,7 +38,7 @@ _GPT2 = dict(n_embd=16, n_layer=2, n_head=4, n_positions=1024, vocab_size=31, bo
 
 def new_trace(name: str, length: int) -> Trace:
     """Trace a host on one sequence and build its operators, including deferred factors."""
-    host = next(entry for entry in HOSTS if entry.name == (name if name not in WIDE else "mamba"))
+    host = named(name if name not in WIDE else "mamba")
     build = transformers_model("GPT2LMHeadModel", "GPT2Config", **_GPT2) if name == "gpt2" else host.build
     build = WIDE.get(name, build)
     host = replace(host, build=build, length=length, batch=1)

@@ -54,14 +54,9 @@ def compared(name: str, length: int, **arguments: Any) -> None:
     assert 0.5 <= estimate.beside / (counted.peak - result) <= 2, (estimate.beside, counted.peak - result)
 
 
-def _marks(name: str, method: str, target: int | None) -> Any:
-    every_row = target is None and method in ("attribution", *MATRICES)
-    return pytest.mark.slow if every_row or (method in MATRICES and name not in ("mamba2", "gpt2")) else ()
-
-
 # Gradients and relevances of S4D recompute its kernel, which the estimate omits: see the next test.
 COUNTED = [
-    pytest.param(name, method, target, marks=_marks(name, method, target))
+    (name, method, target)
     for name in NAMES
     for method in METHODS
     for target in (None, -1)
@@ -82,10 +77,10 @@ def test_estimates_agree_with_counts(name: str, method: str, target: int | None)
         ("mamba", "contribution", {"target": -1, "sign": "keep"}),
         ("mamba2", "attribution", {"target": -1, "gradient": "per-head"}),
         ("gpt2", "attribution", {"target": -1, "gradient_axis": "key"}),
-        pytest.param("mamba", "contribution", {}, marks=pytest.mark.slow),
-        pytest.param("gpt2", "contribution", {}, marks=pytest.mark.slow),
-        pytest.param("mamba", "attribution", {"gradient": "per-head"}, marks=pytest.mark.slow),
-        pytest.param("gpt2", "attribution", {"variant": "published-code"}, marks=pytest.mark.slow),
+        ("mamba", "contribution", {}),
+        ("gpt2", "contribution", {}),
+        ("mamba", "attribution", {"gradient": "per-head"}),
+        ("gpt2", "attribution", {"variant": "published-code"}),
     ],
 )
 def test_estimates_of_variants_agree_with_counts(name: str, method: str, options: dict[str, Any]) -> None:
@@ -133,7 +128,7 @@ def test_options_are_taken_into_account(name: str, method: str, options: dict[st
         ("mamba2", "alti", {"heads": [1, 0]}),
         ("gpt2", "alti", {"target": -1}),
         *[
-            pytest.param(name, method, {"heads": [0, 2]}, marks=pytest.mark.slow)
+            (name, method, {"heads": [0, 2]})
             for name in ("mamba", "mamba2", "gpt2")
             for method in ("raw", "latim", "alti")
         ],
@@ -144,7 +139,6 @@ def test_the_head_axis_is_taken_into_account(name: str, method: str, options: di
     compared(name, LENGTH, method=method, by_head=True, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limit", [3 << 18, 3 << 19])
 @pytest.mark.parametrize("target", [None, -1])
 # The other methods of `PASSES` run the model, whose memory `max_memory` does not bound.

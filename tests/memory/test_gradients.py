@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tests.memory.hosts import HOSTS
+from tests.hosts import named
 from unilinattn.errors import ModelStateError
 from unilinattn.host.substitution import through_operators
 from unilinattn.kernels.backend import using
@@ -91,7 +91,7 @@ def test_the_estimate_counts_the_states_that_compiled_loops_save(length: int) ->
     "name", ["mamba", "mamba2", "gpt2", "zamba", "zamba2", "jamba", "falcon h1", "qwen3 next", "s4d"]
 )
 def test_gradients_equal_those_of_plain_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = next(entry for entry in HOSTS if entry.name == name)
+    entry = named(name)
     model, x = entry.model().double(), entry.inputs()
     host_trace = trace(model, x)
     targets: list[Any] = [-1, 1, -1]

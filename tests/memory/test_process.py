@@ -75,14 +75,14 @@ with torch.no_grad():
     ("operation", "sizes", "held_otherwise", "most"),
     [
         # A result (L, L) of 4 MiB; the alternative is the map of every head.
-        pytest.param("reduced map", (1024, 256, 8), 256 * 1024**2, 56, marks=pytest.mark.slow),
+        ("reduced map", (1024, 256, 8), 256 * 1024**2, 56),
         # Blocks of rows and channels, and a result of 1 MiB; the alternative is the map of every channel.
         ("row maxima", (512, 512, 16), 512 * 512**2, 24),
         # The alternatives: the states of every token, and a map.
-        pytest.param("scan", (16384, 128, 16), 16384 * 128 * 16, 48, marks=pytest.mark.slow),
-        pytest.param("row product", (8192, 16, 8), 8192**2, 128, marks=pytest.mark.slow),
+        ("scan", (16384, 128, 16), 16384 * 128 * 16, 48),
+        ("row product", (8192, 16, 8), 8192**2, 128),
         # The alternative: the vectors of all pairs.
-        pytest.param("contribution norms", (512, 256, 8), 512**2 * 256, 32, marks=pytest.mark.slow),
+        ("contribution norms", (512, 256, 8), 512**2 * 256, 32),
     ],
 )
 def test_the_growth_of_the_process_is_bounded(
@@ -130,7 +130,6 @@ print(1024 * (used("VmHWM") - before))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
 def test_gradients_return_the_free_pages_of_earlier_layers() -> None:
     def grown(pages: str) -> int:
@@ -169,7 +168,6 @@ print(1024 * (used("VmHWM") - before))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
 @pytest.mark.parametrize("model", ["mamba", "mamba2"])
 def test_exact_shares_of_65536_tokens_take_half_a_gibibyte(model: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.architectures.recurrences import mamba2
 from tests.architectures.test_delta_rule import delta_rule
+from tests.hosts import named
 from tests.methods.references import (
     delta_map,
     gpt2_reference,
@@ -22,8 +23,6 @@ from tests.methods.references import (
 from unilinattn.models import S4DConfig, S4DForCausalLM
 from unilinattn.testing.hosts import randomize, transformers_model
 from unilinattn.testing.hosts.basic import causal_model
-from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
-from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT_HOSTS
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.trace import Trace, trace
 
@@ -126,7 +125,7 @@ PART = 0.5
 @cache
 def part_added() -> Trace:
     """Trace a host with a residual multiplier and biases (Granite)."""
-    host = next(host for host in MAMBA_HOSTS if host.name == "granite hybrid")
+    host = named("granite hybrid")
     model = host.model().double()
     assert model.config.residual_multiplier == PART
     with promoted():
@@ -139,7 +138,7 @@ def part_added() -> Trace:
 @cache
 def leaking() -> Trace:
     """Trace a host that lets padding on the left through to real tokens (RWKV-4)."""
-    model = next(host for host in RECURRENT_HOSTS if host.name == "rwkv").model().double()
+    model = named("rwkv").model().double()
     with promoted(), pytest.warns(UserWarning, match="left padding reaches real tokens"):
         host_trace = trace(model, inputs("left"))
         padding = ~real_tokens("left")[:, None, :, None]

@@ -19,11 +19,16 @@ from unilinattn.registry import Method, list_methods, overridden
 SOURCES = Path(ula.__file__).parent
 REFUSALS = ("UncoveredError", "ExactnessError", "StreamError")
 QUICK = ("T5", "LLaVA", "prompt tuning", "Gemma 2")
+WITH_TARGET = [(name, -1) for name in QUICK]
 CASES = [
-    pytest.param(name, target, marks=() if name in QUICK and target == -1 else pytest.mark.slow)
-    for name in HOSTS
-    for target in (-1, None)
+    *WITH_TARGET,
+    *(
+        pytest.param(name, target, marks=pytest.mark.slow)
+        for at, name in enumerate(HOSTS)
+        if (name, target := (-1, None)[at % 2]) not in WITH_TARGET
+    ),
 ]
+"""Few hosts with a target, and slow ones in turn with and without it."""
 
 
 @cache

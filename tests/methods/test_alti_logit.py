@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import BertConfig, BertLMHeadModel, Gemma2Config, Gemma2ForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
 
 import unilinattn as ula
+from tests.hosts import named
 from tests.methods.hosts import (
     BATCH,
     HOSTS,
@@ -27,7 +28,6 @@ from unilinattn.errors import ExactnessError, InputError, OptionError, Uncovered
 from unilinattn.frozen.run import FrozenRun, frozen
 from unilinattn.frozen.shares import Unembedding
 from unilinattn.testing import promoted, relative_error
-from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT_HOSTS
 from unilinattn.tracing.trace import trace
 
 CASES = [(name, "none") for name in HOSTS] + [("mamba", "left"), ("llama", "right")]
@@ -150,7 +150,7 @@ def test_a_gap_counts_relative_to_all_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_padding_that_reaches_real_tokens_is_part_of_the_gap() -> None:
-    model = next(host for host in RECURRENT_HOSTS if host.name == "recurrent gemma").model().double()
+    model = named("recurrent gemma").model().double()
     with promoted(), pytest.warns(UserWarning, match="left padding reaches real tokens"):
         result = ula.explain(model, inputs("left"), method="alti_logit", target=-1)
     size = result.scores.abs().sum(-1) + result.extras["bias"].abs()

@@ -11,21 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tests.hosts import tables
+from tests.hosts import named as host
 from tests.methods.explicit import FIVE, MIXERS, Explicit, detached
 from tests.methods.hosts import BATCH, HOSTS, close, inputs, leaking, real_map, traced
 from unilinattn.errors import UncoveredError
 from unilinattn.methods import gradient_maps, transformer_attribution
 from unilinattn.operator.flow import evaluated_by
 from unilinattn.operator.stages import walk
-from unilinattn.testing import Host
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing.trace import trace
-
-
-def host(name: str) -> Host:
-    """Return a configuration of the tables of hosts."""
-    return next(entry for table in tables().values() for entry in table if entry.name == name)
 
 
 def host_gradients(model: nn.Module, given: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -182,15 +182,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "options", "message"), BAD)
 def test_invalid_options_are_refused_with_the_accepted_values(name: str, options: dict[str, Any], message: str) -> None:
+    method = list_methods()[name]
     with pytest.raises(OptionError, match=message):
-        list_methods()[name].function(traced("mamba2"), **options)
-
-
-@pytest.mark.parametrize(("name", "options", "message"), BAD)
-def test_an_object_of_invalid_options_is_refused_alike(name: str, options: dict[str, Any], message: str) -> None:
-    model = list_methods()[name].options
+        method.function(traced("mamba2"), **options)
+    # An object checks its own options, and its keywords are checked again.
     with pytest.raises(OptionError, match=message):
-        list_methods()[name].function(traced("mamba2"), **model(**options).keywords)
+        method.function(traced("mamba2"), **method.options(**options).keywords)
 
 
 @pytest.mark.parametrize("name", ["raw", "latim", "alti", "knockout"])

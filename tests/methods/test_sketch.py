@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import unilinattn as ula
+from tests.hosts import named
 from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.methods.sketch import sign_sketch
 from unilinattn.testing.hosts import HOSTS
@@ -14,7 +15,7 @@ NAMES = ("mamba", "mamba2", "llama, grouped queries")
 @pytest.fixture(scope="module", params=NAMES)
 def trace(request):
     torch.manual_seed(0)
-    host = next(host for host in HOSTS if host.name == request.param)
+    host = named(request.param)
     return ula.trace(host.model().double().eval(), host.inputs(), progress=False)
 
 
@@ -68,7 +69,7 @@ def test_the_squared_norm_is_unbiased_with_the_stated_variance() -> None:
 
 def test_standard_errors_are_those_of_repeated_sketches() -> None:
     torch.manual_seed(0)
-    host = next(host for host in HOSTS if host.name == "mamba2")
+    host = named("mamba2")
     trace = ula.trace(host.model().double().eval(), host.inputs(), progress=False)
     plain = latim(trace).scores
     draws = [latim(trace, sketch=64, seed=seed) for seed in range(30)]
@@ -81,7 +82,7 @@ def test_standard_errors_are_those_of_repeated_sketches() -> None:
 
 @pytest.mark.parametrize("padded", [slice(0, 4), slice(-4, None)])
 def test_padding_takes_no_part_in_the_standard_error(padded: slice) -> None:
-    host = next(host for host in HOSTS if host.name == "mamba2")
+    host = named("mamba2")
     model, ids = host.model().double(), host.inputs()[:1]
     mask = torch.ones_like(ids)
     mask[:, padded] = 0
@@ -124,7 +125,7 @@ def test_options_that_do_not_fit_are_refused(options, message) -> None:
 
 
 def test_a_layer_with_stages_after_its_projection_is_refused() -> None:
-    host = next(host for host in HOSTS if host.name == "s4d")
+    host = named("s4d")
     trace = ula.trace(host.model().eval(), host.inputs(), progress=False)
     with pytest.raises(UncoveredError, match="has stages after its output projection, so its norms"):
         latim(trace, sketch=4)

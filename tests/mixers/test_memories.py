@@ -11,11 +11,12 @@ every = pytest.mark.parametrize("name", MEMORIES)
 lengths = pytest.mark.parametrize("lengths", [(1, 65, 130), pytest.param((3, 63, 64), marks=pytest.mark.slow)], ids=str)
 
 EXTREMES = [
-    pytest.param(name, factor, level, id=f"{name}-{factor}-{level:g}")
+    pytest.param(name, factor, level, id=f"{name}-{factor}-{level:g}", marks=pytest.mark.slow if at else ())
     for name, memory in MEMORIES.items()
     for factor, levels in memory.extremes.items()
-    for level in levels
+    for at, level in enumerate(levels)
 ]
+"""The first level of each factor, and slow ones."""
 MISTAKES = [(name, mistake) for name, memory in MEMORIES.items() for mistake in memory.mistakes]
 
 

@@ -1,7 +1,5 @@
 """GSS: the recurrence of its paper, state dicts, and precision."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -36,21 +34,9 @@ def test_the_layer_is_the_recurrence(length: int) -> None:
 
 def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     layer = GSS(d_model=8, d_state=6, d_ssm=5).double()
+    names = ("Lambda_real", "Lambda_imag", "C_real", "C_imag", "param_D", "norm.weight")
     x = torch.randn(2, 20, 8, dtype=torch.float64)
-    truth = recurrence(layer, x)
-    for name in ("Lambda_real", "Lambda_imag", "C_real", "C_imag", "param_D", "norm.weight"):
-        with torch.no_grad():
-            parameter = layer.get_parameter(f"dss.{name}")
-            original = parameter.clone()
-            parameter.mul_(1.01)
-            assert relative_error(layer(x), truth) > 1e-6, name
-            parameter.copy_(original)
-
-
-def test_float32_agrees_with_float64() -> None:
-    layer = GSS(16, 32)
-    x = torch.randn(2, 64, 16)
-    assert relative_error(layer(x).double(), recurrence(layer, x)) < 1e-5
+    checks.check_perturbations(layer, recurrence, x, [f"dss.{name}" for name in names], 1e-6)
 
 
 def test_the_papers_widths_are_the_default() -> None:
@@ -75,10 +61,3 @@ def test_a_state_dict_of_the_public_layout_loads() -> None:
         "to_out.bias": (8,),
     }
     checks.check_state_dict_loads(GSS(8, 6, d_ssm=5), layout)
-
-
-def test_common_checks() -> None:
-    checks.check_no_token_sees_a_later_one(GSS(8, 6, d_ssm=4).double(), 8)
-    checks.check_gradients_reach_every_parameter(GSS(8, 6, d_ssm=4), 8)
-    checks.check_half_precision(GSS(8, 6, d_ssm=4), 8)
-    checks.check_training_drops_the_loss(partial(GSS, 16, 8), 16)

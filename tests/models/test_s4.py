@@ -1,12 +1,13 @@
-"""S4D: the recurrence of its paper, state dicts, padding, and precision."""
+"""S4D: the recurrence of its paper, state dicts, and its language model; `test_language_model` has padding."""
 
 from dataclasses import asdict
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
+from tests.models import checks
 from unilinattn.errors import OptionError
 from unilinattn.models import S4D, S4DConfig, S4DForCausalLM
 from unilinattn.testing import relative_error
@@ -43,15 +44,8 @@ def test_the_layer_is_the_recurrence(length: int) -> None:
 
 def test_a_perturbed_layer_differs_from_the_recurrence() -> None:
     layer = S4D(d_model=6, d_state=8).double()
-    u = torch.randn(3, 37, 6, dtype=torch.float64)
-    truth = recurrence(layer, u)
-    for name in ("kernel.A_imag", "kernel.log_dt", "D"):
-        with torch.no_grad():
-            original = layer.get_parameter(name).clone()
-            layer.get_parameter(name).add_(0.01)
-            assert relative_error(layer(u), truth) > 1e-6, name
-            layer.get_parameter(name).copy_(original)
-    assert relative_error(layer(u), truth) < 1e-12
+    x = torch.randn(2, 37, 6, dtype=torch.float64)
+    checks.check_perturbations(layer, recurrence, x, ("kernel.A_imag", "kernel.log_dt", "D"), 1e-6)
 
 
 def test_the_kernel_is_real_and_its_impulse_response() -> None:
@@ -69,27 +63,12 @@ def test_the_kernel_is_real_and_its_impulse_response() -> None:
         x = x * torch.exp(dt[:, None] * poles)
 
 
-def test_float32_agrees_with_float64() -> None:
-    layer = S4D(d_model=16)
-    u = torch.randn(2, 64, 16)
-    assert relative_error(layer(u).double(), recurrence(layer, u)) < 2e-6
-
-
 def test_half_precision_computes_the_kernel_in_float32() -> None:
     layer = S4D(d_model=8).bfloat16()
     u = torch.randn(2, 20, 8, dtype=torch.bfloat16)
     assert layer.kernel(20).dtype == torch.float32
     assert layer(u).dtype == torch.bfloat16
     assert relative_error(layer(u).double(), recurrence(layer, u)) < 2e-2
-
-
-def test_no_token_sees_a_later_one() -> None:
-    layer = S4D(d_model=6).double()
-    u = torch.randn(1, 30, 6, dtype=torch.float64)
-    changed = u.clone()
-    changed[:, 17:] = 100
-    assert (layer(u) - layer(changed))[:, :17].abs().max() < 1e-11
-    assert (layer(u) - layer(changed))[:, 17:].abs().max() > 1
 
 
 def test_a_state_dict_of_the_authors_layout_loads() -> None:
@@ -102,10 +81,7 @@ def test_a_state_dict_of_the_authors_layout_loads() -> None:
         "output_linear.0.weight": (12, 6, 1),
         "output_linear.0.bias": (12,),
     }
-    published = {name: torch.randn(shape) for name, shape in layout.items()}
-    layer = S4D(d_model=6, d_state=8)
-    layer.load_state_dict(published, strict=True)
-    assert torch.equal(layer.kernel.C, published["kernel.C"])
+    checks.check_state_dict_loads(S4D(d_model=6, d_state=8), layout)
 
 
 def test_the_initialisation_is_s4d_lin() -> None:
@@ -114,58 +90,6 @@ def test_the_initialisation_is_s4d_lin() -> None:
     assert torch.allclose(kernel.A_imag, torch.pi * torch.arange(4.0).expand(5, 4))
     assert kernel.log_dt.exp().min() >= 0.0099
     assert kernel.log_dt.exp().max() <= 0.0201
-
-
-def test_gradients_are_finite_and_reach_every_parameter() -> None:
-    layer = S4D(d_model=4)
-    layer(torch.randn(2, 40, 4)).square().sum().backward()
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.abs().max() > 0, name
-
-
-@pytest.fixture
-def model() -> S4DForCausalLM:
-    return S4DForCausalLM(S4DConfig(vocab_size=11, d_model=8, n_layers=2, d_state=4)).double().eval()
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
-def test_padding_does_not_change_real_tokens(model: S4DForCausalLM, side: str, batch: int, dtype: torch.dtype) -> None:
-    ids = torch.randint(11, (batch, 9))
-    alone = model(ids).logits
-    padding = torch.zeros(batch, 4, dtype=torch.long)
-    order = (padding, ids) if side == "left" else (ids, padding)
-    real = [torch.zeros_like(padding), torch.ones_like(ids)]
-    mask = torch.cat(real if side == "left" else real[::-1], dim=1)
-    padded = model(torch.cat(order, dim=1), attention_mask=mask.to(dtype)).logits
-    logits = padded[:, 4:] if side == "left" else padded[:, :9]
-    torch.testing.assert_close(logits, alone, rtol=1e-10, atol=1e-12)
-
-
-def test_left_padding_without_a_mask_changes_real_tokens(model: S4DForCausalLM) -> None:
-    ids = torch.randint(11, (1, 9))
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
-    assert (model(padded).logits[:, 4:] - model(ids).logits).abs().max() > 1e-3
-
-
-def test_a_block_adds_its_mixer_to_the_stream(model: S4DForCausalLM) -> None:
-    block = model.layers[0]
-    stream = torch.randn(2, 7, 8, dtype=torch.float64)
-    assert torch.equal(block(stream), stream + block.mixer(block.norm(stream)))
-
-
-def test_the_loss_is_that_of_the_next_token(model: S4DForCausalLM) -> None:
-    ids = torch.randint(11, (2, 9))
-    labels = ids.clone()
-    labels[:, :4] = -100
-    output = model(ids, labels=labels)
-    logits = output.logits[:, 3:-1].flatten(0, 1)
-    assert output.loss is not None
-    torch.testing.assert_close(output.loss, nn.CrossEntropyLoss()(logits, ids[:, 4:].flatten()))
-    assert model(ids).loss is None
 
 
 def test_the_head_can_be_tied() -> None:

@@ -1,12 +1,10 @@
-"""Maps by matrix products and vectors by tiles against single rows, on every host of the tables."""
-
-from importlib import import_module
+"""Maps by matrix products and vectors by tiles against single rows, on every architecture and a third of the hosts."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.hosts import every_host
+from tests.hosts import every, every_host, named
 from unilinattn.errors import UncoveredError
 from unilinattn.kernels.contribution_norms import naive
 from unilinattn.kernels.contribution_norms.naive import Order
@@ -15,12 +13,9 @@ from unilinattn.methods.vectors import contribution_tiles
 from unilinattn.mixers import DeltaRule, Dense, diagonal_decay
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.pairwise import PairwiseContributions
-from unilinattn.operator.stages import Matrix, Mix, Scale
+from unilinattn.operator.stages import Branch, Matrix, Mix, Scale
 from unilinattn.testing import Host, relative_error
 from unilinattn.tracing.trace import trace
-
-TABLES = ("basic", "delta", "latent", "mamba", "recurrent", "reference")
-HOSTS = [host for table in TABLES for host in import_module(f"unilinattn.testing.hosts.{table}").HOSTS]
 
 CLOSE = 1e-11
 """Tolerance in float64, against rows that are computed one by one."""
@@ -71,7 +66,7 @@ def check_norms(form: PairwiseContributions, expected: Tensor, close: float) -> 
         assert relative_error(actual, naive.norms(each, None, order=order, reference=reference)) <= close
 
 
-@every_host(HOSTS)
+@every_host(every(), usual=("bert",), turn=0)
 def test_fast_maps_and_vectors_equal_the_rows(host: Host) -> None:
     model, inputs = host.model(), host.inputs()
     if host.masks and "left" in host.masks and host.length > 3:
@@ -88,7 +83,7 @@ def test_fast_maps_and_vectors_equal_the_rows(host: Host) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "gpt neox, parallel", "llama, grouped queries", "mamba2", "vit"])
 def test_norms_in_float32_are_those_of_float64(name: str) -> None:
     # The l2 norms of softmax layers use Gram matrices in float32.
-    host = next(host for host in HOSTS if host.name == name)
+    host = named(name)
     for layer in trace(host.model(), host.inputs()).layers:
         op = layer.operator
         form = op.pairwise()
@@ -104,6 +99,16 @@ def test_norms_include_stages_after_the_projection() -> None:
     form = op.pairwise()
     assert form is not None
     check_norms(form, op.contributions(range(9)), 2e-6)
+
+
+def test_a_causal_term_beside_one_that_is_not() -> None:
+    x, weights = torch.randn(2, 9, 8, dtype=torch.float64), torch.randn(2, 2, 2, 9, 9, dtype=torch.float64)
+    both = Branch("core", tuple((Mix("core", Dense(each)),) for each in (weights[0].tril(), weights[1])))
+    chain = both, Matrix("output", torch.randn(12, 8, dtype=torch.float64))
+    op = MixerOperator({"x": chain}, inputs={"x": x}, output=torch.zeros(2, 9, 12, dtype=torch.float64))
+    form = op.pairwise()
+    assert form is not None and len(form.terms) == 2 and not form.causal
+    check_vectors(op)
 
 
 @pytest.mark.parametrize("structure", ["dense", "delta rule"])
@@ -123,7 +128,7 @@ def test_tiles_of_heads_with_one_weight_span_chunks(structure: str) -> None:
 
 
 def test_norms_of_two_layers_are_those_of_their_sum() -> None:
-    host = next(host for host in HOSTS if host.name == "gpt2")
+    host = named("gpt2")
     layers = trace(host.model(), host.inputs()).layers[:2]
     queries = layers[0].output.shape[1]
     rows = torch.arange(queries).expand(layers[0].output.shape[0], -1)
@@ -136,7 +141,7 @@ def test_norms_of_two_layers_are_those_of_their_sum() -> None:
 
 
 def test_squares_by_groups_of_heads_equal_those_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = next(host for host in HOSTS if host.name == "mamba")
+    host = named("mamba")
     monkeypatch.setattr(diagonal_decay, "SQUARES", 5)
     for layer in trace(host.model(), host.inputs(), dtype=torch.float64).layers:
         assert layer.operator.num_heads() % 5

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import hosts
+from tests.hosts import named
 from tests.shared import exact_trace
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import cut, trace
@@ -32,7 +33,7 @@ Values = Callable[[Layer, int], dict[str, Tensor]]
 
 
 def built(name: str) -> tuple[nn.Module, Tensor]:
-    entry = next(entry for table in hosts.tables().values() for entry in table if entry.name == name)
+    entry = named(name)
     return entry.model().double(), entry.inputs()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.host.test_isolation import sweep
 from tests.host.test_threads import elsewhere
+from tests.hosts import named
 from tests.tracing.models import VOCABULARY, Block, Model, added, ids
 from unilinattn import cut, explain, through_operators, trace
 from unilinattn.errors import (
@@ -21,7 +22,7 @@ from unilinattn.errors import (
     UnknownArchitectureError,
 )
 from unilinattn.testing import left_as_found, relative_error, tolerance
-from unilinattn.testing.hosts import host, recurrent
+from unilinattn.testing.hosts import host
 
 EDGES = [(5, 2), (6, 1)]
 EXACT = tolerance("law", torch.float64)
@@ -131,7 +132,8 @@ def test_an_exception_leaves_the_model_as_found(error: type[BaseException], wher
     assert "forward" not in vars(model)
 
 
-def test_an_interrupt_on_any_line() -> None:
+@pytest.mark.parametrize("sample", [20, pytest.param(None, marks=pytest.mark.slow)])
+def test_an_interrupt_on_any_line(sample: int | None) -> None:
     model = small(1)
     logits(model)
     trace(model, ids())  # a model's first trace searches for mixers, later ones do not
@@ -140,19 +142,7 @@ def test_an_interrupt_on_any_line() -> None:
         with cut(model, EDGES):
             model(ids())
 
-    sweep(model, run, ("unilinattn/reruns/cut.py", "unilinattn/call/entries.py", contextlib.__file__), 20)
-
-
-@pytest.mark.slow
-def test_an_interrupt_on_every_line() -> None:
-    model = small(1)
-    trace(model, ids())
-
-    def run() -> None:
-        with cut(model, EDGES):
-            model(ids())
-
-    sweep(model, run, ("unilinattn/reruns/cut.py", "unilinattn/call/entries.py", contextlib.__file__), None)
+    sweep(model, run, ("unilinattn/reruns/cut.py", "unilinattn/call/entries.py", contextlib.__file__), sample)
 
 
 def test_calls_from_other_threads_are_cut_too_and_other_cuts_are_refused() -> None:
@@ -336,7 +326,7 @@ def test_a_long_input_runs_through_operators(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_host_that_rescales_its_weights_is_cut_in_every_pass() -> None:
-    entry = next(one for one in recurrent.HOSTS if one.name == "rwkv")
+    entry = named("rwkv")
     model, x = entry.model(), entry.inputs()
     with left_as_found(model), cut(model, EDGES):
         assert torch.equal(logits(model, x), logits(model, x))

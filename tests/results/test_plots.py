@@ -176,6 +176,7 @@ def test_a_notebook_shows_the_figure() -> None:
     assert isinstance(pickle.loads(pickle.dumps(figure)), Figure)
 
 
+@pytest.mark.slow
 def test_global_state_is_unchanged(tmp_path: Path) -> None:
     code = f"""
 import sys, torch, matplotlib

@@ -49,7 +49,6 @@ def agree(shown: str, actual: str) -> bool:
     return (rounding and worked[0][2] == worked[1][2]) or same(shown, actual)
 
 
-@pytest.mark.slow
 def test_every_set_up_works_or_is_refused_as_on_the_page(subtests: pytest.Subtests) -> None:
     outcomes, shown = ran(), page.outcomes(page.PAGE.read_text())
     for entry in SETUPS:

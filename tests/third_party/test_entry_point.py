@@ -85,11 +85,10 @@ print(*[f"{warning.category.__name__}: {warning.message}" for warning in caught]
     ("text", "reason"),
     [
         ("import a_package_that_nobody_has", "ModuleNotFoundError: No module named 'a_package_that_nobody_has'"),
-        pytest.param("raise RuntimeError('no licence')", "RuntimeError: no licence", marks=pytest.mark.slow),
-        pytest.param(
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        (
             "import unilinattn as u\nu.register_architecture('a.B', name='mamba', kind='?')(lambda call: None)",
             "OptionError: architecture 'mamba' or its hosts [] are registered already; choose another name.",
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import nn
 
+from tests.hosts import named
 from tools import coverage, coverage_pages, coverage_runs, hybrids
 from tools.families import FAMILIES
 from tools.markers import read_section
-from unilinattn.testing.hosts import HOSTS, Host, transformers_model
-from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
+from unilinattn.testing.hosts import Host, transformers_model
 
 ROOT = Path(__file__).parents[2]
-MAMBA = next(host for host in HOSTS if host.name == "mamba")
-S4D = next(host for host in HOSTS if host.name == "s4d")
+MAMBA = named("mamba")
+S4D = named("s4d")
 TABLES = {"hosts": (MAMBA, S4D)}
 
 
@@ -37,7 +37,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 def test_tables_in_the_repository_are_current() -> None:
     done = command("--check")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,13 +97,13 @@ def test_every_table_of_hosts_is_listed_and_its_names_are_unique() -> None:
 
 
 def test_a_side_on_which_padding_leaks_is_not_recorded() -> None:
-    leaky = next(host for host in HOSTS if host.name == "mamba2, biases")
+    leaky = named("mamba2, biases")
     measurements, _ = coverage_runs.run({"hosts": (leaky,)})
     assert measurements["hosts/mamba2, biases"]["padding"] == ["right"]
 
 
 def test_a_hybrid_is_listed_in_order_with_its_steps() -> None:
-    parallel = next(host for host in MAMBA_HOSTS if host.name == "falcon h1")
+    parallel = named("falcon h1")
     measurements, problems = coverage_runs.run({"mamba": (parallel, MAMBA)})
     assert problems == []
     layers = measurements["mamba/falcon h1"]["hybrid"]
@@ -238,7 +237,6 @@ def test_freshly_written_pages_are_not_stale(repository: Path, capsys: pytest.Ca
     ]
 
 
-@pytest.mark.slow
 def test_a_stale_record_page_or_readme_is_reported(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = repository / "docs" / "coverage.json"
     text = record.read_text()

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 import unilinattn as ula
-from tests.hosts import tables
+from tests.hosts import named
 from tests.tracing.invented import INVENTED, WIDTH, CumMean, OverTokens, SelectiveScan, TokenShift, hybrid
 from unilinattn.errors import UnknownArchitectureError
 from unilinattn.host import substitution
@@ -268,7 +268,7 @@ QUICK = ("mamba", "bert", "vit", "jamba", "rwkv", "minimax", "qwen3 next", "zamb
 
 @pytest.mark.parametrize("name", QUICK)
 def test_common_hosts_are_not_refused(name: str) -> None:
-    entry = next(entry for table in tables().values() for entry in table if entry.name == name)
+    entry = named(name)
     model = entry.model()
     with left_as_found(model):
         trace = ula.trace(model, entry.inputs())

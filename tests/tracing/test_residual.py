@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unilinattn as ula
+from tests.hosts import named as host
 from unilinattn.errors import StreamError, UncoveredError
-from unilinattn.testing.hosts import HOSTS, Host, randomize
-from unilinattn.testing.hosts.mamba import HOSTS as MAMBA_HOSTS
-from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT_HOSTS
+from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
 from unilinattn.tracing import residual
 from unilinattn.tracing.trace import Trace
@@ -304,10 +303,6 @@ def test_a_parallel_branch_requires_independence(monkeypatch: pytest.MonkeyPatch
     wrong = traced(model).layers[0].residual
     assert wrong is not None
     assert not torch.allclose(wrong, model.noted[0][0].double(), rtol=1e-2)
-
-
-def host(name: str) -> Host:
-    return next(entry for entry in (*HOSTS, *MAMBA_HOSTS, *RECURRENT_HOSTS) if entry.name == name)
 
 
 def without_outputs(model: nn.Module, projection: str) -> nn.Module:
