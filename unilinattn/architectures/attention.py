@@ -1,7 +1,5 @@
 """Softmax attention of every host that calls transformers' attention interface."""
 
-from contextlib import suppress
-
 from unilinattn.architectures.probe import add_output, add_values, probe
 from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
@@ -31,6 +29,18 @@ def attention(call: Call) -> Flow:
     checked on the observed input. Where they are not affine (normed values), `core` works, and anything that needs
     them raises `UncoveredError`.
     """
+    try:
+        return _written(call)
+    except UncoveredError as error:
+        # Norms inside, several attentions and other maps that are no matrix are stages of the functions that it calls.
+        try:
+            return recorded(call)
+        except UncoveredError:
+            raise error from None
+
+
+def _written(call: Call) -> Flow:
+    """Return the stages whose maps are read off by basis vectors."""
     captured = only_attention(call)
     weights, repeats, mixed = attention_weights(call, captured)
     port, source = value_source(call, captured)
@@ -39,8 +49,10 @@ def attention(call: Call) -> Flow:
     add_values(flow, call, captured, value, repeats)
     flow.core(Dense(weights))
     add_output(flow, call, captured, mixed, output)
-    if any(isinstance(stage, Unmapped) for stage in flow.chain):
-        # Norms inside, and other maps that are no matrix, are stages of the functions that the module calls.
-        with suppress(UncoveredError):
-            return recorded(call)
-    return flow
+    unmapped = next((stage for stage in flow.chain if isinstance(stage, Unmapped)), None)
+    if unmapped is None:
+        return flow
+    try:
+        return recorded(call)
+    except UncoveredError:
+        return flow

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class Recorder(Observer[CallRecord]):
         if architecture is self._recorded:
             record.batch = self._batch
         if parent is not None:
+            record.shares_input = record.input is not None and parent.input is record.input
+        if parent is not None:
             parent.children.append(record)
         # A wrapper may pass a cache to its model; the other names also pass states between layers of a host.
         refuse_states(record.arguments, path, CACHES[:2])
@@ -105,7 +108,7 @@ class Recorder(Observer[CallRecord]):
         result = frame.output
         frame.output = None if result is None else result.detach().clone()
         # Expanded zeros of one element: other values, such as attention weights, may be larger than the output.
-        frame.structure = mapped(output, lambda t: MAIN if t is result else t.new_zeros(()).expand(t.shape))
+        frame.structure = mapped(output, partial(_placeholder, result))
         self.layers.append(frame)
         if self._locate is not None:
             self._unplaced.append(frame)
@@ -154,6 +157,13 @@ def captured(model: nn.Module, marker: Callable[[Architecture], Mark] | None = N
                 mark = (lambda module, record: None) if marker is None else marker(architecture)
                 stack.enter_context(architecture.capture(model, mark))
         yield
+
+
+def _placeholder(result: Tensor | None, returned: Tensor) -> Tensor:
+    """Return what stands for a returned tensor in `CallRecord.structure`; a parameter, such as a bias, stays."""
+    if returned is result:
+        return MAIN
+    return returned if isinstance(returned, nn.Parameter) else returned.new_zeros(()).expand(returned.shape)
 
 
 def main_tensor(output: Any) -> Tensor | None:

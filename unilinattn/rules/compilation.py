@@ -84,6 +84,8 @@ class Compilation:
         """Return the value of a node, a copy of a constant tensor, or another value unchanged."""
         if isinstance(value, Node):
             return value.value.detach()
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.number(entry) for entry in value)
         # Later changes of the model's weights do not reach the operator.
         return value.detach().clone() if isinstance(value, Tensor) else value
 

@@ -13,7 +13,18 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.nested import mapped, tensors
-from unilinattn.rules.functions import COMPOSITE, CONSTANT, FACTORS, HOMOGENEOUS, LIKE, LIMITS, NEW, SLOPES, name_of, opened
+from unilinattn.rules.functions import (
+    COMPOSITE,
+    CONSTANT,
+    FACTORS,
+    HOMOGENEOUS,
+    LIKE,
+    LIMITS,
+    NEW,
+    SLOPES,
+    name_of,
+    opened,
+)
 
 Kind = Literal["carried", "factor"]
 """Whether a tensor may be linear in the inputs, or depends on them in another way and is frozen."""

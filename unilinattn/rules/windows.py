@@ -88,12 +88,14 @@ def average_pool(
 @rule("pad")
 def pad(run: Compilation, node: Node, x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Carried:
     """Add zeros along axes."""
-    if mode != "constant" or value:
-        raise UncoveredError("values of the tokens are padded by other numbers than zeros")
+    if mode != "constant":
+        raise UncoveredError(f"values of the tokens are padded by {mode!r}")
     carried = run.value(x)
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         carried = padded(carried, carried.index.ndim - 1 - number, before, after)
-    return carried
+    return (
+        run.shifted(carried, functional.pad(torch.zeros_like(x.value), tuple(pad), value=value)) if value else carried
+    )
 
 
 @rule("cat", "concat", "concatenate")

@@ -102,6 +102,9 @@ class _Search(Observer[_Call]):
             return
         if parent is None:
             return
+        if self._is_wrapped(frame, parent):
+            parent.mixes = True
+            return
         if not self._moves_others(frame, result):
             # The tokens may lie along another axis here, and a module whose weights begin at zero moves nothing yet.
             self._weak.setdefault(frame.path)
@@ -110,6 +113,12 @@ class _Search(Observer[_Call]):
         self.paths[frame.path] = None
         for outer in self.stack[:-1]:
             outer.holds_layer = True
+
+    @staticmethod
+    def _is_wrapped(frame: _Call, parent: _Call) -> bool:
+        """Whether the module around a call has the same input, such as one that adds it to the output and norms it."""
+        own, outer = (first_tensor((*call.inputs[0], *call.inputs[1].values())) for call in (frame, parent))
+        return own is outer and bool(parent.path) and not parent.path.rpartition(".")[2].isdigit()
 
     def weak(self) -> list[str]:
         """Return the innermost modules that may mix tokens, of a model in which no module moves other tokens."""
@@ -124,7 +133,7 @@ class _Search(Observer[_Call]):
             return False
         if self._batch not in (result.shape[0], result.shape[1] if result.ndim == 3 else None):
             return False
-        return not (len(shape) > 3 and _has_channels_first(frame.module, shape))
+        return not _has_channels_first(frame.module, shape)
 
     def _moves_others(self, frame: _Call, result: Tensor) -> bool:
         """Tell whether other tokens of a module's output move with some tokens of its input."""
@@ -158,14 +167,13 @@ class _Search(Observer[_Call]):
 
 
 def _has_channels_first(module: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether the first convolution or norm of a module reads channels from the second axis."""
-    for inner in module.modules():
-        if isinstance(inner, nn.Linear):
-            return inner.in_features != shape[-1]
-        if isinstance(inner, nn.LayerNorm):
-            return tuple(inner.normalized_shape) != tuple(shape[-1:])
-        if isinstance(inner, nn.Conv2d):
-            return inner.in_channels == shape[1]
-        if isinstance(inner, (nn.BatchNorm2d, nn.GroupNorm)):
-            return True
-    return False
+    """Whether a module reads channels from the second axis, as its layers tell that know their number.
+
+    Images for which no layer tells have their channels there.
+    """
+    names = ("in_features", "in_channels", "num_features", "num_channels", "normalized_shape")
+    sizes = {getattr(inner, name, None) for inner in module.modules() for name in names}
+    sizes = {size[-1] if isinstance(size, tuple) and size else size for size in sizes}
+    if shape[-1] in sizes:
+        return False
+    return shape[1] in sizes or len(shape) > 3

@@ -89,7 +89,7 @@ def unregistered_mixers(
     docstring of this file gives the cost.
     """
     examined = _shortened(arguments, above)
-    paths = mixing_modules(model, examined, {layer.name for layer in layers})
+    paths = [*_wrappers(layers), *mixing_modules(model, examined, {layer.name for layer in layers})]
     while True:
         if examined is not arguments or paths:
             layers = _layers_of(model, examined, paths)
@@ -103,6 +103,20 @@ def unregistered_mixers(
     answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
     _answers[model] = _Answer(state_of(model, arguments), _shapes(examined), answer)
     return mixers
+
+
+def _wrappers(layers: Sequence[CallRecord]) -> list[str]:
+    """Return the paths of modules that add their input to the output of an attention, and norm the sum, as BERT's does.
+
+    Without a sum outside of it, the module around the attention is the layer.
+    """
+    wrapped = (layer for layer in layers if layer.site is None and layer.shares_input and layer.parent is not None)
+    names = dict.fromkeys(
+        layer.parent.name
+        for layer in wrapped
+        if layer.architecture is not None and layer.architecture.name == "attention" and layer.parent is not None
+    )
+    return [name for name in names if name and not name.rpartition(".")[2].isdigit()]
 
 
 def _layer_at(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord]) -> str | None:

@@ -64,7 +64,7 @@ HOSTS: tuple[Host, ...] = (
     _codegen("codegen"),
     _bloom("bloom"),
     _falcon("falcon"),
-    _falcon("falcon, alibi, grouped queries", dict(alibi=True, new_decoder_architecture=True, num_kv_heads=2), length=7),
+    _falcon("falcon, alibi", dict(alibi=True, new_decoder_architecture=True, num_kv_heads=2), length=7),
     _mpt("mpt", length=7),
     _gpt_neo("gpt neo, global and local"),
     _diff("diff llama"),
