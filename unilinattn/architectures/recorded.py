@@ -25,7 +25,9 @@ def _check(call: Call) -> None:
     flow = recorded(call)
     assert call.output is not None
     missed = relative_error(flow.value, call.output.to(flow.value))
-    if not missed <= layer_tolerance(call.output.dtype):
+    arguments = (value for value in call.arguments.values() if _has_tokens(value))
+    dtypes = {t.dtype for t in (*call.module.parameters(), *arguments) if t.is_floating_point()}
+    if not missed <= max(map(layer_tolerance, dtypes), default=layer_tolerance(call.output.dtype)):
         raise UncoveredError(
             f"{_named(call)}: the functions that it calls give its output with an error of {missed:.1e}, so one of "
             "them was not seen, such as a compiled kernel. Register an adapter for this class."

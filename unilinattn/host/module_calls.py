@@ -78,9 +78,9 @@ class Following:
 class CallRecord:
     """One call of one module: its arguments, its output, and the calls inside it.
 
-    `returned` holds the returned tensors of the output's size. `shares_input` tells whether the module around it has the
-    same input. For a layer, `structure` is the nesting that it returned, with a mark in place of its output; `entered`
-    is a copy of its input; `site` is the sum of its output, as the modules `following` return it, and a stream;
+    `returned` holds the returned tensors of the output's size. `shares_input` tells whether the module around it has
+    the same input. For a layer, `structure` is the nesting that it returned, with a mark in place of its output;
+    `entered` is a copy of its input; `site` is the sum of its output, as the modules `following` return it, and a stream;
     `reader` is the path of the module that reads the output itself, if no such sum was found; and `batch` is the number
     of sequences, for a module without an adapter.
     """

@@ -10,10 +10,14 @@ from torch.nn import functional
 
 from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.kernels.groups import repeat_groups
+from unilinattn.memory import parts
 from unilinattn.mixers import Toeplitz
 from unilinattn.operator.bands import Band, band, shifted
 from unilinattn.operator.rows import rows_of
 from unilinattn.operator.stages import Branch, Chain, Mix, Stage, channel_groups, run
+
+KEYS = 16
+"""Tokens whose contributions are computed in one pass, where each takes its own."""
 
 TAP_FUNCTIONS = {
     "silu": functional.silu,
@@ -34,9 +38,9 @@ def contributions(
 ) -> Float[Tensor, "batch row out key"]:
     """Return T_ij x_j for the rows i at the positions `index`.
 
-    The first mixer to the last must be per-channel, or a convolution followed by per-channel stages after a matrix
-    (computed tap by tap), or a branch of such chains; else raises `UncoveredError`. `like` has the length, dtype and
-    device of the layer's output, and `name` is the layer's.
+    Linear in length if the first mixer to the last are per-channel, or a convolution followed by per-channel stages
+    after a matrix (computed tap by tap), or a branch of such chains; else it takes a pass for each token. `like` has
+    the length, dtype and device of the layer's output, and `name` is the layer's.
     """
     return _through(*mixed_values(chain, index, x, like, name), index)
 
@@ -70,9 +74,23 @@ def mixed_values(
         return _through_taps(taps, chain[first + 1 :], index, value, like, name, lambda term: term)
     if len(middle) == 1 and isinstance(lead, Branch):
         return torch.stack([contributions(inner, index, value, like, name) for inner in lead.chains]).sum(0), after
-    raise UncoveredError(
-        f"{name}: contributions through two long-range token mixers with a matrix between them are not covered."
-    )
+    return _by_key(middle, index, value), after
+
+
+def _by_key(
+    middle: Sequence[Stage], index: Int[Tensor, "batch row"], value: Float[Tensor, "batch key channel"]
+) -> Inexact[Tensor, "batch row mixed key"]:
+    """Return the contribution of each token through stages of any kind: one forward pass for each, `KEYS` at a time."""
+    batch, keys, channels = value.shape
+    rows: list[Tensor] = []
+    for columns in parts(keys, KEYS):
+        selected = torch.arange(keys, device=value.device)[columns]
+        # A column of right-hand sides has one token's vector and zeros for all others.
+        probe = value.new_zeros(batch, keys, channels, len(selected))
+        probe[:, selected, :, torch.arange(len(selected))] = value[:, selected].transpose(0, 1)
+        mixed = run(middle, probe, bias=False)
+        rows.append(mixed.gather(1, index[:, :, None, None].expand(-1, -1, *mixed.shape[2:])))
+    return torch.cat(rows, dim=3)
 
 
 def tapwise_values(

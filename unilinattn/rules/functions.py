@@ -11,8 +11,8 @@ def _names(text: str) -> frozenset[str]:
 LINEAR = _names("""
     view view_as reshape reshape_as transpose swapaxes permute movedim T mT H mH t contiguous to type type_as
     float double half bfloat16 clone expand expand_as broadcast_to repeat tile unsqueeze squeeze flatten unflatten
-    flip roll real imag getitem split split_with_sizes chunk unbind narrow select index_select gather take_along_dim tril
-    triu diagonal repeat_interleave masked_select tensor_split sum mean cumsum neg negative positive dropout
+    flip roll real imag getitem split split_with_sizes chunk unbind narrow select index_select gather take_along_dim
+    tril triu diagonal repeat_interleave masked_select tensor_split sum mean cumsum neg negative positive dropout
     dropout1d dropout2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d interpolate unfold fold
     nan_to_num as_strided
 """)

@@ -93,9 +93,9 @@ def pad(run: Compilation, node: Node, x: Any, pad: Sequence[int], mode: str = "c
     carried = run.value(x)
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         carried = padded(carried, carried.index.ndim - 1 - number, before, after)
-    return (
-        run.shifted(carried, functional.pad(torch.zeros_like(x.value), tuple(pad), value=value)) if value else carried
-    )
+    if not value:
+        return carried
+    return run.shifted(carried, functional.pad(torch.zeros_like(x.value), tuple(pad), value=value))
 
 
 @rule("cat", "concat", "concatenate")

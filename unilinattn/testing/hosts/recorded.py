@@ -1,5 +1,10 @@
 """Hosts without an adapter: their operators are read from the functions that they call."""
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
 from unilinattn.testing.hosts.basic import IDS, Host, causal_model, family, transformers_model
 
 _WIDTH = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, **IDS)
@@ -9,14 +14,13 @@ _GPT = dict(n_embd=16, n_layer=2, n_head=4, n_positions=40, **IDS)
 _causal = dict(length=9)
 
 
-def _masked(name: str, **settings: object) -> object:
+def _masked(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Return a builder of a masked language model, given the common name of its class and configuration."""
     return transformers_model(f"{name}ForMaskedLM", f"{name}Config", **settings)
 
 
 _megatron = family("recorded", _masked, "MegatronBert", **_ENCODER)
 _deberta = family("recorded", _masked, "DebertaV2", **_ENCODER, relative_attention=True, pos_att_type=["p2c", "c2p"])
-_roformer = family("recorded", _masked, "RoFormer", **_ENCODER)
-_yoso = family("recorded", _masked, "Yoso", **_ENCODER)
 _fnet = family("recorded", _masked, "FNet", **{k: v for k, v in _ENCODER.items() if k != "num_attention_heads"})
 _gptj = family("recorded", causal_model, "GPTJ", **_GPT, rotary_dim=4)
 _codegen = family("recorded", causal_model, "CodeGen", **_GPT, rotary_dim=4)
@@ -37,29 +41,10 @@ _xlnet = family(
     "XLNetConfig",
     **dict(d_model=16, n_layer=2, n_head=4, d_inner=12, **IDS),
 )
-_swin = family(
-    "recorded",
-    transformers_model,
-    "SwinModel",
-    "SwinConfig",
-    **dict(image_size=16, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=4),
-    **dict(image=(3, 16, 16), masks=None),
-)
-_poolformer = family(
-    "recorded",
-    transformers_model,
-    "PvtModel",
-    "PvtConfig",
-    **dict(image_size=16, num_encoder_blocks=1, depths=[2], sequence_reduction_ratios=[2], hidden_sizes=[8]),
-    **dict(patch_sizes=[4], strides=[4], num_attention_heads=[2], mlp_ratios=[2], image=(3, 16, 16), masks=None),
-)
-
 HOSTS: tuple[Host, ...] = (
     _gptj("gpt-j", length=9),
     _megatron("megatron bert"),
     _deberta("deberta v2", length=7),
-    _roformer("roformer"),
-    _yoso("yoso", length=8),
     _fnet("fnet", length=11, masks=None),
     _codegen("codegen"),
     _bloom("bloom"),
@@ -69,7 +54,5 @@ HOSTS: tuple[Host, ...] = (
     _gpt_neo("gpt neo, global and local"),
     _diff("diff llama"),
     _xlnet("xlnet", length=7),
-    _swin("swin, shifted windows", length=64),
-    _poolformer("pvt, reduced keys", length=16),
 )
 """Configurations; a new host is a new entry."""
