@@ -7,7 +7,7 @@ from typing import ParamSpec
 import pytest
 from torch import Tensor
 
-from unilinattn.nested import tensors
+from unilinattn.call.nested import tensors
 from unilinattn.testing import Host, promoted
 from unilinattn.tracing.trace import Trace, trace
 

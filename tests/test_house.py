@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "unilinattn"
 
 SURFACE = "__init__"
-GROUND = ("aligned", "errors", "memory", "nested", "optional", "progress", "startup")
+GROUND = ("aligned", "errors", "memory", "optional", "progress", "startup")
 LAYERS = (
     GROUND,
     ("call", "kernels", "options", "viz"),

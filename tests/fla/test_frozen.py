@@ -11,9 +11,9 @@ from torch.nn import functional
 import unilinattn as ula
 from tests.fla.recurrences import gla
 from tests.fla.rwkv_recurrences import before, rwkv7, rwkv7_channel
+from unilinattn.call.nested import tensors
 from unilinattn.errors import ExactnessError, UncoveredError
 from unilinattn.frozen.run import frozen
-from unilinattn.nested import tensors
 from unilinattn.registry import architecture_of, overridden, plain_form_of
 from unilinattn.testing import Host, relative_error, tolerance
 from unilinattn.testing.hosts.fla import HOSTS

@@ -43,18 +43,19 @@ def test_a_model_whose_input_embedding_is_unknown_is_traced() -> None:
     assert all(layer.reconstruction_error() < TOLERANCES["layer", torch.float32] for layer in trace.layers)
 
 
-@pytest.mark.parametrize("name", ["CanineModel", pytest.param("VitsModel", marks=pytest.mark.slow)])
-def test_such_a_model_of_one_tower_is_refused_by_its_mixers(name: str) -> None:
-    settings = SMALL if name == "CanineModel" else dict(SMALL, ffn_dim=8, vocab_size=20, flow_size=8)
-    with pytest.raises(UnknownArchitectureError, match="moves information between tokens"):
-        ula.trace(model_of(name, name.replace("Model", "Config"), **settings), {"input_ids": ids()}, progress=False)
+def test_such_a_model_of_one_tower_is_refused_by_its_mixers() -> None:
+    model = model_of("CanineModel", "CanineConfig", **SMALL)
+    with pytest.raises((UncoveredError, UnknownArchitectureError), match="moves information between tokens|Canine"):
+        ula.trace(model, {"input_ids": ids()}, progress=False)
 
 
 @pytest.mark.parametrize("name", ["XLMWithLMHeadModel", "FlaubertForSequenceClassification"])
 def test_a_cache_that_the_host_always_fills_is_copied_in_the_search_for_mixers(name: str) -> None:
     model = model_of(name, "XLMConfig" if name.startswith("XLM") else "FlaubertConfig", **XLM)
-    with left_as_found(model), pytest.raises(UnknownArchitectureError, match=r"transformer\.attentions\.0 is a .*"):
-        ula.trace(model, {"input_ids": ids()}, progress=False)
+    with left_as_found(model):
+        trace = ula.trace(model, {"input_ids": ids()}, progress=False)
+    assert {layer.architecture for layer in trace.layers} == {"recorded"}
+    assert all(layer.reconstruction_error() < TOLERANCES["layer", torch.float32] for layer in trace.layers)
 
 
 @pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="Pix2Struct of transformers 5.6.2 is refused")
@@ -97,30 +98,22 @@ def merged() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"input_ids": ids(), "decoder_input_ids": ids()}
 
 
-def test_keys_beside_the_tokens_of_the_input_are_refused_at_trace() -> None:
+def test_keys_of_two_streams_in_one_attention_are_two_ports() -> None:
     model, inputs = merged()
-    reason = (
-        r"decoder\.layers\.0\.self_attn .*has 10 keys in each of 2 sequences, and its input .* 5 tokens.*strict=False"
-    )
-    with left_as_found(model), pytest.raises(UncoveredError, match=reason):
-        ula.trace(model, inputs, progress=False)
+    with left_as_found(model):
+        trace = ula.trace(model, inputs, progress=False)
+    layer = trace.layers[1]
+    assert layer.architecture == "attention" and len(layer.ports) == 2
+    assert all(layer.reconstruction_error() < TOLERANCES["layer", torch.float32] for layer in trace.layers)
 
 
-def test_a_call_that_its_adapter_does_not_cover_is_left_out_with_strict_false() -> None:
-    model, inputs = merged()
-    trace = ula.trace(model, inputs, strict=False, progress=False)
-    assert [layer.opaque for layer in trace.layers] == [False, True]
-    assert trace.layers[0].reconstruction_error() < TOLERANCES["layer", torch.float32]
-    with pytest.raises(UncoveredError, match="is opaque"):
-        _ = trace.layers[1].operator
-
-
-def test_an_option_without_an_operator_is_refused_at_trace() -> None:
+def test_cross_attention_whose_norm_stands_inside_is_recorded() -> None:
     sizes = dict(hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=20)
     model = model_of("BertLMHeadModel", "BertConfig", **sizes, is_decoder=True, add_cross_attention=True)
-    states = torch.randn(2, 4, 8)
-    with pytest.raises(UncoveredError, match="cross-attention whose residual and LayerNorm stand inside"):
-        ula.trace(model, {"input_ids": ids(), "encoder_hidden_states": states}, progress=False)
+    inputs = {"input_ids": ids(), "encoder_hidden_states": torch.randn(2, 4, 8)}
+    trace = ula.trace(model, inputs, progress=False)
+    assert [layer.architecture for layer in trace.layers] == ["bert", "recorded"]
+    assert all(layer.reconstruction_error() < TOLERANCES["layer", torch.float32] for layer in trace.layers)
 
 
 @pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="about hosts of newer versions of transformers")

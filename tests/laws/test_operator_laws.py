@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from tests.laws.operators import INNER, LAYOUTS, WIDTH, Parts, around, operator
 from tests.laws.structures import EXTREMES, HEADS, STRUCTURES, Draw, Structure
-from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Dense
 from unilinattn.operator.contributions import split_taps
 from unilinattn.operator.stages import Branch, Matrix, Mix, Scale, run
@@ -94,13 +93,16 @@ def test_taps_through_the_identity_add_up_to_the_layer_without_its_activation() 
     assert relative_error(op.decomposed_output("identity"), expected) < 1e-12
 
 
-def test_two_long_mixers_with_a_matrix_between_have_no_contributions_yet() -> None:
+def test_contributions_through_two_long_mixers_with_a_matrix_between_add_up() -> None:
     draw = Draw(7, 2, 9, torch.float64)
     parts = Parts(draw, BY_NAME["dense"].mixer(draw))
     chain = (parts.matrix("input", INNER, WIDTH), parts.mix(), parts.matrix("input", INNER, INNER), parts.mix())
     op = around({"x": chain}, {"x": draw.normal(WIDTH)})
-    with pytest.raises(UncoveredError, match="layer: contributions through two long-range token mixers"):
-        op.contributions(0)
+    assert relative_error(op.contributions(5).sum(1) + op.bias[:, 5], op.output[:, 5]) < 1e-12
+    # One token's vector is the output for that token and zeros.
+    alone = torch.zeros_like(op.inputs["x"])
+    alone[:, 3] = op.inputs["x"][:, 3]
+    assert relative_error(op.contributions(5)[:, 3], op.apply(alone, bias=False)[:, 5]) < 1e-12
 
 
 def test_padded_rows_obey_the_laws() -> None:

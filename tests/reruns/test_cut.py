@@ -13,10 +13,10 @@ from tests.hosts import named
 from tests.shared import exact_trace
 from tests.tracing.models import WIDTH, Block, Model, added, ids
 from unilinattn import cut, trace
+from unilinattn.call.nested import mapped
 from unilinattn.errors import InputError
 from unilinattn.host.recorder import main_tensor
 from unilinattn.models import S4D
-from unilinattn.nested import mapped
 from unilinattn.operator.edges import is_causal
 from unilinattn.testing import Host, left_as_found, promoted, relative_error, tolerance
 from unilinattn.testing.checks import outputs, variant

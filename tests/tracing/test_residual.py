@@ -260,10 +260,15 @@ def test_a_stream_that_no_module_receives_is_refused(kind: type[Noting]) -> None
         ula.explain(trace, method="alti")
 
 
-def test_an_output_that_passes_another_module_is_refused_with_its_name() -> None:
-    trace = ula.trace(built(NormedOutput), ids())
-    with pytest.raises(UncoveredError, match=r"output of mixers.0; mlp_norms.0 takes this output itself"):
-        ula.explain(trace, method="alti")
+def test_a_norm_between_the_output_and_the_stream_is_part_of_what_is_added() -> None:
+    trace = traced(built(NormedOutput))
+    layer = trace.layers[0]
+    assert layer.added is not layer and layer.added.operator.reconstruction_error() < 1e-6
+    # The operator of the layer itself is unchanged, and the stream plus what is added is the next stream.
+    assert layer.operator.reconstruction_error() < 1e-6
+    error = trace.steps[0].stream_error()
+    assert error is not None and error < 1e-12
+    assert ula.explain(trace, method="alti").scores.isfinite().all()
 
 
 def test_a_stream_modified_in_place_is_exact_or_missing() -> None:

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import unilinattn as ula
-from unilinattn.testing import tolerance
+from unilinattn.testing import TOLERANCES, tolerance
 
 SMALL = dict(
     vocab_size=50,
@@ -70,8 +70,13 @@ def test_the_stream_and_its_multiplier_are_identified(
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Olmo2", "Glm4"])
-def test_a_norm_between_output_and_stream_is_no_stream(name: str) -> None:
-    assert [layer.residual for layer in traced(name).layers] == [None, None]
+def test_a_norm_between_output_and_stream_is_part_of_what_is_added(name: str) -> None:
+    trace = traced(name)
+    for layer, step in zip(trace.layers, trace.steps, strict=True):
+        assert layer.residual is not None and layer.added is not layer
+        assert layer.added.operator.reconstruction_error() < TOLERANCES["layer", torch.float32]
+        error = step.stream_error()
+        assert error is not None and error <= step.stream_tolerance()
 
 
 def test_a_module_with_an_internal_residual_has_a_stream_of_zeros() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from unilinattn.call import CACHES, Call
 from unilinattn.call.exactness import layer_tolerance, relative_error
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
-from unilinattn.nested import mapped, tensors
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.stages import Matrix
 from unilinattn.registry import UNREGISTERED, register_architecture
@@ -86,8 +86,10 @@ def recorded_stages(call: Call) -> Flow:
         raise UncoveredError(f"{_named(call)}: its output does not depend on its inputs by functions of torch.")
     try:
         chains = chains_of(node, call.input, transposed=transposed)
-    except UncoveredError as error:
-        raise UncoveredError(f"{_named(call)}: {error}.") from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        # A function with arguments of a kind that its rule does not expect.
+        reason = error if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
+        raise UncoveredError(f"{_named(call)}: {reason}.") from error
     return _flow(call, chains, inputs, transposed=transposed)
 
 

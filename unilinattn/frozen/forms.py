@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from unilinattn.call.nested import mapped
 from unilinattn.errors import ModelStateError
-from unilinattn.nested import mapped
 
 Parts = tuple[Tensor, Tensor | None]
 """The part of a function's result that is linear in its carried argument, and the constant that is added to it."""

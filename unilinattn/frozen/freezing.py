@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.forms import FORMS, as_source, linear_in
 from unilinattn.mixers.base import checked_factors
-from unilinattn.nested import mapped, tensors
 from unilinattn.rules.functions import (
     AFFINE,
     CASTS,

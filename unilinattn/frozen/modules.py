@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from unilinattn.call.exactness import tolerance
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import ExactnessError
 from unilinattn.frozen.freezing import carried
-from unilinattn.nested import mapped, tensors
 from unilinattn.registry import PlainForm
 from unilinattn.tracing.trust import precision_of
 

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 
 from unilinattn.call.exactness import layer_tolerance
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.freezing import Freezing
 from unilinattn.frozen.layers import frozen_output, live_output
@@ -23,7 +24,6 @@ from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.recomputation import captures
 from unilinattn.host.recorder import MAIN
 from unilinattn.host.run import run
-from unilinattn.nested import mapped, tensors
 from unilinattn.registry import architecture_of, plain_form_of
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import TokenIds

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unilinattn.call import Call, Captured
+from unilinattn.call.nested import tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.nested import tensors
 from unilinattn.operator.piecewise import Piece
 from unilinattn.registry import UNREGISTERED, Architecture, list_architectures
 
@@ -80,9 +80,9 @@ class CallRecord:
 
     `returned` holds the returned tensors of the output's size. `shares_input` tells whether the module around it has
     the same input. For a layer, `structure` is the nesting that it returned, with a mark in place of its output;
-    `entered` is a copy of its input; `site` is the sum of its output, as the modules `following` return it, and a stream;
-    `reader` is the path of the module that reads the output itself, if no such sum was found; and `batch` is the number
-    of sequences, for a module without an adapter.
+    `entered` is a copy of its input; `site` is the sum of its output, as the modules `following` return it, and a
+    stream; `reader` is the path of the module that reads the output itself, if no such sum was found; and `batch` is
+    the number of sequences, for a module without an adapter.
     """
 
     module: nn.Module
@@ -163,8 +163,10 @@ def _covers(architecture: Architecture, call: Call) -> bool:
 def as_tokens(x: Tensor, batch: int | None = None) -> Float[Tensor, "batch token channel"]:
     """Return a tensor as vectors of tokens: middle axes number the tokens, and packed tokens are one sequence.
 
-    Tokens come first in a tensor (token, batch, channel), which is known by the number of sequences `batch`.
+    The number of sequences `batch` tells tokens that come first (token, batch, channel), and one vector a sequence.
     """
+    if x.ndim == 2 and batch == x.shape[0]:
+        return x[:, None]
     if x.ndim == 3 and batch == x.shape[1] and batch != x.shape[0]:
         return x.transpose(0, 1)
     return x[None] if x.ndim == 2 else x.flatten(1, -2)

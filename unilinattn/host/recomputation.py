@@ -10,12 +10,12 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from unilinattn.call import CACHES
+from unilinattn.call.nested import mapped
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.module_calls import first_tensor
 from unilinattn.host.recorder import captured
 from unilinattn.host.substitution import functional, through_operators
 from unilinattn.memory import return_free_pages
-from unilinattn.nested import mapped
 
 BLOCK = "transformers.modeling_layers.GradientCheckpointingLayer"
 """The base class of blocks that transformers declares fit for recomputation."""

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import CACHES, Captured
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import ModelStateError
 from unilinattn.host.inputs import bound_arguments, refuse_states
 from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tensors_in
 from unilinattn.host.observer import Inputs, Observer
-from unilinattn.nested import mapped, tensors
 from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
 
 MAIN = torch.empty(0)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from unilinattn.call import CACHES
 from unilinattn.call.entries import Entries
+from unilinattn.call.nested import mapped
 from unilinattn.errors import InputError, ModelStateError, OptionError, nearest
 from unilinattn.host.inputs import bound_arguments, host_arguments
 from unilinattn.host.isolation import current_run
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE
 from unilinattn.host.wrappers import unwrapped
-from unilinattn.nested import mapped
 from unilinattn.operator.edges import Edges, Groups, Listed, Pairs, Selection, along, core_channels
 from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.discovery import refuse, remembered_mixers

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.inputs import call_host, token_ids, vocabulary_size
 from unilinattn.host.isolation import Result, in_gradient_mode
@@ -17,7 +18,6 @@ from unilinattn.host.logits import kept_positions, logits_at
 from unilinattn.host.recomputation import constant_parameters
 from unilinattn.host.run import run
 from unilinattn.host.wrappers import require_gradients
-from unilinattn.nested import tensors
 from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.token_source import at_call, find_vectors, replaced_at_call

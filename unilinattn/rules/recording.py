@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from unilinattn.nested import mapped, tensors
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.rules.functions import (
     COMPOSITE,
     CONSTANT,

@@ -171,9 +171,14 @@ def _has_channels_first(module: nn.Module, shape: Sequence[int]) -> bool:
 
     Images for which no layer tells have their channels there.
     """
-    names = ("in_features", "in_channels", "num_features", "num_channels", "normalized_shape")
-    sizes = {getattr(inner, name, None) for inner in module.modules() for name in names}
-    sizes = {size[-1] if isinstance(size, tuple) and size else size for size in sizes}
-    if shape[-1] in sizes:
-        return False
-    return shape[1] in sizes or len(shape) > 3
+    convolved = _sizes(module, "in_channels", "num_features", "num_channels")
+    projected = _sizes(module, "in_features", "normalized_shape")
+    if len(shape) > 3:
+        return shape[1] in convolved or shape[-1] not in projected
+    return shape[-1] not in convolved | projected and shape[1] in convolved | projected
+
+
+def _sizes(module: nn.Module, *names: str) -> set[int]:
+    """Return the numbers of channels that layers of a module have in attributes."""
+    sizes = [getattr(inner, name, None) for inner in module.modules() for name in names]
+    return {size[-1] if isinstance(size, tuple) and size else size for size in sizes if size is not None}

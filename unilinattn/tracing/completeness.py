@@ -19,11 +19,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from unilinattn.call.attention_interface import configurations
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.host.inputs import call_host, real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.observer import Functions, Inputs
-from unilinattn.nested import mapped, tensors
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Constants, Run, noisy
 

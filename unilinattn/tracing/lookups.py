@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn.call.exactness import layer_tolerance, relative_error
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.host.inputs import call_host, token_ids
 from unilinattn.host.observer import Functions
-from unilinattn.nested import mapped, tensors
 
 IDS = 4096
 """Largest number of ids that are embedded at once for the mean over a vocabulary."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.call.exactness import layer_tolerance
+from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host import substitution
 from unilinattn.host.forwards import Forward, replaced_forwards
@@ -23,7 +24,6 @@ from unilinattn.host.module_calls import OPAQUE, CallRecord, Prefix, ResidualSit
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
 from unilinattn.host.substitution import build_flow, called_on, functional, returned
-from unilinattn.nested import tensors
 from unilinattn.operator.carry import Carry, States, carried_by
 from unilinattn.operator.piecewise import Piece
 from unilinattn.operator.reconstruction import worst_error

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host, token_ids
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
 from unilinattn.host.observer import Functions
 from unilinattn.host.run import run
-from unilinattn.nested import mapped, tensors
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.perturbation import TOLERANCE
@@ -46,7 +46,8 @@ def find_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
     # Of several streams the last one may read all others, as a text with patches in place of some of its tokens does.
     streams = [layers_of_stream(layers, last) for last in (True, False)]
     if streams[0] != list(layers):
-        for stream in streams:
+        batch = next((t.shape[0] for t in (ids, *tensors(arguments)) if t is not None and t.ndim), None)
+        for stream in (stream for stream in streams if stream[0].output.shape[0] == batch):
             with suppress(UncoveredError):
                 source = find_tokens(model, arguments, stream)
                 require_alone(model, arguments, source, layers, _explained)

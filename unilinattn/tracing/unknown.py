@@ -122,7 +122,7 @@ def holders(model: nn.Module, mixers: Sequence[Refused]) -> list[Refused]:
 def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refused]:
     """Return the first module of each class that calls a function by which tokens usually mix: one run of the model.
 
-    The functions are `MIXING`, convolutions whose windows overlap, and linear maps over a transposed axis.
+    The functions are `MIXING`, convolutions of several taps, and linear maps over a transposed axis.
     """
     mixing: dict[str, None] = {}
 
@@ -148,9 +148,7 @@ def mixes_tokens(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """Tell whether a call of a function is one by which tokens usually mix."""
     if name in ("conv1d", "conv2d", "conv3d"):
         weight = args[1] if len(args) > 1 else kwargs["weight"]
-        stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
-        strides = (stride,) if isinstance(stride, int) else tuple(stride)
-        return any(size > step for size, step in zip(weight.shape[2:], strides * weight.ndim, strict=False))
+        return weight.shape[2:].numel() > 1
     if name == "linear":
         return isinstance(args[0], Tensor) and args[0].ndim > 2 and args[0].stride(-1) != 1
     return name in MIXING
