@@ -4,19 +4,22 @@ The innermost module around such a function that takes a stream of tokens and re
 perturbing some tokens of its input moves others of its output. What mixes elsewhere is found by `completeness`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unilinattn.host.module_calls import as_tokens, first_tensor
+from unilinattn.call.nested import mapped
+from unilinattn.host.forwards import Forward, replaced_forwards
+from unilinattn.host.module_calls import CallRecord, as_tokens, first_tensor
 from unilinattn.host.observer import Functions, Inputs, Observer
-from unilinattn.host.recorder import captured, main_tensor
+from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
-from unilinattn.tracing.perturbation import TOLERANCE
+from unilinattn.tracing.perturbation import TOLERANCE, Constant, Constants
 from unilinattn.tracing.unknown import is_basic, mixes_tokens
 
 
@@ -32,22 +35,26 @@ class _Call:
     holds_layer: bool = False
 
 
-def mixing_modules(model: nn.Module, given: Mapping[str, Any], layers: Collection[str]) -> list[str]:
-    """Return the paths of modules outside of the layers at the paths `layers` that mix tokens, in order of execution.
+def mixing_modules(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[str]:
+    """Return the paths of modules outside of the recorded calls `layers` that mix tokens, in order of execution.
 
-    Runs the model once, and each candidate once more per call.
+    Runs the model once without the computation of its layers, and each candidate once more per call.
     """
-    search = _Search(model, layers)
-    run(model, given, mixers=captured(model), observer=search.attached())
+    constants: dict[str, list[Constant]] = {}
+    for layer in layers:
+        if layer.output is not None:
+            constants.setdefault(layer.name, []).append(Constant(layer.structure, layer.output))
+    search = _Search(model, constants)
+    run(model, arguments, mixers=search.constant_layers(), observer=search.attached(), seed=torch.get_rng_state())
     return list(search.paths) if search.paths or layers else search.weak()
 
 
 class _Search(Observer[_Call]):
     """One run that finds the innermost modules around functions that mix tokens."""
 
-    def __init__(self, model: nn.Module, layers: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, layers: Constants) -> None:
         super().__init__(model)
-        self._layers = set(layers)
+        self._layers = layers
         self.paths: dict[str, None] = {}
         self._weak: dict[str, None] = {}
         self._batch: int | None = None
@@ -58,6 +65,23 @@ class _Search(Observer[_Call]):
         """Follow the calls of modules and of functions."""
         with super().attached(), Functions(self._called):
             yield
+
+    @contextmanager
+    def constant_layers(self) -> Iterator[None]:
+        """Make the layers return their recorded outputs."""
+        with captured(self.model), replaced_forwards(self.model, self._constant):
+            yield
+
+    def _constant(self, path: str, module: nn.Module, host: Forward) -> Forward | None:
+        constants, calls = self._layers.get(path), count()
+        if constants is None:
+            return None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            constant = constants[min(next(calls), len(constants) - 1)]
+            return mapped(constant.returned, lambda t: constant.output.clone() if t is MAIN else t)
+
+        return forward
 
     def _called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         with torch._C.DisableTorchFunction():

@@ -89,9 +89,11 @@ def unregistered_mixers(
     docstring of this file gives the cost.
     """
     examined = _shortened(arguments, above)
-    paths = [*_wrappers(layers), *mixing_modules(model, examined, {layer.name for layer in layers})]
+    if examined is not arguments:
+        layers = _layers_of(model, examined, ())
+    paths = [*_wrappers(layers), *mixing_modules(model, examined, layers)]
     while True:
-        if examined is not arguments or paths:
+        if paths:
             layers = _layers_of(model, examined, paths)
         found = _Search(model, examined, layers).run()
         # What mixes between two layers, such as the merging of patches, is a layer too if a module does it.
