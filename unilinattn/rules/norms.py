@@ -63,8 +63,8 @@ def group_norm(
         weights = run.like.new_full((point.shape[axis],), 1 / point.shape[axis])
         shape = torch.Size(point.shape[letter] for letter in kept)
         mean, letters = contracted(mean, weights, Product(letters, (axis,), kept), shape), kept
-    mean = mean.moved(mean.index[(..., *[None] * len(dims))].expand(point.shape))
-    carried = added(carried, run.scaled(mean, -1.0, "norm"))
+    mean = run.scaled(mean, -1.0, "norm")
+    carried = added(carried, mean.moved(mean.index[(..., *[None] * len(dims))].expand(point.shape)))
     carried = run.scaled(carried, torch.rsqrt(point.var(dims, keepdim=True, unbiased=False) + eps), "norm")
     carried = carried.moved(carried.index.flatten(1, 2))
     by_channel = (-1, *[1] * (count - 2))

@@ -1,0 +1,266 @@
+"""Modules that mix tokens by functions of torch, in every layout of the tokens."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WIDTH, HEADS = 16, 4
+
+
+class First(nn.Module):
+    """Returns the first of a module's results."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)[0]
+
+
+class Batched(nn.Module):
+    """torch's attention on (batch, token, channel)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class TokensFirst(nn.Module):
+    """torch's attention on (token, batch, channel)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.attention(x, x, x, need_weights=False)[0].transpose(0, 1)
+
+
+class Projected(nn.Module):
+    """An attention between its projections; subclasses define `mix` of queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.mix(*self.qkv(x).chunk(3, -1)))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class HeadsInTheBatch(Projected):
+    """Attention by `bmm` on (batch * head, token, channel)."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, length, _ = q.shape
+        q, k, v = (
+            x.view(batch, length, HEADS, -1).transpose(1, 2).reshape(batch * HEADS, length, -1) for x in (q, k, v)
+        )
+        mixed = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+        return mixed.view(batch, HEADS, length, -1).transpose(1, 2).reshape(batch, length, -1)
+
+
+class GroupedQueries(Projected):
+    """Fused attention of repeated value heads, normed queries and a gate, with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH // HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.mix(*self.qkv(x).chunk(3, -1)) * torch.sigmoid(x))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(2, (HEADS, -1)).transpose(1, 2) for x in (q, k, v))
+        k, v = (x[:, :2].repeat_interleave(2, 1) for x in (k, v))
+        return functional.scaled_dot_product_attention(self.norm(q), k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class LinearAttention(Projected):
+    """Attention without a softmax, in linear time: keys and values are summed first."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(2, (HEADS, -1)) for x in (q, k, v))
+        q, k = functional.elu(q) + 1, functional.elu(k) + 1
+        memory = torch.einsum("blhd,blhe->bhde", k, v)
+        size = 1 / torch.einsum("blhd,bhd->blh", q, k.sum(1))
+        return (torch.einsum("blhd,bhde->blhe", q, memory) * size[..., None]).flatten(2)
+
+
+class Difference(Projected):
+    """The difference of two softmaxes."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, second = ((a @ b.mT).softmax(-1) for a, b in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True))
+        return (first - 0.3 * second) @ v
+
+
+class Windows(Projected):
+    """Attention in shifted windows of a grid of tokens, which are rows of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        rows = x.view(batch, 4, 4, width).roll((-1, -1), (1, 2)).view(batch, 2, 2, 2, 2, width)
+        windows = rows.permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, width)
+        q, k, v = (x.unflatten(2, (HEADS, -1)).transpose(1, 2) for x in self.qkv(windows).chunk(3, -1))
+        mixed = self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        mixed = mixed.view(batch, 2, 2, 2, 2, width).permute(0, 1, 3, 2, 4, 5).reshape(batch, 4, 4, width)
+        return mixed.roll((1, 1), (1, 2)).view(batch, length, width)
+
+
+class Channels(Projected):
+    """Attention over channels, whose factors depend on all tokens and whose values do not."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q.mT @ k).softmax(-1) @ v.mT).mT
+
+
+class ReducedKeys(nn.Module):
+    """Keys and values of merged patches (PVT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.merge, self.norm = nn.Conv2d(WIDTH, WIDTH, 2, 2), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        merged = self.norm(self.merge(x.mT.reshape(batch, width, 4, 4)).flatten(2).mT)
+        k, v = (y.unflatten(2, (HEADS, -1)).transpose(1, 2) for y in self.kv(merged).chunk(2, -1))
+        q = self.q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        return self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class MLPMixer(nn.Module):
+    """A network over the tokens of each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(WIDTH), nn.Linear(7, 9), nn.Linear(9, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(functional.gelu(self.first(self.norm(x).mT))).mT
+
+
+class Fourier(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fftn(x, dim=(1, 2)).real
+
+
+class Conformer(nn.Module):
+    """A convolution module with a gate and a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(WIDTH, 2 * WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 1)
+        self.depthwise, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(functional.silu(self.norm(self.depthwise(functional.glu(self.first(x.mT), 1))))).mT
+
+
+class Images(nn.Module):
+    """Convolutions, a pool and a group norm over a grid of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+        self.full, self.norm, self.out = nn.Conv2d(WIDTH, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Linear(8, WIDTH)
+        self.pool = nn.AvgPool2d(3, 1, 1, count_include_pad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.depthwise(x.mT.unflatten(2, (4, 4)))
+        return self.out(self.norm(self.full(self.pool(image) - image)).flatten(2).mT)
+
+
+class MergedPatches(nn.Module):
+    """Neighbours joined, normed and projected (Swin)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(4 * WIDTH), nn.Linear(4 * WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = x.unflatten(1, (4, 4))
+        parts = [grid[:, row::2, column::2] for column in (0, 1) for row in (0, 1)]
+        return self.out(self.norm(torch.cat(parts, -1))).flatten(1, 2)
+
+
+class MeanAdded(nn.Module):
+    """Every token reads the mean of all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+class NormedByHand(Batched):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt())
+
+
+class Scan(nn.Module):
+    """A gated recurrence in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, states = torch.zeros_like(x[:, 0]), []
+        for keep, token in zip(torch.sigmoid(self.gate(x)).unbind(1), x.unbind(1), strict=True):
+            state = keep * state + (1 - keep) * token
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class Cross(nn.Module):
+    """Attention to a second stream, with a residual and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.norm(x + self.attention(x, memory, memory)[0])
+
+
+def _layer(**options: bool) -> Callable[[], nn.Module]:
+    return lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, activation="gelu", **options)
+
+
+TOKENS, GRID = (2, 7, WIDTH), (2, 16, WIDTH)
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
+    "multi-head attention": (Batched, TOKENS),
+    "multi-head attention, tokens first": (TokensFirst, TOKENS),
+    "heads in the batch": (HeadsInTheBatch, TOKENS),
+    "grouped queries, gate, residual": (GroupedQueries, TOKENS),
+    "linear attention": (LinearAttention, TOKENS),
+    "difference of softmaxes": (Difference, TOKENS),
+    "shifted windows": (Windows, GRID),
+    "channel attention": (Channels, TOKENS),
+    "reduced keys": (ReducedKeys, GRID),
+    "encoder layer": (_layer(), TOKENS),
+    "encoder layer, norm first": (_layer(norm_first=True), TOKENS),
+    "mlp-mixer": (MLPMixer, TOKENS),
+    "fourier": (Fourier, TOKENS),
+    "conformer": (Conformer, TOKENS),
+    "convolutions of a grid": (Images, GRID),
+    "merged patches": (MergedPatches, GRID),
+    "mean added": (MeanAdded, TOKENS),
+    "norm by hand": (NormedByHand, TOKENS),
+    "gated recurrence": (Scan, TOKENS),
+}
+"""Constructors by name, with the shape of an input."""
+
+ATTENTION = ("multi-head attention", "multi-head attention, tokens first", "heads in the batch", "shifted windows")
+"""Modules whose core is a softmax, so that its rows add up to one."""

@@ -1,0 +1,180 @@
+"""Recorded operators of modules in every layout, and the modules that recording refuses with the function."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.rules import modules
+from unilinattn.architectures.recorded import recorded
+from unilinattn.call import Call
+from unilinattn.errors import UncoveredError
+from unilinattn.host.inputs import bound_arguments
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.testing import relative_error
+from unilinattn.testing.hosts import randomize
+
+LIMIT = 1e-12
+
+
+def operator(module: nn.Module, *inputs: Tensor) -> MixerOperator:
+    """Return the recorded operator of a module in float64."""
+    module = randomize(module.double().eval())
+    with torch.no_grad():
+        output = module(*inputs)
+    flow = recorded(Call(module, "module", bound_arguments(module, inputs, {}), inputs[0], output))
+    return MixerOperator(flow.chains, inputs=flow.inputs, output=output, name="module")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", modules.MODULES)
+def test_the_operator_is_the_module_on_its_input(name: str) -> None:
+    build, shape = modules.MODULES[name]
+    op = operator(build(), draw(*shape))
+    assert op.reconstruction_error() < LIMIT
+    # Contributions of all tokens and the bias add up.
+    total = op.contributions(1).sum(1) + op.bias[:, 1]
+    assert relative_error(total, op.output[:, 1]) < LIMIT
+
+
+@pytest.mark.parametrize("name", modules.MODULES)
+def test_the_operator_is_linear_and_has_its_adjoint(name: str) -> None:
+    build, shape = modules.MODULES[name]
+    op = operator(build(), draw(*shape))
+    x, g = draw(*shape, seed=1), draw(*op.output.shape, seed=2)
+    forward, backward = (op.apply(x, bias=False) * g).sum(), (x * op.adjoint(g)).sum()
+    assert float((forward - backward).abs()) < LIMIT * float(op.apply(x, bias=False).norm() * g.norm())
+    assert float((op.apply(2 * x) - op.bias - 2 * op.apply(x, bias=False)).norm()) < 1e-10 * float(g.norm() + x.norm())
+
+
+@pytest.mark.parametrize("name", modules.ATTENTION)
+def test_the_core_is_the_matrix_of_the_attention(name: str) -> None:
+    build, shape = modules.MODULES[name]
+    op = operator(build(), draw(*shape))
+    rows = op.matrix("core", heads=None).sum(-1)
+    torch.testing.assert_close(rows, torch.ones_like(rows), rtol=1e-10, atol=1e-10)
+
+
+def test_a_cross_attention_has_a_port_for_each_stream() -> None:
+    op = operator(modules.Cross(), draw(2, 7, 16), draw(2, 5, 16, seed=1))
+    assert set(op.ports) == {"x", "memory"} and op.reconstruction_error() < LIMIT
+    assert op.matrix("core").shape == (2, 7, 5)
+
+
+class Hidden(nn.Module):
+    """Adds a tensor that another part of the model left in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.left = nn.Linear(16, 16), torch.ones(2, 7, 16, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).cumsum(1) + self.left
+
+
+class Squared(nn.Module):
+    """Adds a function of the tokens that is frozen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) + x.softmax(-1)
+
+
+class Outside(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(np.cumsum(x.detach().numpy(), 1)) + 0 * x
+
+
+class Sorted(nn.Module):
+    """Selects tokens by their norm, and weighs them after the softmax by a function without a rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(x.cumsum(1))
+
+
+class AcrossSequences(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.flip(0)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "an attribute of unknown origin": (Hidden, "the output of 'attribute' depends on the tokens"),
+    "a frozen function that is added": (Squared, "the output of 'softmax' depends on the tokens"),
+    "a function without a rule": (Sorted, "'special_bessel_j0'"),
+    "another sequence": (AcrossSequences, "tokens lie along different axes"),
+    "a nonlinear recurrence": (lambda: modules.First(nn.LSTM(16, 16, batch_first=True)), "passes a nonlinearity"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_linear_map_of_the_tokens_is_refused_by_its_function(name: str) -> None:
+    build, reason = REFUSED[name]
+    with pytest.raises(UncoveredError, match=reason):
+        operator(build(), draw(2, 7, 16))
+
+
+def test_a_computation_outside_of_torch_misses_the_output() -> None:
+    """Its values are constants of the module's run, and the trace compares the operator with another input's output."""
+    module, x = Outside().double(), draw(2, 7, 16)
+    with torch.no_grad():
+        output = module(x)
+    call = Call(module, "module", {"x": x}, x, output)
+    with pytest.raises(UncoveredError):
+        recorded(call)
+
+
+class Transformed(nn.Module):
+    """Weights that are transformed between the softmax and the product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(2, (4, 4)).transpose(1, 2)
+        weights = (q @ q.mT).softmax(-1)
+        weights = self.heads(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return (weights @ q).transpose(1, 2).flatten(2)
+
+
+def test_a_weight_that_is_transformed_after_the_softmax_is_that_of_the_core() -> None:
+    module = Transformed()
+    op = operator(module, x := draw(2, 7, 16))
+    q = x.unflatten(2, (4, 4)).transpose(1, 2)
+    with torch.no_grad():
+        weights = module.heads((q @ q.mT).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    assert relative_error(op.matrix("core", heads=None), weights) < LIMIT
+
+
+def test_later_changes_of_the_weights_do_not_reach_the_operator() -> None:
+    module = modules.Batched()
+    op = operator(module, x := draw(2, 7, 16))
+    before = op.apply(x)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    assert torch.equal(op.apply(x), before)
+
+
+def test_a_read_of_tokens_by_a_frozen_order_is_exact() -> None:
+    class TopTokens(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            order = x.norm(dim=-1).argsort(1)
+            return x.gather(1, order[..., None].expand_as(x)).cumsum(1)
+
+    assert operator(TopTokens(), draw(2, 7, 16)).reconstruction_error() < LIMIT
+
+
+def test_gelu_in_place_and_slices_written_into_zeros_are_stages() -> None:
+    class Written(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            out[:, 1:] = x[:, :-1]
+            return functional.relu_(out) + x
+
+    assert operator(Written(), draw(2, 7, 16)).reconstruction_error() < LIMIT
