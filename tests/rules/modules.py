@@ -133,8 +133,7 @@ class ReducedKeys(nn.Module):
         self.merge, self.norm = nn.Conv2d(WIDTH, WIDTH, 2, 2), nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        merged = self.norm(self.merge(x.mT.reshape(batch, width, 4, 4)).flatten(2).mT)
+        merged = self.norm(self.merge(x.mT.unflatten(2, (4, 4))).flatten(2).mT)
         k, v = (y.unflatten(2, (HEADS, -1)).transpose(1, 2) for y in self.kv(merged).chunk(2, -1))
         q = self.q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
         return self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from unilinattn.architectures.recorded import recorded_stages
 from unilinattn.call import Call
 from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
@@ -23,7 +22,8 @@ from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
-from unilinattn.operator.stages import Chain, Matrix, Stage, walk
+from unilinattn.operator.stages import Matrix, Stage, walk
+from unilinattn.tracing.following import stages_after
 from unilinattn.tracing.trust import precision_of
 from unilinattn.tracing.weights import Weights
 
@@ -245,17 +245,13 @@ class Layer:
         other = copy(self)
         vars(other).pop("operator", None)
         other._following, other._error = (), None
-        chains, output = dict(self.operator.chains), self.output
-        for each in self._following:
-            after = _in_dtype(each.output, self.output)
-            call = Call(each.module, each.name, each.arguments, _in_dtype(each.input, self.output), after)
-            with full_precision():
-                flow = in_gradient_mode(False, partial(isolated, each.module, partial(recorded_stages, call)))
-            chains = {port: (*chain, *_without_bias(flow.chains["x"], port != "x")) for port, chain in chains.items()}
-            output = after
-        other.output = output
+        stages, other.output = stages_after(self._following, self.output)
+        chains = {
+            port: (*chain, *(stage if port == self.operator.ports[0] else stage.unbiased() for stage in stages))
+            for port, chain in self.operator.chains.items()
+        }
         vars(other)["operator"] = MixerOperator(
-            chains, inputs=self.operator.inputs, output=output, mask=self.mask, name=self.name
+            chains, inputs=self.operator.inputs, output=other.output, mask=self.mask, name=self.name
         )
         return other
 
@@ -350,14 +346,6 @@ class Step:
     def stream_tolerance(self) -> float:
         """Return the largest `stream_error` that rounding in the host's dtype may cause."""
         return tolerance("stream", self.layers[-1].stream_dtype)
-
-
-def _without_bias(stages: Chain, drop: bool) -> Chain:
-    return tuple(stage.unbiased() for stage in stages) if drop else stages
-
-
-def _in_dtype(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor.detach().to(like).view(like.shape)
 
 
 def _from_cores(stages: Sequence[Stage], x: Tensor) -> Tensor:

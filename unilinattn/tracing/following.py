@@ -1,0 +1,31 @@
+"""The modules between a layer's output and the stream, such as norms and scales, as stages."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from jaxtyping import Float
+from torch import Tensor
+
+from unilinattn.architectures.recorded import recorded_stages
+from unilinattn.call import Call
+from unilinattn.host.isolation import in_gradient_mode, isolated
+from unilinattn.host.module_calls import Following
+from unilinattn.kernels.precision import full_precision
+from unilinattn.operator.stages import Chain
+
+
+def stages_after(
+    following: Sequence[Following], output: Float[Tensor, "batch query out"]
+) -> tuple[Chain, Float[Tensor, "batch query out"]]:
+    """Return the frozen stages of the modules that follow a layer, and the tensor that the last one adds to the stream.
+
+    Raises `UncoveredError` with the function of a module that is no stage.
+    """
+    stages: Chain = ()
+    for each in following:
+        entered, left = (tensor.detach().to(output).view(output.shape) for tensor in (each.input, each.output))
+        call = Call(each.module, each.name, each.arguments, entered, left)
+        with full_precision():
+            flow = in_gradient_mode(False, partial(isolated, each.module, partial(recorded_stages, call)))
+        stages, output = (*stages, *flow.chains["x"]), left
+    return stages, output
