@@ -12,9 +12,9 @@ from transformers import (
     BartForConditionalGeneration,
     Blip2Config,
     Blip2ForConditionalGeneration,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma2Model,
+    DogeConfig,
+    DogeForCausalLM,
+    DogeModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -96,12 +96,21 @@ def prompted() -> tuple[nn.Module, Any]:
     return peft.get_peft_model(LlamaForCausalLM(LlamaConfig(**TEXT)), settings), ids()
 
 
-def gemma2() -> tuple[nn.Module, Any]:
-    return Gemma2ForCausalLM(Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=8)), ids()
+def _scaled(model: nn.Module) -> nn.Module:
+    """Multiply the stream by factors of each channel in its sums with the layers."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_residual"):
+                parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
+    return model
 
 
-def gemma2_states() -> tuple[nn.Module, Any]:
-    return Gemma2Model(Gemma2Config(**TEXT, num_key_value_heads=2, head_dim=8)), ids()
+def doge() -> tuple[nn.Module, Any]:
+    return _scaled(DogeForCausalLM(DogeConfig(**TEXT, num_key_value_heads=2))), ids()
+
+
+def doge_states() -> tuple[nn.Module, Any]:
+    return _scaled(DogeModel(DogeConfig(**TEXT, num_key_value_heads=2))), ids()
 
 
 def odd() -> tuple[nn.Module, Any]:
@@ -124,8 +133,8 @@ HOSTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "LLaVA": llava,
     "BLIP-2": blip2,
     "prompt tuning": prompted,
-    "Gemma 2": gemma2,
-    "Gemma 2 without logits": gemma2_states,
+    "Doge": doge,
+    "Doge without logits": doge_states,
     "a function without a rule": odd,
     "ViT": vit,
     "mamba": of_table("mamba"),

@@ -222,16 +222,9 @@ def _minimax() -> MiniMaxForCausalLM:
     return MiniMaxForCausalLM(MiniMaxConfig(vocab_size=17, head_dim=4, **sizes, **experts)).eval()
 
 
-def _gemma2() -> Gemma2ForCausalLM:
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    return Gemma2ForCausalLM(Gemma2Config(vocab_size=17, head_dim=4, pad_token_id=None, **sizes)).eval()
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (_gemma2, r"post_attention_layernorm takes this output itself.*Methods that work here.*'logit'"),
         (_bert, r"attention contains its residual, so the streams before and after it are related by more than a sum"),
         (_minimax, "MiniMaxForCausalLM norms or multiplies its residual stream between its layers"),
     ],
@@ -241,6 +234,14 @@ def test_a_stream_that_is_normed_between_layers_is_refused(build: Any, message: 
     with pytest.raises(UncoveredError, match=message):
         ula.explain(host_trace, method="alti_logit", target=-1)
     assert ula.explain(host_trace, method="logit", target=-1, logit=3).method == "logit"
+
+
+def test_norms_between_layers_and_the_stream_are_part_of_the_contributions() -> None:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=17, head_dim=4, pad_token_id=None, **sizes)).eval()
+    result = ula.explain(trace(model, inputs()["input_ids"]), method="alti_logit", target=-1)
+    assert result.completeness_gap < 1e-4
 
 
 def test_invalid_options_are_refused() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from jaxtyping import TypeCheckError
-from transformers import Gemma2Config, Gemma2Model, MambaConfig, MambaModel
+from transformers import MambaConfig, MambaModel
 
+from tests.methods import refused
 from tests.methods.hosts import BATCH, HOSTS, LENGTH, inputs, real_tokens, traced
 from unilinattn.errors import InputError, NonFiniteError, OptionError, UncoveredError
 from unilinattn.methods import alti, compare, estimate, explain, latim, logit, rollout
@@ -88,28 +89,18 @@ def test_the_default_without_logits_is_alti_composed_over_layers(target: int | N
     assert explain(host_trace, logit=lambda out: out.last_hidden_state[:, -1].sum(-1)).method == "logit"
 
 
-def post_norm() -> Trace:
-    """A trace without residual streams: the model norms the outputs of its layers before the sum."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=11,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=16,
-        attn_implementation="eager",
-    )
-    return trace(Gemma2Model(config).eval(), torch.randint(11, (1, 5)))
+def scaled_stream() -> Trace:
+    """A trace without residual streams: the model multiplies each channel of its stream by a factor."""
+    model, inputs = refused.HOSTS["Doge without logits"]()
+    return trace(model.eval(), inputs)
 
 
 @pytest.mark.parametrize("ask", [explain, estimate])
 def test_a_model_outside_the_default_is_refused_with_the_methods_that_work(ask: Callable) -> None:
-    host_trace = post_norm()
-    with pytest.raises(UncoveredError) as refused:
+    host_trace = scaled_stream()
+    with pytest.raises(UncoveredError) as refusal:
         ask(host_trace, target=-1)
-    message = str(refused.value)
+    message = str(refusal.value)
     assert "'alti' composed over all layers" in message
     named = re.findall(r"'(\w+)'", message.partition("Methods that work here")[2])
     assert named == ["latim", "raw", "rollout"]
