@@ -26,7 +26,7 @@ from unilinattn.evaluation.checkpoints import quiet_hosts
 from unilinattn.frozen.run import frozen
 from unilinattn.host.inputs import host_arguments
 from unilinattn.operator.operator import MixerOperator
-from unilinattn.operator.scopes import SCOPES
+from unilinattn.operator.scopes import SCOPES, has_core
 from unilinattn.operator.stages import Mix, walk
 from unilinattn.testing import hosts
 from unilinattn.testing.conformance import promoted_trace
@@ -150,7 +150,8 @@ def _described(layers: Sequence[Layer], paths: Mapping[str, set[str]]) -> dict[s
 def _supports(layer: Layer, scope: str) -> bool:
     try:
         op: MixerOperator = layer.operator
-        for port in op.ports:
+        # A port whose tokens are only added, such as a residual stream, has no map.
+        for port in (port for port, chain in op.chains.items() if has_core(chain)):
             op.contributions(-1, port=port) if scope == "layer" else op.rows(-1, scope=scope, port=port)
     except UncoveredError:
         return False

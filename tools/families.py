@@ -58,6 +58,7 @@ FAMILIES = (
         "GPT-2, Llama, Gemma, BERT, ViT, DeepSeek (MLA), Forgetting Transformer",
         ("attention", "bert", "fla_attention", "fla_forgetting_attention", "latent_attention", "timm-attention"),
     ),
+    Family("recorded without an adapter", "GPT-J, BLOOM, Falcon, MPT, DeBERTa, XLNet, FNet, DiffLlama", ("recorded",)),
 )
 """The families; every adapter of the package belongs to exactly one."""
 

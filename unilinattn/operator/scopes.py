@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from unilinattn.errors import OptionError, nearest
+from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage, Unmapped, walk
 
 SCOPES = {
@@ -69,6 +69,8 @@ def scoped(chain: Chain, scope: str, channels: int) -> tuple[Chain, int]:
 
     `channels` is the number of channels of the chain's input.
     """
+    if not has_core(chain):
+        raise UncoveredError("no token mixer acts on this port: its tokens are added to the output one by one.")
     first, last = _core_span(chain)
     for stage in chain[:first]:
         if isinstance(stage, Matrix):

@@ -116,7 +116,7 @@ class Scale(Stage):
     """
 
     factor: Float[Tensor, "batch length group"] | Deferred
-    bias: Float[Tensor, " channel"] | Float[Tensor, "batch length channel"] | None = None
+    bias: Float[Tensor, " channel"] | Float[Tensor, "_ _ channel"] | None = None
 
     @property
     def scale(self) -> Float[Tensor, "batch length group"]:
@@ -324,7 +324,7 @@ def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + _columns(bias, product.ndim - 3)
 
 
-def _gathered(factors: Float[Tensor, "batch length group"], index: Int[Tensor, "batch row"]) -> Tensor:
+def _gathered(factors: Float[Tensor, "_ length group"], index: Int[Tensor, "batch row"]) -> Tensor:
     """Return the factors of some tokens; factors that all tokens share are unchanged."""
     if factors.shape[1] == 1:
         return factors

@@ -111,9 +111,9 @@ class _Split:
     """
 
     carried: Carried
-    index: Int[Tensor, "*axes"]
+    index: Int[Tensor, "*value"]
     value: list[int]
-    weights: Float[Tensor, "*axes"]
+    weights: Float[Tensor, "*weights"]
     weight_letters: list[int]
     out: list[int]
     sizes: dict[int, int]
@@ -250,7 +250,7 @@ def _over_tokens(split: _Split) -> Carried:
     group[order] = torch.arange(len(order), device=order.device)
     row = group[:, None] * split.count(queries) + torch.arange(split.count(queries), device=order.device)
     lane = torch.arange(len(lanes), device=row.device)
-    return split.located(value, (row, [*windows, *queries]), (lane, [*heads, *others]))
+    return split.located(value, (row.flatten(), [*windows, *queries]), (lane, [*heads, *others]))
 
 
 def _by_token(

@@ -55,19 +55,19 @@ def negative(run: Compilation, node: Node, x: Any) -> Carried:
 
 
 @rule("add")
-def add(run: Compilation, node: Node, x: Any, other: Any, *, alpha: float = 1) -> Carried:
+def add(run: Compilation, node: Node, x: Any, other: Any, *, alpha: int | float = 1) -> Carried:
     """Add two carried tensors, or a constant."""
     return _sum(run, node, (x, 1), (other, alpha))
 
 
 @rule("sub", "subtract")
-def subtract(run: Compilation, node: Node, x: Any, other: Any, *, alpha: float = 1) -> Carried:
+def subtract(run: Compilation, node: Node, x: Any, other: Any, *, alpha: int | float = 1) -> Carried:
     """Subtract a carried tensor or a constant."""
     return _sum(run, node, (x, 1), (other, -alpha))
 
 
 @rule("rsub")
-def subtract_from(run: Compilation, node: Node, x: Any, other: Any, *, alpha: float = 1) -> Carried:
+def subtract_from(run: Compilation, node: Node, x: Any, other: Any, *, alpha: int | float = 1) -> Carried:
     """Subtract from a carried tensor or a constant."""
     return _sum(run, node, (other, 1), (x, -alpha))
 
@@ -136,7 +136,7 @@ def glu(run: Compilation, node: Node, x: Any, dim: int = -1) -> Carried:
     return run.scaled(carried.moved(carried.index.chunk(2, dim)[0]), gate, "gate")
 
 
-def _sum(run: Compilation, node: Node, *terms: tuple[Any, float]) -> Carried:
+def _sum(run: Compilation, node: Node, *terms: tuple[Any, int | float]) -> Carried:
     """Add carried tensors and constants, each times a number."""
     carried: list[Carried] = []
     constants: list[Any] = []

@@ -55,7 +55,9 @@ def einsum(run: Compilation, node: Node, equation: Any, *operands: Any) -> Carri
 
 
 @rule("addmm", "baddbmm")
-def addmm(run: Compilation, node: Node, x: Any, one: Any, two: Any, *, beta: float = 1, alpha: float = 1) -> Carried:
+def addmm(
+    run: Compilation, node: Node, x: Any, one: Any, two: Any, *, beta: int | float = 1, alpha: float = 1
+) -> Carried:
     """Add a product to a carried tensor or a constant."""
     if not is_carried(one) and not is_carried(two):
         return run.shifted(run.scaled(run.value(x), beta, "skip"), run.number(one) @ run.number(two) * alpha)
@@ -97,9 +99,9 @@ def attention(
     key: Any,
     value: Any,
     attn_mask: Any = None,
-    dropout_p: float = 0.0,
+    dropout_p: int | float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: int | float | None = None,
     enable_gqa: bool = False,
 ) -> Carried:
     """Average the values with the weights of torch's fused attention, which are computed here."""

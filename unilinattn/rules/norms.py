@@ -22,7 +22,7 @@ def layer_norm(
     normalized_shape: Sequence[int],
     weight: Any = None,
     bias: Any = None,
-    eps: float = 1e-5,
+    eps: int | float = 1e-5,
 ) -> Carried:
     """Centre the last axes, divide by their frozen deviation."""
     carried, point, dims = run.value(x), x.value.detach(), tuple(range(-len(normalized_shape), 0))
@@ -38,7 +38,7 @@ def rms_norm(
     x: Any,
     normalized_shape: Sequence[int],
     weight: Any = None,
-    eps: float | None = None,
+    eps: int | float | None = None,
 ) -> Carried:
     """Divide the last axes by their frozen root mean square."""
     point, dims = x.value.detach(), tuple(range(-len(normalized_shape), 0))
@@ -49,7 +49,7 @@ def rms_norm(
 
 @rule("group_norm")
 def group_norm(
-    run: Compilation, node: Node, x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    run: Compilation, node: Node, x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: int | float = 1e-5
 ) -> Carried:
     """Centre each group of channels over all tokens, divide by its frozen deviation."""
     carried, count = run.value(x), x.value.ndim
@@ -81,8 +81,8 @@ def batch_norm(
     weight: Any = None,
     bias: Any = None,
     training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+    momentum: int | float = 0.1,
+    eps: int | float = 1e-5,
 ) -> Carried:
     """Apply the running mean and variance, which are constants."""
     if training or running_mean is None or running_var is None:
@@ -95,7 +95,7 @@ def batch_norm(
 
 @rule("normalize")
 def normalize(
-    run: Compilation, node: Node, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any
+    run: Compilation, node: Node, x: Any, p: int | float = 2.0, dim: int = 1, eps: float = 1e-12, **_: Any
 ) -> Carried:
     """Divide by the frozen norm."""
     return run.scaled(run.value(x), 1 / x.value.detach().norm(p, dim, keepdim=True).clamp_min(eps), "norm")

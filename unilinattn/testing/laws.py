@@ -9,7 +9,7 @@ from torch import Tensor
 from unilinattn.call.exactness import relative_error, tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.operator import MixerOperator
-from unilinattn.operator.scopes import scoped
+from unilinattn.operator.scopes import has_core, scoped
 from unilinattn.operator.selection import PRODUCTS, REDUCTIONS
 from unilinattn.operator.stages import Chain, Mix, Scale, channel_groups, run, walk
 from unilinattn.testing.checks import (
@@ -101,7 +101,7 @@ def scopes(op: MixerOperator, limit: float) -> None:
     If only the core stands between the projections, as in plain softmax attention, core, mixer and unified must be the
     same matrix; a skip may change only the diagonal.
     """
-    for port in op.ports:
+    for port in (port for port, chain in op.chains.items() if has_core(chain)):
         matrices: dict[str, Tensor] = {}
         cuts: dict[str, Chain] = {}
         for scope in MATRIX_SCOPES:

@@ -125,7 +125,7 @@ def lines(x: Float[Tensor, "*batch key"]) -> tuple[Tensor, Tensor]:
 
 
 def rows(
-    x: Float[Tensor, "batch token *channel"],
+    x: Float[Tensor, "batch *tokens channel"],
 ) -> tuple[Float[Tensor, "batch token"], Float[Tensor, "batch token"]]:
     """Return a projection and the norm of each token."""
     vectors = x if x.ndim == 3 else x.flatten(1, -2)

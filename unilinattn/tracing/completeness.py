@@ -232,7 +232,7 @@ class _Probe(Run):
         logits = logits_in(output)  # Also of an object of another kind.
         results = [*tensors(output), *([] if logits is None else [logits])]
         for index, t in enumerate(t for t in results if t.is_floating_point() and t.ndim and t.numel()):
-            self._compare(("output", "", 1, index), rows if t.ndim in AXES else sample, t)
+            self._compare(("output", "", 1, index), rows if t.ndim == 3 else sample, t)
 
     def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:
         """Compare the tensors that enter a module."""
@@ -295,7 +295,9 @@ class _Probe(Run):
     def _compare(self, key: Key, numbers: Callable[[Tensor], tuple[Tensor, Tensor]], t: Tensor) -> None:
         values, size = numbers(t.detach().to(torch.promote_types(t.dtype, torch.float32)))
         if self._is_reference:
-            self.entries[key] = Entry(values, size, TOLERANCE.get(t.dtype, 0.05), tuple(t.shape))
+            # Vectors of tokens along rows and columns are numbered as those of one axis.
+            shape = (*values.shape, t.shape[-1]) if numbers is rows else tuple(t.shape)
+            self.entries[key] = Entry(values, size, TOLERANCE.get(t.dtype, 0.05), shape)
         elif key in self.entries:
             self.entries[key].compare(self._number, values)
 
