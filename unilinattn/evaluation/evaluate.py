@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from unilinattn.errors import InputError, OptionError, UncoveredError, UnilinattnError
-from unilinattn.evaluation.measures import Case, Part
+from unilinattn.evaluation.measures import Case, Metric, Part
 from unilinattn.evaluation.plan import Entry, Model, Plan, batches, described
 from unilinattn.evaluation.processes import Processes
 from unilinattn.evaluation.readers import OnError, read_samples
@@ -56,7 +56,7 @@ def evaluate(
     models: Mapping[str, Model],
     data: Any,
     methods: Sequence[str | Options | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry | Options],
-    metrics: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Entry],
+    metrics: Sequence[str | tuple[str, Mapping[str, Any]] | Metric] | Mapping[str, Entry],
     *,
     selection: Any = None,
     select_by: str | None = None,
@@ -89,21 +89,19 @@ def evaluate(
             module.
         methods: methods such as `methods.Latim(p=1)`, names, (name, options), or a mapping from labels to one of them
             or to a function `f(trace, sample)` that returns scores (key,) or (query, key), or an `Attribution`.
-        metrics: names of metrics (`evaluation.measures.METRICS`), (name, options), or a mapping from labels to either
-            or to a function from a `Case` to a number. `completeness_gap` has rows for methods that decompose a logit.
+        metrics: names of metrics (`evaluation.measures.METRICS`), (name, options), `Metric` objects, or a mapping from
+            labels to these or to functions of a `Case`. `completeness_gap` has rows for methods that decompose a logit.
         selection: other samples, on which layers are chosen.
         select_by: label of the metric by which layers are chosen, by default the first, or the name of another metric.
         tokenizer, processor, on_error: as in `evaluation.read_samples`, for data that are read.
         baselines: rows that ignore the model: random (the mean of 4 draws a sample), recency (a key's position) and
             primacy (its negative).
-        out: folder in which every number is stored when it is computed, with `table.csv` and `table.json` at the end.
-            The same call continues after an interruption. Functions are compared by their names, and a model by its
-            class and by up to 4096 values of each weight.
+        out: folder in which every number is stored when it is computed, and `table.csv` and `table.json`. The same call
+            continues after an interruption: functions are compared by name, models by up to 4096 values of a weight.
         save_results: whether to store the `Attribution` of every method and sample in the folder `results` of `out`.
         seed: seed of all random choices.
         trust, max_memory, progress: as in `unilinattn.explain`.
-        batch_size: largest number of consecutive samples of token ids, of one length and target, that are traced and
-            scored as one batch. Functions take one sample at a time.
+        batch_size: largest number of samples of ids, of one length and target, in one batch; functions take one.
 
     Raises `OptionError` for an unknown name or option, for functions with a `batch_size` above 1, and for a layer axis
     without `selection`; `InputError` for data that lack a field that a metric needs, for a metric that is undefined
