@@ -355,7 +355,7 @@ def _top_title(axes: "Axes", text: str, kinds: str, *, above: int = 0) -> None:
     _write_above(axes, kinds, 27 + above, fontsize=7, color=FAINT)
 
 
-def _write_above(axes: "Axes", text: str, height: float, **style: Any) -> None:
+def _write_above(axes: "Axes", text: str, height: int | float, **style: Any) -> None:
     """Write a text at the left, `height` points above the axes."""
     axes.annotate(
         _math_free(text), (0, 1), xytext=(0, height), xycoords="axes fraction", textcoords="offset points", **style
