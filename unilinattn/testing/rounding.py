@@ -85,10 +85,10 @@ def run_module(layer: Layer, *, exact: bool = False, add: Tensor | None = None, 
         module, arguments = module.double(), widened(arguments)
     if add is not None:
         to = layer.input if to is None else to
-        names = [name for name, value in arguments.items() if _equal(value, to)]
+        names = [name for name, value in arguments.items() if _equal(value, to, layer)]
         if not names:
             raise UncoveredError(f"{layer.name}: no argument of its module is the tensor that is to be changed.")
-        arguments |= {name: arguments[name] + add for name in names}
+        arguments |= {name: arguments[name] + layer.in_shape(add, arguments[name].shape) for name in names}
     with torch.no_grad(), promoted() if exact else nullcontext():
         returned = outputs(module(**arguments))
     return _like(returned, layer)
@@ -104,12 +104,15 @@ def widened(inputs: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def _like(returned: Sequence[Tensor], layer: Layer) -> Tensor:
-    fitting = next((tensor for tensor in returned if tensor.shape == layer.output.shape), None)
+    fitting = next((tensor for tensor in returned if tensor.shape == layer.output_shape), None)
     if fitting is None:
         shapes = [tuple(tensor.shape) for tensor in returned]
-        raise UncoveredError(f"{layer.name}: run again it returns {shapes}, not {tuple(layer.output.shape)}.")
-    return fitting
+        raise UncoveredError(f"{layer.name}: run again it returns {shapes}, not {tuple(layer.output_shape)}.")
+    return layer.as_read(fitting, layer.output.shape)
 
 
-def _equal(value: Any, tensor: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == tensor.shape and torch.equal(value.to(tensor), tensor)
+def _equal(value: Any, tensor: Tensor, layer: Layer) -> bool:
+    """Tell whether an argument has the vectors of a tensor (batch, token, channel), in the host's layout."""
+    if not isinstance(value, Tensor) or value.numel() != tensor.numel() or value.ndim < 2:
+        return False
+    return torch.equal(layer.as_read(value, tensor.shape).to(tensor), tensor)
