@@ -267,3 +267,21 @@ def test_common_hosts_are_not_refused(name: str) -> None:
     with left_as_found(model):
         trace = ula.trace(model, entry.inputs())
     assert len(trace.layers) == entry.layers
+
+
+def test_a_host_with_tokens_before_sequences_is_recorded() -> None:
+    sizes = dict(d_model=16, n_layer=2, n_head=4, d_inner=12, vocab_size=30)
+    model = randomize(transformers.XLNetLMHeadModel(transformers.XLNetConfig(**sizes))).eval()
+    trace = ula.trace(model, IDS)
+    assert [layer.architecture for layer in trace.layers] == ["recorded"] * 2
+    for layer in trace.layers:
+        assert layer.input.shape[:2] == IDS.shape and layer.reconstruction_error() < 1e-5
+
+
+def test_two_attentions_in_one_module_are_recorded() -> None:
+    sizes = dict(hidden_size=16, intermediate_size=12, num_hidden_layers=2, num_attention_heads=4, vocab_size=30)
+    model = randomize(transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**sizes, num_key_value_heads=2)))
+    trace = ula.trace(model.eval(), IDS)
+    assert all(layer.reconstruction_error() < 1e-5 for layer in trace.layers)
+    assert trace.layers[0].operator.matrix("core").shape == (2, 16, 16)
+    assert ula.explain(trace, target=-1).completeness_gap < 1e-4

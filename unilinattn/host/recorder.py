@@ -31,7 +31,7 @@ class Recorder(Observer[CallRecord]):
         opaque: Collection[str] = (),
         locate: Callable[[CallRecord, CallRecord], bool] | None = None,
     ) -> None:
-        """Prepare for one model; the modules at the paths `opaque` become layers without an operator.
+        """Prepare for one model; the modules at the paths `opaque` have no adapter and are recorded.
 
         `locate(layer, block)` is called for each layer and each finished block around it, until it returns True: it
         reads what the modules of the block exchanged.

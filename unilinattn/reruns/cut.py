@@ -155,9 +155,9 @@ def run_without(
     cuts: Sequence[Cut],
     opaque: Collection[str],
 ) -> Any:
-    """Return `call()`, a run of a model on `arguments` without some edges; `opaque` are the paths of opaque layers.
+    """Return `call()`, a run of a model on `arguments` without some edges.
 
-    Raises the errors of a call inside `cut`.
+    `opaque` are the paths of the layers without an adapter. Raises the errors of a call inside `cut`.
     """
     return _CutRecorder(model, arguments, cuts, opaque).run(call)
 
@@ -190,7 +190,11 @@ class _CutForward:
                     f"{type(self.model).__name__} was given {cache} inside a `cut`, in which every call needs the "
                     "whole text; call it without, and `generate` with use_cache=False."
                 )
-        recorder = _CutRecorder(self.model, named, self._counted_cuts(host_arguments(self.model, named)))
+        arguments = host_arguments(self.model, named)
+        cuts = self._counted_cuts(arguments)
+        # Layers without an adapter are recorded again.
+        mixers = remembered_mixers(self.model, arguments, SUBSTITUTE_ABOVE) or ()
+        recorder = _CutRecorder(self.model, named, cuts, [mixer.path for mixer in mixers])
         return recorder.run(lambda: recorder.inside(self.original, args, kwargs))
 
     def _counted_cuts(self, arguments: Mapping[str, Any]) -> list[Cut]:
@@ -254,7 +258,7 @@ class _CutRecorder(Recorder):
         remaining = layer.output
         for each, (groups, channels) in zip(cuts, selections, strict=True):
             remaining = remaining - along(operator, groups, each.difference(index, layer), channels)
-        remaining = remaining.to(result)
+        remaining = layer.as_returned(remaining).to(result)
         return mapped(output, lambda t: remaining if t is result else t)
 
 

@@ -52,7 +52,7 @@ class Trace:
         steps: the same layers in steps, whose layers are added to the stream in one sum.
         mask: real tokens (batch, length), None if all are real.
         weights: the checksums of the model's weights.
-        opaque: the paths of the layers without an operator (see `trace(strict=False)`).
+        opaque: the paths of the layers without an adapter, which are recorded or opaque (see `trace(strict=False)`).
         text: the text that was given as input, None for other inputs.
         warnings: a sentence for each change of the trace to the user's call that changes the output; results have them
             too (see `tracing.agreement`).
@@ -178,10 +178,12 @@ def trace(
     and attention implementation. It runs without a cache, and without the wrappers of `docs/hosts.md`. Runs in several
     threads wait for each other; calls of the model from other threads are not recorded.
 
-    Code outside of the registered layers that moves information between tokens is found by perturbing tokens: three to
-    eight runs of the model without its layers, once for each model (see `tracing.completeness`). Softmax attention runs
-    by the eager function of the host's file, and the first trace of a model and kind of input compares its output with
-    that of the model as it is called, for one more run (see `tracing.agreement`).
+    A module without an adapter that mixes tokens is recorded: the functions of torch that it calls become the stages of
+    its operator (see `docs/architectures.md`). Code outside of all layers that moves information between tokens is
+    found by perturbing tokens: four to nine runs of the model without its layers, once for each model (see
+    `tracing.completeness`). Softmax attention runs by the eager function of the host's file, and the first trace of a
+    model and kind of input compares its output with that of the model as it is called, for one more run (see
+    `tracing.agreement`).
 
     Above `substitute_above` tokens hosts' scans need tens of GiB. There every causal mixer runs through its operator,
     which is checked on the first 2048 tokens against the host's own forward; `prefix_error` and `reconstruction_error`
@@ -200,16 +202,17 @@ def trace(
         processor: the processor of images: an image processor of transformers, or a callable from a PIL image to a
             tensor (channel, height, width), such as timm's `create_transform` returns.
         dtype: dtype of the operators, at least float32; by default float32, or float64 for a float64 model.
-        strict: whether to refuse modules that move information between tokens and have no adapter, or an adapter that
-            does not cover the call. With `strict=False` they become opaque layers without an operator: methods leave
-            them out, and every result names them in `left_out`. Those that contain registered layers are refused in
-            either case.
+        strict: whether to refuse modules that move information between tokens and have neither an adapter nor functions
+            that can be recorded. With `strict=False` they become opaque layers without an operator: methods leave them
+            out, and every result names them in `left_out`. Those that contain registered layers are refused in either
+            case.
         progress: whether to show a progress bar on a terminal or in a notebook.
         substitute_above: largest number of tokens at which mixers run through the host's own forward.
         stream_to: a folder for memory-mapped files of the three tensors of each layer: the model runs on pieces of the
             tokens, and the memory is that of one piece (see `docs/memory.md`). None keeps the tensors in memory.
 
-    Raises `UnknownArchitectureError` for a model without a token mixer or with one that has no adapter,
+    Raises `UnknownArchitectureError` for a model without a token mixer, or with one outside of the modules that can be
+    layers, `UncoveredError` for a module that cannot be recorded, with the function for which it cannot,
     `ModelStateError` for active dropout and for weights that are offloaded or sharded, `InputError` for inputs that do
     not fit, `OptionError` for an invalid `dtype`, `substitute_above` or `stream_to`, and `UncoveredError` if an adapter
     does not cover a call, an operator that replaces a host's forward differs from it, or a layer cannot be computed in

@@ -33,14 +33,6 @@ _gpt_neo = family(
     "GPTNeo",
     **dict(hidden_size=16, num_layers=2, num_heads=4, window_size=4, attention_types=[[["global", "local"], 1]]),
 )
-_diff = family("recorded", causal_model, "DiffLlama", **_ENCODER, num_key_value_heads=2)
-_xlnet = family(
-    "recorded",
-    transformers_model,
-    "XLNetLMHeadModel",
-    "XLNetConfig",
-    **dict(d_model=16, n_layer=2, n_head=4, d_inner=12, **IDS),
-)
 HOSTS: tuple[Host, ...] = (
     _gptj("gpt-j", length=9),
     _megatron("megatron bert"),
@@ -52,7 +44,5 @@ HOSTS: tuple[Host, ...] = (
     _falcon("falcon, alibi", dict(alibi=True, new_decoder_architecture=True, num_kv_heads=2), length=7),
     _mpt("mpt", length=7),
     _gpt_neo("gpt neo, global and local"),
-    _diff("diff llama"),
-    _xlnet("xlnet", length=7),
 )
 """Configurations; a new host is a new entry."""
