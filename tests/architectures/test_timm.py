@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from unilinattn import explain, trace
-from unilinattn.errors import InputError, UncoveredError
+from unilinattn.errors import InputError
 from unilinattn.testing import Host, check_architecture, check_operator, randomize
 from unilinattn.testing.hosts.timm import HOSTS
 
@@ -95,11 +95,35 @@ def test_plain_attention_has_one_matrix_in_all_scopes_and_a_gate_only_in_unified
     assert not torch.allclose(gated.matrix("unified"), gated.matrix("core"))
 
 
-def test_an_unsupported_norm_is_refused_with_the_name_of_the_option() -> None:
+def test_a_norm_that_the_adapter_does_not_cover_is_recorded() -> None:
     model = block(scale_norm=True)
     model.attn.norm = nn.Tanh()
-    with pytest.raises(UncoveredError, match=r"attn \(timm's Attention, timm .*scale_norm with Tanh"):
-        trace(model, tokens()).layers[0].operator  # noqa: B018  the property builds it
+    (layer,) = trace(model, tokens()).layers
+    assert layer.architecture == "recorded" and layer.reconstruction_error() < 1e-5
+
+
+SMALL = dict(embed_dim=24, depth=2, num_heads=2)
+
+RECORDED = {
+    "windows": ("swin_tiny_patch4_window7_224", dict(img_size=28, embed_dim=8, depths=(2, 1), num_heads=(2, 2))),
+    "an mlp over the tokens": ("mixer_s32_224", dict(img_size=64)),
+    "talking heads": ("cait_xxs24_224", dict(img_size=32, **SMALL)),
+    "relative positions": ("beit_base_patch16_224", dict(img_size=32, **SMALL)),
+}
+"""timm's name and settings of models whose mixers have no adapter."""
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_mixers_without_an_adapter_are_recorded(name: str) -> None:
+    import timm
+
+    entry, settings = RECORDED[name]
+    model = timm.create_model(entry, **settings).eval()
+    image = torch.randn(1, 3, settings["img_size"], settings["img_size"])
+    layers = trace(model, image).layers
+    assert {layer.architecture for layer in layers} <= {"recorded", "timm-attention"}
+    assert sum(layer.architecture == "recorded" for layer in layers) >= 2
+    assert all(layer.reconstruction_error() < 1e-5 for layer in layers)
 
 
 def test_vision_models_are_explained_from_their_class_logits() -> None:
