@@ -18,6 +18,7 @@ from unilinattn.mixers import (
     Dense,
     DiagonalDecay,
     ExclusiveBonus,
+    Gather,
     LowRankUpdate,
     NormalizedExponential,
     Reversed,
@@ -66,6 +67,7 @@ STRUCTURES: Mapping[str, Callable[[int], CoreMixer]] = {
     "normalised exponential": lambda n: NormalizedExponential(_drawn(n, HEADS), -torch.rand(HEADS), torch.randn(HEADS)),
     "sub-steps (of a delta rule)": lambda n: Substep(STRUCTURES["delta rule"](2 * n), 2, 0),
     "reversed (diagonal decay)": lambda n: Reversed(STRUCTURES["diagonal decay"](n)),
+    "gather": lambda n: Gather(torch.randint(n, (1, n)), n, like=torch.empty(0)),
 }
 
 
@@ -75,6 +77,7 @@ FILLS: Mapping[str, int] = {
     "Toeplitz": 0,
     "Toeplitz x low rank": 4 + 1,
     "reversed (diagonal decay)": STATE,
+    "gather": 0,
 }
 """Multiplications that determine one entry of a head's matrix, for the structures whose maps are sums of tiles."""
 

@@ -15,7 +15,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.stages import Matrix
-from unilinattn.registry import UNREGISTERED, register_architecture
+from unilinattn.registry import register_architecture
 from unilinattn.rules.chains import chains_of
 from unilinattn.rules.recording import Recording
 
@@ -25,7 +25,7 @@ def _check(call: Call) -> None:
     recorded(call)
 
 
-@register_architecture(name=UNREGISTERED, kind="recorded", needs_capture=True, check=_check)
+@register_architecture(name="recorded", kind="recorded", needs_capture=True, check=_check)
 def recorded(call: Call) -> Flow:
     """Any module without an adapter, from the functions of torch that it calls: its sums over tokens are the core.
 
