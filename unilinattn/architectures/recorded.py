@@ -67,7 +67,8 @@ def recorded_stages(call: Call) -> Flow:
         with torch.no_grad(), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
             returned = module.forward(**arguments)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    # A host, and its kernels, may raise any error.
+    except Exception as error:
         raise UncoveredError(
             f"{_named(call)} ran inside the model, and raises {type(error).__name__} when it runs again: {error}. "
             "Register an adapter for this class."
@@ -78,8 +79,8 @@ def recorded_stages(call: Call) -> Flow:
         raise UncoveredError(f"{_named(call)}: its output does not depend on its inputs by functions of torch.")
     try:
         chains = chains_of(node, call.input, transposed=transposed)
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-        # A function with arguments of a kind that its rule does not expect.
+    # A function may have arguments of a kind that its rule does not expect.
+    except Exception as error:
         reason = error if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
         raise UncoveredError(f"{_named(call)}: {reason}.") from error
     flow = _flow(call, chains, inputs, transposed=transposed)
