@@ -43,7 +43,7 @@ def model_of(host: Host) -> nn.Module:
 def trace_of(host: Host, model: nn.Module) -> Trace:
     """Trace a host's model and build its operators.
 
-    Raises `Unavailable` if the trace or an adapter refuses this version's computation.
+    Raises `Unavailable` if the trace or an adapter refuses this version's computation, or no adapter covers it.
     """
     try:
         traced = trace(model, host.inputs())
@@ -51,6 +51,10 @@ def trace_of(host: Host, model: nn.Module) -> Trace:
             layer.operator  # noqa: B018  the property builds it
     except UnilinattnError as error:
         raise Unavailable(package_version(model), re.split(r"[;.] ", str(error))[0].rstrip(".")) from None
+    for layer in traced.layers:
+        if layer.architecture == "recorded" != host.architecture:
+            version = package_version(model)
+            raise Unavailable(version, f"{layer.name} is recorded, without its adapter, in {version}")
     return traced
 
 

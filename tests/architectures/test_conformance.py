@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import transformers
 
 from tests import hosts
 from tests.architectures import reference_recurrences as reference
@@ -34,13 +33,11 @@ def test_every_law_holds(host: Host) -> None:
     padding = pads(host)
     verdict = check_architecture(host.model(), host.inputs(), padding=padding, recurrence=recurrence)
     assert len(verdict.layers) == host.layers
-    # transformers 5.6.2 has attention modules around others (ViT) and some without the interface (T5).
     kinds = {layer.architecture for layer in verdict.layers}
-    recorded = transformers.__version__ == "5.6.2" and host.name in ("t5, encoder", "vit")
-    assert ("recorded" if recorded else host.architecture) in kinds
+    assert host.architecture in kinds
     # The tests of these two tables compare the order of layers with the configuration.
     if host not in (*delta.HOSTS, *recurrent.HOSTS):
-        assert kinds <= {host.architecture, "attention", *(["recorded"] if recorded else [])}
+        assert kinds <= {host.architecture, "attention"}
     assert verdict.masks == (sides(host) if padding else None)
     for layer in verdict.layers:
         assert layer.errors.keys() == {"float32", "float64", "promoted"}
