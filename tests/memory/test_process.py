@@ -104,10 +104,12 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 import unilinattn as ula
+from unilinattn import memory
 from unilinattn.kernels.backend import using
 from unilinattn.host import recomputation
 
 torch.set_num_threads(1)
+memory.SLACK = 0  # this model is small
 if sys.argv[1] == "kept":
     recomputation.return_free_pages = lambda: None
 

@@ -8,8 +8,8 @@ from torch import nn
 from unilinattn.testing.hosts.basic import IDS, Host, causal_model, family, transformers_model
 
 _WIDTH = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, **IDS)
-_ENCODER = dict(**_WIDTH, intermediate_size=12, max_position_embeddings=40)
-_GPT = dict(n_embd=16, n_layer=2, n_head=4, n_positions=40, **IDS)
+_ENCODER = dict(**_WIDTH, intermediate_size=12, max_position_embeddings=128)
+_GPT = dict(n_embd=16, n_layer=2, n_head=4, n_positions=128, **IDS)
 
 _causal = dict(length=9)
 
