@@ -41,10 +41,10 @@ def recorded(call: Call) -> Flow:
     # Its factors depend on other tokens and its values do not, as in attention over channels.
     batch, length = call.input.shape[:2]
     tokens = torch.arange(length, device=call.input.device).expand(batch, -1)
-    own = Flow(call.input).core(Gather(tokens, length, like=call.input))
+    diagonal = Flow(call.input).core(Gather(tokens, length, like=call.input))
     for stage in flow.chain:
-        own.stage(replace(stage, role="output") if isinstance(stage, Matrix) else stage)
-    return own
+        diagonal.stage(replace(stage, role="output") if isinstance(stage, Matrix) else stage)
+    return diagonal
 
 
 def recorded_stages(call: Call) -> Flow:
@@ -120,8 +120,8 @@ def _promoted(call: Call) -> tuple[nn.Module, dict[str, Any]]:
         return call.tensor(tensor).detach() if tensor.is_floating_point() else tensor
 
     # A cache has the states of the traced call.
-    given = {name: None if name in CACHES else value for name, value in call.arguments.items() if not name.isdigit()}
-    arguments = {name: mapped(value, cast) for name, value in given.items()}
+    uncached = {name: None if name in CACHES else value for name, value in call.arguments.items() if not name.isdigit()}
+    arguments = {name: mapped(value, cast) for name, value in uncached.items()}
     return module, arguments
 
 

@@ -175,43 +175,43 @@ def _over_channels(split: _Split) -> Carried:
     """Multiply every token by one matrix."""
     width = split.carried.shape[2]
     rows = [x for x in split.value if split.is_row[x]]
-    kept = [x for x in split.out if x not in rows]
+    remaining = [x for x in split.out if x not in rows]
     summed = [x for x in split.value if not split.is_row[x] and x not in split.out]
     shared = [x for x in split.weight_letters if x in rows]
-    weights = split.aligned(split.weights, split.weight_letters, [*shared, *kept, *summed])
+    weights = split.aligned(split.weights, split.weight_letters, [*shared, *remaining, *summed])
     first = weights[(slice(1),) * len(shared)]
     if not torch.equal(first.expand_as(weights), weights):
-        return _by_token_and_channel(split, rows, kept, summed)
-    shape = [split.sizes[x] for x in (*kept, *summed)]
+        return _by_token_and_channel(split, rows, remaining, summed)
+    shape = [split.sizes[x] for x in (*remaining, *summed)]
     weights = first.reshape(first.shape[len(shared) :]).expand(shape)
-    # The channel of the value that each kept channel takes from each summed one: with heads, those of its head.
-    index = split.aligned(split.index, split.value, [*rows, *kept, *summed]).reshape(
-        split.count(rows), *split.shape(split.value, [*kept, *summed])
+    # The channel of the value that each remaining channel takes from each summed one: with heads, those of its head.
+    index = split.aligned(split.index, split.value, [*rows, *remaining, *summed]).reshape(
+        split.count(rows), *split.shape(split.value, [*remaining, *summed])
     )
-    channel = (index[0] % width).expand(shape).reshape(split.count(kept), split.count(summed))
+    channel = (index[0] % width).expand(shape).reshape(split.count(remaining), split.count(summed))
     weights = weights.reshape(channel.shape)
     if channel.shape[1] != width or not bool((channel == torch.arange(width, device=channel.device)).all()):
         weights = weights.new_zeros(len(weights), width).scatter_add_(1, channel, weights)
     value = split.carried.then(Matrix("input", weights), channels=len(weights))
     row = index.reshape(len(index), -1)[:, 0] // width
-    return split.located(value, (row, rows), (torch.arange(len(weights), device=row.device), kept))
+    return split.located(value, (row, rows), (torch.arange(len(weights), device=row.device), remaining))
 
 
-def _by_token_and_channel(split: _Split, rows: list[int], kept: list[int], summed: list[int]) -> Carried:
-    """Multiply every token by a matrix of its own: copies of its channels, frozen factors, and sums of channels."""
+def _by_token_and_channel(split: _Split, rows: list[int], remaining: list[int], summed: list[int]) -> Carried:
+    """Multiply each token by another matrix: copy its channels, multiply the copies by factors, and add them."""
     inner = split.count(summed)
-    if split.count(kept) * inner > WIDENED * split.carried.shape[2]:
+    if split.count(remaining) * inner > WIDENED * split.carried.shape[2]:
         raise UncoveredError("a product has another large matrix for every token")
-    order = [*rows, *kept, *summed]
+    order = [*rows, *remaining, *summed]
     index = split.aligned(split.index, split.value, order).expand([split.sizes[x] for x in order])
     copies = split.carried.moved(index).arranged()
     factor = split.aligned(split.weights, split.weight_letters, order)
     scaled = copies.same_elements(Scale("gate", copies.layout.factor(factor)))
-    flat = scaled.moved(scaled.index.reshape(split.count(rows), split.count(kept), inner))
-    shape = torch.Size((split.count(rows), split.count(kept)))
+    flat = scaled.moved(scaled.index.reshape(split.count(rows), split.count(remaining), inner))
+    shape = torch.Size((split.count(rows), split.count(remaining)))
     total = contracted(flat, split.weights.new_ones(inner), Product((0, 1, 2), (2,), (0, 1)), shape)
-    result = total.index.view([split.sizes[x] for x in (*rows, *kept)])
-    return total.moved(result.permute([[*rows, *kept].index(x) for x in split.out]).reshape(split.result))
+    result = total.index.view([split.sizes[x] for x in (*rows, *remaining)])
+    return total.moved(result.permute([[*rows, *remaining].index(x) for x in split.out]).reshape(split.result))
 
 
 def _over_tokens(split: _Split) -> Carried:
@@ -265,7 +265,7 @@ def _by_token(
 
 
 def _over_both(split: _Split, rows: Sequence[int]) -> Carried:
-    """Sum over the tokens one by one: each has a matrix of its own, as in the merging of patches."""
+    """Add one term for each summed token, whose channels have a separate matrix, as in the merging of patches."""
     if split.count(rows) > TERMS:
         raise UncoveredError(f"a product sums over the channels of {split.count(rows)} tokens at once")
     letters = Product(

@@ -118,12 +118,12 @@ def where(run: Compilation, node: Node, mask: Any, x: Any, other: Any) -> Carrie
     mask = run.number(mask)
     terms: list[Carried] = []
     constants: list[Any] = []
-    for value, chosen in ((x, mask), (other, ~mask)):
+    for value, selected in ((x, mask), (other, ~mask)):
         if is_carried(value):
             term = run.value(value)
-            terms.append(run.scaled(term.moved(term.index.expand(node.value.shape)), chosen, "gate"))
+            terms.append(run.scaled(term.moved(term.index.expand(node.value.shape)), selected, "gate"))
         else:
-            constants.append(value if isinstance(value, Node) else chosen * value)
+            constants.append(value if isinstance(value, Node) else selected * value)
     total = terms[0] if len(terms) == 1 else added(*terms)
     return run.shifted(total, constants[0]) if constants else total
 

@@ -59,10 +59,10 @@ def group_norm(
     # The mean is linear too: first over the channels of a token, then over the tokens.
     mean, letters = carried, tuple(range(count + 1))
     for axis in dims:
-        kept = tuple(letter for letter in letters if letter != axis)
+        remaining = tuple(letter for letter in letters if letter != axis)
         weights = run.like.new_full((point.shape[axis],), 1 / point.shape[axis])
-        shape = torch.Size(point.shape[letter] for letter in kept)
-        mean, letters = contracted(mean, weights, Product(letters, (axis,), kept), shape), kept
+        shape = torch.Size(point.shape[letter] for letter in remaining)
+        mean, letters = contracted(mean, weights, Product(letters, (axis,), remaining), shape), remaining
     mean = run.scaled(mean, -1.0, "norm")
     carried = added(carried, mean.moved(mean.index[(..., *[None] * len(dims))].expand(point.shape)))
     carried = run.scaled(carried, torch.rsqrt(point.var(dims, keepdim=True, unbiased=False) + eps), "norm")

@@ -154,10 +154,10 @@ def _placed(carried: Carried, keys: tuple[Any, ...], shape: torch.Size) -> Carri
     sizes = [1 if isinstance(k, int) else len(range(*k.indices(n))) for k, n in zip(every, shape, strict=True)]
     carried = carried.moved(index.expand(sizes))
     for axis, (key, size) in enumerate(zip(every, shape, strict=True)):
-        chosen = [key % size] if isinstance(key, int) else list(range(*key.indices(size)))
-        if len(chosen) < size:
+        selected = [key % size] if isinstance(key, int) else list(range(*key.indices(size)))
+        if len(selected) < size:
             read = torch.full((size,), -1, device=index.device)
-            read[chosen] = torch.arange(len(chosen), device=index.device)
+            read[selected] = torch.arange(len(selected), device=index.device)
             carried = along(carried, axis, read)
     return carried
 

@@ -141,8 +141,8 @@ class _Search(Observer[_Call]):
     @staticmethod
     def _is_wrapped(frame: _Call, parent: _Call) -> bool:
         """Whether the module around a call has the same input, such as one that adds it to the output and norms it."""
-        own, outer = (first_tensor((*call.inputs[0], *call.inputs[1].values())) for call in (frame, parent))
-        return own is outer and bool(parent.path) and not parent.path.rpartition(".")[2].isdigit()
+        inner, outer = (first_tensor((*call.inputs[0], *call.inputs[1].values())) for call in (frame, parent))
+        return inner is outer and bool(parent.path) and not parent.path.rpartition(".")[2].isdigit()
 
     def weak(self) -> list[str]:
         """Return the innermost modules that may mix tokens, of a model in which no module moves other tokens."""
