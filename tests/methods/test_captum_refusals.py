@@ -13,7 +13,6 @@ from unilinattn import explain, trace
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.optional import MissingExtraError
 from unilinattn.testing import left_as_found, promoted
-from unilinattn.testing.hosts import transformers_model
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gradient", {"sign": "clamp"}, OptionError, r"gradient does not accept sign='clamp'.* Accepted: abs, keep"),
@@ -44,11 +43,6 @@ def test_bad_options_say_what_is_accepted(
 def test_models_that_are_not_covered() -> None:
     with pytest.raises(InputError, match="returns no logits"):
         explain(HOSTS["mamba2"].model().backbone, inputs(), method="gradient", target=-1)
-    settings = dict(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    model = transformers_model("T5ForConditionalGeneration", "T5Config", **settings)().eval()
-    ids = torch.randint(17, (1, 5))
-    with pytest.raises(UncoveredError, match="has two streams of tokens"):
-        explain(model, {"input_ids": ids, "decoder_input_ids": ids}, method="gradient", target=-1)
 
 
 class Rounded(nn.Module):

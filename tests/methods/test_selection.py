@@ -30,15 +30,6 @@ def translated(decoded: int) -> Trace:
     return trace(model, {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :decoded]})
 
 
-@pytest.mark.parametrize("method", [rollout, attribution])
-@pytest.mark.parametrize("decoded", [3, 5])
-def test_composing_methods_refuse_two_streams(method, decoded: int) -> None:
-    with pytest.raises(UncoveredError, match=rf"{DECODER} \(stream 'x'.*{SELF} \(stream 'encoder'"):
-        method(translated(decoded))
-    with pytest.raises(UncoveredError, match=rf"{CROSS} \(stream 'x' reading 'encoder'"):
-        method(translated(decoded), start_layer=1)
-
-
 @pytest.mark.parametrize("method", [raw, latim, alti])
 @pytest.mark.parametrize("decoded", [3, 5])
 def test_layer_wise_methods_refuse_to_stack_them(method, decoded: int) -> None:
@@ -69,14 +60,15 @@ def test_a_target_is_a_position_of_the_last_layer() -> None:
         raw(translated(3), layers=[SELF], target=-1)
 
 
-def test_cross_attention_refuses_scores_with_residual_or_bias() -> None:
-    for call in (
-        lambda: alti(translated(3), layers=[CROSS]),
-        lambda: latim(translated(3), layers=[CROSS], residual=True),
-        lambda: latim(translated(3), layers=[CROSS], bias="query"),
-    ):
-        with pytest.raises(UncoveredError, match=CROSS):
-            call()
+def test_the_residual_of_cross_attention_is_a_share_by_itself() -> None:
+    result = alti(translated(3), layers=[CROSS])
+    assert torch.allclose(result.scores.sum(-1) + result.extras["residual"], torch.ones(1, 2, 3))
+    norms = latim(translated(3), layers=[CROSS], residual=True).extras["residual"]
+    assert torch.equal(norms[0], translated(3).layers[-1].stream.norm(dim=-1))
+    with pytest.raises(UncoveredError, match="none of the keys is the query's own token"):
+        latim(translated(3), layers=[CROSS], bias="query")
+    with pytest.raises(UncoveredError, match="normalize='min-max' is that of one map"):
+        latim(translated(3), layers=[CROSS], residual=True, normalize="min-max")
 
 
 @pytest.mark.parametrize("method", [raw, rollout, attribution, latim, alti])

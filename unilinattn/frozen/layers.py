@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -19,13 +19,11 @@ from unilinattn.operator.stages import Branch, Scale, Stage
 from unilinattn.tracing.layer import Layer
 
 
-def require_covered(model: nn.Module, layers: Sequence[Layer]) -> None:
-    """Raise `UncoveredError` for opaque layers and for a model with two streams of tokens."""
+def require_transparent(layers: Sequence[Layer]) -> None:
+    """Raise `UncoveredError` for opaque layers."""
     for layer in layers:
         if layer.opaque:
             raise UncoveredError(f"{layer.name} is opaque: no adapter knows it, so its part in the output is unknown.")
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UncoveredError(f"{type(model).__name__} has two streams of tokens, and shares are those of one.")
 
 
 def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:
@@ -140,26 +138,27 @@ def live_output(layer: Layer, arguments: Mapping[str, Any]) -> tuple[Tensor, lis
     adapter reads from a capture of the host's run are constants too, and a layer that reads several tensors is its
     frozen operator, without edges after its cores.
     """
-    x = first_tensor(arguments.values())
-    assert x is not None
-    if not x.requires_grad or tuple(layer.ports) != ("x",):
-        with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction():
+        values = _port_values(layer, arguments)
+        ((port, x), *others) = values.items()
+        if others or not x.requires_grad:
             return frozen_output(layer, arguments), []
     with evaluated_by(_evaluate):
-        flow = _flow(layer, x.to(layer.input.dtype))
+        shape = layer.input.shape if port == "x" else layer.operator.inputs[port].shape
+        flow = _flow(layer, port, layer.as_read(x.to(layer.input.dtype), shape))
         computed, mixed = flow.value, [get_gradient_edge(value()) for value in flow.mixed]
     with torch._C.DisableTorchFunction():
         # The value is the recorded one, so that later factors are those of the trace.
         rounding = (layer.output - computed).detach()
-        return (computed + rounding).to(x.dtype), mixed
+        return layer.as_returned(computed + rounding).to(x.dtype), mixed
 
 
-def _flow(layer: Layer, x: Tensor) -> Flow:
+def _flow(layer: Layer, port: str, x: Tensor) -> Flow:
     """Return the flow that the adapter builds on `x`, or the frozen stages if it needs a capture of the host's run."""
-    if not layer.needs_capture:
+    if not layer.needs_capture and port == "x":
         return layer.flow_in_run(x)
     flow = Flow(x)
-    for stage in layer.operator.chains["x"]:
+    for stage in layer.operator.chains[port]:
         flow.stage(stage)
     return flow
 

@@ -40,16 +40,17 @@ class FrozenSpec:
         arguments: its arguments.
         layers: the traced layers in order of execution.
         rule: how a product of two factors of different rank is frozen (see `Freezing`).
-        source: where the tokens get their vectors.
-        blocks: the paths of the modules that contain layers (see `block_names`).
+        sources: where the tokens of each stream get their vectors.
+        blocks: the paths of the modules that contain layers of one of these streams, with the number of its source (see
+            `block_names`).
     """
 
     model: nn.Module
     arguments: Mapping[str, Any]
     layers: Sequence[Layer]
     rule: str
-    source: Source
-    blocks: frozenset[str]
+    sources: Sequence[Source]
+    blocks: Mapping[str, int]
 
 
 class _Call(NamedTuple):
@@ -71,10 +72,10 @@ class FrozenPass(Observer[_Call]):
     Attributes:
         output: the output.
         tangents: the tangents of its tensors: the parts of them that come from constants.
-        leaves: the vectors of the tokens.
+        leaves: the vectors of the tokens of each source, one tensor for each lookup.
         outputs: the layers' outputs.
         mixed: the edges of the graph after each layer's cores, if the rule is "half" (see `live_output`).
-        entry: the stream that enters the first block, None without one.
+        entries: the stream that enters the first block, by the number of its source.
         streams: the stream that enters each layer's numbered block, None without one.
         last_stream: the stream after the last sum, None if the layers are not all added to one.
         sources: the constants with the path of the module that added them.
@@ -90,16 +91,16 @@ class FrozenPass(Observer[_Call]):
         """Run the host."""
         super().__init__(spec.model)
         self._spec, self._whole, self._records_sources = spec, whole, records_sources
-        self.leaves: list[Tensor] = []
+        self.leaves: list[list[Tensor]] = [[] for _ in spec.sources]
         self.outputs: list[Tensor] = []
         self.mixed: list[list[GradientEdge]] = []
-        self.entry: Stream | None = None
+        self.entries: dict[int, Stream] = {}
         self.streams: list[Stream | None] = []
         self.last_stream: Stream | None = None
         self.sources: list[tuple[str, Tensor]] = []
         self.shared: frozenset[str] = frozenset()
         self.suspect: str | None = None
-        self._in_blocks = False
+        self._in_blocks: set[int] = set()
         self._queues: dict[nn.Module, list[Layer]] = {}
         for layer in spec.layers:
             self._queues.setdefault(layer.module, []).append(layer)
@@ -116,9 +117,10 @@ class FrozenPass(Observer[_Call]):
 
     def _compute(self) -> tuple[Any, Any]:
         """Return the output of the host and its tangents."""
-        arguments, source = dict(self._spec.arguments), self._spec.source
-        if isinstance(source, str):
-            arguments[source] = self._leaf(arguments[source])
+        arguments = dict(self._spec.arguments)
+        for number, source in enumerate(self._spec.sources):
+            if isinstance(source.origin, str):
+                arguments[source.origin] = self._leaf(number, arguments[source.origin])
         half, record = self._spec.rule == "half", self._record if self._records_sources else None
         with Freezing(self._where, self._marker(), half=half, record=record) as mode:
             self._mode = mode
@@ -143,19 +145,22 @@ class FrozenPass(Observer[_Call]):
 
     def frame(self, path: str, module: nn.Module, inputs: Inputs) -> _Call:
         """Find the stream that enters a block."""
-        if path not in self._spec.blocks:
+        number = self._spec.blocks.get(path)
+        if number is None:
             return _Call(path, module, None)
         args, kwargs = inputs
-        entered = None
+        entered, shape = None, self._spec.sources[number].stream.shape if len(self.leaves) > 1 else None
         # The mode of the run counts the functions that the host calls.
         with torch._C.DisableTorchFunction():
-            stream = first_stream((*args, *kwargs.values()))
+            stream = first_stream((*args, *kwargs.values()), shape)
             if stream is not None and stream.requires_grad:
                 entered = Stream(stream, forward_ad.unpack_dual(stream).tangent)
-        self.entry = self.entry or entered
+        if entered is None:
+            return _Call(path, module, None)
+        self.entries.setdefault(number, entered)
         # The code before the first block of a list may scale the embeddings.
-        if entered is not None and path.rpartition(".")[2].isdigit() and not self._in_blocks:
-            self._in_blocks = True
+        if path.rpartition(".")[2].isdigit() and number not in self._in_blocks:
+            self._in_blocks.add(number)
             self._mode.enter_stream(entered.value)
         return _Call(path, module, entered)
 
@@ -173,12 +178,12 @@ class FrozenPass(Observer[_Call]):
         path, module, _ = self.stack[-1]
         return f"{path or 'the model'} ({type(module).__name__})"
 
-    def _leaf(self, vectors: Tensor) -> Tensor:
+    def _leaf(self, number: int, vectors: Tensor) -> Tensor:
         """Return tokens' vectors as a leaf of the graph; the host may write into the copy that it gets."""
-        if isinstance(self._spec.source, TokenCall):
-            self._spec.source.require_same(vectors)
-        self.leaves.append(vectors.detach().clone().requires_grad_())
-        carried = self.leaves[-1].clone()
+        if isinstance(origin := self._spec.sources[number].origin, TokenCall):
+            origin.require_same(vectors)
+        self.leaves[number].append(vectors.detach().clone().requires_grad_())
+        carried = self.leaves[number][-1].clone()
         return forward_ad.make_dual(carried, vectors.detach().clone()) if self._whole else carried
 
     def _replaced(self, path: str, module: nn.Module, host: Forward) -> Forward | None:
@@ -214,16 +219,28 @@ class FrozenPass(Observer[_Call]):
 
     def _marker(self) -> Callable[[Any, Any, Any], Any]:
         """Return the function that makes tokens' vectors carried, from a function, its arguments and its result."""
-        source = self._spec.source
-        ids = TokenIds(self._spec.arguments) if source is None else None
-        is_source = source.finder() if isinstance(source, TokenCall) else lambda func, result: False
+        marks = [self._mark_of(number, source) for number, source in enumerate(self._spec.sources)]
+
+        def mark(func: Any, args: Any, result: Any) -> Any:
+            for each in marks:
+                marked = each(func, args, result)
+                if marked is not result:
+                    return marked
+            return result
+
+        return mark
+
+    def _mark_of(self, number: int, source: Source) -> Callable[[Any, Any, Any], Any]:
+        """Return the function that marks the vectors of one source."""
+        ids = None if source.ids is None else TokenIds(self._spec.arguments[source.ids])
+        is_source = source.origin.finder() if isinstance(source.origin, TokenCall) else lambda func, result: False
 
         def mark(func: Any, args: Any, result: Any) -> Any:
             if ids is None:
-                return self._leaf(result) if is_source(func, result) else result
+                return self._leaf(number, result) if is_source(func, result) else result
             if not ids.looks_up(func, args, result):
                 return result
-            return self._leaf(ids.by_token(result)).reshape(result.shape)
+            return self._leaf(number, ids.by_token(result)).reshape(result.shape)
 
         return mark
 

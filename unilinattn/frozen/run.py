@@ -12,11 +12,12 @@ from torch.autograd.graph import GradientEdge
 
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import OptionError, UncoveredError, nearest
-from unilinattn.frozen.layers import require_covered
+from unilinattn.frozen.layers import require_transparent
 from unilinattn.frozen.passes import FrozenPass, FrozenSpec
 from unilinattn.frozen.shares import (
     Linearized,
     Shares,
+    Stream,
     Unembedding,
     biases,
     block_streams,
@@ -25,14 +26,15 @@ from unilinattn.frozen.shares import (
     by_token,
     doubt_of,
     embedding_part,
+    has_constants,
     linearized,
 )
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import Logit, one_each
 from unilinattn.host.wrappers import require_gradients
-from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.token_source import find_source, require_alone
-from unilinattn.tracing.tokens import block_names
+from unilinattn.tracing.token_source import find_sources, require_alone
+from unilinattn.tracing.token_streams import TokenStream
+from unilinattn.tracing.tokens import blocks_of
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_trust
 
@@ -63,7 +65,7 @@ class FrozenRun:
         outputs, mixed, shared: those of the `FrozenPass` whose graph the run keeps.
         doubt: the first warning of `complete_shares` about shares that do not add up, None if there is none.
 
-    Raises `UncoveredError` for a function without a rule, for opaque layers and for models with two streams of tokens.
+    Raises `UncoveredError` for a function without a rule and for opaque layers.
     """
 
     def __init__(self, trace: Trace, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> None:
@@ -74,28 +76,29 @@ class FrozenRun:
         model, layers = trace.host, trace.layers
         self._layers, self._explained = layers, trace.explained_logit
         arguments, self._computed_positions = self._explained.arguments(model, targets)
-        require_covered(model, layers)
+        require_transparent(layers)
         require_gradients(model)
         self.doubt: str | None = None
-        source = find_source(model, arguments, layers)
-        self._spec = FrozenSpec(model, arguments, layers, rule, source, block_names(model, layers))
+        sources = find_sources(model, arguments, layers)
+        groups = [[layers[index] for index in source.stream.layers] for source in sources]
+        blocks = blocks_of(model, groups if len(groups) > 1 else [layers])
+        self._spec = FrozenSpec(model, arguments, layers, rule, sources, blocks)
         for layer in layers:
             # An operator that replaced the host's forward is built when it is needed, one at a time.
             if layer.prefix_error is None:
                 _ = layer.operator
         self._pass = FrozenPass(self._spec)
         self.outputs, self.mixed, self.shared = self._pass.outputs, self._pass.mixed, self._pass.shared
-        if not self._pass.leaves:
+        if not all(self._pass.leaves):
             raise UncoveredError(
                 f"{type(model).__name__} does not look up its token ids by torch.nn.functional.embedding, so the "
                 "vectors of the tokens are unknown; give the model inputs_embeds instead of ids."
             )
 
     @property
-    def stream(self) -> tuple[Layer, ...]:
-        """The layers on the stream whose tokens have the shares."""
-        shape = self._pass.leaves[0].shape[:2]
-        return tuple(layer for layer in self._layers if layer.output.shape[:2] == shape) or tuple(self._layers)
+    def streams(self) -> tuple[TokenStream, ...]:
+        """The streams whose tokens have the shares, one after the other."""
+        return tuple(source.stream for source in self._spec.sources)
 
     @runs_in_gradient_mode(True)
     def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
@@ -112,18 +115,22 @@ class FrozenRun:
             raise OptionError(f"unknown shares by {by!r}" + nearest(by, get_args(By)))
         run = self._pass
         scalar = self._linearized(target, logit, run)
-        entry = [] if run.entry is None else [run.entry.value]
-        streams = block_streams(self._layers, run.streams, run.leaves[0].shape[1]) if by == "depth" else []
+        entries = [run.entries.get(number) for number in range(len(self.streams))]
+        leaves = [leaf for group in run.leaves for leaf in group]
+        streams = self._depth_streams() if by == "depth" else []
         more = run.outputs if by == "layer" else [stream.value for stream in streams]
-        grads = scalar.gradients([*run.leaves, *entry, *more])
-        at_leaves = zip(run.leaves, grads, strict=False)
-        tokens = torch.stack([by_token(leaf, grad) for leaf, grad in at_leaves if grad is not None]).sum(0)
-        grads = grads[len(run.leaves) :]
-        constants = embedding_part(run.entry, grads[0] if entry else None, tokens.shape[1])
-        embedding = torch.zeros_like(tokens) if constants is None else constants
-        grads, parts = grads[len(entry) :], None
-        if by != "tokens":
-            parts = by_depth(scalar, streams, grads) if by == "depth" else by_layer(self._layers, grads)
+        at_entries = [entry.value for entry in entries if entry is not None]
+        grads = iter(scalar.gradients([*leaves, *at_entries, *more]))
+        tokens = torch.cat([_summed(group, [next(grads) for _ in group]) for group in run.leaves], 1)
+        constants = [
+            embedding_part(entry, None if entry is None else next(grads), group[0])
+            for entry, group in zip(entries, run.leaves, strict=True)
+        ]
+        embedding, parts = torch.cat(constants, 1), None
+        if by == "depth":
+            parts = by_depth(scalar, streams, list(grads))
+        elif by == "layer":
+            parts = by_layer(self._layers, list(grads))
         return Shares(
             tokens + embedding,
             embedding,
@@ -132,6 +139,15 @@ class FrozenRun:
             self._value(scalar, target, logit),
             parts,
         )
+
+    def _depth_streams(self) -> list[Stream]:
+        if len(self.streams) > 1:
+            raise UncoveredError(
+                f"{type(self._spec.model).__name__} has several streams of tokens "
+                f"({', '.join(stream.name for stream in self.streams)}), and shares by depth are those of the stream "
+                "that enters a block; use by='layer' or by='tokens'."
+            )
+        return block_streams(self._layers, self._pass.streams, self._pass.leaves[0][0].shape[1])
 
     @runs_in_gradient_mode(True)
     def unembedding(self, target: Any = -1, logit: Logit = None) -> Unembedding:
@@ -185,12 +201,13 @@ class FrozenRun:
         """
         run = FrozenPass(self._spec, records_sources=True)
         scalar = self._linearized(target, logit, run)
-        return biases(scalar, run.sources, self._layers, run.outputs, run.entry)
+        entries = [e for number, e in run.entries.items() if has_constants(e, run.leaves[number][0].shape[1])]
+        return biases(scalar, run.sources, self._layers, run.outputs, entries)
 
     def _linearized(self, target: Any, logit: Logit, run: FrozenPass) -> Linearized:
         batch, spec = len(self._layers[-1].output), self._spec
         if callable(logit):
-            require_alone(spec.model, spec.arguments, spec.source, self._layers, lambda output: [logit(output)])
+            require_alone(spec.model, spec.arguments, spec.sources, self._layers, lambda output: [logit(output)])
 
         def scalar(output: Any) -> Tensor:
             return one_each(self._explained.scalar(output, target, logit, self._computed_positions), batch)
@@ -210,6 +227,12 @@ class FrozenRun:
         a path that torch functions do not see, such as a compiled function.
         """
         return FrozenPass(self._spec, whole=True).suspect
+
+
+def _summed(leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Float[Tensor, "batch key"]:
+    """Return the shares of the tokens of one stream, whose vectors are the leaves."""
+    shares = [by_token(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+    return torch.stack(shares).sum(0) if shares else leaves[0].new_zeros(leaves[0].shape[:2], dtype=torch.float64)
 
 
 def frozen(trace: Trace, targets: Sequence[Target] | None = None, *, rule: str = "freeze") -> FrozenRun:

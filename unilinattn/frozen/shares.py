@@ -11,6 +11,7 @@ from torch import Tensor
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.token_streams import key_slots, stream_read, streams_read, token_streams
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,11 +161,19 @@ def block_streams(layers: Sequence[Layer], streams: Sequence[Stream | None], key
     return entering
 
 
-def embedding_part(entry: Stream | None, grad: Tensor | None, keys: int) -> Float[Tensor, "batch key"] | None:
-    """Return the share of the constants in the stream that enters the first block, None if it has other tokens."""
-    if entry is None or entry.tangent is None or grad is None or entry.tangent.shape[1] != keys:
-        return None
+def embedding_part(
+    entry: Stream | None, grad: Tensor | None, vectors: Float[Tensor, "batch key channel"]
+) -> Float[Tensor, "batch key"]:
+    """Return the share of the constants in the stream that enters the first block, zeros if it has other tokens."""
+    if entry is None or grad is None or not has_constants(entry, vectors.shape[1]):
+        return vectors.new_zeros(vectors.shape[:2], dtype=torch.float64)
+    assert entry.tangent is not None
     return by_token(entry.tangent, grad)
+
+
+def has_constants(entry: Stream, keys: int) -> bool:
+    """Tell whether a stream has constants beside the vectors of its `keys` tokens."""
+    return entry.tangent is not None and entry.tangent.shape[1] == keys
 
 
 def by_depth(scalar: Linearized, streams: Sequence[Stream], grads: Sequence[Tensor | None]) -> Parts:
@@ -180,13 +189,20 @@ def by_depth(scalar: Linearized, streams: Sequence[Stream], grads: Sequence[Tens
 
 
 def by_layer(layers: Sequence[Layer], grads: Sequence[Tensor | None]) -> Parts:
-    """Return sum_i g_i . T_ij x_j for each layer, where g is the scalar's gradient at the layer's output."""
+    """Return sum_i g_i . T_ij x_j for each layer, where g is the scalar's gradient at the layer's output.
+
+    The keys are the tokens of all streams that the layers read (see `streams_read`).
+    """
+    slots = key_slots(streams_read(layers))
+    length, streams = max(slot.stop for slot in slots.values()), token_streams(layers)
     tokens, bias, value = [], [], []
     for layer, slope in zip(layers, grads, strict=True):
         op = layer.operator
         grad = torch.zeros_like(op.output) if slope is None else slope.to(op.output)
-        pulled = [by_token(x, op.adjoint(grad, port=port)) for port, x in op.inputs.items()]
-        tokens.append(torch.stack(pulled).sum(0))
+        share = grad.new_zeros(grad.shape[0], length, dtype=torch.float64)
+        for port, x in op.inputs.items():
+            share[:, slots[stream_read(layer, port, layers, streams)]] += by_token(x, op.adjoint(grad, port=port))
+        tokens.append(share)
         bias.append(_by_sequence(grad * op.bias))
         value.append(_by_sequence(grad * op.output))
     return Parts(torch.stack(tokens), torch.stack(bias), torch.stack(value))
@@ -197,20 +213,20 @@ def biases(
     sources: Sequence[tuple[str, Tensor]],
     layers: Sequence[Layer],
     outputs: Sequence[Tensor],
-    entry: Stream | None,
+    entries: Sequence[Stream],
 ) -> dict[str, Float[Tensor, " batch"]]:
     """Return the share of the constants by module: sources of the graph, layers, and "" for constants in the output."""
     names, leaves = [name for name, _ in sources], [leaf for _, leaf in sources]
-    enters = [] if entry is None else [entry.value]
+    enters = [entry.value for entry in entries]
     by_module = {"": scalar.unreached}
     for b in range(len(scalar.value)):
         grads = scalar.gradients([*leaves, *outputs, *enters], b)
         shares = [_inner(leaf, g) for leaf, g in zip(leaves, grads, strict=False)]
-        at_entry = grads[-1] if enters else None
-        if embedding_part(entry, at_entry, outputs[0].shape[1]) is not None:
-            # A constant that reaches the logit through the first block's stream belongs to the tokens' embeddings.
-            early = torch.autograd.grad(enters, leaves, at_entry, retain_graph=True, allow_unused=True)
-            shares = [share - _inner(leaf, g) for share, leaf, g in zip(shares, leaves, early, strict=True)]
+        for entered, slope in zip(enters, grads[len(leaves) + len(outputs) :], strict=True):
+            if slope is not None:
+                # A constant that reaches the logit through the first block's stream belongs to the tokens' embeddings.
+                early = torch.autograd.grad(entered, leaves, slope, retain_graph=True, allow_unused=True)
+                shares = [share - _inner(leaf, g) for share, leaf, g in zip(shares, leaves, early, strict=True)]
         through = zip(layers, grads[len(leaves) :], strict=False)
         shares += [_inner(layer.operator.bias, g) for layer, g in through]
         for name, share in zip([*names, *(layer.name for layer in layers)], shares, strict=True):

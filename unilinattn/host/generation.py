@@ -1,6 +1,7 @@
 """Generate text with a host model, and leave the model as it was."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.image import is_image
-from unilinattn.host.inputs import host_arguments, max_positions, pixels
+from unilinattn.host.inputs import host_arguments, is_encoder_decoder, max_positions, pixels
 from unilinattn.host.recomputation import captures
 from unilinattn.host.run import run
 from unilinattn.host.text import encoded, is_text
@@ -18,6 +19,21 @@ RESERVED = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "max_new_t
 """Arguments of a host's `generate` that are set here."""
 
 ONE_PROMPT = "explain one prompt at a time, whose generated tokens are the rows of the result."
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generated text as the inputs of one run of the model.
+
+    Attributes:
+        inputs: the arguments of the run.
+        ids: the ids whose last ones were generated: the whole text, or those of a decoder.
+        first: the position of the first generated token among them.
+    """
+
+    inputs: Mapping[str, Any]
+    ids: Int[Tensor, "1 length"]
+    first: int
 
 
 def prompt_ids(model: nn.Module, prompt: Any, tokenizer: Any) -> Int[Tensor, "1 length"]:
@@ -52,12 +68,14 @@ def prompt_ids(model: nn.Module, prompt: Any, tokenizer: Any) -> Int[Tensor, "1 
 
 def generated(
     model: nn.Module, ids: Int[Tensor, "1 prompt"], max_new_tokens: int, settings: Mapping[str, Any]
-) -> Int[Tensor, "1 length"]:
-    """Return the prompt with the tokens that the host's own `generate` adds: greedy by default.
+) -> Generation:
+    """Return the text that the host's own `generate` makes of a prompt: greedy by default.
 
-    Raises `UncoveredError` for a model that does not generate or that has an encoder and a decoder, `OptionError` for
-    a number of tokens below 1 and for settings that would change the prompt or return several texts, `InputError` for
-    more tokens than the model has positions, and `ModelStateError` for active dropout.
+    The text continues the prompt; of a model with an encoder, which reads the prompt, it is that of the decoder.
+
+    Raises `UncoveredError` for a model that does not generate, `OptionError` for a number of tokens below 1 and for
+    settings that would change the prompt or return several texts, `InputError` for more tokens than the model has
+    positions, and `ModelStateError` for active dropout.
     """
     name = type(model).__name__
     if type(max_new_tokens) is not int or max_new_tokens < 1:
@@ -66,27 +84,26 @@ def generated(
         raise OptionError(f"generate_kwargs holds {taken[0]!r}, which the prompt and max_new_tokens determine.")
     if settings.get("num_return_sequences", 1) != 1:
         raise OptionError(f"num_return_sequences={settings['num_return_sequences']!r}; one text is explained.")
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UncoveredError(
-            f"{name} has an encoder and a decoder, so its generated tokens do not continue the prompt; trace it with "
-            "decoder_input_ids."
-        )
     generate: Any = getattr(model, "generate", None)
     if not callable(generate) or not getattr(model, "can_generate", lambda: True)():
         raise UncoveredError(
             f"{name} does not generate text; give a model with a language head, such as ...ForCausalLM."
         )
-    most, length = max_positions(model), ids.shape[1]
+    encoded, most = is_encoder_decoder(model), max_positions(model)
+    length = 1 if encoded else ids.shape[1]
     if most is not None and length + max_new_tokens > most:
         raise InputError(
             f"the prompt has {length} tokens and max_new_tokens is {max_new_tokens}, and {name} has positions for "
             f"{most}; give a shorter prompt or generate at most {max(most - length, 0)} tokens."
         )
-
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
     # As in a trace: without captures, RWKV would rescale its weights in place.
     made = run(model, lambda: generate(ids, **{**arguments, **settings}), mixers=captures(model))
     whole: Tensor = made if isinstance(made, Tensor) else made.sequences
+    if encoded:
+        inputs = {"input_ids": ids, "decoder_input_ids": whole}
+        # The first id is that from which the decoder starts.
+        return Generation(inputs, whole, 1)
     if whole.shape[1] <= length or not torch.equal(whole[:, :length], ids):
         raise UncoveredError(f"{name}.generate did not continue the prompt; its {whole.shape[1]} ids are another text.")
-    return whole
+    return Generation({"input_ids": whole}, whole, length)

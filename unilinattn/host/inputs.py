@@ -134,18 +134,41 @@ def _misfit(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
 
 
 def token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Return the (batch, length) ids among a host's arguments, None if there are none or those of two streams.
+    """Return the (batch, length) ids among a host's arguments, None if there are none or those of two streams."""
+    name = ids_name(arguments)
+    return None if name is None else arguments[name]
 
-    Their name ends in `input_ids`, or they are the only tensor but for masks and positions.
+
+def ids_name(arguments: Mapping[str, Any]) -> str | None:
+    """Return the name of the argument with the (batch, length) ids, None if there is none or there are several.
+
+    It ends in `input_ids`, or the ids are the only tensor but for masks and positions.
     """
     named = [name for name in arguments if name.endswith("input_ids")]
     if not named:
         arrays = [name for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim > 1]
         named = [name for name in arrays if "mask" not in name and "position" not in name]
-    ids = arguments[named[0]] if len(named) == 1 else None
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        return None
-    return ids
+    return named[0] if len(named) == 1 and is_ids(arguments[named[0]]) else None
+
+
+def is_ids(value: Any) -> bool:
+    """Tell whether a value may be the ids of tokens, (batch, length)."""
+    whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+    return whole and value.ndim == 2
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Tell whether a model's configuration says that it has an encoder and a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def decoder_start(model: nn.Module, batch: int) -> dict[str, Tensor]:
+    """Return the id from which the decoder of a model generates, as its argument; none for a model without one."""
+    settings = (getattr(model, "generation_config", None), getattr(model, "config", None))
+    ids = (getattr(each, name, None) for each in settings for name in ("decoder_start_token_id", "bos_token_id"))
+    start = next((each for each in ids if isinstance(each, int)), None)
+    takes = is_encoder_decoder(model) and "decoder_input_ids" in inspect.signature(model.forward).parameters
+    return {"decoder_input_ids": torch.full((batch, 1), start)} if takes and start is not None else {}
 
 
 def real_tokens(arguments: Mapping[str, Any], name: str = "attention_mask") -> Bool[Tensor, "batch length"] | None:

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from unilinattn.errors import InputError, OptionError, nearest
-from unilinattn.host.inputs import vocabulary_size
+from unilinattn.host.inputs import decoder_start, vocabulary_size
 from unilinattn.host.labels import labels_of_ids, labels_of_text, token_text
 
 Value = TypeVar("Value")
@@ -75,13 +75,14 @@ class Text:
         return [next(remaining) if real else filler for real, filler in zip(self._real[index], fillers, strict=True)]
 
     def arguments_for(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return `arguments` on a model's device.
+        """Return `arguments` on a model's device, with the first id of a decoder for a model that has one.
 
         Raises `InputError` for ids that the model does not have, and warns of a tokenizer with more tokens than it.
         """
         self._require_vocabulary(model)
         device = next(model.parameters()).device
-        return {name: ids.to(device) for name, ids in self.arguments.items()}
+        start = decoder_start(model, len(self.arguments["input_ids"]))
+        return {name: ids.to(device) for name, ids in {**self.arguments, **start}.items()}
 
     def _require_vocabulary(self, model: nn.Module) -> None:
         size = vocabulary_size(model)

@@ -6,17 +6,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.errors import UncoveredError
 from unilinattn.kernels.backend import implementation
-from unilinattn.methods.composition import product_cost, score_steps, stacked_count
+from unilinattn.methods.composition import layers_of, product_cost, score_steps, stacked_count
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.heads import head_axis, through_heads
+from unilinattn.methods.joint import Joint
 from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.maps import blank_padding, gather_rows, map_shape, sum_on_first
 from unilinattn.methods.results import to_result
-from unilinattn.methods.selection import only_port, stackable_layers
+from unilinattn.methods.selection import only_port, reads_own_tokens
 from unilinattn.methods.vectors import (
-    at_target,
     cancellation,
     contribution_tiles,
     head_tiles,
@@ -33,10 +32,10 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estimate:
     """Return the cost of `alti`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
-    layers = stackable_layers(trace, "alti", options.layers)
+    layers = layers_of(trace, options)
     if options.residual:
         for layer in layers:
-            residual_of(layer, "alti", options.without_stream)
+            residual_of(trace, layer, "alti", options.without_stream)
     exact = options.activation == "exact"
     batch, queries, _ = map_shape(layers[0])
 
@@ -53,10 +52,12 @@ def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estima
     numbers = (2 if options.is_through_heads else 1) * batch * (queries if target is None else 1)
     extras = stacked_count(trace, options, layers) * numbers * layers[0].output.element_size()
     if options.compose == "rollout":
+        joint = Joint.of(trace, "alti", layers)
         of_step, resident = product_cost(
-            trace, "alti", layers, target, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact)
+            joint, layers, target, lambda step: shares_cost(step, step[0].output.shape[1], exact=exact)
         )
-        return estimated(options, layers, target, of_step, resident=resident, extras=extras)
+        axes = joint.axes(whole=target is None)
+        return estimated(options, layers, target, of_step, resident=resident, extras=extras, axes=axes)
     axis = head_axis("alti", layers, options.heads) if options.by_head else None
     return estimated(options, layers, target, of, heads=axis, extras=extras)
 
@@ -64,20 +65,28 @@ def cost(trace: Trace, options: Alti, *, target: Target | None = None) -> Estima
 @register_method(Alti, cost=cost)
 def alti(trace: Trace, options: Alti, *, target: Target | None = None) -> Attribution:
     """Run `Alti`."""
-    layers = stackable_layers(trace, "alti", options.layers)
+    layers = layers_of(trace, options)
     errors = stream_errors(trace, layers, "alti", options.without_stream) if options.residual else None
     ratios: dict[str, Tensor] = {}
     residuals: dict[str, Tensor] = {}
 
-    def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
+    def fill(
+        step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]
+    ) -> Float[Tensor, "batch row"] | None:
+        residual: Tensor | None
         if options.is_through_heads:
-            ratio, residuals[step[0].name] = _head_mixing(out, trace, step[0], rows, options)
+            ratio, residual = _head_mixing(out, trace, step[0], rows, options)
         else:
-            ratio = mixing(out, trace, step, rows, options)
-        ratios[step[0].name] = at_target(ratio, trace, step[0], target)
+            ratio, residual = mixing(out, trace, step, rows, options)
+        ratios[step[0].name] = ratio
+        if residual is not None:
+            residuals[step[0].name] = residual
+        return residual
 
     axis = head_axis("alti", layers, options.heads) if options.by_head else None
-    scores, scale = score_steps(trace, options, layers, target, fill, heads=axis)
+    scores, composed = score_steps(trace, options, layers, target, fill, heads=axis)
+    # A step without a share apart has that of its token among the keys.
+    apart = residuals if len(residuals) == len(ratios) else {}
     return to_result(
         trace,
         options,
@@ -86,8 +95,9 @@ def alti(trace: Trace, options: Alti, *, target: Target | None = None) -> Attrib
         target=target,
         scope="layer",
         heads=axis,
-        extras={"cancellation": ratios, **({"residual": residuals} if residuals else {})},
-        scale=scale,
+        axes=composed.axes,
+        extras=composed.by_row({"cancellation": ratios, **({"residual": apart} if apart else {})}),
+        scale=composed.scale,
         stream_error=errors,
     )
 
@@ -98,13 +108,18 @@ def mixing(
     step: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
     options: Alti,
-) -> Float[Tensor, "batch row"]:
+) -> tuple[Float[Tensor, "batch row"], Float[Tensor, "batch row"] | None]:
     """Write rows of P of one step into `out`, which is zero: each real token's share of y_i, rows summing to 1.
 
-    Returns the rows' cancellation.
+    Returns the rows' cancellation, and the share of each row's own token if that is none of the keys, else None.
     """
     first = step[0]
-    stream = residual_of(first, "alti", options.without_stream) if options.residual else _no_stream(first)
+    stream = (
+        residual_of(trace, first, "alti", options.without_stream)
+        if options.residual
+        else torch.zeros_like(first.output)
+    )
+    is_among_keys = reads_own_tokens(trace, first)
     step = [layer.added for layer in step]
     output = sum_on_first([stream, *(layer.multiplier * layer.output for layer in step)])
     factors = [layer.multiplier for layer in step]
@@ -121,15 +136,21 @@ def mixing(
         sizes[:, tile.rows] += magnitudes.sum(-1)
         if not in_linear_time:
             total[:, tile.rows] += tile.total()
-        out[:, tile.rows, tile.cols] = tile.with_extra(scores, "alti", extra[:, tile.rows], reference[:, tile.rows])
+        if is_among_keys:
+            scores = tile.with_extra(scores, "alti", extra[:, tile.rows], reference[:, tile.rows])
+        out[:, tile.rows, tile.cols] = scores
     out.clamp_min_(0)
     blank_padding(out, trace, first, rows)
+    ratio = cancellation(sizes, total, 1.0, first, rows)
+    if not is_among_keys:
+        residual = _nearness(extra.unsqueeze(1), reference).squeeze(1)
+        return ratio, normalized_with(out.unsqueeze(1), residual, first, rows)
     row_sums = out.sum(-1, keepdim=True)
     out.div_(row_sums.masked_fill(row_sums == 0, 1))
     # A row in which every entry is clipped is one-hot on its own token; a row of padding stays zero.
     out.scatter_add_(2, rows.unsqueeze(-1), (row_sums == 0).to(out))
     blank_padding(out, trace, first, rows)
-    return cancellation(sizes, total, 1.0, first, rows)
+    return ratio, None
 
 
 def _head_mixing(
@@ -145,7 +166,11 @@ def _head_mixing(
     """
     layer = layer.added
     split, factor = through_heads("alti", layer, options.heads, by_head=options.by_head), layer.multiplier
-    stream = residual_of(layer, "alti", options.without_stream) if options.residual else torch.zeros_like(layer.output)
+    stream = (
+        residual_of(trace, layer, "alti", options.without_stream)
+        if options.residual
+        else torch.zeros_like(layer.output)
+    )
     output = gather_rows(stream + factor * layer.output, rows)
     by_part = out if options.by_head else out.unsqueeze(1)
     sizes, total = output.new_zeros(rows.shape), torch.zeros_like(output)
@@ -157,24 +182,30 @@ def _head_mixing(
     by_part.clamp_min_(0)
     for scores in by_part.unbind(1):
         blank_padding(scores, trace, layer, rows)
-    vectors = gather_rows(stream + factor * split.around(), rows).transpose(1, 2).unsqueeze(3)
-    norms = implementation("contribution_norms", vectors).norms
-    residual = norms(vectors, None, order="alti", reference=output).squeeze(2).clamp_min(0)
-    row_sums = by_part.sum((1, 3)) + residual
+    residual = _nearness(gather_rows(stream + factor * split.around(), rows).unsqueeze(1), output).squeeze(1)
+    return cancellation(sizes, total, 1.0, layer, rows), normalized_with(by_part, residual, layer, rows)
+
+
+def _nearness(
+    vectors: Float[Tensor, "batch one row out"], reference: Float[Tensor, "batch row out"]
+) -> Float[Tensor, "batch one row"]:
+    """Return how much closer vectors bring the rows to their outputs, at least 0."""
+    columns = vectors.permute(0, 3, 2, 1)
+    norms = implementation("contribution_norms", columns).norms
+    return norms(columns, None, order="alti", reference=reference).transpose(1, 2).clamp_min(0)
+
+
+def normalized_with(
+    scores: Float[Tensor, "batch part row key"],
+    residual: Float[Tensor, "batch row"],
+    layer: Layer,
+    rows: Int[Tensor, "batch row"],
+) -> Float[Tensor, "batch row"]:
+    """Divide the scores of each row by the sum of all its parts, keys and residual; return the residual's share."""
+    row_sums = scores.sum((1, 3)) + residual
     clipped = row_sums == 0
     row_sums = row_sums.masked_fill(clipped, 1)
-    by_part.div_(row_sums[:, None, :, None])
+    scores.div_(row_sums[:, None, :, None])
     # A row in which every unit is clipped is all residual; a row of padding stays zero.
     residual = torch.where(clipped, torch.ones_like(residual), residual / row_sums)
-    if layer.mask is not None:
-        residual = residual.masked_fill(~layer.mask.gather(1, rows), 0)
-    return cancellation(sizes, total, 1.0, layer, rows), residual
-
-
-def _no_stream(layer: Layer) -> Float[Tensor, "batch query out"]:
-    if (ports := only_port(layer).ports) != ("x",):
-        raise UncoveredError(
-            f"alti: {layer.name} takes its keys from {ports[0]!r}, so a row's own token is not among them; "
-            "layers=[...] leaves it out."
-        )
-    return torch.zeros_like(layer.output)
+    return residual if layer.mask is None else residual.masked_fill(~layer.mask.gather(1, rows), 0)

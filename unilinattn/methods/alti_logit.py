@@ -11,19 +11,21 @@ from unilinattn.errors import ExactnessError, UncoveredError
 from unilinattn.frozen.run import frozen
 from unilinattn.memory import reserved
 from unilinattn.methods.alti import mixing
-from unilinattn.methods.composition import product_cost
+from unilinattn.methods.composition import joint_bytes, product_cost
 from unilinattn.methods.costs import estimated
+from unilinattn.methods.joint import Joint
 from unilinattn.methods.latim import residual_of, stream_errors
 from unilinattn.methods.logit import write_rows
-from unilinattn.methods.maps import ONE_ROW, blank_padding, gather_rows, map_bytes, map_shape, sum_on_first
+from unilinattn.methods.maps import ONE_ROW, gather_rows, map_shape, sum_on_first
 from unilinattn.methods.results import allocate_scores, make_result
 from unilinattn.methods.selection import (
-    composable_steps,
+    begins_stream,
     every_position,
     layers_from,
     only_port,
     only_target,
     query_rows,
+    streams_of,
 )
 from unilinattn.methods.vectors import contribution_tiles, shares_cost
 from unilinattn.options import Alti, AltiLogit
@@ -43,16 +45,18 @@ def cost(trace: Trace, options: AltiLogit, *, target: Target | None = None) -> E
     """Return the cost of `alti_logit`: a run of the model, and the map of every step with its product."""
     layers = _layers(trace)
     target = only_target(trace, target, options.scalar)
-    batch, queries, keys = map_shape(layers[0])
+    joint = Joint.of(trace, NAME, layers)
+    batch, queries, keys = joint.axes(whole=False).shape
     rows, width = queries if target is None else 1, layers[0].output.element_size()
 
-    of, resident = product_cost(trace, NAME, layers, target, lambda step: shares_cost(step, queries, exact=True))
+    of, resident = product_cost(
+        joint, layers, target, lambda step: shares_cost(step, map_shape(step[0])[1], exact=True)
+    )
     before = LayerCost("frozen run", "forward pass", trace.frozen_cost(rows))
     # The unembedding of every row, and one row for each number of the extras in float64.
-    resident += batch * rows * keys * width + layers[0].output.numel() * width
-    return estimated(
-        options, layers, target, of, resident=resident, extras=8 * batch * rows * len(EXTRAS), before=[before]
-    )
+    resident += batch * rows * keys * width + layers[-1].output.numel() * width
+    extras, axes = 8 * batch * rows * len(EXTRAS), joint.axes(whole=False)
+    return estimated(options, layers, target, of, resident=resident, extras=extras, before=[before], axes=axes)
 
 
 @register_method(AltiLogit, cost=cost)
@@ -61,8 +65,9 @@ def alti_logit(trace: Trace, options: AltiLogit, *, target: Target | None = None
     layers = _layers(trace)
     errors = stream_errors(trace, layers, NAME)
     target = only_target(trace, target, options.scalar)
-    stream, gradient, extras = _unembedded(trace, layers[0], target, options)
-    scores, biases = _accumulated(trace, options, layers, target, gradient, stream)
+    joint = Joint.of(trace, NAME, layers)
+    stream, gradient, extras = _unembedded(trace, layers[-1], target, options)
+    scores, biases = _accumulated(joint, options, layers, target, gradient, stream)
     extras["bias"] += biases
     total = scores.double().sum(-1) + extras["bias"] + extras["remainder"]
     extras["gap"] = (total - extras["logit"]).abs()
@@ -75,6 +80,7 @@ def alti_logit(trace: Trace, options: AltiLogit, *, target: Target | None = None
         scores,
         target=target,
         scope="layer",
+        axes=joint.axes(whole=False),
         extras=extras,
         completeness_gap=float((extras["gap"] / value).max()),
         stream_error=errors,
@@ -82,7 +88,7 @@ def alti_logit(trace: Trace, options: AltiLogit, *, target: Target | None = None
 
 
 def _accumulated(
-    trace: Trace,
+    joint: Joint,
     options: AltiLogit,
     layers: Sequence[Layer],
     target: Target | None,
@@ -92,10 +98,11 @@ def _accumulated(
     """Return the scores and the part of the layers' biases, from the last step to the first.
 
     `gradient` is U of each row without a target, and of all positions for a target; `above` is the stream after the
-    last sum.
+    last sum. What an encoder adds to its stream reaches the logit through the layers that read it: only the steps of
+    the last layer's stream add vectors of their own tokens.
     """
-    rows = query_rows(trace, layers[0])
-    scores = allocate_scores(options, layers, target)
+    trace, slot = joint.trace, joint.slot(joint.trace.target_stream)
+    scores = allocate_scores(options, layers, target, axes=joint.axes(whole=False))
     biases = torch.zeros(scores.shape[:2], dtype=torch.float64, device=scores.device)
 
     def along(vectors: Float[Tensor, "batch query out"]) -> Float[Tensor, "batch query"]:
@@ -103,32 +110,40 @@ def _accumulated(
 
     def add(vectors: Float[Tensor, "batch query out"]) -> None:
         """Add vectors of the tokens themselves."""
-        (scores.diagonal(dim1=1, dim2=2) if target is None else scores[:, 0]).add_(along(vectors))
+        tokens = scores[:, :, slot]
+        (tokens.diagonal(dim1=1, dim2=2) if target is None else tokens[:, 0]).add_(along(vectors))
 
-    size = map_bytes(layers[0])
+    size = joint_bytes(joint, layers)
     with reserved(size + scores.numel() * scores.element_size(), f"{NAME}: the map of a step and its product", ONE_ROW):
-        for step in progress(composable_steps(trace, NAME, layers)[::-1], NAME):
-            stream = residual_of(step[0], NAME)
+        for step in progress(joint.steps[::-1], NAME):
+            written, read = streams_of(trace, step[0])
+            stream = residual_of(trace, step[0], NAME)
             factors, added = [layer.multiplier for layer in step], [layer.added for layer in step]
-            after = sum_on_first([stream, *(f * layer.output for f, layer in zip(factors, added, strict=True))])
-            add(above.to(after) - after)
+            is_last, rows = written == trace.target_stream, query_rows(trace, step[0])
+            if is_last:
+                after = sum_on_first([stream, *(f * layer.output for f, layer in zip(factors, added, strict=True))])
+                add(above.to(after) - after)
             share = step[0].output.new_zeros(map_shape(step[0]))
-            mixing(share, trace, step, rows.to(share.device), Alti())
-            scores = scores @ share.to(scores)
+            _, residual = mixing(share, trace, step, rows.to(share.device), Alti())
+            scores = scores @ joint.whole(step, share, residual).to(scores)
+            if not is_last:
+                continue
+            columns = scores[:, :, joint.slot(read)]
             if target is None:
                 for tile in contribution_tiles(added, factors, rows, "exact"):
                     reference = gather_rows(gradient, rows[:, tile.rows])
-                    scores[:, tile.rows, tile.cols] += tile.norms("dot", reference=reference)
+                    columns[:, tile.rows, tile.cols] += tile.norms("dot", reference=reference)
             for factor, layer in zip(factors, added, strict=True):
                 op = only_port(layer)
                 if target is not None:
-                    pulled = op.inputs["x"] * op.adjoint(gradient.to(op.output))
-                    scores[:, 0] += factor * pulled.sum(-1).to(scores)
+                    pulled = op.inputs[op.ports[0]] * op.adjoint(gradient.to(op.output), port=op.ports[0])
+                    columns[:, 0] += factor * pulled.sum(-1).to(scores)
                 bias = factor * along(op.bias).double()
                 biases += bias if target is None else bias.sum(1, keepdim=True)
             above = stream
         add(above)
-    blank_padding(scores, trace, layers[0], query_rows(trace, layers[0], target))
+    every = joint.rows(None)[:, slot] if target is None else joint.rows(target)
+    joint.blank(scores, every)
     return scores, biases
 
 
@@ -161,8 +176,8 @@ def _layers(trace: Trace) -> tuple[Layer, ...]:
     """Return all layers; raise `UncoveredError` for one whose residual stream is unknown or inside its module."""
     layers = layers_from(trace, NAME, 0)
     for layer in layers:
-        residual_of(layer, NAME)
-        if layer.stream is None:
+        residual_of(trace, layer, NAME)
+        if layer.stream is None and not begins_stream(trace, layer):
             raise UncoveredError(
                 f"{NAME}: the module of {layer.name} contains its residual, so the streams before and after it are "
                 "related by more than a sum (a norm after it), and the contributions of the layers to a logit cannot "

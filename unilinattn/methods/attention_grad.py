@@ -31,5 +31,6 @@ def attention_grad(trace: Trace, options: AttentionGrad, *, target: Target | Non
         for gradients in core_gradients(trace, layers, targets, options):
             yield {name: [gradient] for name, gradient in gradients.items()}
 
-    rho, scale = gradient_rollout(trace, options, layers, target, factors)
-    return make_result(trace, options, layers, rho, target=target, scope="core", extras=scale)
+    joint, rho, scale = gradient_rollout(trace, options, layers, target, factors)
+    axes = joint.axes(whole=False)
+    return make_result(trace, options, layers, rho, target=target, scope="core", axes=axes, extras=scale)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import reserved
-from unilinattn.methods.composition import weighted_rollout
+from unilinattn.methods.composition import joint_bytes, weighted_rollout
 from unilinattn.methods.costs import estimated, gradient_passes, head_cost, map_cost, postprocess_cost, vecmat_cost
+from unilinattn.methods.joint import Joint
 from unilinattn.methods.maps import (
     ONE_ROW,
     Weight,
@@ -19,13 +20,13 @@ from unilinattn.methods.maps import (
     map_bytes,
     vecmat,
 )
-from unilinattn.methods.results import allocate_scores, make_result
-from unilinattn.methods.scaled import Blocks, ScaledProduct
+from unilinattn.methods.results import make_result
+from unilinattn.methods.scaled import Blocks
 from unilinattn.methods.selection import (
-    composable_steps,
     layers_from,
     one_scalar,
     only_port,
+    reads_own_tokens,
 )
 from unilinattn.options import weighted
 from unilinattn.registry import register_method
@@ -43,11 +44,11 @@ def cost(trace: Trace, options: weighted.Attribution, *, target: Target | None =
     A gradient is a forward and a backward pass of the model, block by block (see `Trace.gradient`).
     """
     layers = layers_from(trace, "attribution", options.start_layer)
-    composable_steps(trace, "attribution", layers)
+    joint = Joint.of(trace, "attribution", layers)
     weights = sum(layer.output.shape[0] * layer.output.shape[1] * layer.output.element_size() for layer in layers)
     one_map, maps = target is None and one_scalar(trace, options.scalar), 0
     if one_map:
-        maps = map_bytes(layers[0])
+        maps = joint_bytes(joint, layers)
     elif target is None and not (options.is_linear or options.by_head):
         maps = sum(map(map_bytes, layers))
 
@@ -60,15 +61,15 @@ def cost(trace: Trace, options: weighted.Attribution, *, target: Target | None =
             return vecmat_cost(layer, options)
         return max(vecmat_cost(layer, options, computed=True), map_cost(layer, options))
 
-    return estimated(options, layers, target, of, resident=maps + weights, before=gradient_passes(trace, options))
+    before, axes = gradient_passes(trace, options), joint.axes(whole=False)
+    return estimated(options, layers, target, of, resident=maps + weights, before=before, axes=axes)
 
 
 @register_method(weighted.Attribution, cost=cost)
 def attribution(trace: Trace, options: weighted.Attribution, *, target: Target | None = None) -> Attribution:
     """Run `Attribution`."""
     layers = layers_from(trace, "attribution", options.start_layer)
-    steps = composable_steps(trace, "attribution", layers)
-    product = ScaledProduct(allocate_scores(options, layers, target))
+    joint = Joint.of(trace, "attribution", layers)
     # Each row weights the maps by another gradient, so all maps are kept; those of all heads are computed again.
     each_row = target is None and not one_scalar(trace, options.scalar)
     mapped = layers if each_row and not (options.is_linear or options.by_head) else ()
@@ -84,8 +85,9 @@ def attribution(trace: Trace, options: weighted.Attribution, *, target: Target |
             return map_blocks(trace, layer, options, weight=weights[layer.name])
 
         weigh = partial(gradient_weights, trace, layers, options=options)
-        rho, scale = weighted_rollout(product, trace, options, steps, target, weigh, multiply, blocks)
-    return make_result(trace, options, layers, rho, target=target, scope=options.scope, extras=scale)
+        rho, scale = weighted_rollout(joint, options, layers, target, weigh, multiply, blocks)
+    axes = joint.axes(whole=False)
+    return make_result(trace, options, layers, rho, target=target, scope=options.scope, axes=axes, extras=scale)
 
 
 def gradient_weights(
@@ -99,6 +101,11 @@ def gradient_weights(
         for layer in layers:
             gradient = gradients[indices[layer.name]]
             if options.variant == "published-code":
+                if not reads_own_tokens(trace, layer):
+                    raise UncoveredError(
+                        f"attribution: {layer.name} reads other tokens than it writes, and variant='published-code' "
+                        "weights the keys by the gradients of the queries; use another variant."
+                    )
                 weights[layer.name] = Weight(_published(gradient, layer), "key")
                 continue
             pull = pulls.get(layer.name) or layer.pullback()

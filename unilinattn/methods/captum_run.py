@@ -12,6 +12,7 @@ from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, with_own_random_numbers
 from unilinattn.host.logits import Logit, one_each, picked
 from unilinattn.memory import require_result
+from unilinattn.methods.axes import Axes
 from unilinattn.methods.maps import ONE_ROW
 from unilinattn.methods.results import stored_options
 from unilinattn.methods.selection import every_position, only_target
@@ -65,7 +66,7 @@ class TokenFunction:
         self._ids: Int[Tensor, "batch id"] | None = None
         self.vectors = model.vectors.clone().requires_grad_()
         self.sequences = torch.arange(len(self.vectors), device=self.vectors.device)
-        mask = trace.layers[-1].mask
+        mask = Axes(trace, model.streams, model.streams).mask()
         shape, device = self.vectors.shape[:2], self.vectors.device
         # A copy, since no gradient passes a mask that was made in inference mode.
         self.real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device, copy=True)
@@ -182,8 +183,9 @@ def _explained(
         )
     model = EmbeddedModel(trace)
     targets = every_position(trace) if target is None else [target]
-    batch, length = model.vectors.shape[:2]
-    shape = (batch, length if target is None else 1, length)
+    axes = Axes(trace, (trace.target_stream,), model.streams)
+    batch, queries, keys = axes.shape
+    shape = (batch, queries if target is None else 1, keys)
     require_result(shape, model.vectors.element_size(), f"{method}: the result (batch, query, key)", ONE_ROW)
     scores = model.vectors.new_zeros(shape)
     extras: dict[str, Tensor] = {}
@@ -209,7 +211,8 @@ def _explained(
         dims=("batch", *(("query",) if target is None else ()), "key"),
         method=method,
         options=stored_options(options, target),
-        mask=trace.layers[-1].mask,
+        mask=axes.mask(),
+        streams=axes.names,
         model=trace.model,
         versions=trace.versions,
         completeness_gap=max(gaps, default=None),

@@ -8,11 +8,10 @@ from torch import Tensor
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.methods.composition import weighted_rollout
 from unilinattn.methods.costs import estimated, gradient_passes
+from unilinattn.methods.joint import Joint
 from unilinattn.methods.maps import map_shape
-from unilinattn.methods.results import allocate_scores, make_result
-from unilinattn.methods.scaled import ScaledProduct
+from unilinattn.methods.results import make_result
 from unilinattn.methods.selection import (
-    composable_steps,
     key_mask,
     layers_from,
     one_scalar,
@@ -37,7 +36,7 @@ def cost(trace: Trace, options: Contribution, *, target: Target | None = None) -
     With sign="keep" and a target, one adjoint pass takes their place.
     """
     layers = layers_from(trace, "contribution", options.start_layer)
-    composable_steps(trace, "contribution", layers)
+    joint = Joint.of(trace, "contribution", layers)
     one_row = target is not None or not one_scalar(trace, options.scalar)
 
     def of(layer: Layer) -> int:
@@ -47,15 +46,15 @@ def cost(trace: Trace, options: Contribution, *, target: Target | None = None) -
         return shares_cost((layer,), map_shape(layer)[1], exact=True)
 
     resident = sum(layer.output.nbytes for layer in trace.layers)
-    return estimated(options, layers, target, of, resident=resident, before=gradient_passes(trace, options))
+    before, axes = gradient_passes(trace, options), joint.axes(whole=False)
+    return estimated(options, layers, target, of, resident=resident, before=before, axes=axes)
 
 
 @register_method(Contribution, cost=cost)
 def contribution(trace: Trace, options: Contribution, *, target: Target | None = None) -> Attribution:
     """Run `Contribution`."""
     layers = layers_from(trace, "contribution", options.start_layer)
-    steps = composable_steps(trace, "contribution", layers)
-    product = ScaledProduct(allocate_scores(options, layers, target))
+    joint = Joint.of(trace, "contribution", layers)
     names = [layer.name for layer in trace.layers]
 
     def weigh(targets: Sequence[Target]) -> Iterator[Gradients]:
@@ -64,8 +63,9 @@ def contribution(trace: Trace, options: Contribution, *, target: Target | None =
     def multiply(gradients: Gradients, _: Tensor, rows: Tensor, layer: Layer) -> Tensor:
         return _product(rows, trace, layer, gradients[layer.name], options.sign)
 
-    scores, scale = weighted_rollout(product, trace, options, steps, target, weigh, multiply)
-    return make_result(trace, options, layers, scores, target=target, scope="layer", extras=scale)
+    scores, scale = weighted_rollout(joint, options, layers, target, weigh, multiply)
+    axes = joint.axes(whole=False)
+    return make_result(trace, options, layers, scores, target=target, scope="layer", axes=axes, extras=scale)
 
 
 def _product(

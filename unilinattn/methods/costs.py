@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.memory import allowed, without
+from unilinattn.methods.axes import Axes
 from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import head_elements, map_bytes, map_shape, postprocess_bytes, postprocess_elements
 from unilinattn.methods.results import result_shape
@@ -31,6 +32,7 @@ def estimated(
     resident: int = 0,
     extras: int = 0,
     before: Sequence[LayerCost] = (),
+    axes: Axes | None = None,
 ) -> Estimate:
     """Return the estimate of a method, given the cost of each layer and the memory shared by all layers.
 
@@ -43,8 +45,9 @@ def estimated(
         resident: bytes in addition to the result from the first layer to the last.
         extras: bytes of the result's extras.
         before: costs of the work before the first layer.
+        axes: the queries and keys of the scores, by default those of the first layer.
     """
-    sizes, dtype = result_shape(options, layers, target, heads)
+    sizes, dtype = result_shape(options, layers, target, heads, axes)
     shape = tuple(sizes.values())
     costs = list(before)
     with without(resident):

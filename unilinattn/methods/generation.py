@@ -22,6 +22,7 @@ from unilinattn.progress import bars
 from unilinattn.progress import progress as steps
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.scores import extra_dims
+from unilinattn.results.streams import slots
 from unilinattn.tracing.trace import trace
 from unilinattn.tracing.trust import Trust, trusting
 
@@ -42,8 +43,9 @@ def explain_generation(
 ) -> Attribution:
     """Generate text by `model.generate`, and explain every generated token: one row each.
 
-    The finished text is traced once. The row of a generated token explains its own logit at the position before it,
-    from which it was generated; methods that explain no logit give the row of that position.
+    The finished text is traced once: the prompt and its continuation, or the prompt as the tokens of an encoder and
+    the generated text as those of its decoder. The row of a generated token explains its own logit at the position
+    before it, from which it was generated; methods that explain no logit give the row of that position.
 
     Scores: (batch 1, query, key), with a `layer` axis in front for a method that keeps one. The queries are the
     generated tokens, labelled by `query_tokens`, and the keys are the tokens of the finished text, the prompt's first.
@@ -55,7 +57,7 @@ def explain_generation(
     frozen model share one run of it, and each token costs a backward pass.
 
     Args:
-        model: a causal language model with `generate`, as transformers has.
+        model: a language model with `generate`, as transformers has.
         prompt: a text, its token ids (1, length), or a mapping with `input_ids`.
         tokenizer: the tokenizer of the prompt, which also labels the tokens.
         max_new_tokens: largest number of generated tokens; fewer if the model ends its text.
@@ -79,12 +81,11 @@ def explain_generation(
     settings = dict(generate_kwargs or {})
     with limited_to(max_memory), bars(progress), trusting(trust):
         host = unwrapped(model)
-        before = prompt_ids(host, prompt, tokenizer)
-        ids = generated(host, before, max_new_tokens, settings)
-        traced = trace(host, {"input_ids": ids})
+        text = generated(host, prompt_ids(host, prompt, tokenizer), max_new_tokens, settings)
+        traced = trace(host, text.inputs)
         entry, options = chosen_method(name, options, traced)
-        positions = list(range(before.shape[1] - 1, ids.shape[1] - 1))
-        targets = ids[0, before.shape[1] :].tolist()
+        positions = list(range(text.first - 1, text.ids.shape[1] - 1))
+        targets = text.ids[0, text.first :].tolist()
         names_a_logit = entry.options is not None and "logit" in entry.options.model_fields
         rows = []
         with one_frozen_run(traced, positions):
@@ -102,17 +103,20 @@ def explain_generation(
     labels: dict[str, Any] = {}
     labelled_by = tokenizer if tokens is None else tokens
     if labelled_by is not None:
-        texts = labels_of_tokens(labelled_by, traced)
-        labels = {"tokens": texts, "query_tokens": [row[before.shape[1] :] for row in texts]}
-    if tokenizer is not None and (words := words_of(tokenizer, ids[0].tolist(), before.shape[1])) is not None:
+        texts = labels_of_tokens(labelled_by, traced, rows[0].streams.get("key", {}))
+        labels = {"tokens": texts, "query_tokens": [row[-len(targets) :] for row in texts]}
+    is_one_text = tokenizer is not None and not rows[0].streams
+    if is_one_text and (words := words_of(tokenizer, text.ids[0].tolist(), text.first)) is not None:
         labels |= {"word_ids": [words[0]], "offsets": [words[1]]}
     return warn_of_sinks(replace(_stacked(rows, positions), options=stored, **labels))
 
 
 def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attribution:
     """Return results of one target each as one result with a query axis, with zeros at keys behind the targets."""
-    first = rows[0]
-    extras = {}
+    first, extras = rows[0], {}
+    # The keys of an encoder come before those of the decoder, whose positions count from its own first token.
+    start = slots(first.streams["key"])[next(iter(first.streams["query"]))].start if first.streams else 0
+    positions = [start + position for position in positions]
     for name in dict.fromkeys(name for row in rows for name in row.extras):
         # Only the rows beyond the range of their dtype have a scale.
         absent = torch.zeros(first.scores.shape[:-1], dtype=torch.float64)
@@ -128,6 +132,9 @@ def _stacked(rows: Sequence[Attribution], positions: Sequence[int]) -> Attributi
     return replace(
         first,
         scores=_causal(torch.stack([row.scores for row in rows], -2), positions),
+        streams={**first.streams, "query": {name: len(rows) for name in first.streams["query"]}}
+        if first.streams
+        else {},
         dims=(*first.dims[:-1], "query", "key"),
         extras=extras,
         completeness_gap=max(gaps, default=None),

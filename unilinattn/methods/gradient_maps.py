@@ -10,13 +10,12 @@ from unilinattn.errors import UncoveredError
 from unilinattn.kernels.reduced_map.tiled import ROWS
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import allowed, rows_within
-from unilinattn.methods.composition import weighted_rollout
+from unilinattn.methods.composition import joint_bytes, weighted_rollout
 from unilinattn.methods.costs import estimated, gradient_passes
-from unilinattn.methods.maps import map_bytes, map_shape, sum_on_first
-from unilinattn.methods.results import allocate_scores
-from unilinattn.methods.scaled import Blocks, ScaledProduct
+from unilinattn.methods.joint import Joint
+from unilinattn.methods.maps import map_shape, sum_on_first
+from unilinattn.methods.scaled import Blocks
 from unilinattn.methods.selection import (
-    composable_steps,
     layers_from,
     one_scalar,
     only_port,
@@ -48,7 +47,7 @@ def gradient_rollout(
     layers: Sequence[Layer],
     target: Target | None,
     factors: Callable[[Sequence[Target]], Iterable[Factors]],
-) -> tuple[Float[Tensor, "batch row key"], dict[str, Tensor]]:
+) -> tuple[Joint, Float[Tensor, "batch row key"], dict[str, Tensor]]:
     """Return rho = B_n ... B_1 with B = I + mean_h (alpha_h o the weights of `factors`), and its scale as extras.
 
     `sign` applies to each head, and `factors` yields the gradients of each target. Without a target, row i takes those
@@ -57,8 +56,7 @@ def gradient_rollout(
     """
     for layer in layers:
         core_mixers(layer)
-    steps = composable_steps(trace, options.name, layers)
-    product = ScaledProduct(allocate_scores(options, layers, target))
+    joint = Joint.of(trace, options.name, layers)
 
     def blocks(weights: Factors, layer: Layer) -> Blocks:
         return weighted_blocks(trace, layer, weights[layer.name], options.sign)
@@ -67,7 +65,7 @@ def gradient_rollout(
         row = row.to(layer.output)
         return sum_on_first(row[:, :, tokens] @ block for tokens, block in blocks(weights, layer))
 
-    return weighted_rollout(product, trace, options, steps, target, factors, multiply, blocks)
+    return joint, *weighted_rollout(joint, options, layers, target, factors, multiply, blocks)
 
 
 def core_gradients(
@@ -184,8 +182,10 @@ def gradient_rollout_cost(
     `relevance`: bytes of a frozen run, whose graph is kept while the maps are computed.
     """
     layers = layers_from(trace, options.name, options.start_layer)
-    composable_steps(trace, options.name, layers)
-    resident = relevance + (map_bytes(layers[0]) if target is None and one_scalar(trace, options.scalar) else 0)
+    joint = Joint.of(trace, options.name, layers)
+    resident = relevance
+    if target is None and one_scalar(trace, options.scalar):
+        resident += joint_bytes(joint, layers)
     resident += factors * sum(
         layer.output[..., 0].numel() * layer.operator.width * layer.output.element_size() for layer in layers
     )
@@ -195,4 +195,5 @@ def gradient_rollout_cost(
         rows, heads = block_shape(layer, mixers, None)
         return block_bytes(layer, mixers, rows, heads)
 
-    return estimated(options, layers, target, of, resident=resident, before=gradient_passes(trace, options))
+    before, axes = gradient_passes(trace, options), joint.axes(whole=False)
+    return estimated(options, layers, target, of, resident=resident, before=before, axes=axes)

@@ -9,9 +9,11 @@ from torch import Tensor
 from unilinattn.errors import InputError, OptionError, UncoveredError
 from unilinattn.host.logits import one_each, picked
 from unilinattn.memory import require_result
+from unilinattn.methods.axes import stream_mask
+from unilinattn.methods.joint import Joint
 from unilinattn.methods.maps import ONE_ROW
 from unilinattn.methods.results import make_result
-from unilinattn.methods.selection import composable_steps, key_mask, stackable_layers
+from unilinattn.methods.selection import selected_layers, streams_of
 from unilinattn.operator.edges import Edges, Listed, Outgoing
 from unilinattn.options import Knockout
 from unilinattn.progress import progress
@@ -19,7 +21,7 @@ from unilinattn.registry import register_method
 from unilinattn.reruns.cut import Cut
 from unilinattn.reruns.rerun import Rerun, rerun
 from unilinattn.results.attribution import Attribution
-from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.trace import Target, Trace
 
 TOKENS = 4096
@@ -29,42 +31,51 @@ TOKENS = 4096
 @register_method(Knockout)
 def knockout(trace: Trace, options: Knockout, *, target: Target | None = None) -> Attribution:
     """Run `Knockout`."""
-    layers = stackable_layers(trace, "knockout", options.layers)
-    composable_steps(trace, "knockout", layers)
+    layers = selected_layers(trace, "knockout", options.layers)
+    joint = Joint.of(trace, "knockout", layers)
     layers = tuple(layer for layer in trace.layers if layer in layers)
     replace = options.replace
     assert isinstance(replace, str | Trace)
     measured = _Measured(trace, target, options)
     if options.edges is not None and measured.has_queries:
         raise OptionError("knockout: edges are cut for one target; give a position as target, such as target=-1.")
-    queries = measured.base.shape[1]
-    if measured.has_queries and queries != layers[0].output.shape[1]:
+    if options.edges is not None and len(joint.streams) > 1:
+        raise OptionError(
+            "knockout: edges name the tokens of one stream, and these layers read those of "
+            f"{' and '.join(stream.name for stream in joint.streams)}; name layers of one with layers=[...]."
+        )
+    queries, (batch, length) = measured.base.shape[1], trace.target_stream.shape
+    if measured.has_queries and queries != length:
         raise UncoveredError(
-            f"knockout: the model has logits at {queries} positions, and {layers[0].name} has "
-            f"{layers[0].output.shape[1]} tokens, so its queries are not those of the logits; give a target."
+            f"knockout: the model has logits at {queries} positions, and {trace.layers[-1].name} has {length} tokens, "
+            "so its queries are not those of the logits; give a target."
         )
     indices = [index for index, layer in enumerate(trace.layers) if layer in layers]
     windows = [indices] if options.window is None else list(_windows(indices, options.window))
-    batch, length = layers[0].output.shape[:2]
     has_queries = measured.has_queries or options.edges is not None
-    shape = (len(windows), batch, length if has_queries else 1, length)
+    shape = (len(windows), batch, length if has_queries else 1, joint.length)
     require_result(shape, measured.base.element_size(), "knockout: the result", ONE_ROW)
     scores = measured.base.new_zeros(shape)
-    sites = _edges(options.edges, length, batch) if options.edges else _tokens(trace, layers[0])
-    chunks = sites.split(max(1, TOKENS // length))
-    steps = [(index, window, chunk) for index, window in enumerate(windows) for chunk in chunks]
-    for index, window, chunk in progress(steps, "knockout"):
+    sites = {s: _edges(options.edges, length, batch) if options.edges else _tokens(trace, s) for s in joint.streams}
+    chunks = [(s, chunk) for s, each in sites.items() for chunk in each.split(max(1, TOKENS // joint.length))]
+    steps = [(index, window, *chunk) for index, window in enumerate(windows) for chunk in chunks]
+    for index, window, stream, chunk in progress(steps, "knockout"):
+        # All edges of a token are those of the layers that read it.
+        reading = [each for each in window if streams_of(trace, trace.layers[each])[1] == stream]
+        if not reading:
+            continue
         sequences, query, key = chunk.unbind(1)
         edges: Edges = Listed(chunk[:, None, 1:]) if options.edges else Outgoing(key)
-        cut = Cut(edges, window, options.heads, options.channels, replace, sequences)
+        cut = Cut(edges, reading, options.heads, options.channels, replace, sequences)
         effect = measured.drop(sequences, cut)
         rows = query[:, None] if options.edges else torch.arange(shape[2]).expand(len(chunk), -1)
-        scores[index, sequences[:, None], rows, key[:, None]] = effect
-    if measured.has_queries and layers[0].mask is not None:
-        scores.masked_fill_(~layers[0].mask.to(scores.device)[:, :, None], 0)
+        scores[index, sequences[:, None], rows, joint.slot(stream).start + key[:, None]] = effect
+    if measured.has_queries and trace.layers[-1].mask is not None:
+        scores.masked_fill_(~trace.layers[-1].mask.to(scores.device)[:, :, None], 0)
     scores = scores if options.window is not None else scores[0]
     dims = (*(("layer",) if options.window is not None else ()), "batch", *(("query",) if has_queries else ()), "key")
-    return make_result(trace, options, layers, scores, dims=dims, target=target, scope="layer")
+    axes = joint.axes(whole=False)
+    return make_result(trace, options, layers, scores, dims=dims, target=target, scope="layer", axes=axes)
 
 
 class _Measured:
@@ -112,10 +123,10 @@ def _windows(indices: Sequence[int], size: int) -> Iterator[list[int]]:
         yield list(indices[max(0, centre - (size - 1) // 2) : centre + size // 2 + 1])
 
 
-def _tokens(trace: Trace, layer: Layer) -> Int[Tensor, "place 3"]:
-    """Return (sequence, 0, key) for every real token."""
-    mask = key_mask(trace, layer)
-    real = torch.ones(layer.output.shape[:2], dtype=torch.bool) if mask is None else mask.cpu()
+def _tokens(trace: Trace, stream: TokenStream) -> Int[Tensor, "place 3"]:
+    """Return (sequence, 0, key) for every real token of a stream."""
+    mask = stream_mask(trace, stream)
+    real = torch.ones(stream.shape, dtype=torch.bool) if mask is None else mask.cpu()
     sequences, keys = real.nonzero().unbind(1)
     return torch.stack([sequences, torch.zeros_like(keys), keys], dim=1)
 

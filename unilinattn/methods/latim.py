@@ -7,15 +7,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import OptionError, StreamError, UncoveredError
-from unilinattn.methods.composition import product_cost, score_steps, stacked_count
+from unilinattn.methods.composition import layers_of, product_cost, score_steps, stacked_count
 from unilinattn.methods.costs import estimated
 from unilinattn.methods.heads import head_axis, through_heads
+from unilinattn.methods.joint import Joint
 from unilinattn.methods.maps import gather_rows, map_shape, postprocess_, postprocess_bytes, sum_on_first
 from unilinattn.methods.results import to_result
-from unilinattn.methods.selection import only_port, real_pairs, stackable_layers
+from unilinattn.methods.selection import begins_stream, only_port, reads_own_tokens, real_pairs
 from unilinattn.methods.sketch import exact_norms, sketch_cost, sketched_form, standard_errors
 from unilinattn.methods.vectors import (
-    at_target,
     cancellation,
     contribution_tiles,
     head_tiles,
@@ -33,10 +33,10 @@ from unilinattn.tracing.trace import Target, Trace
 def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estimate:
     """Return the cost of `latim`: tiles of vectors, or the vectors of a few rows; composed also that of two maps."""
     _refuse_sketch_of_row(options, target)
-    layers = stackable_layers(trace, "latim", options.layers)
+    layers = layers_of(trace, options)
     if options.residual:
         for layer in layers:
-            residual_of(layer, "latim", options.without_stream)
+            residual_of(trace, layer, "latim", options.without_stream)
     exact, width = options.activation == "exact", layers[0].output.element_size()
     batch, queries, _ = map_shape(layers[0])
 
@@ -67,8 +67,10 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
     extras += 8 * (len(layers) if options.layers == "mean" else count)
     axis = head_axis("latim", layers, options.heads) if options.by_head else None
     if options.compose == "rollout":
-        of_layer, resident = product_cost(trace, "latim", layers, target, of_step)
-        return estimated(options, layers, target, of_layer, resident=resident, extras=extras)
+        joint = Joint.of(trace, "latim", layers)
+        of_layer, resident = product_cost(joint, layers, target, of_step)
+        axes = joint.axes(whole=target is None)
+        return estimated(options, layers, target, of_layer, resident=resident, extras=extras, axes=axes)
     return estimated(options, layers, target, of, heads=axis, extras=extras)
 
 
@@ -76,27 +78,39 @@ def cost(trace: Trace, options: Latim, *, target: Target | None = None) -> Estim
 def latim(trace: Trace, options: Latim, *, target: Target | None = None) -> Attribution:
     """Run `Latim`."""
     _refuse_sketch_of_row(options, target)
-    layers = stackable_layers(trace, "latim", options.layers)
+    layers = layers_of(trace, options)
     stream_error = stream_errors(trace, layers, "latim", options.without_stream) if options.residual else None
     biases: dict[str, Tensor] = {}
     ratios: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     deviations: dict[str, Tensor] = {}
 
-    def fill(step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]) -> None:
-        first = step[0]
+    residuals: dict[str, Tensor] = {}
+
+    def fill(
+        step: Sequence[Layer], rows: Int[Tensor, "batch row"], out: Float[Tensor, "batch *head row key"]
+    ) -> Float[Tensor, "batch row"] | None:
+        name, residual = step[0].name, None
         if options.is_through_heads:
-            bias, errors[first.name], ratio = _fill_heads(out, trace, first, rows, options)
+            biases[name], errors[name], ratios[name] = _fill_heads(out, trace, step[0], rows, options)
         elif options.sketch is not None:
-            bias, errors[first.name], ratio, deviations[first.name] = _fill_sketch(out, trace, first, rows, options)
+            bias, error, ratio, deviations[name] = _fill_sketch(out, trace, step[0], rows, options)
+            biases[name], errors[name], ratios[name] = bias, error, ratio
         else:
-            bias, errors[first.name], ratio = _fill(out, trace, step, rows, options)
-        biases[first.name], ratios[first.name] = (at_target(numbers, trace, first, target) for numbers in (bias, ratio))
+            biases[name], errors[name], ratios[name], residual = _fill(out, trace, step, rows, options)
+        if residual is not None:
+            residuals[name] = residual
+        return residual
 
     axis = head_axis("latim", layers, options.heads) if options.by_head else None
     # The map's minimum and maximum need the whole map.
     whole = options.normalize == "min-max"
-    scores, scale = score_steps(trace, options, layers, target, fill, heads=axis, whole=whole)
+    scores, composed = score_steps(trace, options, layers, target, fill, heads=axis, whole=whole)
+    extras = {
+        **({"bias": biases} if options.bias == "column" else {}),
+        "cancellation": ratios,
+        **({"residual": residuals} if residuals and len(residuals) == len(ratios) else {}),
+    }
     return to_result(
         trace,
         options,
@@ -105,12 +119,9 @@ def latim(trace: Trace, options: Latim, *, target: Target | None = None) -> Attr
         target=target,
         scope="layer",
         heads=axis,
-        extras={
-            **({"bias": biases} if options.bias == "column" else {}),
-            **({"standard_error": deviations} if options.sketch is not None else {}),
-            "cancellation": ratios,
-        },
-        scale=scale,
+        axes=composed.axes,
+        extras=composed.by_row(extras) | ({"standard_error": deviations} if options.sketch is not None else {}),
+        scale=composed.scale,
         decomposition_error=errors,
         stream_error=stream_error,
     )
@@ -138,19 +149,16 @@ def stream_errors(trace: Trace, layers: Sequence[Layer], method: str, remedy: st
     return errors
 
 
-def residual_of(layer: Layer, method: str, remedy: str = "") -> Float[Tensor, "batch query out"]:
-    """Return the stream that the host adds to a layer's output.
+def residual_of(trace: Trace, layer: Layer, method: str, remedy: str = "") -> Float[Tensor, "batch query out"]:
+    """Return the stream that the host adds to a layer's output, zeros for one that begins a stream.
 
     Raises `UncoveredError`, which ends with `remedy`, if the trace found none.
     """
+    if layer.residual is None and begins_stream(trace, layer):
+        return torch.zeros_like(layer.output)
     if layer.residual is None:
         raise UncoveredError(
             f"{method} needs the stream that the host adds to the output of {layer.name}; {layer.no_residual}.{remedy}"
-        )
-    if only_port(layer).ports != ("x",):
-        raise UncoveredError(
-            f"{method}: {layer.name} takes its keys from {layer.operator.ports[0]!r}, so the residual stream belongs "
-            "to none of the keys."
         )
     return layer.residual
 
@@ -161,12 +169,16 @@ def _fill(
     step: Sequence[Layer],
     rows: Int[Tensor, "batch row"],
     options: Latim,
-) -> tuple[Float[Tensor, "batch row"], float, Float[Tensor, "batch row"]]:
-    """Write the scores of a step; return the norms of its bias, its decomposition error and its cancellation."""
+) -> tuple[Float[Tensor, "batch row"], float, Float[Tensor, "batch row"], Float[Tensor, "batch row"] | None]:
+    """Write the scores of a step; return the norms of its bias, its decomposition error and its cancellation.
+
+    Also returns the score of each row's own token if that is none of the keys and the residual is scored, else None.
+    """
     if options.residual:
         step = [layer.added for layer in step]
     layer, ops = step[0], [only_port(layer) for layer in step]
-    if options.bias == "query" and ops[0].ports != ("x",):
+    is_among_keys = reads_own_tokens(trace, layer)
+    if options.bias == "query" and not is_among_keys:
         raise UncoveredError(
             f"latim: {layer.name} takes its keys from {ops[0].ports[0]!r}, so none of the keys is the query's own "
             "token; use bias='column'."
@@ -176,19 +188,50 @@ def _fill(
     bias = gather_rows(sum_on_first(biases), rows)
     extra = bias if options.bias == "query" else None
     if options.residual:
-        stream = gather_rows(residual_of(layer, "latim", options.without_stream), rows)
+        stream = gather_rows(residual_of(trace, layer, "latim", options.without_stream), rows)
         extra = stream if extra is None else stream + extra
     sizes, total = layer.output.new_zeros(rows.shape), layer.output.new_zeros(*rows.shape, layer.output.shape[-1])
     for tile in contribution_tiles(step, factors, rows, options.activation):
         norms = tile.norms(options.p)
         sizes[:, tile.rows] += norms.sum(-1)
         total[:, tile.rows] += tile.total()
-        scores = norms if extra is None else tile.with_extra(norms, options.p, extra[:, tile.rows])
-        out[:, tile.rows, tile.cols] = scores
-    postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
+        if extra is not None and is_among_keys:
+            norms = tile.with_extra(norms, options.p, extra[:, tile.rows])
+        out[:, tile.rows, tile.cols] = norms
+    residual = None
+    if options.residual and not is_among_keys:
+        residual = _with_residual(out, trace, step, rows, options)
+    else:
+        postprocess_(out, trace, layer, rows, discard=options.discard, normalize=options.normalize)
     output = sum_on_first(factor * other.output for other, factor in zip(step, factors, strict=True))
     ratio = cancellation(sizes, total, options.p, layer, rows)
-    return *_checked(bias, total + bias, output, layer, rows, options.p), ratio
+    return *_checked(bias, total + bias, output, layer, rows, options.p), ratio, residual
+
+
+def _with_residual(
+    out: Float[Tensor, "batch row key"],
+    trace: Trace,
+    step: Sequence[Layer],
+    rows: Int[Tensor, "batch row"],
+    options: Latim,
+) -> Float[Tensor, "batch row"]:
+    """Treat scores of keys that are other tokens than the rows; return the score of the stream, treated alike."""
+    layer = step[0]
+    if options.normalize == "min-max":
+        raise UncoveredError(
+            f"latim: {layer.name} reads other tokens than it writes, and normalize='min-max' is that of one map; use "
+            "normalize='rows' or 'none'."
+        )
+    stream = gather_rows(residual_of(trace, layer, "latim", options.without_stream), rows)
+    residual = torch.linalg.vector_norm(stream, ord=options.p, dim=-1)
+    residual = residual if layer.mask is None else residual * layer.mask.gather(1, rows)
+    postprocess_(out, trace, layer, rows, discard=options.discard, normalize="none")
+    if options.normalize == "rows":
+        size = out.sum(-1) + residual
+        size = size.masked_fill(size == 0, 1)
+        out.div_(size.unsqueeze(-1))
+        residual = residual / size
+    return residual
 
 
 def _refuse_sketch_of_row(options: Latim, target: Target | None) -> None:

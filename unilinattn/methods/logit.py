@@ -7,17 +7,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.frozen.run import By, frozen
+from unilinattn.frozen.run import By, FrozenRun, frozen
 from unilinattn.frozen.shares import Shares
 from unilinattn.memory import allowed
+from unilinattn.methods.axes import Axes
 from unilinattn.methods.results import allocate_scores, make_result, result_shape
-from unilinattn.methods.selection import every_position, layers_from, only_target, query_rows
+from unilinattn.methods.selection import every_position, layers_from, only_target
 from unilinattn.options import Logit
 from unilinattn.options.bases import ScalarOptions
 from unilinattn.progress import progress
 from unilinattn.registry import register_method
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate, LayerCost
+from unilinattn.tracing.token_streams import streams_read
 from unilinattn.tracing.trace import Target, Trace
 
 EXTRAS: Mapping[By, tuple[str, ...]] = {
@@ -62,16 +64,15 @@ def shares_result(
     target = only_target(trace, target, options.scalar)
     targets = every_position(trace) if target is None else [target]
     run = frozen(trace, None if callable(options.scalar) else targets, rule=rule)
-    if by == "tokens":
-        layers = run.stream
-    scores = allocate_scores(options, layers, target)
+    axes = _axes(trace, run, by)
+    scores = allocate_scores(options, layers, target, axes=axes)
     extras = {name: scores.new_zeros(scores.shape[:-1], dtype=torch.float64) for name in EXTRAS[by]}
     if by == "tokens":
         extras["embedding"] = scores.new_zeros(scores.shape, dtype=torch.float64)
     for position in progress(targets, options.name):
         shares = run.complete_shares(position, options.scalar, by=by)
         if target is None:
-            rows = query_rows(trace, layers[0], position).squeeze(1).to(scores.device)
+            rows = trace.positions(position).to(scores.device)
         else:
             rows = torch.zeros(scores.shape[-3], dtype=torch.long, device=scores.device)
         tokens = shares.tokens if shares.parts is None else shares.parts.tokens
@@ -87,10 +88,16 @@ def shares_result(
         scores,
         target=target,
         scope=None,
+        axes=axes,
         extras=extras,
         completeness_gap=gap,
         warnings=() if run.doubt is None else (run.doubt,),
     )
+
+
+def _axes(trace: Trace, run: FrozenRun, by: By) -> Axes:
+    """Return the axes of shares: the queries are those of the logits, and the keys the tokens that have shares."""
+    return Axes(trace, (trace.target_stream,), streams_read(trace.layers) if by == "layer" else run.streams)
 
 
 def _extras(shares: Shares, by: By) -> dict[str, Tensor]:

@@ -12,7 +12,14 @@ from torch import Tensor
 from unilinattn.kernels.row_product.naive import Sign, apply_sign
 from unilinattn.memory import parts as slices
 from unilinattn.memory import require, rows_within
-from unilinattn.methods.selection import key_mask, only_port, query_rows, real_pairs
+from unilinattn.methods.selection import (
+    key_mask,
+    only_port,
+    query_rows,
+    reads_own_tokens,
+    real_pairs,
+    streams_of,
+)
 from unilinattn.options.bases import MapOptions
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.trace import Trace
@@ -119,7 +126,8 @@ def postprocess_(
     for span in spans:
         real, each = real_pairs(trace, layer, rows[:, span]), apply_sign(sign, scores[:, span])
         by_row = "none" if normalize == "min-max" else normalize
-        scores[:, span] = postprocess(each, real, rows[:, span], discard=discard, normalize=by_row)
+        protected = protected_keys(trace, layer, rows[:, span])
+        scores[:, span] = postprocess(each, real, protected, discard=discard, normalize=by_row)
         if normalize == "min-max":
             extremes.append(_extremes(scores[:, span], real))
     if normalize == "min-max":
@@ -128,6 +136,16 @@ def postprocess_(
         for span in spans:
             real = real_pairs(trace, layer, rows[:, span])
             scores[:, span] = _between(scores[:, span], real, low, high)
+
+
+def protected_keys(
+    trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"], target: Int[Tensor, "batch 1"] | None = None
+) -> Int[Tensor, "batch row"]:
+    """Return the key that each row never discards: the target, by default its own token, -1 if that is none of them."""
+    if not reads_own_tokens(trace, layer):
+        return torch.full_like(rows, -1)
+    on_target = streams_of(trace, layer)[0] == trace.target_stream
+    return rows if target is None or not on_target else target.to(rows.device).expand_as(rows)
 
 
 def postprocess_elements(discard: float) -> int:
@@ -202,7 +220,7 @@ def map_blocks(
         blocks = iter([(slice(0, every.shape[1]), whole)])
     for span, scores in blocks:
         rows = every[:, span]
-        protected = rows if target is None else target.to(rows.device).expand_as(rows)
+        protected = protected_keys(trace, layer, rows, target)
         real = real_pairs(trace, layer, rows)
         yield span, postprocess(scores, real, protected, discard=options.discard, normalize=options.normalize)
 
@@ -248,13 +266,13 @@ def vecmat(
     if attention is not None or not options.is_plain or (weight is not None and weight.by_head):
         blocks = map_blocks(trace, layer, options, target=target, weight=weight, attention=attention)
         return sum_on_first(row[:, :, span] @ block for span, block in blocks)
-    op, mask = only_port(layer), key_mask(trace, layer)
-    real = 1 if mask is None else mask.unsqueeze(1)
-    ones = torch.ones_like(row)
-    by_row = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "row" else ones
+    op, queries, keys = only_port(layer), layer.mask, key_mask(trace, layer)
+    real = 1 if keys is None else keys.unsqueeze(1)
+    by_row = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "row" else torch.ones_like(row)
+    ones = row.new_ones(*row.shape[:2], map_shape(layer)[2])
     by_key = weight.values.to(row).unsqueeze(1) if weight is not None and weight.axis == "key" else ones
     # The mask of queries multiplies the row and that of keys the product, as `postprocess` blanks both in a map.
-    row = row * real
+    row = row if queries is None else row * queries.unsqueeze(1)
     if options.sign == "keep":
         return op.left_multiply(row * by_row, scope=options.scope) * by_key * real
 
@@ -272,11 +290,6 @@ def sum_on_first(tensors: Iterable[Tensor]) -> Tensor:
     """Return the sum of tensors, on the device of the first."""
     first, *others = tensors
     return sum((other.to(first) for other in others), start=first)
-
-
-def unit_rows(rows: Int[Tensor, "batch row"], layer: Layer) -> Float[Tensor, "batch row query"]:
-    """Return rows of the identity at selected positions."""
-    return layer.output.new_zeros(*rows.shape, layer.output.shape[1]).scatter_(2, rows.unsqueeze(-1), 1.0)
 
 
 def blank_padding(

@@ -9,8 +9,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from unilinattn.errors import ExactnessError, StreamError, UncoveredError
 from unilinattn.frozen.run import frozen
@@ -19,8 +17,16 @@ from unilinattn.host.logits import Logit
 from unilinattn.kernels.precision import full_precision
 from unilinattn.methods.captum_run import TokenFunction, captum
 from unilinattn.methods.gradient_maps import core_mixers
+from unilinattn.methods.joint import Joint
 from unilinattn.methods.latim import residual_of, stream_errors
-from unilinattn.methods.selection import composable_steps, only_target, query_rows, stackable_layers, stream_groups
+from unilinattn.methods.selection import (
+    only_target,
+    query_rows,
+    selected_layers,
+    stackable_layers,
+    stream_groups,
+    streams_of,
+)
 from unilinattn.methods.vectors import contribution_tiles
 from unilinattn.operator.edges import Outgoing
 from unilinattn.options.base import Need
@@ -64,6 +70,10 @@ class Call:
         """The positions of a frozen run."""
         return None if callable(self.logit) else [self.row]
 
+    def selected(self) -> tuple[Layer, ...]:
+        """Return the layers; raise the errors of `selected_layers`."""
+        return selected_layers(self.trace, NAME, self.layers)
+
     def stackable(self) -> tuple[Layer, ...]:
         """Return the layers; raise the errors of `stackable_layers` and `query_rows`."""
         layers = stackable_layers(self.trace, NAME, self.layers)
@@ -72,28 +82,24 @@ class Call:
         return layers
 
 
-def _one_stream(call: Call) -> None:
-    composable_steps(call.trace, NAME, call.stackable())
+def _composition(call: Call) -> None:
+    Joint.of(call.trace, NAME, call.selected()).rows(call.target)
 
 
 def _residual(call: Call) -> None:
-    layers = call.stackable()
+    layers = call.selected()
     for layer in layers:
-        residual_of(layer, NAME)
+        residual_of(call.trace, layer, NAME)
     stream_errors(call.trace, layers, NAME)
 
 
 def _contributions(call: Call) -> None:
-    for layer in call.stackable():
-        next(contribution_tiles((layer,), (1.0,), _last_row(call, layer), "exact"))
-
-
-def _last_row(call: Call, layer: Layer) -> Int[Tensor, "batch 1"]:
-    return query_rows(call.trace, layer, call.target)[:, -1:]
+    for layer in call.selected():
+        next(contribution_tiles((layer,), (1.0,), query_rows(call.trace, layer)[:, -1:], "exact"))
 
 
 def _matrices(call: Call) -> None:
-    for layer in call.stackable():
+    for layer in call.selected():
         core_mixers(layer)
 
 
@@ -107,20 +113,20 @@ def _frozen(rule: str, call: Call) -> None:
 
 def _last_stream(call: Call) -> bool:
     frozen(call.trace, call.targets).unembedding(call.row, call.logit)
-    return all(layer.stream is not None for layer in call.stackable())
+    return all(layer.stream is not None for layer in call.selected())
 
 
 def _cuts(call: Call) -> bool:
     trace, first = call.trace, torch.zeros(1, dtype=torch.long)
-    layers = call.stackable()
-    indices = [trace.layers.index(layer) for layer in layers]
+    indices = [trace.layers.index(layer) for layer in call.selected()]
+    reading = [each for each in indices if streams_of(trace, trace.layers[each])[1] == trace.target_stream]
     positions = None if callable(call.logit) or call.target is None else trace.positions(call.target)
-    run = rerun(trace, first, (Cut(Outgoing(first), indices, sequences=first),), positions=positions)
+    run = rerun(trace, first, (Cut(Outgoing(first), reading, sequences=first),), positions=positions)
     if callable(call.logit):
         return True
     logits = run.logits(None if positions is None else positions[first])
     # Without a target the queries of the logits are those of the layers.
-    return positions is not None or logits.ndim < 3 or logits.shape[1] == layers[0].output.shape[1]
+    return positions is not None or logits.ndim < 3 or logits.shape[1] == trace.target_stream.shape[1]
 
 
 def _embeddings(gradient: bool, call: Call) -> None:
@@ -140,7 +146,7 @@ TRIALS: Mapping[Need, Callable[[Call], object]] = MappingProxyType(
         "logit": lambda call: only_target(call.trace, call.target, call.logit),
         "one target": lambda call: only_target(call.trace, call.target, call.logit) is not None,
         "layers": Call.stackable,
-        "one stream": _one_stream,
+        "composition": _composition,
         "residual": _residual,
         "contributions": _contributions,
         "matrices": _matrices,

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unilinattn.methods.composition import rollout_cost, rollout_of_maps
+from unilinattn.methods.composition import layers_of, rollout_cost, rollout_of_maps
 from unilinattn.methods.costs import estimated, map_cost
 from unilinattn.methods.heads import head_axis
 from unilinattn.methods.maps import attention_rows, fill_attention, map_shape, postprocess_, postprocess_bytes
 from unilinattn.methods.results import score_layers, to_result
-from unilinattn.methods.selection import only_port, stackable_layers
+from unilinattn.methods.selection import only_port
 from unilinattn.operator.cost import heads_cut, rows_elements
 from unilinattn.options import Raw
 from unilinattn.registry import register_method
@@ -22,7 +22,7 @@ from unilinattn.tracing.trace import Target, Trace
 
 def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimate:
     """Return the cost of `raw`: blocks of a map or a few rows, and their postprocessing; or that of `rollout`."""
-    layers = stackable_layers(trace, "raw", options.layers)
+    layers = layers_of(trace, options)
     if options.compose == "rollout":
         return rollout_cost(trace, options, layers, target)
     axis = head_axis("raw", layers, options.selected_heads, options.scope) if options.by_head else None
@@ -46,10 +46,11 @@ def cost(trace: Trace, options: Raw, *, target: Target | None = None) -> Estimat
 @register_method(Raw, cost=cost)
 def raw(trace: Trace, options: Raw, *, target: Target | None = None) -> Attribution:
     """Run `Raw`."""
-    layers = stackable_layers(trace, "raw", options.layers)
+    layers = layers_of(trace, options)
     if options.compose == "rollout":
-        rho, scale = rollout_of_maps(trace, options, layers, target)
-        return to_result(trace, options, layers, rho, target=target, scope=options.scope, scale=scale)
+        joint, rho, scale = rollout_of_maps(trace, options, layers, target)
+        axes = joint.axes(whole=target is None)
+        return to_result(trace, options, layers, rho, target=target, scope=options.scope, axes=axes, scale=scale)
 
     axis = head_axis("raw", layers, options.selected_heads, options.scope) if options.by_head else None
 

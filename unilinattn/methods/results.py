@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unilinattn.errors import UncoveredError
 from unilinattn.memory import require_result, reserved
+from unilinattn.methods.axes import Axes
 from unilinattn.methods.heads import HeadAxis
 from unilinattn.methods.maps import ONE_ROW, map_shape
 from unilinattn.methods.selection import key_mask, key_sinks, query_rows
@@ -25,13 +26,18 @@ Value = TypeVar("Value")
 
 
 def result_shape(
-    options: Options, layers: Sequence[Layer], target: Target | None, heads: HeadAxis | None = None
+    options: Options,
+    layers: Sequence[Layer],
+    target: Target | None,
+    heads: HeadAxis | None = None,
+    axes: Axes | None = None,
 ) -> tuple[dict[str, int], torch.dtype]:
     """Return the axes and dtype of a method's scores: ([layer,] batch, [head,] query, key), one query for a target.
 
-    They have a layer axis if the method has one with these options, and a head axis if `heads` are given.
+    They have a layer axis if the method has one with these options, and a head axis if `heads` are given. Queries and
+    keys are those of `axes`, by default those of the first layer.
     """
-    batch, queries, keys = map_shape(layers[0])
+    batch, queries, keys = map_shape(layers[0]) if axes is None else axes.shape
     dtype = reduce(torch.promote_types, (layer.output.dtype for layer in layers))
     sizes = {"layer": len(layers)} if options.has_layer_axis else {}
     sizes["batch"] = batch
@@ -41,13 +47,17 @@ def result_shape(
 
 
 def allocate_scores(
-    options: Options, layers: Sequence[Layer], target: Target | None, heads: HeadAxis | None = None
+    options: Options,
+    layers: Sequence[Layer],
+    target: Target | None,
+    heads: HeadAxis | None = None,
+    axes: Axes | None = None,
 ) -> Float[Tensor, "*axes"]:
     """Return zeros of `result_shape`; every method allocates its scores here.
 
     Raises `MemoryLimitError`, before it allocates, if they are larger than `max_memory`.
     """
-    sizes, dtype = result_shape(options, layers, target, heads)
+    sizes, dtype = result_shape(options, layers, target, heads, axes)
     shape = tuple(sizes.values())
     ways = [ONE_ROW] if target is None else ["take fewer sequences or a shorter one"]
     if "layer" in sizes and len(layers) > 1 and isinstance(options, Layerwise):
@@ -63,7 +73,7 @@ def score_layers(
     options: Layerwise,
     layers: Sequence[Layer],
     target: Target | None,
-    fill: Callable[[Sequence[Layer], Int[Tensor, "batch row"], Float[Tensor, "batch *head row key"]], None],
+    fill: Callable[[Sequence[Layer], Int[Tensor, "batch row"], Float[Tensor, "batch *head row key"]], object],
     *,
     heads: HeadAxis | None = None,
     whole: bool = False,
@@ -105,6 +115,7 @@ def to_result(
     target: Target | None,
     scope: str,
     heads: HeadAxis | None = None,
+    axes: Axes | None = None,
     extras: Mapping[str, Mapping[str, Float[Tensor, "batch row"]]] | None = None,
     scale: dict[str, Tensor] | None = None,
     decomposition_error: Mapping[str, float] | None = None,
@@ -133,6 +144,7 @@ def to_result(
         heads=heads,
         target=target,
         scope=scope,
+        axes=axes,
         extras={**stacked, **(scale or {})},
         decomposition_error=None if decomposition_error is None else in_order(decomposition_error),
         stream_error=stream_error,
@@ -149,6 +161,7 @@ def make_result(
     scope: str | None,
     dims: tuple[str, ...] | None = None,
     heads: HeadAxis | None = None,
+    axes: Axes | None = None,
     extras: Mapping[str, Tensor] | None = None,
     decomposition_error: Sequence[float] | None = None,
     completeness_gap: float | None = None,
@@ -157,13 +170,14 @@ def make_result(
 ) -> Attribution:
     """Return a result of scores with labels, options and errors.
 
-    `scores` have the axes of `result_shape`, and `extras` the same, or those without key, or without head and key. The
-    result has the axes `dims`, by default those of the scores, without query for a target: the query axis of one row is
-    then dropped. The worst `decomposition_error` of a layer is the completeness gap. Layers whose adapter covers only
-    their core have no reconstruction error.
+    Queries and keys are those of `axes`, by default those of the first layer. `scores` have the axes of
+    `result_shape`, and `extras` the same, or those without key, or without head and key. The result has the axes
+    `dims`, by default those of the scores, without query for a target: the query axis of one row is then dropped. The
+    worst `decomposition_error` of a layer is the completeness gap. Layers whose adapter covers only their core have no
+    reconstruction error.
     """
     if dims is None:
-        sizes, _ = result_shape(options, layers, target, heads)
+        sizes, _ = result_shape(options, layers, target, heads, axes)
         dims = tuple(axis for axis in sizes if target is None or axis != "query")
     extras = dict(extras or {})
     if len(dims) < scores.ndim:
@@ -184,8 +198,9 @@ def make_result(
         method=options.name,
         options=stored_options(options, target),
         scope=scope,
-        mask=key_mask(trace, layers[0]),
-        sinks=key_sinks(trace, layers[0]),
+        mask=key_mask(trace, layers[0]) if axes is None else axes.mask(),
+        sinks=key_sinks(trace, layers[0]) if axes is None else axes.sinks(),
+        streams={} if axes is None else axes.names,
         layers=tuple(layer.name for layer in layers),
         kinds=tuple(layer.kind for layer in layers),
         heads=None if heads is None else heads.heads,

@@ -19,5 +19,6 @@ def cost(trace: Trace, options: Rollout, *, target: Target | None = None) -> Est
 def rollout(trace: Trace, options: Rollout, *, target: Target | None = None) -> Attribution:
     """Run `Rollout`."""
     layers = layers_from(trace, "rollout", options.start_layer)
-    rho, scale = rollout_of_maps(trace, options, layers, target)
-    return make_result(trace, options, layers, rho, target=target, scope=options.scope, extras=scale)
+    joint, rho, scale = rollout_of_maps(trace, options, layers, target)
+    axes = joint.axes(whole=target is None)
+    return make_result(trace, options, layers, rho, target=target, scope=options.scope, axes=axes, extras=scale)

@@ -3,6 +3,8 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from unilinattn.errors import (
     UncoveredError,
     nearest,
 )
+from unilinattn.host.inputs import is_ids
 from unilinattn.host.labels import labels_of_ids
 from unilinattn.host.logits import has_logits
 from unilinattn.kernels.precision import full_precision
@@ -304,7 +307,11 @@ def _with_labels(
     if "logit" in result.options and "query" not in result.dims:
         labels["logit_names"] = logit_names(trace, result.options["logit"], result.options.get("target"), tokenizer)
     if tokens is not None:
-        labels["tokens"] = labels_of_tokens(tokens, trace)
+        labels["tokens"] = labels_of_tokens(tokens, trace, result.streams.get("key", {}))
+        if result.streams and "query" in result.dims:
+            labels["query_tokens"] = labels_of_tokens(tokens, trace, result.streams["query"])
+    if text is not None and result.streams:
+        text = None  # Words are those of one of the streams.
     if text is not None:
         labels |= {"word_ids": text.words, "offsets": text.offsets}
     if grid is not None:
@@ -315,11 +322,16 @@ def _with_labels(
     return replace(result, **labels) if labels else result
 
 
-def labels_of_tokens(tokens: Any, trace: Trace) -> list[list[str]]:
+def labels_of_tokens(tokens: Any, trace: Trace, streams: Mapping[str, int] = MappingProxyType({})) -> list[list[str]]:
     """Return the texts of the tokens of each sequence, given as such or by a tokenizer.
+
+    Of several `streams` of tokens, by name and number, a tokenizer names those with ids; others have their numbers.
 
     Raises `InputError` for other values, and for a tokenizer of a trace without ids.
     """
+    if hasattr(tokens, "convert_ids_to_tokens") and streams:
+        by_stream = [_labels_of_stream(tokens, trace, name, count) for name, count in streams.items()]
+        return [list(chain.from_iterable(rows)) for rows in zip(*by_stream, strict=True)]
     if hasattr(tokens, "convert_ids_to_tokens"):
         if trace.text is not None and trace.text.tokenizer is tokens and trace.text.labels is not None:
             return trace.text.labels
@@ -342,3 +354,14 @@ def labels_of_tokens(tokens: Any, trace: Trace) -> list[list[str]]:
             "tokens holds texts and other values side by side; give one list of texts a sequence, or the tokenizer."
         )
     return [list(row) for row in rows]
+
+
+def _labels_of_stream(tokenizer: Any, trace: Trace, name: str, count: int) -> list[list[str]]:
+    """Return the texts of one stream's ids, which are an argument of its name or that of no other stream."""
+    batch = trace.layers[-1].output.shape[0]
+    others = [stream.name for stream in trace.streams if stream.name != name]
+    arguments = {key: ids for key, ids in trace.arguments.items() if key.endswith("input_ids") and is_ids(ids)}
+    for key, ids in sorted(arguments.items(), key=lambda item: not item[0].startswith(name)):
+        if tuple(ids.shape) == (batch, count) and not any(key.startswith(other) for other in others):
+            return [labels_of_ids(tokenizer, row) for row in ids.tolist()]
+    return [[f"{name} {index}" for index in range(count)] for _ in range(batch)]

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from unilinattn.kernels.exponents import exponent_range, flush_, times_power_of_two
 from unilinattn.memory import reserved
-from unilinattn.methods.maps import ONE_ROW, blank_padding
-from unilinattn.methods.selection import query_rows
-from unilinattn.tracing.layer import Layer
-from unilinattn.tracing.trace import Target, Trace
+from unilinattn.methods.maps import ONE_ROW
 
 LOG2_SCALE = "log2_scale"
 """Name of the extra that holds the exponents of a product's rows, for a product beyond the range of its dtype."""
@@ -50,11 +47,16 @@ class ScaledProduct:
         if self.exponents is not None:
             self._scale()
 
-    def add_maps(self, blocks: Callable[[], Blocks]) -> None:
-        """Replace the product rho by (I + M) rho, where M is the sum of the maps in `blocks`."""
+    def add_maps(self, blocks: Callable[[], Blocks], dropped: slice | None = None) -> None:
+        """Replace the product rho by (I + M) rho, where M is the sum of the maps in `blocks`.
+
+        `dropped` are rows of I that are zero.
+        """
         with reserved(self.values.nbytes, "the product of the maps of two steps", ONE_ROW):
             if self.exponents is None:
                 total = self.values.clone()
+                if dropped is not None:
+                    total[:, dropped] = 0
                 for span, block in blocks():
                     total[:, span].baddbmm_(flush_(block).to(total), self.values)
                 if not _is_outside(flush_(total)):
@@ -62,7 +64,7 @@ class ScaledProduct:
                     return
                 del total
                 self._scale()
-            self._multiply(blocks(), identity=True)
+            self._multiply(blocks(), identity=True, dropped=dropped)
 
     def replace_by_map(self, mixing: Float[Tensor, "batch query key"]) -> None:
         """Replace the product rho by M rho, where M is `mixing`."""
@@ -107,11 +109,13 @@ class ScaledProduct:
         exponents = shift if self.exponents is None else self.exponents + shift
         self.exponents = exponents.masked_fill(largest == 0, ZERO)
 
-    def _multiply(self, blocks: Blocks, *, identity: bool) -> None:
+    def _multiply(self, blocks: Blocks, *, identity: bool, dropped: slice | None = None) -> None:
         """Multiply scaled rows: sum_j M_ij 2**e_j values_j, each term divided by the largest M_ij 2**e_j of row i."""
         assert self.exponents is not None
         total = self.values.clone() if identity else torch.zeros_like(self.values)
         exponents = self.exponents.clone() if identity else torch.full_like(self.exponents, ZERO)
+        if dropped is not None:
+            total[:, dropped], exponents[:, dropped] = 0, ZERO
         for span, block in blocks:
             fraction, size = torch.frexp(block.to(total))
             size = size + self.exponents.unsqueeze(1)
@@ -123,15 +127,6 @@ class ScaledProduct:
             exponents[:, span] = after
         self.values, self.exponents = flush_(total), exponents
         self._scale()
-
-
-def finished(
-    product: ScaledProduct, trace: Trace, layer: Layer, target: Target | None
-) -> tuple[Float[Tensor, "batch row key"], dict[str, Tensor]]:
-    """Return the values of a product without pairs of padding, and its exponents as an extra if it has any."""
-    blank_padding(product.values, trace, layer, query_rows(trace, layer, target))
-    log2_scale = product.finish()
-    return product.values, {} if log2_scale is None else {LOG2_SCALE: log2_scale}
 
 
 def _largest(values: Float[Tensor, "batch row key"]) -> Float[Tensor, "batch row"]:

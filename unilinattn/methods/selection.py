@@ -8,19 +8,25 @@ from torch import Tensor
 
 from unilinattn.errors import OptionError, UncoveredError, nearest
 from unilinattn.host.logits import Logit, has_logits, logits_of
+from unilinattn.methods.axes import stream_mask
 from unilinattn.operator.operator import MixerOperator
-from unilinattn.operator.stages import walk
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.sinks import sink_tokens
+from unilinattn.tracing.token_streams import (
+    TokenStream,
+    mixing_ports,
+    require_one_batch,
+    stream_read,
+    stream_written,
+)
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_exact
 
 
-def stackable_layers(trace: Trace, method: str, layers: str | int | Sequence[int | str]) -> tuple[Layer, ...]:
-    """Return the layers named by the option `layers` of a layer-wise method, in the order of the list.
+def selected_layers(trace: Trace, method: str, layers: str | int | Sequence[int | str]) -> tuple[Layer, ...]:
+    """Return the layers named by the option `layers` of a method, in the order of the list.
 
-    Raises `OptionError` for an unknown layer, `UncoveredError` if the scores of these layers cannot be stacked, and
-    `ExactnessError` for a layer that misses the host's output.
+    Raises `OptionError` for an unknown layer, and `ExactnessError` for a layer that misses the host's output.
     """
     if isinstance(layers, str):
         selection = _known(trace, method)
@@ -28,15 +34,21 @@ def stackable_layers(trace: Trace, method: str, layers: str | int | Sequence[int
         selection = tuple(_named(trace, method, wanted) for wanted in ([layers] if isinstance(layers, int) else layers))
         if len(set(map(id, selection))) < len(selection):
             raise OptionError(f"{method}: layers={layers} names a layer twice; name each one once.")
-    first = _axes(trace, selection[0])
+    require_exact(selection)
+    return selection
+
+
+def stackable_layers(trace: Trace, method: str, layers: str | int | Sequence[int | str]) -> tuple[Layer, ...]:
+    """Return `selected_layers`; raise `UncoveredError` if the scores of these layers cannot be stacked."""
+    selection = selected_layers(trace, method, layers)
+    first = streams_of(trace, selection[0])
     for layer in selection[1:]:
-        if (axes := _axes(trace, layer)) != first:
+        if (axes := streams_of(trace, layer)) != first:
             raise UncoveredError(
                 f"{method}: the scores of {selection[0].name} ({_described(first)}) and of {layer.name} "
                 f"({_described(axes)}) have different axes and cannot be stacked; layers=[...] selects layers of one "
-                "kind."
+                "kind, and compose='rollout' multiplies the layers of all streams, for the methods that have it."
             )
-    require_exact(selection)
     return selection
 
 
@@ -67,27 +79,56 @@ def _known(trace: Trace, method: str) -> tuple[Layer, ...]:
 def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
     """Return these layers in order of execution, grouped into steps of layers that are added to the stream together.
 
-    Raises `UncoveredError` unless all of them map the same stream of tokens to itself.
+    Raises `UncoveredError` for a layer that mixes several tensors at once, for layers in one sum that read different
+    tokens, and for streams with different numbers of sequences.
     """
-    first = _axes(trace, layers[0])
-    for layer in layers:
-        (_, port, queries, keys) = axes = _axes(trace, layer)
-        if port != "x" or queries != keys or axes != first:
-            raise UncoveredError(
-                f"{method} multiplies the maps of layers on one stream; {layer.name} ({_described(axes)}) does not go "
-                f"with {layers[0].name} ({_described(first)})."
-            )
     members = set(map(id, layers))
     steps = (tuple(layer for layer in step.layers if id(layer) in members) for step in trace.steps)
-    return [step for step in steps if step]
+    chosen = [step for step in steps if step]
+    for step in chosen:
+        first = streams_of(trace, step[0])
+        for layer in step:
+            if (axes := streams_of(trace, layer)) != first:
+                raise UncoveredError(
+                    f"{method} multiplies the maps of layers; {layer.name} ({_described(axes)}) is added to the stream "
+                    f"together with {step[0].name} ({_described(first)}), which reads other tokens."
+                )
+    require_one_batch(tuple(dict.fromkeys(stream for step in chosen for stream in streams_of(trace, step[0]))))
+    return chosen
+
+
+def streams_of(trace: Trace, layer: Layer) -> tuple[TokenStream, TokenStream]:
+    """Return the streams that a layer writes and that it reads.
+
+    Raises `UncoveredError` for a layer that mixes several tensors.
+    """
+    port, _ = _only(layer)
+    written = stream_written(layer, trace.layers, trace.streams)
+    return written, stream_read(layer, port, trace.layers, trace.streams)
+
+
+def reads_own_tokens(trace: Trace, layer: Layer) -> bool:
+    """Whether a layer reads the tokens that it writes, so that a row's own token is among its keys."""
+    written, read = streams_of(trace, layer)
+    return written == read
+
+
+def begins_stream(trace: Trace, layer: Layer) -> bool:
+    """Whether a layer makes the first vectors of its stream from other tokens, and is added to nothing.
+
+    As do the merging of patches and attention pooling.
+    """
+    written, read = streams_of(trace, layer)
+    is_first = bool(written.layers) and trace.layers[written.layers[0]].name == layer.name
+    return is_first and written != read and layer.stream is None and layer.reads_its_output
 
 
 def stream_groups(trace: Trace) -> list[tuple[int, ...]]:
     """Return the indices of the layers that read one tensor, in groups of layers with equal axes, the largest first."""
-    groups: dict[tuple[str, str, int, int], list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for index, layer in enumerate(trace.layers):
         if not layer.opaque and len(layer.ports) == 1:
-            groups.setdefault(_axes(trace, layer), []).append(index)
+            groups.setdefault(streams_of(trace, layer), []).append(index)
     return sorted(map(tuple, groups.values()), key=len, reverse=True)
 
 
@@ -100,11 +141,10 @@ def query_rows(trace: Trace, layer: Layer, target: Target | None = None) -> Int[
     batch, length = layer.output.shape[:2]
     if target is None:
         return torch.arange(length, device=layer.output.device).expand(batch, -1)
-    last = trace.layers[-1]
-    if (_stream(trace, layer), length) != (_stream(trace, last), last.output.shape[1]):
+    if stream_written(layer, trace.layers, trace.streams) != trace.target_stream:
         raise UncoveredError(
-            f"a target counts the tokens of {last.name}, and {layer.name} has its queries on another stream; pass "
-            "target=None and read off the row."
+            f"a target counts the tokens of {trace.layers[-1].name}, and {layer.name} has its queries on another "
+            "stream; pass target=None and read off the row."
         )
     return trace.positions(target).to(layer.output.device)[:, None]
 
@@ -134,22 +174,14 @@ def every_position(trace: Trace) -> list[Int[Tensor, " batch"]]:
 
 def key_mask(trace: Trace, layer: Layer) -> Bool[Tensor, "batch key"] | None:
     """Return the mask of a layer's real keys, None if all are real."""
-    port, shape = _only(layer)
-    mask = layer.mask if port == "x" else trace.mask
-    fits = mask is not None and tuple(mask.shape) == shape
-    return mask.to(layer.output.device) if mask is not None and fits else None
+    mask = stream_mask(trace, streams_of(trace, layer)[1])
+    return None if mask is None else mask.to(layer.output.device)
 
 
 def key_sinks(trace: Trace, layer: Layer) -> tuple[tuple[int, ...], ...] | None:
-    """Return the positions of the attention sinks among a layer's keys; None if they are unknown.
-
-    Known for keys that are the tokens of the layer's stream.
-    """
-    port, shape = _only(layer)
-    if port != "x":
-        return None
-    stream = _stream(trace, layer)
-    return sink_tokens([each for step in trace.steps if step.stream == stream for each in step.layers], shape)
+    """Return the positions of the attention sinks among a layer's keys; None if they are unknown."""
+    stream = streams_of(trace, layer)[1]
+    return sink_tokens([trace.layers[index] for index in stream.layers], stream.shape)
 
 
 def real_pairs(trace: Trace, layer: Layer, rows: Int[Tensor, "batch row"]) -> Bool[Tensor, "batch row key"]:
@@ -173,10 +205,7 @@ def _only(layer: Layer) -> tuple[str, tuple[int, int]]:
 
     Other ports add to the tokens of the output, such as a residual stream. Builds no operator at length.
     """
-    ports = layer.ports
-    if len(ports) > 1:
-        chains = layer.operator.chains
-        ports = {port: shape for port, shape in ports.items() if any(stage.mixes for stage in walk(chains[port]))}
+    ports = mixing_ports(layer)
     if len(ports) != 1:
         raise UncoveredError(_several(layer))
     return next(iter(ports.items()))
@@ -201,17 +230,7 @@ def _named(trace: Trace, method: str, wanted: int | str) -> Layer:
     return trace.layers[wanted]
 
 
-def _stream(trace: Trace, layer: Layer) -> str:
-    return next(step.stream for step in trace.steps if any(layer is other for other in step.layers))
-
-
-def _axes(trace: Trace, layer: Layer) -> tuple[str, str, int, int]:
-    """Return a layer's query and key axes: its stream, the port of the keys, and both lengths."""
-    port, (_, keys) = _only(layer)
-    return _stream(trace, layer), port, layer.output.shape[1], keys
-
-
-def _described(axes: tuple[str, str, int, int]) -> str:
-    stream, port, queries, keys = axes
-    source = "" if port == "x" else f" reading {port!r}"
-    return f"stream {stream!r}{source}, {queries} x {keys}"
+def _described(axes: tuple[TokenStream, TokenStream]) -> str:
+    queries, keys = axes
+    source = "" if keys == queries else f" reading {keys.name!r}"
+    return f"stream {queries.name!r}{source}, {queries.shape[1]} x {keys.shape[1]}"

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unilinattn.errors import InputError
+from unilinattn.host.inputs import is_encoder_decoder
 from unilinattn.host.labels import token_text
 from unilinattn.host.logits import chosen_ids, has_logits, logits_of
 from unilinattn.host.text import token_id
@@ -35,6 +36,11 @@ def position_of(trace: Trace, target: NamedTarget | None) -> Target | None:
         raise InputError(
             f"target {target!r} is a text, and the model was not given text; give a position, or explain the text "
             "itself: explain(model, text, tokenizer=tokenizer)."
+        )
+    if is_encoder_decoder(trace.host):
+        raise InputError(
+            f"target {target!r} is a text, and the targets of {trace.model} are tokens of its decoder, not of the "
+            "input text; give a position among them, such as -1."
         )
     return trace.text.positions(target)
 

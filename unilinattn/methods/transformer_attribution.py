@@ -49,9 +49,17 @@ def transformer_attribution(
             slopes = _relevance_slopes(trace, run, layers, position, options)
             yield {name: [gradient, slopes[name]] for name, gradient in gradients.items()}
 
-    rho, scale = gradient_rollout(trace, options, layers, target, factors)
+    joint, rho, scale = gradient_rollout(trace, options, layers, target, factors)
     return make_result(
-        trace, options, layers, rho, target=target, scope="core", extras=scale, completeness_gap=max(gaps)
+        trace,
+        options,
+        layers,
+        rho,
+        target=target,
+        scope="core",
+        axes=joint.axes(whole=False),
+        extras=scale,
+        completeness_gap=max(gaps),
     )
 
 

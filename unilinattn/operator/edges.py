@@ -55,11 +55,13 @@ class Outgoing(Edges):
     tokens: Int[Tensor, " batch"]
 
     def groups(self, operator: MixerOperator) -> Groups:
-        """Return one group, of all queries but the token itself."""
-        shape = _shape(operator)
+        """Return one group, of all queries but the token itself; the queries of another stream are all others."""
+        _, queries, keys = _shape(operator)
         device = operator.output.device
-        diagonal = torch.arange(shape[2], device=device) == self.tokens.to(device)[:, None]
-        return Groups(~diagonal[:, None], diagonal[:, None])
+        diagonal = torch.arange(keys, device=device) == self.tokens.to(device)[:, None]
+        among = operator.ports[0] == "x" and queries == keys
+        others = ~diagonal if among else diagonal.new_ones(len(diagonal), queries)
+        return Groups(others[:, None], diagonal[:, None])
 
 
 class Listed(Edges):

@@ -12,7 +12,7 @@ Need = Literal[
     "logit",
     "one target",
     "layers",
-    "one stream",
+    "composition",
     "residual",
     "contributions",
     "matrices",

@@ -70,4 +70,4 @@ class Rollout(MapOptions, Composed):
     """
 
     question = QUESTION
-    needs = ("one stream",)
+    needs = ("composition",)

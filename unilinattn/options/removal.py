@@ -48,7 +48,7 @@ class Knockout(ScalarOptions):
     """
 
     question = QUESTION
-    needs = ("logit", "layers", "one stream", "cuts")
+    needs = ("logit", "composition", "cuts")
 
     layers: Literal["all"] | int | Annotated[Sequence[int | str], Field(min_length=1)] = Field(
         default="all", description="layers that are cut: every layer, an index, or a list of indices or names"

@@ -114,4 +114,4 @@ class AltiLogit(ScalarOptions):
     """
 
     question = QUESTION
-    needs = ("logit", "one stream", "residual", "contributions", "frozen run", "last stream")
+    needs = ("logit", "composition", "residual", "contributions", "frozen run", "last stream")

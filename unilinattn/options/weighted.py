@@ -32,7 +32,7 @@ class Contribution(ScalarOptions, Composed):
     """
 
     question = QUESTION
-    needs = ("logit", "one stream", "contributions", "gradients")
+    needs = ("logit", "composition", "contributions", "gradients")
 
     sign: Sign = Field(
         default="clamp",
@@ -63,7 +63,7 @@ class Attribution(ScalarOptions, MapOptions, Composed):
     """
 
     question = QUESTION
-    needs = ("logit", "one stream", "gradients")
+    needs = ("logit", "composition", "gradients")
 
     sign: Sign = Field(
         default="clamp", description="negative products of gradient and map kept, set to zero, or made positive"
@@ -123,7 +123,7 @@ class AttentionGrad(GradientMapOptions):
     """
 
     question = QUESTION
-    needs = ("logit", "one stream", "matrices", "gradients")
+    needs = ("logit", "composition", "matrices", "gradients")
 
 
 class TransformerAttribution(GradientMapOptions):
@@ -146,4 +146,4 @@ class TransformerAttribution(GradientMapOptions):
     """
 
     question = QUESTION
-    needs = ("logit", "one stream", "matrices", "gradients", "half rule")
+    needs = ("logit", "composition", "matrices", "gradients", "half rule")

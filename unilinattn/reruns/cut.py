@@ -19,7 +19,7 @@ from unilinattn.call import CACHES
 from unilinattn.call.entries import Entries
 from unilinattn.call.nested import mapped
 from unilinattn.errors import InputError, ModelStateError, OptionError, nearest
-from unilinattn.host.inputs import bound_arguments, host_arguments
+from unilinattn.host.inputs import bound_arguments, host_arguments, is_encoder_decoder
 from unilinattn.host.isolation import current_run
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.substitution import SUBSTITUTE_ABOVE
@@ -127,7 +127,7 @@ def cut(
     `ExactnessError` if a cut layer's operator misses the host's output; and the errors of `trace`.
     """
     model = unwrapped(model)
-    if layers is None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if layers is None and is_encoder_decoder(model):
         raise OptionError(
             f"{type(model).__name__} has an encoder and a decoder, in which an edge names different tokens; name the "
             "layers of one of them with layers=[...]."

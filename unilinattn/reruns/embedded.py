@@ -1,9 +1,9 @@
 """Run a traced model on other vectors of its tokens, as a function that gradients pass through."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, OptionError, UncoveredError
-from unilinattn.host.inputs import call_host, token_ids, vocabulary_size
+from unilinattn.host.inputs import call_host, vocabulary_size
 from unilinattn.host.isolation import Result, in_gradient_mode
 from unilinattn.host.logits import kept_positions, logits_at
 from unilinattn.host.recomputation import constant_parameters
@@ -20,7 +20,8 @@ from unilinattn.host.run import run
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.reruns.rerun import Rerun, of_sequences
 from unilinattn.tracing.lookups import Lookups
-from unilinattn.tracing.token_source import at_call, find_vectors, replaced_at_call
+from unilinattn.tracing.token_source import Source, at_call, find_vectors, replaced_at_call
+from unilinattn.tracing.token_streams import TokenStream
 from unilinattn.tracing.trace import Trace
 
 
@@ -30,11 +31,13 @@ class EmbeddedModel:
     The vectors are the output of the embedding module for the token ids, without positions (see `Lookups`). If the
     model has several such modules, their outputs are concatenated along the channels. For inputs without ids, such as
     images, and for images among the ids, the vectors are those that enter the first block of the last layer's tokens.
+    With several streams, such as those of an encoder and a decoder, the tokens of one come after those of the other.
 
     Attributes:
         vectors: the vectors of the traced inputs, in float32 or more.
+        streams: the streams of the tokens.
 
-    Raises `UncoveredError` for models with two streams of tokens and for ids that no module and no table embeds, and
+    Raises `UncoveredError` for ids that no module and no table embeds and for streams of different widths, and
     `ModelStateError` if a weight changed since the trace.
     """
 
@@ -43,29 +46,37 @@ class EmbeddedModel:
     def __init__(self, trace: Trace) -> None:
         """Run the model once and record the vectors."""
         self._trace, self._model = trace, trace.host
-        self._length = trace.layers[-1].output.shape[1]
-        self._ids = token_ids(trace.arguments)
-        self._lookups: Lookups | None = None
-        if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
-            raise UncoveredError(f"{trace.model} has two streams of tokens, and the scores are those of one.")
-        self._source = find_vectors(self._model, trace.arguments, trace.layers)
-        batch = trace.layers[-1].output.shape[0]
-        recorded = in_gradient_mode(False, lambda: self.isolated(lambda: self._vectors(batch)))
-        if not recorded:
+        self._sources = find_vectors(self._model, trace.arguments, trace.layers)
+        self.streams = tuple(source.stream for source in self._sources)
+        self._lookups: dict[str, Lookups] = {}
+        recorded = in_gradient_mode(False, lambda: self.isolated(self._vectors))
+        joined = [torch.cat(vectors, -1) if vectors else None for vectors in recorded]
+        for stream, vectors in zip(self.streams, joined, strict=True):
+            self._require_one_each(stream, vectors)
+        widths = {vectors.shape[-1] for vectors in joined if vectors is not None}
+        if len(widths) > 1:
             raise UncoveredError(
-                f"{trace.model} has no embedding module, which gives each token id its own vector, and no call of "
-                "torch.nn.functional.embedding reads the ids, so the vectors of the tokens are unknown; give the "
+                f"the streams of {trace.model} have vectors of different widths ({', '.join(map(str, widths))}), which "
+                "are not those of one sequence."
+            )
+        ends = [list(accumulate(vectors.shape[-1] for vectors in each)) for each in recorded]
+        self._channels = [[slice(a, b) for a, b in pairwise([0, *each])] for each in ends]
+        whole = torch.cat([vectors for vectors in joined if vectors is not None], 1).detach()
+        self.vectors = whole.to(torch.promote_types(whole.dtype, torch.float32))
+
+    def _require_one_each(self, stream: TokenStream, vectors: Tensor | None) -> None:
+        """Raise `UncoveredError` unless there is a vector for each token of a stream."""
+        if vectors is None:
+            raise UncoveredError(
+                f"{self._trace.model} has no embedding module, which gives each token id its own vector, and no call "
+                "of torch.nn.functional.embedding reads the ids, so the vectors of the tokens are unknown; give the "
                 "model inputs_embeds instead of ids."
             )
-        joined = torch.cat(recorded, -1)
-        if joined.ndim != 3 or tuple(joined.shape[:2]) != (batch, self._length):
+        if vectors.ndim != 3 or tuple(vectors.shape[:2]) != stream.shape:
             raise UncoveredError(
-                f"{trace.model} embeds its inputs as {tuple(joined.shape)}, and its layers have {batch} sequences of "
-                f"{self._length} tokens; each token needs one vector."
+                f"{self._trace.model} embeds its inputs as {tuple(vectors.shape)}, and its layers have "
+                f"{stream.shape[0]} sequences of {stream.shape[1]} tokens; each token needs one vector."
             )
-        ends = list(accumulate(vectors.shape[-1] for vectors in recorded))
-        self._channels = [slice(end - vectors.shape[-1], end) for end, vectors in zip(ends, recorded, strict=True)]
-        self.vectors = joined.detach().to(torch.promote_types(joined.dtype, torch.float32))
 
     def isolated(self, compute: Callable[[], Result]) -> Result:
         """Call a function that may run the model, restore the model, and return the result.
@@ -99,19 +110,27 @@ class EmbeddedModel:
         """
         return self._call(vectors, sequences, positions)
 
-    def baseline(self, baseline: str | int) -> Float[Tensor, "#channel"]:
+    def baseline(self, baseline: str | int) -> Float[Tensor, "#token #channel"]:
         """Return the vector that stands for an absent token: "zero", "mean-embedding", or a token id.
 
         Raises `OptionError` for the last two on inputs without token ids, and `InputError` for an id out of range.
         """
         if baseline == "zero":
-            return self.vectors.new_zeros(1)
-        if self._lookups is None or self._ids is None:
+            return self.vectors.new_zeros(1, 1)
+        if len(self._lookups) < len(self._sources):
             raise OptionError(
                 f"baseline={baseline!r} needs an embedding of token ids, and the tokens of these inputs are not ids "
                 "alone; use 'zero'."
             )
-        lookups, ids = self._lookups.lookups, self._ids
+        absent = [self._absent(name, baseline) for name in self._lookups]
+        if len(absent) == 1:
+            return absent[0][None]
+        lengths = torch.tensor([stream.shape[1] for stream in self.streams], device=self.vectors.device)
+        return torch.stack(absent).repeat_interleave(lengths, 0)
+
+    def _absent(self, name: str, baseline: str | int) -> Float[Tensor, " channel"]:
+        """Return the vector of an absent token among the ids of one argument."""
+        lookups, ids = self._lookups[name].lookups, self._trace.arguments[name]
         table_sizes = [lookup.rows for lookup in lookups if lookup.rows is not None]
         rows = min(table_sizes, default=vocabulary_size(self._model))
         if rows is None:
@@ -129,40 +148,48 @@ class EmbeddedModel:
                 absent = [lookup.mean(ids, rows) for lookup in lookups]
         return torch.cat([vector.to(self.vectors) for vector in absent])
 
-    def _vectors(self, batch: int) -> list[Float[Tensor, "batch token channel"]]:
-        """Run the model on the traced inputs and return the vectors of each lookup, or those of the first block."""
-        if isinstance(self._source, str):
-            return [self._trace.arguments[self._source]]
-        arguments = of_sequences(self._trace, torch.arange(batch))
-        if self._source is None:
-            self._lookups = Lookups(self._model, arguments, [layer.name for layer in self._trace.layers])
-            return self._lookups.vectors
+    def _vectors(self) -> list[list[Float[Tensor, "batch token channel"]]]:
+        """Run the model on the traced inputs and return the vectors of each source: one tensor for each lookup."""
+        return [self._vectors_of(source) for source in self._sources]
+
+    def _vectors_of(self, source: Source) -> list[Float[Tensor, "batch token channel"]]:
+        origin, ids = source.origin, source.ids
+        if isinstance(origin, str):
+            return [self._trace.arguments[origin]]
+        arguments = of_sequences(self._trace, torch.arange(source.stream.shape[0]))
+        if ids is not None:
+            self._lookups[ids] = Lookups(self._model, arguments, [layer.name for layer in self._trace.layers], ids)
+            return self._lookups[ids].vectors
+        assert origin is not None
         vectors: list[Tensor] = []
 
         def record(result: Tensor) -> Tensor:
             vectors.append(result.detach().clone())
             return result
 
-        with at_call(self._source, record):
+        with at_call(origin, record):
             call_host(self._model, arguments)
         for each in vectors:
-            self._source.require_same(each)
+            origin.require_same(each)
         return vectors
 
     def _call(self, vectors: Tensor, sequences: Int[Tensor, " run"], positions: Int[Tensor, " batch"] | None) -> Rerun:
         arguments = of_sequences(self._trace, sequences)
         if positions is not None:
             arguments = logits_at(self._model, arguments, lambda: [positions[sequences]], above=0)
-        replaced: AbstractContextManager[Any] = nullcontext()
-        if isinstance(self._source, str):
-            arguments[self._source] = vectors.to(arguments[self._source], copy=True)
-        elif self._source is not None:
-            replaced = replaced_at_call(self._source, vectors)
-        elif self._lookups is not None:
-            replaced = self._lookups.replaced(arguments, [vectors[..., channels] for channels in self._channels])
-        with replaced:
+        of_source = vectors.split([stream.shape[1] for stream in self.streams], 1)
+        length = self._trace.target_stream.shape[1]
+        with ExitStack() as replaced:
+            for source, part, channels in zip(self._sources, of_source, self._channels, strict=True):
+                if source.ids is not None:
+                    parts = [part[..., each] for each in channels]
+                    replaced.enter_context(self._lookups[source.ids].replaced(arguments, parts))
+                elif isinstance(source.origin, str):
+                    arguments[source.origin] = part.to(arguments[source.origin], copy=True)
+                elif source.origin is not None:
+                    replaced.enter_context(replaced_at_call(source.origin, part))
             output = call_host(self._model, arguments)
-        return Rerun(output, (len(sequences), self._length), kept_positions(arguments, self._length))
+        return Rerun(output, (len(sequences), length), kept_positions(arguments, length))
 
 
 def _require_gradient(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -39,6 +39,9 @@ class Attribution(Scores):
         offsets: the first character of each token in its text and the one after its last; set for texts.
         sinks: the keys of each sequence's attention sinks, whose scores measure no word: rankings leave them out, and
             pictures show them apart; a merged word with a sink is one. None if they are unknown.
+        streams: of scores over several streams of tokens, such as those of an encoder and a decoder, the number of each
+            stream's tokens by its name, in their order along the axes "query" and "key"; empty for one stream (see
+            `select`).
         logit_names: the text of the token, or the label of the class, whose logit is explained, for each sequence; two
             for the difference of two. Set where a tokenizer or the model's `config.id2label` names it.
         grid: (rows, columns) of an image's patches.

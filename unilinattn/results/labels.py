@@ -47,6 +47,7 @@ class Header(BaseModel):
     word_ids: tuple[tuple[int | None, ...], ...] | None = None
     offsets: tuple[tuple[tuple[int, int], ...], ...] | None = None
     sinks: tuple[tuple[int, ...], ...] | None = None
+    streams: dict[Literal["query", "key"], dict[Text, int]] = {}
     logit_names: tuple[tuple[Text, ...], ...] | None = None
     grid: tuple[int, int] | None
     patches: tuple[int, ...] | None = None
@@ -110,6 +111,9 @@ def check_fit(header: Header, shape: tuple[int, ...], mask_shape: tuple[int, ...
     sizes = dict(zip(dims, shape, strict=True))
     _check_tokens(header, sizes, mask_shape)
     _check_heads(header, sizes.get("head"))
+    for axis, counts in header.streams.items():
+        if axis in sizes and sum(counts.values()) != sizes[axis]:
+            raise InputError(f"the {axis} axis has {sizes[axis]} tokens; got streams {counts}.")
     _check_patches(header, sizes["key"])
     if len(set(header.layers)) != len(header.layers):
         raise InputError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unilinattn.errors import InputError
 from unilinattn.results.scores import Scores, count_kinds, score_array
+from unilinattn.results.streams import slots
 from unilinattn.viz.colours import Array, largest, shown
 
 COUNT_THE_RESIDUAL = ("alti", "alti_logit", "attribution", "logit", "rollout")
@@ -248,9 +249,21 @@ def target_key(result: Scores, batch: int, count: int) -> int | None:
     if isinstance(target, list):
         # A sequence that was selected earlier has not recorded which of several targets was its own.
         target = target[batch] if "batch" in result.dims or len(target) == 1 else None
+    first, count = _of_queries(result, batch, count)
     if not isinstance(target, int) or not -count <= target < count or count == 1:
         return None
-    return target % count
+    return first + target % count
+
+
+def _of_queries(result: Scores, batch: int, count: int) -> tuple[int, int]:
+    """Return the first of `count` real keys that are tokens of the queries' stream, and their number; 0 if none are."""
+    if not result.streams:
+        return 0, count
+    slot = slots(result.streams["key"]).get(next(iter(result.streams["query"])), slice(0, 0))
+    if result.mask is None:
+        return slot.start, slot.stop - slot.start
+    real = result.mask[batch if "batch" in result.dims else 0]
+    return int(real[: slot.start].sum()), int(real[slot].sum())
 
 
 def patch_positions(single: Scores) -> list[int]:

@@ -19,6 +19,7 @@ from unilinattn.optional import import_extra
 from unilinattn.results import file as resultfile
 from unilinattn.results import labels
 from unilinattn.results.labels import Header
+from unilinattn.results.streams import of_stream
 
 if TYPE_CHECKING:
     import pandas
@@ -48,6 +49,7 @@ class Scores:
     word_ids: Sequence[Sequence[int | None]] | None = None
     offsets: Sequence[Sequence[tuple[int, int]]] | None = None
     sinks: Sequence[Sequence[int]] | None = None
+    streams: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     logit_names: Sequence[Sequence[str]] | None = None
     grid: tuple[int, int] | None = None
     patches: Sequence[int] | None = None
@@ -132,12 +134,21 @@ class Scores:
             lines.append(f"  completeness gap: {self.completeness_gap:.1e}")
         return "\n".join(lines)
 
-    def select(self, *, layer: int | str | None = None, batch: int | None = None, head: int | None = None) -> Self:
+    def select(
+        self,
+        *,
+        layer: int | str | None = None,
+        batch: int | None = None,
+        head: int | None = None,
+        queries: str | None = None,
+        keys: str | None = None,
+    ) -> Self:
         """Return the result of one layer (by position or name), sequence or head, or several, without their axes.
 
-        A head is selected by its index in the layer, one of `heads`. Extras with the axes of `dims` without key, or
-        without head and key, are selected alike; other extras are dropped, because their part of the selection is
-        unknown.
+        A head is selected by its index in the layer, one of `heads`. `queries` and `keys` name a stream of tokens,
+        whose rows or columns the result keeps: `select(queries="decoder", keys="encoder")`. Extras with the axes of
+        `dims` without key, or without head and key, are selected alike; other extras are dropped, because their part
+        of the selection is unknown.
 
         Raises `InputError` if the axis is absent or the position out of range, and `OptionError` if the name is
         unknown.
@@ -166,6 +177,9 @@ class Scores:
             index = self._head_index(head)
             selected["heads"] = (head,)
             selected |= _select_axis(selected, "head", index)
+        for axis, stream in (("query", queries), ("key", keys)):
+            if stream is not None:
+                selected |= of_stream(selected, axis, stream)
         return type(self)(**selected)
 
     def _head_index(self, head: int) -> int:
@@ -327,8 +341,11 @@ def _rebuild(kind: type[Scores], values: dict[str, Any]) -> Scores:
 
 def axes_text(result: Scores) -> str:
     """Return the axes of the scores with their sizes: 'layer 2, batch 1, key 48'."""
-    channels = " (channels)" if result.head_kind == "channel" else ""
-    return ", ".join(f"{name} {size}{channels if name == 'head' else ''}" for name, size in result.sizes.items())
+    notes = {"head": " (channels)" if result.head_kind == "channel" else ""}
+    for axis, counts in result.streams.items():
+        if len(counts) > 1:
+            notes[axis] = f" ({', '.join(f'{stream} {count}' for stream, count in counts.items())})"
+    return ", ".join(f"{name} {size}{notes.get(name, '')}" for name, size in result.sizes.items())
 
 
 def extra_dims(name: str, dims: tuple[str, ...], shape: Sequence[int], extra: Sequence[int]) -> tuple[str, ...] | None:

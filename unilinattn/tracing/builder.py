@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unilinattn.host.inputs import real_tokens
+from unilinattn.host.inputs import is_encoder_decoder, real_tokens
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.tracing.layer import Layer, Step
@@ -28,7 +28,7 @@ class LayerBuilder:
         self.weights = Weights(model, self._checksums)
         self.mask = real_tokens(arguments)
         self._inner_mask = real_tokens(arguments, "decoder_attention_mask")
-        self._two_streams = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self._two_streams = is_encoder_decoder(model)
         self._dtype = dtype
         self._latest: dict[str, MixerOperator] = {}
         self._calls: dict[str, int] = {}
@@ -54,6 +54,4 @@ class LayerBuilder:
         # Before the layers are built: a group of parallel layers removes their outputs from each other's streams.
         groups = group_parallel(records)
         layers = tuple(self.build(record) for record in records)
-        streams = ["encoder" if self.encodes(records[group[0]]) else "x" for group in groups]
-        steps = (Step(tuple(layers[i] for i in group), name) for group, name in zip(groups, streams, strict=True))
-        return layers, tuple(steps)
+        return layers, tuple(Step(tuple(layers[i] for i in group)) for group in groups)

@@ -228,6 +228,11 @@ class Layer:
         return self.stream
 
     @property
+    def reads_its_output(self) -> bool:
+        """Whether a module takes this layer's output itself, before anything was added to it."""
+        return self._reader is not None
+
+    @property
     def no_residual(self) -> str:
         """The reason why `residual` is None: a module that reads the output before any sum, if there is one."""
         if self._reader is not None:
@@ -325,7 +330,6 @@ class Step:
     """Layers that are added to a stream in one sum: x <- skip(x) + sum_l multiplier_l * Op_l(x)."""
 
     layers: tuple[Layer, ...]
-    stream: str = "x"
 
     def stream_error(self) -> float | None:
         """Return the relative error of stream plus layers against the host's next stream.

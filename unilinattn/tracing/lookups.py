@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.call.nested import mapped, tensors
-from unilinattn.host.inputs import call_host, token_ids
+from unilinattn.host.inputs import call_host
 from unilinattn.host.observer import Functions
 
 IDS = 4096
@@ -42,10 +42,8 @@ class Lookup:
 class TokenIds:
     """The token ids in a run of a model: the argument, and tensors with the same numbers that functions made of it."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, ids: Int[Tensor, "batch length"]) -> None:
         """Begin with the argument."""
-        ids = token_ids(arguments)
-        assert ids is not None
         self.shape = ids.shape
         self._tensors = [ids]
 
@@ -88,16 +86,19 @@ class Lookups:
     lookups: list[Lookup]
     vectors: list[Float[Tensor, "batch token channel"]]
 
-    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], layers: Iterable[str]) -> None:
-        """Run the model twice; inside `isolated`. `layers` are the paths of the token-mixing layers."""
-        self.lookups, self.vectors = [], []
+    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], layers: Iterable[str], name: str) -> None:
+        """Run the model twice; inside `isolated`.
+
+        `layers` are the paths of the token-mixing layers, and `name` is that of the argument with the ids.
+        """
+        self.lookups, self.vectors, self._name = [], [], name
         mixing = {path.split("#")[0] + "." for path in layers}
         outside = [
             module
             for path, module in model.named_modules()
             if path and not any(x.startswith(f"{path}.") for x in mixing)
         ]
-        reads = _Reads(TokenIds(arguments))
+        reads = _Reads(TokenIds(arguments[name]))
         with _hooked(outside, reads.enter, reads.leave), Functions(reads.called):
             call_host(model, arguments)
         embedding = [read for read in reads.found if read.gives_own_vectors()]
@@ -106,7 +107,7 @@ class Lookups:
             for read in embedding
             if not any(other in embedding for other in read.inside)
         }
-        ids = TokenIds(arguments)
+        ids = TokenIds(arguments[name])
 
         def record(lookup: Lookup, result: Tensor) -> Tensor:
             if not any(_same(other.source, lookup.source) for other in self.lookups):
@@ -134,7 +135,7 @@ class Lookups:
     @contextmanager
     def _intercepted(self, arguments: Mapping[str, Any], change: Callable[[Lookup, Tensor], Tensor]) -> Iterator[None]:
         """Pass the result of every lookup of the ids among `arguments` through a function."""
-        ids = TokenIds(arguments)
+        ids = TokenIds(arguments[self._name])
         open_modules: list[nn.Module] = []
 
         def in_table(func: Any, args: Any, kwargs: Any, result: Any) -> Any:

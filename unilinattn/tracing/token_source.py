@@ -1,7 +1,8 @@
 """Where a model's tokens get their vectors, such that no other input reaches its output beside them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.host.inputs import call_host, token_ids
+from unilinattn.host.inputs import call_host, ids_name, is_ids
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
 from unilinattn.host.observer import Functions
@@ -17,10 +18,24 @@ from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.perturbation import TOLERANCE
+from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
 from unilinattn.tracing.tokens import TokenCall, find_tokens, require_own_tokens
 
-Source = TokenCall | str | None
-"""The call whose result enters the first block as the tokens, the name of the argument, or None for lookups of ids."""
+
+@dataclass(frozen=True)
+class Source:
+    """Where the tokens of a stream get their vectors.
+
+    Attributes:
+        stream: the stream.
+        origin: the call or the argument that has the vectors; None for the lookups of `ids`.
+        ids: the name of the argument with the ids of the tokens, for lookups.
+    """
+
+    stream: TokenStream
+    origin: TokenCall | str | None
+    ids: str | None = None
+
 
 STRUCTURE = ("mask", "position", "type", "label", "size", "shape", "length", "grid", "thw", "index", "indices")
 """Words in the names of whole numbers that say where and how large an input is, but not what it is."""
@@ -33,30 +48,77 @@ Hold = Callable[[Mapping[str, Any]], AbstractContextManager[object]]
 
 
 @runs_in_gradient_mode(False)
-def find_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
-    """Return the source of the tokens' vectors: the lookups of their ids, or what enters the first block.
+def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[Source, ...]:
+    """Return the sources of the tokens' vectors, one for each stream of tokens that reaches the output by itself.
 
-    The latter if there are no ids, and if another input, such as an image, gives some tokens their vectors. Runs of the
-    model with those inputs perturbed and the tokens' vectors held tell what else reaches its logits.
+    A source are the lookups of the tokens' ids, or what enters the first block of the stream: if there are no ids, and
+    if another input, such as an image, gives some tokens their vectors. Runs of the model with the other inputs
+    perturbed and the tokens' vectors held tell what else reaches its logits.
 
     Raises `UncoveredError` if another input reaches the logits beside the tokens, since its part in them would stand in
     the bias, and the errors of `find_tokens`.
     """
-    ids = token_ids(arguments)
+    streams = token_streams(layers)
+    ids = ids_name(arguments)
+    batch = next((t.shape[0] for t in tensors(arguments) if t.ndim), None)
     # Of several streams the last one may read all others, as a text with patches in place of some of its tokens does.
-    streams = [layers_of_stream(layers, last) for last in (True, False)]
-    if streams[0] != list(layers):
-        batch = next((t.shape[0] for t in (ids, *tensors(arguments)) if t is not None and t.ndim), None)
-        for stream in (stream for stream in streams if stream[0].output.shape[0] == batch):
-            with suppress(UncoveredError):
-                source = find_tokens(model, arguments, stream)
-                require_alone(model, arguments, source, layers, _explained)
-                return source
-    require_own_tokens(model, arguments, ids, layers)
-    if ids is not None and not _reaching(model, arguments, None, layers, _explained):
-        return None
-    source = find_tokens(model, arguments, layers)
-    require_alone(model, arguments, source, layers, _explained)
+    last = stream_written(layers[-1], layers, streams)
+    for stream in (last, streams[0]) if len(streams) > 1 else ():
+        with suppress(UncoveredError):
+            if stream.shape[0] == batch:
+                source = Source(stream, find_tokens(model, arguments, [layers[index] for index in stream.layers]))
+                require_alone(model, arguments, (source,), layers, _explained)
+                return (source,)
+    if len(streams) > 1 and (sources := _several(model, arguments, layers, streams, batch)):
+        return sources
+    require_own_tokens(model, arguments, None if ids is None else arguments[ids], layers)
+    lookups = Source(streams[0], None, ids)
+    if ids is not None and not _reaching(model, arguments, (lookups,), layers, _explained):
+        return (lookups,)
+    source = Source(streams[0], find_tokens(model, arguments, layers))
+    require_alone(model, arguments, (source,), layers, _explained)
+    return (source,)
+
+
+def _several(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    layers: Sequence[Layer],
+    streams: Sequence[TokenStream],
+    batch: int | None,
+) -> tuple[Source, ...]:
+    """Return the sources of several streams that together are all that reaches the output; none if they are not all."""
+    calls: list[Source] = []
+    for stream in streams:
+        with suppress(UncoveredError):
+            if stream.shape[0] == batch:
+                inside = [layers[index] for index in stream.layers]
+                calls.append(Source(stream, find_tokens(model, arguments, inside, in_lists=True)))
+    lookups = [_lookups_of(model, arguments, layers, call) for call in calls]
+    for sources in (lookups, calls):
+        if sources and not _reaching(model, arguments, sources, layers, _explained):
+            # A stream that is computed from another one is no source, such as the tokens after a merging of patches.
+            for source in reversed(sources):
+                fewer = [other for other in sources if other is not source]
+                if fewer and not _reaching(model, arguments, fewer, layers, _explained):
+                    sources = fewer
+            return tuple(sources)
+    return ()
+
+
+def _lookups_of(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], source: Source) -> Source:
+    """Return the lookups of the ids that give a stream its vectors; the source itself if there is no such argument."""
+    call, stream = source.origin, source.stream
+    inside = [layers[index] for index in stream.layers]
+    for name, value in arguments.items():
+        if not (isinstance(call, TokenCall) and is_ids(value) and tuple(value.shape) == stream.shape):
+            continue
+        if any(word in name for word in (*STRUCTURE, "token_type")):
+            continue
+        with suppress(UncoveredError):
+            moved = find_tokens(model, _changed(arguments, name), inside, in_lists=True)
+            if isinstance(moved, TokenCall) and not torch.equal(moved.vectors, call.vectors):
+                return Source(stream, None, name)
     return source
 
 
@@ -68,10 +130,10 @@ def layers_of_stream(layers: Sequence[Layer], last: bool) -> list[Layer]:
 
 @runs_in_gradient_mode(False)
 def require_alone(
-    model: nn.Module, arguments: Mapping[str, Any], source: Source, layers: Sequence[Layer], read: Read
+    model: nn.Module, arguments: Mapping[str, Any], sources: Sequence[Source], layers: Sequence[Layer], read: Read
 ) -> None:
     """Raise `UncoveredError` if another input reaches what `read` returns of the output beside the tokens' vectors."""
-    reaching = _reaching(model, arguments, source, layers, read)
+    reaching = _reaching(model, arguments, sources, layers, read)
     if reaching:
         verb = "reaches" if len(reaching) == 1 else "reach"
         raise UncoveredError(
@@ -81,38 +143,43 @@ def require_alone(
 
 
 @runs_in_gradient_mode(False)
-def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> Source:
-    """Return the source of the vectors of the last layer's tokens, whatever else reaches the output.
+def find_vectors(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[Source, ...]:
+    """Return the sources of all streams that reach the output, or of the last layer's if something else does too.
 
     Raises the errors of `find_tokens`.
     """
-    stream = layers_of_stream(layers, True)
-    if token_ids(arguments) is not None and not _reaching(model, arguments, None, layers, _explained):
-        return None
-    return find_tokens(model, arguments, stream)
+    streams, ids = token_streams(layers), ids_name(arguments)
+    stream = stream_written(layers[-1], layers, streams)
+    lookups = Source(stream, None, ids)
+    if ids is not None and not _reaching(model, arguments, (lookups,), layers, _explained):
+        return (lookups,)
+    if len(streams) > 1:
+        with suppress(UncoveredError):
+            if len(sources := find_sources(model, arguments, layers)) > 1:
+                return sources
+    return (Source(stream, find_tokens(model, arguments, layers_of_stream(layers, True))),)
 
 
 def _reaching(
-    model: nn.Module, arguments: Mapping[str, Any], source: Source, layers: Sequence[Layer], read: Read
+    model: nn.Module, arguments: Mapping[str, Any], sources: Sequence[Source], layers: Sequence[Layer], read: Read
 ) -> list[str]:
     """Return the inputs that change what `read` returns of the output although the tokens' vectors are held."""
-    ids = token_ids(arguments) if source is None else None
-    shape = layers[-1].output.shape[:2]
-    others = {name: value for name, value in arguments.items() if value is not ids and name != source}
-    names = [name for name, value in others.items() if _is_content(name, value, shape)]
+    shapes = {tuple(layers[-1].output.shape[:2]), *(source.stream.shape for source in sources)}
+    held = {source.ids or source.origin for source in sources}
+    names = [name for name, value in arguments.items() if name not in held and _is_content(name, value, shapes)]
     if not names:
         return []
-    hold = _hold(model, arguments, layers, source)
+    hold = _hold(model, arguments, layers, sources)
     before = _run(model, dict(arguments), hold, read)
     return [
         name for name in names if _reaches(before, _run(model, _changed(arguments, name), hold, read), arguments[name])
     ]
 
 
-def _is_content(name: str, value: Any, shape: torch.Size) -> bool:
+def _is_content(name: str, value: Any, shapes: Collection[tuple[int, ...]]) -> bool:
     """Tell whether an argument may carry content: numbers or codes, but no mask, no size and no place of a token.
 
-    `shape` is (batch, length) of the tokens; whole numbers for each of them say where it is, or of which type.
+    `shapes` are (batch, length) of tokens; whole numbers for each of them say where it is, or of which type.
     """
     arrays = [t for t in tensors(value) if t.numel()]
     if not arrays:
@@ -121,7 +188,7 @@ def _is_content(name: str, value: Any, shape: torch.Size) -> bool:
         return not ("mask" in name and all(map(_is_mask, arrays)))
     if any(word in name for word in STRUCTURE) or all(t.ndim < 2 or t.dtype == torch.bool for t in arrays):
         return False
-    return name.endswith("input_ids") or not all(t.shape[:2] == shape for t in arrays)
+    return name.endswith("input_ids") or not all(tuple(t.shape[:2]) in shapes for t in arrays)
 
 
 def _is_mask(t: Tensor) -> bool:
@@ -184,14 +251,26 @@ def _perturbed(t: Tensor) -> Tensor:
     return (wide + torch.where(size > 0, size, torch.ones_like(size)) * noise).to(t.dtype)
 
 
-def _hold(model: nn.Module, traced: Mapping[str, Any], layers: Sequence[Layer], source: Source) -> Hold:
+def _hold(model: nn.Module, traced: Mapping[str, Any], layers: Sequence[Layer], sources: Sequence[Source]) -> Hold:
     """Return what holds the tokens' vectors; an argument with them, or with ids, does not change."""
-    if isinstance(source, str):
-        return lambda arguments: nullcontext()
-    if source is not None:
-        return lambda arguments: replaced_at_call(source, source.vectors)
-    lookups: Lookups = run(model, lambda: Lookups(model, traced, [layer.name for layer in layers]))
-    return lambda arguments: lookups.replaced(arguments, lookups.vectors)
+    names = [layer.name for layer in layers]
+    ids = [source.ids for source in sources if source.ids is not None]
+    lookups: dict[str, Lookups] = {}
+    if ids:
+        lookups = run(model, lambda: {name: Lookups(model, traced, names, name) for name in ids})
+
+    @contextmanager
+    def hold(arguments: Mapping[str, Any]) -> Iterator[None]:
+        with ExitStack() as held:
+            for source in sources:
+                if source.ids is not None:
+                    each = lookups[source.ids]
+                    held.enter_context(each.replaced(arguments, each.vectors))
+                elif isinstance(source.origin, TokenCall):
+                    held.enter_context(replaced_at_call(source.origin, source.origin.vectors))
+            yield
+
+    return hold
 
 
 def at_call(call: TokenCall, change: Callable[[Tensor], Tensor]) -> Functions:

@@ -1,9 +1,10 @@
 """Find the tensor that enters a model's first block: the vectors of its tokens."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -57,8 +58,13 @@ class TokenCall:
             )
 
 
-def find_tokens(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer]) -> TokenCall | str:
+def find_tokens(
+    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], *, in_lists: bool = False
+) -> TokenCall | str:
     """Return the function call whose result enters the first block as the tokens of the layers, or the argument.
+
+    `in_lists` says that only blocks in a list of modules count, if there are any: a module around a decoder may get the
+    tokens of the encoder first.
 
     Raises `UncoveredError` if the layers have different numbers of sequences or tokens, or if no such tensor enters a
     block.
@@ -70,6 +76,8 @@ def find_tokens(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
             f"{', '.join(map(str, shapes[:NAMED]))}, so the vectors of its tokens are not those of one stream."
         )
     blocks = block_names(model, layers)
+    if in_lists:
+        blocks = frozenset(filter(_in_list, blocks)) or blocks
     widths = {layer.input.shape[-1] for layer in layers}
     calls: list[tuple[Any, Any]] = []
 
@@ -154,6 +162,15 @@ def block_names(model: nn.Module, layers: Sequence[Layer]) -> frozenset[str]:
     lists = {name.rpartition(".")[0] for name in names if _in_list(name)}
     siblings = {name for name, _ in model.named_modules() if _in_list(name)}
     return frozenset(names | {name for name in siblings if name.rpartition(".")[0] in lists})
+
+
+def blocks_of(model: nn.Module, groups: Sequence[Sequence[Layer]]) -> dict[str, int]:
+    """Return `block_names` of one group of layers with its number; of several, those blocks that are only in one."""
+    names = [block_names(model, layers) for layers in groups]
+    if len(names) > 1:
+        names = [frozenset(filter(_in_list, each)) or each for each in names]
+    counts = Counter(chain.from_iterable(names))
+    return {name: number for number, each in enumerate(names) for name in each if counts[name] == 1}
 
 
 def _in_list(name: str) -> bool:

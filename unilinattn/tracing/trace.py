@@ -31,6 +31,7 @@ from unilinattn.tracing.layer import Layer, Step
 from unilinattn.tracing.padding import warn_of_leaks
 from unilinattn.tracing.recording import covered_run
 from unilinattn.tracing.streaming import run_in_pieces
+from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
 from unilinattn.tracing.weights import Weights
 
 _version = cache(version)
@@ -98,6 +99,16 @@ class Trace:
         versions = {"unilinattn": _version("unilinattn"), "torch": torch.__version__}
         host = getattr(sys.modules.get(package), "__version__", None)
         return versions if host is None else {**versions, package: str(host)}
+
+    @cached_property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """The streams of tokens that the layers write, such as an encoder's and a decoder's."""
+        return token_streams(self.layers)
+
+    @property
+    def target_stream(self) -> TokenStream:
+        """The stream of the last layer, whose tokens a target counts."""
+        return stream_written(self.layers[-1], self.layers, self.streams)
 
     def positions(self, target: Target) -> Int[Tensor, " batch"]:
         """Return the position in each sequence of a target, which counts real tokens.

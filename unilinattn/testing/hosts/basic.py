@@ -191,7 +191,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
                 parameter.copy_(0.5 + uniform if name.endswith("weight") else centred + 0.3 * centred.sign())
             else:
                 looked_up = "embed" in name or name.endswith("kernel.C")
-                fan_in = 1 if looked_up else parameter[0].numel()
+                fan_in = 1 if looked_up else parameter.shape[1:].numel()
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / fan_in**0.5)
     return model
 

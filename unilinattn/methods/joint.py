@@ -1,0 +1,156 @@
+"""`Joint`: the maps of layers on several streams as maps of one sequence, the tokens of one stream after the other."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from unilinattn.errors import UncoveredError
+from unilinattn.methods.axes import Axes
+from unilinattn.methods.maps import gather_rows, sum_on_first
+from unilinattn.methods.scaled import Blocks
+from unilinattn.methods.selection import begins_stream, composable_steps, query_rows, streams_of
+from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.token_streams import TokenStream, key_slots
+from unilinattn.tracing.trace import Target, Trace
+
+Step = tuple[Layer, ...]
+
+Multiply = Callable[[Float[Tensor, "batch row query"], Layer], Float[Tensor, "batch row key"]]
+"""Returns rows times the map of a layer."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The layers that a method composes, and the tokens of all streams that they read and write.
+
+    With an encoder of E tokens and a decoder of D tokens the maps are (E + D) x (E + D): that of a layer of the encoder
+    has entries in its first E rows and columns, that of cross-attention in its last D rows and first E columns. Tokens
+    of a stream without the layer keep their rows of the identity.
+
+    Attributes:
+        trace: the trace.
+        steps: the layers in steps, in order of execution.
+        streams: the streams in the order of their tokens.
+    """
+
+    trace: Trace
+    steps: Sequence[Step]
+    streams: tuple[TokenStream, ...]
+
+    @classmethod
+    def of(cls, trace: Trace, method: str, layers: Sequence[Layer]) -> "Joint":
+        """Return the composition of layers; raise the errors of `composable_steps`."""
+        steps = composable_steps(trace, method, layers)
+        used = {stream: None for step in steps for stream in reversed(streams_of(trace, step[0]))}
+        ordered = [stream for stream in trace.streams if stream in used]
+        return cls(trace, steps, (*(stream for stream in used if stream not in trace.streams), *ordered))
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of all streams."""
+        return sum(stream.shape[1] for stream in self.streams)
+
+    def slot(self, stream: TokenStream) -> slice:
+        """Return the tokens of a stream among all tokens."""
+        return key_slots(self.streams)[stream]
+
+    def axes(self, *, whole: bool) -> Axes:
+        """Return the axes of the product: the queries are all tokens if it is `whole`, else those of targets."""
+        queries = self.streams if whole else (self.trace.target_stream,)
+        return Axes(self.trace, queries, self.streams)
+
+    def written(self, layer: Layer) -> slice:
+        """Return the tokens that a layer writes."""
+        return self.slot(streams_of(self.trace, layer)[0])
+
+    def read(self, layer: Layer) -> slice:
+        """Return the tokens that a layer reads."""
+        return self.slot(streams_of(self.trace, layer)[1])
+
+    def rows(self, target: Target | None) -> Int[Tensor, "batch row"]:
+        """Return the positions of all tokens, or of a target, among the tokens of all streams."""
+        last = self.trace.layers[-1]
+        if target is None:
+            return torch.arange(self.length, device=last.output.device).expand(last.output.shape[0], -1)
+        rows = query_rows(self.trace, last, target)
+        if self.trace.target_stream not in self.streams:
+            raise UncoveredError(
+                f"a target counts the tokens of {last.name}, and the composed layers have their queries on another "
+                "stream; pass target=None and read off the row."
+            )
+        return rows + self.slot(self.trace.target_stream).start
+
+    def unit_rows(self, rows: Int[Tensor, "batch row"]) -> Float[Tensor, "batch row token"]:
+        """Return rows of the identity."""
+        like = self.trace.layers[-1].output
+        return like.new_zeros(*rows.shape, self.length).scatter_(2, rows.unsqueeze(-1), 1.0)
+
+    def through(
+        self, step: Step, multiply: Multiply, rows: Float[Tensor, "batch row token"]
+    ) -> Float[Tensor, "batch row token"]:
+        """Return rows times I + the maps of a step, which `multiply` multiplies them by."""
+        written, read = self.written(step[0]), self.read(step[0])
+        selected = rows[..., written]
+        if len(self.streams) > 1 and not bool(selected.any()):
+            # The stream does not reach these rows, such as another tower's.
+            return rows
+        added = sum_on_first(multiply(selected, layer) for layer in step).to(rows)
+        if selected.shape == rows.shape and written == read:
+            return rows + added
+        product = rows.clone()
+        if begins_stream(self.trace, step[0]):
+            product[..., written] = 0
+        product[..., read] += added
+        return product
+
+    def blocks(self, step: Step, blocks: Callable[[Layer], Blocks]) -> Blocks:
+        """Yield the maps of a step's layers among all tokens, in blocks of rows."""
+        written, read = self.written(step[0]), self.read(step[0])
+        for layer in step:
+            for span, block in blocks(layer):
+                yield slice(written.start + span.start, written.start + span.stop), self._widened(block, read)
+
+    def dropped(self, step: Step) -> slice | None:
+        """Return the rows of a step's map that have no identity (see `begins_stream`), None if all have one."""
+        return self.written(step[0]) if begins_stream(self.trace, step[0]) else None
+
+    def whole(
+        self, step: Step, mixing: Float[Tensor, "batch query key"], residual: Float[Tensor, "batch query"] | None
+    ) -> Float[Tensor, "batch token token"]:
+        """Return the map of a step among all tokens; `residual` is the share of each query's own token, if apart."""
+        written, read = self.written(step[0]), self.read(step[0])
+        if mixing.shape[1] == self.length and written == read:
+            return mixing
+        total = torch.eye(self.length, dtype=mixing.dtype, device=mixing.device).repeat(len(mixing), 1, 1)
+        total[:, written, written] = 0 if residual is None else torch.diag_embed(residual)
+        total[:, written, read] += mixing
+        return total
+
+    def _widened(self, block: Float[Tensor, "batch row key"], read: slice) -> Float[Tensor, "batch row token"]:
+        if block.shape[-1] == self.length:
+            return block
+        wide = block.new_zeros(*block.shape[:-1], self.length)
+        wide[..., read] = block
+        return wide
+
+    def blank(self, scores: Float[Tensor, "batch row token"], rows: Int[Tensor, "batch row"]) -> None:
+        """Set the scores of pairs with padding to zero, in place."""
+        mask = self.axes(whole=True).mask()
+        if mask is not None:
+            mask = mask.to(scores.device)
+            scores.masked_fill_(~mask[:, None, :], 0)
+            scores.masked_fill_(~mask.gather(1, rows.to(scores.device))[:, :, None], 0)
+
+    def spread(
+        self, numbers: Iterable[tuple[Layer, Float[Tensor, "batch query"]]], rows: Int[Tensor, "batch row"]
+    ) -> dict[str, Float[Tensor, "batch row"]]:
+        """Return the numbers of each layer's queries at some rows of all tokens, 0 at tokens of other streams."""
+        spread = {}
+        for layer, values in numbers:
+            wide = values.new_zeros(len(values), self.length)
+            wide[:, self.written(layer)] = values
+            spread[layer.name] = gather_rows(wide.unsqueeze(-1), rows.to(wide.device)).squeeze(-1)
+        return spread

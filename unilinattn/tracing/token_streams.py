@@ -1,0 +1,141 @@
+"""`TokenStream`: the tokens of one sequence of a model, such as those of an encoder or of a decoder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from unilinattn.errors import UncoveredError
+from unilinattn.operator.stages import walk
+from unilinattn.tracing.layer import Layer
+
+OWN = "x"
+"""Port of a layer's own input."""
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Tokens that some layers write, or that a layer reads and none writes.
+
+    Attributes:
+        name: the part of the layers' paths that tells the stream from the others ("encoder"), or the port.
+        shape: (batch, length).
+        layers: the indices of the layers whose outputs are these tokens, in order of execution.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    layers: tuple[int, ...]
+
+
+def token_streams(layers: Sequence[Layer]) -> tuple[TokenStream, ...]:
+    """Return the streams of a trace's layers, in order of their first layers.
+
+    Layers of different numbers of sequences or tokens write different streams. Of equal numbers they do if they lie in
+    different parts of the model, and a layer of one part reads as many tokens of another tensor than its input, as a
+    decoder does that is as long as its encoder.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    crossed = {tuple(layer.output.shape[:2]) for layer in layers if _reads_as_many_others(layer, layers)}
+    for index, layer in enumerate(layers):
+        shape = tuple(layer.output.shape[:2])
+        groups.setdefault((shape, _tower(layer.name)) if shape in crossed else (shape,), []).append(index)
+    names = _names([[layers[index].name for index in group] for group in groups.values()])
+    streams = zip(names, groups.items(), strict=True)
+    return tuple(TokenStream(name, key[0], tuple(group)) for name, (key, group) in streams)  # type: ignore[arg-type]
+
+
+def stream_written(layer: Layer, layers: Sequence[Layer], streams: Sequence[TokenStream]) -> TokenStream:
+    """Return the stream whose tokens are a layer's output."""
+    index = _index(layer, layers)
+    return next(stream for stream in streams if index in stream.layers)
+
+
+def stream_read(layer: Layer, port: str, layers: Sequence[Layer], streams: Sequence[TokenStream]) -> TokenStream:
+    """Return the stream whose tokens a port of a layer reads; one of the port's name if no earlier layer writes it."""
+    index = _index(layer, layers)
+    written, shape = stream_written(layer, layers, streams), layer.ports[port]
+    if port == OWN and shape == written.shape:
+        return written
+    # Of several, the one that was written last: a decoder reads the last layer of its encoder.
+    earlier = [s for s in streams if s is not written and s.shape == shape and s.layers[0] < index]
+    if earlier:
+        return max(earlier, key=lambda s: max(i for i in s.layers if i < index))
+    return TokenStream(port, shape, ())
+
+
+def streams_read(layers: Sequence[Layer]) -> tuple[TokenStream, ...]:
+    """Return the streams that the layers read, those of a trace in order and then those that no layer writes.
+
+    Raises `UncoveredError` if they have different numbers of sequences.
+    """
+    streams = token_streams(layers)
+    read = {stream_read(layer, port, layers, streams): None for layer in layers for port in layer.ports}
+    ordered = (*(s for s in streams if s in read), *(s for s in read if s not in streams))
+    return require_one_batch(ordered)
+
+
+def require_one_batch(streams: tuple[TokenStream, ...]) -> tuple[TokenStream, ...]:
+    """Return streams; raise `UncoveredError` if they have different numbers of sequences."""
+    if len({stream.shape[0] for stream in streams}) > 1:
+        sizes = ", ".join(f"{s.name} {s.shape[0]} x {s.shape[1]}" for s in streams)
+        raise UncoveredError(
+            f"the streams of tokens have different numbers of sequences ({sizes}), so their tokens are not those of "
+            "one sequence."
+        )
+    return streams
+
+
+def key_slots(streams: Sequence[TokenStream]) -> dict[TokenStream, slice]:
+    """Return the keys of each stream's tokens in scores whose keys are the tokens of one stream after the other."""
+    ends = list(accumulate(stream.shape[1] for stream in streams))
+    return {stream: slice(end - stream.shape[1], end) for stream, end in zip(streams, ends, strict=True)}
+
+
+def mixing_ports(layer: Layer) -> dict[str, tuple[int, int]]:
+    """Return the ports whose tokens a layer mixes, and their (batch, length); others add to the output's own tokens."""
+    ports = layer.ports
+    if len(ports) > 1:
+        chains = layer.operator.chains
+        ports = {port: shape for port, shape in ports.items() if any(stage.mixes for stage in walk(chains[port]))}
+    return ports
+
+
+def _index(layer: Layer, layers: Sequence[Layer]) -> int:
+    # By name: a layer may be a copy of one of the trace, with the stages that follow it.
+    return next(index for index, other in enumerate(layers) if other.name == layer.name)
+
+
+def _reads_as_many_others(layer: Layer, layers: Sequence[Layer]) -> bool:
+    """Whether a layer reads other tokens than its input that are as many as those that it writes."""
+    shape = tuple(layer.output.shape[:2])
+    towers = {_tower(other.name) for other in layers if tuple(other.output.shape[:2]) == shape}
+    # Ports are asked for only where it matters: they take the operator.
+    return len(towers) > 1 and any(port != OWN and read == shape for port, read in mixing_ports(layer).items())
+
+
+def _tower(name: str) -> str:
+    """Return the path of the list of modules around a layer, or of the module around it."""
+    path = name.partition("#")[0].split(".")
+    count = next((number for number, part in enumerate(path) if part.isdigit()), len(path) - 1)
+    return ".".join(path[:count])
+
+
+def _names(groups: Sequence[Sequence[str]]) -> list[str]:
+    """Return a short name for each group of paths: their common part, without what all groups have in common."""
+    prefixes = [_common([name.partition("#")[0].split(".")[:-1] for name in group]) for group in groups]
+    shared = len(_common(prefixes)) if len(prefixes) > 1 else 0
+    names: list[str] = []
+    for prefix in prefixes:
+        part = prefix[shared : shared + 1] or prefix[-1:]
+        if part and part[0].isdigit() and shared:
+            part = prefix[shared - 1 : shared + 1]
+        name = ".".join(part) or "tokens"
+        names.append(name if name not in names else f"{name} ({len(names) + 1})")
+    return names
+
+
+def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+    """Return the first parts that all paths have."""
+    first = min(paths, key=len)
+    count = next((i for i, part in enumerate(first) if any(path[i] != part for path in paths)), len(first))
+    return list(first[:count])
