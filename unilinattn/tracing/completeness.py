@@ -11,7 +11,7 @@ Memory: two numbers per token for every tensor that a layer reads, and 1,024 ele
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from unilinattn.host.inputs import call_host, real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.observer import Functions, Inputs
-from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
+from unilinattn.tracing.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Constants, Run, noisy
 
 AXES = (3, 4)
@@ -42,21 +42,29 @@ class Leak:
         module: path of the innermost module that mixes them; "" is the model itself.
         function: name of the attention function that mixes them, None for another kind.
         after, before: paths of the layers between which they mix, None for the model's input and output.
+        regrouped: the vectors that the layer `before` reads, if they are tokens of another stream that lie in other
+            groups, as merged patches do: each of their elements depends on one token. None for tokens that mix.
     """
 
     module: str
     function: str | None
     after: str | None
     before: str | None
+    regrouped: "Key | None" = None
 
 
 def find_leak(
-    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord], constants: Constants
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    layers: Sequence[CallRecord],
+    constants: Constants,
+    regrouped: Collection["Key"] = (),
 ) -> Leak | None:
     """Return the first place outside of the layers where tokens mix, None if there is none.
 
     `layers` are the recorded calls of the model's layers on `arguments`; the modules of `constants` return
-    constants. The model and the random number generators are restored.
+    constants, and the vectors `regrouped` may have elements of several tokens. The model and the random number
+    generators are restored.
     """
     vectors = [x for record in layers for x in (record.entered, record.output) if x is not None and x.ndim in AXES]
     streams = {_shape(x) for x in vectors}
@@ -67,7 +75,9 @@ def find_leak(
     perturbed = [_Tokens(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
     probe = _Probing(model, arguments, constants, {tuple(x.shape) for x in vectors})
     entries = probe.run(perturbed)
-    leak = probe.first_attention(entries) or _first_leak(entries, halves)
+    leak = probe.first_attention(entries) or _first_leak(entries, halves, regrouped)
+    if leak is not None and leak.regrouped is not None and probe.run(perturbed, leak.regrouped)[leak.regrouped].mixed:
+        leak = replace(leak, regrouped=None)
     if leak is not None or not any(_is_signal(name, x, streams) for name, x in arguments.items()):
         return leak
     signals = [_Signal(pieces, streams, first) for pieces in PIECES for first in (True, False)]
@@ -139,8 +149,10 @@ class _Signal:
         return torch.cat(flipped, dim=axis)
 
 
-def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor]) -> Leak | None:
+def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor], regrouped: Collection[Key]) -> Leak | None:
     """Return the first vectors that a layer reads or the model returns which move with other tokens.
+
+    Those of a layer that are not known to move with tokens of their stream count as regrouped.
 
     Its module is the last one before them that made mixed tensors from others, innermost: an earlier one may end in a
     result that nothing reads.
@@ -148,9 +160,14 @@ def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor]) -> Leak | None
     after: str | None = None
     sources: list[str] = []
     mixed_inputs: set[tuple[str, int]] = set()
-    for (kind, path, number, _), entry in entries.items():
-        if kind in ("layer", "output") and len(entry.shape) > 2 and entry.of_other_tokens(halves):
-            return Leak(sources[-1] if sources else "", None, after, path if kind == "layer" else None)
+    for key, entry in entries.items():
+        kind, path, number, _ = key
+        if kind in ("layer", "output") and len(entry.shape) > 2:
+            mixed = entry.of_other_tokens(halves)
+            if mixed or (key not in regrouped and entry.of_several_tokens(halves)):
+                is_layer = kind == "layer"
+                groups = None if mixed or not is_layer else key
+                return Leak(sources[-1] if sources else "", None, after, path if is_layer else None, groups)
         if kind == "layer" and path != after:
             after, sources = path, []
         elif kind == "in" and entry.mixed:
@@ -170,12 +187,15 @@ class _Probing:
     ) -> None:
         self._model, self._arguments, self._constants, self._shapes = model, arguments, constants, shapes
 
-    def run(self, halves: Sequence[_Tokens | _Signal]) -> Entries:
-        """Run the model unperturbed and with each perturbation; return the compared tensors in order of execution."""
-        reference = _Probe(self._model, self._constants, self._shapes)
+    def run(self, halves: Sequence[_Tokens | _Signal], whole: Key | None = None) -> Entries:
+        """Run the model unperturbed and with each perturbation; return the compared tensors in order of execution.
+
+        Of the vectors `whole`, which a layer reads, all elements are compared.
+        """
+        reference = _Probe(self._model, self._constants, self._shapes, whole=whole)
         reference.run(self._arguments)
         for number, half in enumerate(halves):
-            _Probe(self._model, self._constants, self._shapes, half, reference, number).run(
+            _Probe(self._model, self._constants, self._shapes, half, reference, number, whole).run(
                 half.inputs(self._arguments)
             )
         return reference.entries
@@ -215,10 +235,11 @@ class _Probe(Run):
         change: "_Tokens | _Signal | Key | None" = None,
         reference: "_Probe | None" = None,
         number: int = 0,
+        whole: "Key | None" = None,
     ) -> None:
         """Prepare the unperturbed run, or run `number` with a perturbed half or a perturbed result of one attention."""
         super().__init__(model, 0, constants)
-        self._shapes, self._change = shapes, change
+        self._shapes, self._change, self._whole = shapes, change, whole
         self.entries: Entries = {} if reference is None else reference.entries
         self.first: dict[Shape, Tensor] = {} if reference is None else reference.first
         self._is_reference, self._number = reference is None, number
@@ -247,7 +268,8 @@ class _Probe(Run):
         streams = {shape[:2] for shape in self._shapes}
         vectors = [t for t in tensors(inputs) if t.ndim in AXES and _shape(t) in streams]
         for index, t in enumerate(t for t in vectors if t.is_floating_point() and t.shape[-1] > 1):
-            self._compare(("layer", path, number, index), rows, t)
+            key: Key = ("layer", path, number, index)
+            self._compare(key, elements if key == self._whole else rows, t)
 
     def held_output(self, output: Tensor) -> Tensor:
         """Return the recorded output, perturbed."""
