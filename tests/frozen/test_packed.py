@@ -48,6 +48,16 @@ def test_each_image_is_a_sequence_of_the_packed_tokens() -> None:
     assert bool((matrix[:16, 16:] == 0).all()) and bool((matrix[16:, :16] == 0).all()) and bool(matrix[17, 22] > 0)
 
 
+def test_the_merging_of_packed_patches_is_a_layer() -> None:
+    with promoted():
+        trace = ula.trace(qwen(), inputs(), progress=False)
+        (merger,) = (layer for layer in trace.layers if layer.name.endswith(".merger"))
+        assert merger.input.shape == (1, 24, 16) and merger.output.shape == (1, 6, 16)
+        assert merger.reconstruction_error() < 1e-12
+        reads = merger.operator.contributions(5)
+    assert bool((reads[0, :20] == 0).all()) and bool((reads[0, 20:] != 0).any())
+
+
 def test_the_shares_of_text_and_patches_add_up() -> None:
     with promoted():
         result = ula.explain(qwen(), inputs(), method="logit", target=-1, progress=False)

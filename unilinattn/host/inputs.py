@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.call import CACHES
+from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, UnilinattnError, nearest
 from unilinattn.host.wrappers import OPTIMIZED
 
@@ -146,6 +147,12 @@ def token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         return None
     return ids
+
+
+def sequences_in(arguments: Mapping[str, Any]) -> int | None:
+    """Return the number of sequences of a host's arguments: that of its ids, by default that of its first tensor."""
+    named = (value for name, value in arguments.items() if name.endswith("input_ids") and isinstance(value, Tensor))
+    return next((t.shape[0] for t in (*named, *tensors(list(arguments.values()))) if t.ndim), None)
 
 
 def real_tokens(arguments: Mapping[str, Any], name: str = "attention_mask") -> Bool[Tensor, "batch length"] | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.nested import mapped
 from unilinattn.host.forwards import Forward, replaced_forwards
+from unilinattn.host.inputs import bound_arguments, sequences_in
 from unilinattn.host.module_calls import CallRecord, as_tokens, first_tensor
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
@@ -104,8 +105,7 @@ class _Search(Observer[_Call]):
         x = first_tensor((*args, *kwargs.values()))
         call.shape = None if x is None else tuple(x.shape)
         if not self.stack:
-            sizes = [v.shape[0] for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim]
-            self._batch = sizes[0] if sizes else None
+            self._batch = sequences_in(bound_arguments(module, args, kwargs))
         if path in self._layers:
             for outer in self.stack:
                 outer.holds_layer = True

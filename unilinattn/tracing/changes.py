@@ -135,10 +135,10 @@ def lines(x: Float[Tensor, "*batch key"]) -> tuple[Tensor, Tensor]:
 
 
 def rows(
-    x: Float[Tensor, "batch *tokens channel"],
+    x: Float[Tensor, "*batch token channel"],
 ) -> tuple[Float[Tensor, "batch token"], Float[Tensor, "batch token"]]:
-    """Return a projection and the norm of each token."""
-    vectors = x if x.ndim == 3 else x.flatten(1, -2)
+    """Return a projection and the norm of each token; packed ones, (token, channel), are one sequence."""
+    vectors = x[None] if x.ndim == 2 else x.flatten(1, -2)
     return projection(vectors), torch.linalg.vector_norm(vectors, dim=-1)
 
 

@@ -12,6 +12,7 @@ Memory: two numbers per token for every tensor that a layer reads, and 1,024 ele
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from unilinattn.host.observer import Functions, Inputs
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Constants, Run, noisy
 
-AXES = (3, 4)
-"""Numbers of axes of vectors of tokens, which may lie along rows and columns."""
+AXES = (2, 3, 4)
+"""Numbers of axes of vectors of tokens, which may be packed in one axis, or lie along rows and columns."""
 
 PIECES = (2, 16)
 """Numbers of pieces of an input without tokens: halves, and pieces in which attention to some neighbours ends."""
@@ -70,7 +71,7 @@ def find_leak(
     streams = {_shape(x) for x in vectors}
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
-    ids = {_shape(x) for name, x in arguments.items() if _is_ids(name, x) and x.shape[1] not in lengths}
+    ids = {tuple(x.shape) for name, x in arguments.items() if _is_ids(name, x) and x.shape[1] not in lengths}
     halves = {shape: _half(shape) for shape in sorted(streams | ids) if shape[0] * shape[1] > 1}
     perturbed = [_Tokens(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
     probe = _Probing(model, arguments, constants, {tuple(x.shape) for x in vectors})
@@ -111,10 +112,10 @@ class _Tokens:
         """Add noise to the tokens of the stream."""
         if t.ndim not in AXES or _shape(t) != self._shape:
             return t
-        return noisy(t.flatten(1, -2), self._half).view(t.shape)
+        return noisy(t[None] if t.ndim == 2 else t.flatten(1, -2), self._half).view(t.shape)
 
     def _exchanged(self, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
-        if not isinstance(value, Tensor) or value.ndim < 2 or _shape(value) != self._shape:
+        if not isinstance(value, Tensor) or value.ndim < 2 or tuple(value.shape[:2]) != self._shape:
             return value
         half = self._half.to(value.device)
         if value.is_floating_point():
@@ -240,6 +241,7 @@ class _Probe(Run):
         """Prepare the unperturbed run, or run `number` with a perturbed half or a perturbed result of one attention."""
         super().__init__(model, 0, constants)
         self._shapes, self._change, self._whole = shapes, change, whole
+        self._streams = {_shape_of(shape) for shape in shapes}
         self.entries: Entries = {} if reference is None else reference.entries
         self.first: dict[Shape, Tensor] = {} if reference is None else reference.first
         self._is_reference, self._number = reference is None, number
@@ -265,8 +267,7 @@ class _Probe(Run):
 
     def reading(self, path: str, number: int, inputs: Inputs) -> None:
         """Compare the vectors that a layer reads."""
-        streams = {shape[:2] for shape in self._shapes}
-        vectors = [t for t in tensors(inputs) if t.ndim in AXES and _shape(t) in streams]
+        vectors = [t for t in tensors(inputs) if t.ndim in AXES and _shape(t) in self._streams]
         for index, t in enumerate(t for t in vectors if t.is_floating_point() and t.shape[-1] > 1):
             key: Key = ("layer", path, number, index)
             self._compare(key, elements if key == self._whole else rows, t)
@@ -345,7 +346,7 @@ def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
     """Tell whether an input is a tensor of numbers that are no sequence of a stream's tokens."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or "mask" in name:
         return False
-    return x.ndim not in AXES or _shape(x) not in streams
+    return x.ndim not in AXES[1:] or _shape(x) not in streams
 
 
 def _is_ids(name: str, x: Any) -> bool:
@@ -353,7 +354,12 @@ def _is_ids(name: str, x: Any) -> bool:
 
 
 def _shape(x: Tensor) -> Shape:
-    return x.shape[0], x.shape[1] if x.ndim < 4 else x.shape[1:-1].numel()
+    return _shape_of(x.shape)
+
+
+def _shape_of(shape: Sequence[int]) -> Shape:
+    """Return (batch, tokens) of vectors of this shape; packed tokens are one sequence."""
+    return (1, shape[0]) if len(shape) == 2 else (shape[0], prod(shape[1:-1]))
 
 
 def _special_ids(model: nn.Module) -> Int[Tensor, " id"]:
