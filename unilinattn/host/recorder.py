@@ -76,7 +76,8 @@ class Recorder(Observer[CallRecord]):
         record = CallRecord(module, path, bound_arguments(module, *inputs), parent, architecture)
         if parent is None:
             self._batch = sequences_in(record.arguments)
-        if architecture is self._recorded:
+        if architecture is self._recorded and record.input is not None and record.input.ndim > 2:
+            # Vectors along two axes are packed tokens: one vector of each sequence has no others to mix with.
             record.batch = self._batch
         if parent is not None:
             record.shares_input = record.input is not None and parent.input is record.input

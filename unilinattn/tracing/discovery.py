@@ -28,7 +28,7 @@ from unilinattn.host.logits import KEEP
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
-from unilinattn.registry import list_architectures
+from unilinattn.registry import UNREGISTERED, list_architectures
 from unilinattn.tracing.candidates import mixing_modules
 from unilinattn.tracing.completeness import Key, Leak, find_leak
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
@@ -100,8 +100,8 @@ def unregistered_mixers(
         # What mixes between two layers, such as the merging of patches, is a layer too if a module does it.
         more = [path for mixer in found if (path := _layer_at(model, mixer, layers)) is not None]
         # Without such a module, the first layer of a stream may read several tokens of another stream as one.
-        groups = [mixer.leak.regrouped for mixer in found if not more and mixer.leak is not None]
-        groups = [key for key in groups if key is not None]
+        leaks = [mixer.leak for mixer in found if mixer.leak is not None and not more]
+        groups = [leak.regrouped for leak in leaks if leak.regrouped is not None]
         regrouped += groups
         if not groups and set(more) <= set(paths):
             break
@@ -137,7 +137,8 @@ def _layer_at(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallR
     if leak is None:
         return None
     path, inner = leak.module, None
-    if not path and leak.before in {layer.name for layer in layers if layer.batch is not None}:
+    recorded = {x.name for x in layers if x.architecture is not None and x.architecture.name == UNREGISTERED}
+    if not path and leak.before in recorded:
         inner = leak.before
         path = inner.rpartition(".")[0]
     while path and is_basic(model.get_submodule(path)):
