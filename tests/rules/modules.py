@@ -246,6 +246,19 @@ class Shuffled(nn.Module):
         return self.out(rows.reshape(len(x), -1, WIDTH))
 
 
+class Unfolded(nn.Module):
+    """A convolution whose kernel is a softmax of each token (ConvBERT), and merged patches, by windows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.kernel, self.merge = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = functional.unfold(self.value(x).mT[..., None], [3, 1], padding=[1, 0]).mT
+        mixed = (windows.reshape(-1, WIDTH, 3) @ self.kernel(x).softmax(-1).reshape(-1, 3, 1)).view(x.shape)
+        return self.merge(functional.unfold(mixed.mT.unflatten(2, (4, 4)), 2, stride=2).mT)
+
+
 class Cross(nn.Module):
     """Attention to a second stream, with a residual and a norm."""
 
@@ -286,6 +299,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "packed sequences": (lambda: Packed((2, 4, 1)), TOKENS[1:]),
     "packed sequences of one token": (lambda: Packed((1, 1)), (2, WIDTH)),
     "channels to tokens": (Shuffled, GRID),
+    "windows of an image": (Unfolded, GRID),
 }
 """Constructors by name, with the shape of an input."""
 

@@ -190,6 +190,15 @@ def _joined(
     return run.shifted(sum_, join([c.to(run.like) for c in constants], axis))
 
 
+def windows(carried: Carried, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Carried:
+    """Return the elements of each window of an image, as `functional.unfold` does; zeros beyond its edges."""
+    for axis, size in zip((-2, -1), _each(padding, 2), strict=True):
+        carried = padded(carried, carried.index.ndim + axis, size, size)
+    # The function takes no whole numbers; those of an index are exact in float64.
+    index = functional.unfold(carried.index.double(), kernel_size, dilation, 0, stride)
+    return carried.moved(index.long())
+
+
 class _Window:
     """The places of a window that moves over tokens."""
 
