@@ -22,7 +22,7 @@ from unilinattn.host.substitution import SUBSTITUTE_ABOVE, may_be_long
 from unilinattn.host.text import Text, encoded, is_text, tokenized
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
-from unilinattn.tracing.agreement import compared_with_call
+from unilinattn.tracing.agreement import CACHE_FLAG, compared_with_call
 from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
@@ -247,7 +247,10 @@ def trace(
     mask, weights = builder.mask, builder.weights
     traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
     if stream_to is None and not may_be_long(arguments, substitute_above):
-        named = {*(inputs if isinstance(inputs, Mapping) else arguments), "use_cache"}
+        named = {*(inputs if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
         call = {name: value for name, value in arguments.items() if name in named}
+        if CACHE_FLAG in call and not (isinstance(inputs, Mapping) and CACHE_FLAG in inputs):
+            # The default of a call of the model, which a run does not see.
+            call[CACHE_FLAG] = getattr(getattr(model, "config", None), CACHE_FLAG, False)
         traced.warnings = compared_with_call(model, call, arguments, output, seed)
     return traced
