@@ -170,6 +170,7 @@ def _joined(
     join: Callable[[list[Tensor], int], Tensor],
 ) -> Carried:
     """Join tensors of given sizes along an axis."""
+    tensors = [(tensor, size) for tensor, size in tensors if size]
     terms: list[tuple[Carried, int, int]] = []
     constants: list[Tensor] = []
     start, total = 0, sum(size for _, size in tensors)
