@@ -13,6 +13,7 @@ import unilinattn as ula
 from tests.host.test_host_calls import SMALL, VISION, ids, model_of
 from tests.tracing.models import Block, Model, added
 from unilinattn.errors import InputError, UncoveredError
+from unilinattn.host.inputs import call_host
 from unilinattn.registry import Architecture, overridden
 from unilinattn.testing import TOLERANCES
 
@@ -195,3 +196,23 @@ def test_functions_that_hooks_call_do_not_move_the_tokens() -> None:
 
     with overridden(Architecture("busy", "busy", (), "", build, capture=busy)):
         close(ula.explain(trace, target=-1, progress=False).scores, expected)
+
+
+class Prefixed(Model):
+    """A model that puts tokens before those of its ids, and computes the logits of some positions only."""
+
+    def forward(self, input_ids: Tensor, logits_to_keep: Any = 0) -> Any:
+        x = self.embed(torch.cat([torch.tensor([[1, 2, 3]]).expand(len(input_ids), -1), input_ids], 1))
+        for block in self.blocks:
+            x = block(x)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return {"logits": self.head(x[:, keep])}
+
+
+def test_positions_of_logits_count_the_tokens_of_the_layers() -> None:
+    torch.manual_seed(0)
+    model = Prefixed(Block(added))
+    trace = ula.trace(model, {"input_ids": torch.randint(9, (2, 5))}, progress=False)
+    arguments, computed = trace.explained_logit.arguments(model, [-1])
+    assert computed is not None and computed.tolist() == [7]
+    close(call_host(model, arguments)["logits"][:, 0], trace.output["logits"][:, -1])

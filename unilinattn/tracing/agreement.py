@@ -57,10 +57,9 @@ def compared_with_call(
     if (difference := _difference(plain, output, arguments)) > _accepted(plain):
         if _difference(plain, run(model, call, seed=torch.get_rng_state()), arguments) > _accepted(plain):
             notes = (f"{type(model).__name__} draws random numbers: two runs of it differ.",)
-        elif (
-            CACHE_FLAG in added
-            and _difference(run(model, {**call, CACHE_FLAG: False}, seed=seed), output, arguments) <= _accepted(plain)
-        ):
+        elif CACHE_FLAG in added and _difference(
+            run(model, {**call, CACHE_FLAG: False}, seed=seed), output, arguments
+        ) <= _accepted(plain):
             raise InputError(
                 f"{type(model).__name__} returns another output with a cache, as this call does, than without one "
                 f"(relative difference {difference:.1e}), and a trace runs without a cache. Pass {CACHE_FLAG}=False to "
