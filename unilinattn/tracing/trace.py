@@ -250,8 +250,9 @@ def trace(
     if stream_to is None and not may_be_long(arguments, substitute_above):
         named = {*(inputs if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
         call = {name: value for name, value in arguments.items() if name in named}
-        if CACHE_FLAG in call and not (isinstance(inputs, Mapping) and CACHE_FLAG in inputs):
-            # The default of a call of the model, which a run does not see.
+        is_default = CACHE_FLAG in call and not (isinstance(inputs, Mapping) and CACHE_FLAG in inputs)
+        if is_default and recorder.opaque:
+            # A host without an adapter may compute something else with a cache, which it may fill by default.
             call[CACHE_FLAG] = getattr(getattr(model, "config", None), CACHE_FLAG, False)
         traced.warnings = compared_with_call(model, call, arguments, output, seed)
     return traced
