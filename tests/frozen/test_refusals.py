@@ -87,6 +87,17 @@ def test_a_factor_that_depends_on_the_tokens_is_frozen() -> None:
     assert float((shares.gap / shares.size).max()) < 1e-14
 
 
+def test_a_log_softmax_by_hand_is_frozen_as_a_whole() -> None:
+    results = []
+    for weights in (lambda x: x.log_softmax(-1).exp(), lambda x: (x - x.logsumexp(-1, keepdim=True)).exp()):
+        model = llama_model()
+        model.model.layers[0].mlp = TokenWise(lambda x, weights=weights: x * weights(x))
+        with promoted():
+            results.append(frozen(ula.trace(model.double(), token_ids(), progress=False)).shares(-1, 3))
+    assert float((results[0].tokens - results[1].tokens).abs().max()) < 1e-14
+    assert float((results[1].gap / results[1].size).max()) < 1e-14
+
+
 def test_a_hook_that_requires_gradients_changes_nothing() -> None:
     # As transformers' `enable_input_require_grads` does for gradient checkpointing.
     plain, hooked = llama_model(), llama_model()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import unilinattn as ula
 from tests.host.test_host_calls import SMALL, VISION, ids, model_of
 from tests.tracing.models import Block, Model, added
 from unilinattn.errors import InputError, UncoveredError
+from unilinattn.host.inputs import call_host
 from unilinattn.registry import Architecture, overridden
 from unilinattn.testing import TOLERANCES
 
@@ -195,3 +197,51 @@ def test_functions_that_hooks_call_do_not_move_the_tokens() -> None:
 
     with overridden(Architecture("busy", "busy", (), "", build, capture=busy)):
         close(ula.explain(trace, target=-1, progress=False).scores, expected)
+
+
+class Prefixed(Model):
+    """A model that puts tokens before those of its ids, and computes the logits of some positions only."""
+
+    def forward(self, input_ids: Tensor, logits_to_keep: Any = 0) -> Any:
+        x = self.embed(torch.cat([torch.tensor([[1, 2, 3]]).expand(len(input_ids), -1), input_ids], 1))
+        for block in self.blocks:
+            x = block(x)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return {"logits": self.head(x[:, keep])}
+
+
+def test_positions_of_logits_count_the_tokens_of_the_layers() -> None:
+    torch.manual_seed(0)
+    model = Prefixed(Block(added))
+    trace = ula.trace(model, {"input_ids": torch.randint(9, (2, 5))}, progress=False)
+    arguments, computed = trace.explained_logit.arguments(model, [-1])
+    assert computed is not None and computed.tolist() == [7]
+    close(call_host(model, arguments)["logits"][:, 0], trace.output["logits"][:, -1])
+
+
+class Summed(nn.Module):
+    """Adds up all earlier tokens; it has no adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+class Cached(Model):
+    """A model that attends to later tokens too if it fills a cache."""
+
+    def __init__(self) -> None:
+        super().__init__(Block(added, Summed()))
+        self.config: Any = SimpleNamespace(use_cache=True)
+
+    def forward(self, input_ids: Tensor, use_cache: bool | None = None) -> Any:
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        logits = super().forward(input_ids).logits
+        return {"logits": logits + logits.mean(1, keepdim=True) if use_cache else logits}
+
+
+def test_an_output_that_depends_on_the_cache_is_refused() -> None:
+    torch.manual_seed(0)
+    inputs = {"input_ids": torch.randint(9, (2, 5))}
+    with pytest.raises(InputError, match="Pass use_cache=False to explain the model without it"):
+        ula.trace(Cached(), inputs, progress=False)
+    assert ula.trace(Cached(), {**inputs, "use_cache": False}, progress=False).layers

@@ -221,6 +221,44 @@ class Scan(nn.Module):
         return torch.stack(states, 1)
 
 
+class Packed(Projected):
+    """Attention of packed sequences, (token, channel), each of which has one call of an attention function."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.lengths = list(lengths)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = (x.unflatten(1, (HEADS, -1)).transpose(0, 1)[None].split(self.lengths, 2) for x in (q, k, v))
+        mixed = [((a @ b.mT).softmax(-1) @ c).transpose(1, 2) for a, b, c in zip(*heads, strict=True)]
+        return torch.cat(mixed, 1).reshape(len(q), -1).contiguous()
+
+
+class Shuffled(nn.Module):
+    """Turns channels into tokens, 2 x 2 for each token of a grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.widen(x.mean(1, keepdim=True) + x).view(len(x), 4, 4, 2, 2, WIDTH).transpose(2, 3)
+        return self.out(rows.reshape(len(x), -1, WIDTH))
+
+
+class Unfolded(nn.Module):
+    """A convolution whose kernel is a softmax of each token (ConvBERT), and merged patches, by windows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.kernel, self.merge = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = functional.unfold(self.value(x).mT[..., None], [3, 1], padding=[1, 0]).mT
+        mixed = (windows.reshape(-1, WIDTH, 3) @ self.kernel(x).softmax(-1).reshape(-1, 3, 1)).view(x.shape)
+        return self.merge(functional.unfold(mixed.mT.unflatten(2, (4, 4)), 2, stride=2).mT)
+
+
 class Cross(nn.Module):
     """Attention to a second stream, with a residual and a norm."""
 
@@ -238,7 +276,7 @@ def _layer(**options: bool) -> Callable[[], nn.Module]:
 
 TOKENS, GRID = (2, 7, WIDTH), (2, 16, WIDTH)
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "multi-head attention": (Batched, TOKENS),
     "multi-head attention, tokens first": (TokensFirst, TOKENS),
     "heads in the batch": (HeadsInTheBatch, TOKENS),
@@ -258,6 +296,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "mean added": (MeanAdded, TOKENS),
     "norm by hand": (NormedByHand, TOKENS),
     "gated recurrence": (Scan, TOKENS),
+    "packed sequences": (lambda: Packed((2, 4, 1)), TOKENS[1:]),
+    "packed sequences of one token": (lambda: Packed((1, 1)), (2, WIDTH)),
+    "channels to tokens": (Shuffled, GRID),
+    "windows of an image": (Unfolded, GRID),
 }
 """Constructors by name, with the shape of an input."""
 

@@ -13,6 +13,7 @@ from unilinattn.architectures.recorded import recorded
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import bound_arguments
+from unilinattn.host.module_calls import as_tokens
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.testing import relative_error
 from unilinattn.testing.hosts import randomize
@@ -25,7 +26,8 @@ def operator(module: nn.Module, *inputs: Tensor) -> MixerOperator:
     module = randomize(module.double().eval())
     with torch.no_grad():
         output = module(*inputs)
-    flow = recorded(Call(module, "module", bound_arguments(module, inputs, {}), inputs[0], output))
+    x, output = as_tokens(inputs[0]), as_tokens(output)
+    flow = recorded(Call(module, "module", bound_arguments(module, inputs, {}), x, output))
     return MixerOperator(flow.chains, inputs=flow.inputs, output=output, name="module")
 
 
@@ -47,7 +49,7 @@ def test_the_operator_is_the_module_on_its_input(name: str) -> None:
 def test_the_operator_is_linear_and_has_its_adjoint(name: str) -> None:
     build, shape = modules.MODULES[name]
     op = operator(build(), draw(*shape))
-    x, g = draw(*shape, seed=1), draw(*op.output.shape, seed=2)
+    x, g = as_tokens(draw(*shape, seed=1)), draw(*op.output.shape, seed=2)
     forward, backward = (op.apply(x, bias=False) * g).sum(), (x * op.adjoint(g)).sum()
     assert float((forward - backward).abs()) < LIMIT * float(op.apply(x, bias=False).norm() * g.norm())
     assert float((op.apply(2 * x) - op.bias - 2 * op.apply(x, bias=False)).norm()) < 1e-10 * float(g.norm() + x.norm())

@@ -71,6 +71,10 @@ def grid(x: Tensor) -> Tensor:
     return (image + image.roll(1, dims=1)).reshape(x.shape)
 
 
+def paired(x: Tensor, module: nn.Module) -> Tensor:
+    return module(x.reshape(len(x), -1, 2 * x.shape[-1]))
+
+
 def packed(x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return (rows + rows.roll(2, dims=0)).reshape(x.shape)
@@ -100,6 +104,16 @@ RECORDED: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
         SIGNAL,
         "behind",
     ),
+    "pooled queries": (
+        lambda: Layers(behind=Of(pooled, nn.MultiheadAttention(WIDTH, 2, batch_first=True))),
+        SIGNAL,
+        "behind",
+    ),
+    "pairs of tokens before a layer": (
+        lambda: Layers(between=Of(paired, Of(lambda x, *parts: parts[0](x), nn.Linear(2 * WIDTH, WIDTH)))),
+        SIGNAL,
+        "between",
+    ),
 }
 
 
@@ -119,11 +133,6 @@ LEAKS: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
     "pairs of ids": (lambda: Text(bigrams=True), IDS, "embedding is a torch.nn.modules.sparse.Embedding"),
     "mixing across the batch": (lambda: Layers(between=Of(lambda x: x + x.flip(0))), SIGNAL, r"between \(.*Of\)"),
     "packed rows": (lambda: Layers(between=Of(packed)), SIGNAL, r"between \(.*Of\)"),
-    "pooled queries": (
-        lambda: Layers(behind=Of(pooled, nn.MultiheadAttention(WIDTH, 2, batch_first=True))),
-        SIGNAL,
-        "between second and behind.parts.0",
-    ),
 }
 
 

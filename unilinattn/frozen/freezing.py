@@ -41,6 +41,9 @@ from unilinattn.rules.functions import (
 )
 from unilinattn.rules.slopes import frozen_slope
 
+NORMALISER = "logsumexp"
+"""The function whose output, subtracted from its argument, gives its log_softmax."""
+
 _RULES: dict[str, Callable[..., Any]] = {}
 
 
@@ -216,6 +219,9 @@ class Freezing(TorchFunctionMode):
 
     @_rule("add")
     def _add(self, x: Any, other: Any, *, alpha: int | float = 1) -> Tensor:
+        if alpha == -1 and isinstance(other, Tensor) and self._factors.get(other) == NORMALISER:
+            # log_softmax, which is a factor as a whole.
+            return torch.sub(*mapped((x, other), torch.detach))
         like, both = x if carried(x) else other, carried(x) and carried(other)
         x, other = self._source(x, like), self._source(other, like)
         rank = max(self.rank(x), self.rank(other))

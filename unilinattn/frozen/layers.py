@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.errors import UncoveredError
-from unilinattn.host.module_calls import first_tensor
+from unilinattn.host.module_calls import layer_input
 from unilinattn.memory import return_free_pages
 from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.stages import Branch, Scale, Stage
@@ -94,8 +94,9 @@ def _has_constants(x: Tensor) -> bool:
 
 def _port_values(layer: Layer, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that a layer's ports read in this run, found by their values in the trace."""
-    first = first_tensor(arguments.values())
-    assert first is not None
+    first = layer_input(arguments.values())
+    if first is None:
+        raise UncoveredError(f"{layer.name} was called without vectors of tokens in this run.")
     if tuple(layer.ports) == ("x",):
         return {"x": first}
     values = {}

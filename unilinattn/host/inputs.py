@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.call import CACHES
+from unilinattn.call.nested import tensors
 from unilinattn.errors import InputError, UnilinattnError, nearest
 from unilinattn.host.wrappers import OPTIMIZED
 
@@ -169,6 +170,12 @@ def decoder_start(model: nn.Module, batch: int) -> dict[str, Tensor]:
     start = next((each for each in ids if isinstance(each, int)), None)
     takes = is_encoder_decoder(model) and "decoder_input_ids" in inspect.signature(model.forward).parameters
     return {"decoder_input_ids": torch.full((batch, 1), start)} if takes and start is not None else {}
+
+
+def sequences_in(arguments: Mapping[str, Any]) -> int | None:
+    """Return the number of sequences of a host's arguments: that of its ids, by default that of its first tensor."""
+    named = (value for name, value in arguments.items() if name.endswith("input_ids") and isinstance(value, Tensor))
+    return next((t.shape[0] for t in (*named, *tensors(list(arguments.values()))) if t.ndim), None)
 
 
 def real_tokens(arguments: Mapping[str, Any], name: str = "attention_mask") -> Bool[Tensor, "batch length"] | None:

@@ -36,7 +36,8 @@ def logits_at(
     needs_all = KEEP in arguments or arguments.get("labels") is not None
     if length <= above or needs_all or not _keeps_logits_only(model):
         return dict(arguments)
-    wanted = (torch.cat(list(positions())) % length).unique()
+    # A model may add tokens, such as an image's, before those of the ids: positions count the tokens of its layers.
+    wanted = torch.cat(list(positions())).unique()
     return {**arguments, KEEP: wanted.to(ids.device) if isinstance(ids, Tensor) else wanted}
 
 

@@ -108,10 +108,9 @@ class CallRecord:
     def input(self) -> Tensor | None:
         """The first floating-point tensor among the arguments that is (batch, length, channel).
 
-        For a layer without one, the first with two axes: tokens of all sequences in one axis.
+        For a layer without one, the first with two axes (see `layer_input`).
         """
-        packed = 2 if self.architecture is not None else 3
-        return next((x for n in (3, packed) if (x := first_tensor(self.arguments.values(), axes=n)) is not None), None)
+        return (first_tensor if self.architecture is None else layer_input)(self.arguments.values())
 
     @property
     def outermost(self) -> "CallRecord":
@@ -142,22 +141,24 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
             record.architecture.check(call)
         except UncoveredError as error:
             other = list_architectures()[UNREGISTERED]
-            if record.architecture is not other and _covers(other, call):
+            reason = error if record.architecture is other else _refusal(other, call)
+            if reason is None:
                 record.architecture = other
                 continue
             if strict:
-                raise UncoveredError(f"{error} Or trace with strict=False, which leaves this layer out.") from None
+                both = error if reason is error else f"{error} Nor can it be recorded: {reason}"
+                raise UncoveredError(f"{both} Or trace with strict=False, which leaves this layer out.") from None
             record.architecture = OPAQUE
 
 
-def _covers(architecture: Architecture, call: Call) -> bool:
-    """Tell whether an adapter covers a call."""
+def _refusal(architecture: Architecture, call: Call) -> UncoveredError | None:
+    """Return the error for which an adapter does not cover a call, None if it does."""
     assert architecture.check is not None
     try:
         architecture.check(call)
-    except UncoveredError:
-        return False
-    return True
+    except UncoveredError as error:
+        return error
+    return None
 
 
 def as_tokens(x: Tensor, batch: int | None = None) -> Float[Tensor, "batch token channel"]:
@@ -176,6 +177,15 @@ def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:
     """Return the first floating-point tensor with at least `axes` axes, by default batch, length and channel."""
     fitting = (v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim >= axes)
     return next(fitting, None)
+
+
+def layer_input(values: Iterable[Any]) -> Tensor | None:
+    """Return the tensor that a layer reads among its arguments: the first one of tokens, by default of packed ones.
+
+    Packed tokens, (token, channel), are those of all sequences in one axis.
+    """
+    values = list(values)
+    return next((x for axes in (3, 2) if (x := first_tensor(values, axes=axes)) is not None), None)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import CACHES, Captured
-from unilinattn.call.nested import mapped, tensors
+from unilinattn.call.nested import mapped
 from unilinattn.errors import ModelStateError
-from unilinattn.host.inputs import bound_arguments, refuse_states
+from unilinattn.host.inputs import bound_arguments, refuse_states, sequences_in
 from unilinattn.host.module_calls import CallRecord, Prefix, first_tensor, tensors_in
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.registry import UNREGISTERED, Architecture, Mark, architecture_of, list_architectures
@@ -75,8 +75,9 @@ class Recorder(Observer[CallRecord]):
         architecture = architecture_of(type(module)) or (self._recorded if path in self.opaque else None)
         record = CallRecord(module, path, bound_arguments(module, *inputs), parent, architecture)
         if parent is None:
-            self._batch = next((t.shape[0] for t in tensors(record.arguments) if t.ndim), None)
-        if architecture is self._recorded:
+            self._batch = sequences_in(record.arguments)
+        if architecture is self._recorded and record.input is not None and record.input.ndim > 2:
+            # Vectors along two axes are packed tokens: one vector of each sequence has no others to mix with.
             record.batch = self._batch
         if parent is not None:
             record.shares_input = record.input is not None and parent.input is record.input

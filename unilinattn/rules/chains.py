@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from unilinattn.rules import elementwise, linear, norms, windows
 from unilinattn.rules.compilation import Compilation
 from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
+from unilinattn.rules.regrouping import by_row
 from unilinattn.rules.simplification import simplified
 
 DEEPEST = 100_000
@@ -55,10 +56,12 @@ def _deep_recursion() -> Iterator[None]:
 
 def _by_token(carried: Carried) -> Carried:
     """Return the value of an output whose last axis has the channels."""
-    carried = carried.arranged(frozenset(range(carried.index.ndim - 1)))
-    if carried.index.shape[-1] != carried.shape[2]:
-        raise UncoveredError("the last axis of its output is no axis of channels")
-    return carried
+    rows = carried.index.ndim - 1
+    with suppress(UncoveredError):
+        arranged = carried.arranged(frozenset(range(rows)))
+        if arranged.index.shape[-1] == arranged.shape[2]:
+            return arranged
+    return by_row(carried, rows)
 
 
 def _with_roles(chain: Chain, *, has_core: bool, behind: bool = False) -> tuple[Chain, bool]:

@@ -11,6 +11,7 @@ from unilinattn.rules.functions import HOMOGENEOUS, MOVING, SAME, SLOPES
 from unilinattn.rules.layout import Carried, added
 from unilinattn.rules.recording import Node
 from unilinattn.rules.slopes import frozen_slope
+from unilinattn.rules.windows import windows
 
 
 @rule(*SAME)
@@ -26,8 +27,10 @@ def moved(run: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> Ca
     if node.name in ("view", "view_as", "reshape_as"):
         # The index may lie in memory in another order than the tensor.
         return carried.moved(carried.index.reshape(node.value.shape))
-    if node.func is functional.unfold or (node.name == "as_strided" and not x.value.is_contiguous()):
+    if node.name == "as_strided" and not x.value.is_contiguous():
         raise UncoveredError(f"{node.name!r} reads windows of values that depend on the tokens")
+    if node.func is functional.unfold:
+        return windows(carried, *args, **kwargs)
     arguments = tuple(run.number(value) for value in args)
     index = node.func(carried.index, *arguments, **{name: run.number(value) for name, value in kwargs.items()})
     return carried.moved(index if node.item is None else index[node.item])

@@ -24,7 +24,7 @@ def linear(run: Compilation, node: Node, x: Any, weight: Any, bias: Any = None) 
     carried = contracted(run.value(x), run.number(weight), product, node.value.shape)
     if bias is None:
         return carried
-    last = next(iter(carried.chains.values()))[-1]
+    last = next(iter(carried.chains.values()))[-1] if len(carried.chains) == 1 else None
     whole = carried.layout.is_whole and carried.layout.has_all_channels and carried.shape[2] == len(run.number(bias))
     if isinstance(last, Matrix) and last.bias is None and whole and not isinstance(bias, Node):
         return with_last(carried, Matrix(last.role, last.weight, run.number(bias)))

@@ -170,6 +170,7 @@ def _joined(
     join: Callable[[list[Tensor], int], Tensor],
 ) -> Carried:
     """Join tensors of given sizes along an axis."""
+    tensors = [(tensor, size) for tensor, size in tensors if size]
     terms: list[tuple[Carried, int, int]] = []
     constants: list[Tensor] = []
     start, total = 0, sum(size for _, size in tensors)
@@ -185,8 +186,18 @@ def _joined(
         start += size
     if len(terms) == len(tensors) and all(term.chains is terms[0][0].chains for term, _, _ in terms):
         return terms[0][0].moved(join([term.index for term, _, _ in terms], axis))
-    sum_ = reduce(added, (padded(term, axis, before, after) for term, before, after in terms))
+    rows = any(axis in term.layout.row_axes for term, _, _ in terms)
+    sum_ = reduce(added, (padded(term, axis, before, after, of_tokens=rows) for term, before, after in terms))
     return run.shifted(sum_, join([c.to(run.like) for c in constants], axis))
+
+
+def windows(carried: Carried, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Carried:
+    """Return the elements of each window of an image, as `functional.unfold` does; zeros beyond its edges."""
+    for axis, size in zip((-2, -1), _each(padding, 2), strict=True):
+        carried = padded(carried, carried.index.ndim + axis, size, size)
+    # The function takes no whole numbers; those of an index are exact in float64.
+    index = functional.unfold(carried.index.double(), kernel_size, dilation, 0, stride)
+    return carried.moved(index.long())
 
 
 class _Window:
@@ -224,22 +235,24 @@ def _each(value: Any, axes: int) -> tuple[int, ...]:
     return values * axes if len(values) == 1 else values
 
 
-def padded(carried: Carried, axis: int, before: int, after: int) -> Carried:
-    """Add zeros at both ends of an axis; negative numbers remove entries."""
+def padded(carried: Carried, axis: int, before: int, after: int, *, of_tokens: bool = False) -> Carried:
+    """Add zeros at both ends of an axis; negative numbers remove entries. See `along` for `of_tokens`."""
     size = carried.index.shape[axis]
     index = torch.arange(-before, size + after, device=carried.index.device)
-    return along(carried, axis, index.masked_fill((index < 0) | (index >= size), -1))
+    return along(carried, axis, index.masked_fill((index < 0) | (index >= size), -1), of_tokens=of_tokens)
 
 
-def along(carried: Carried, axis: int, index: Int[Tensor, " entry"]) -> Carried:
-    """Read entries along an axis, zeros where the index is -1."""
+def along(carried: Carried, axis: int, index: Int[Tensor, " entry"], *, of_tokens: bool = False) -> Carried:
+    """Read entries along an axis, zeros where the index is -1.
+
+    An axis of one entry numbers tokens with `of_tokens`, or if it stands where they usually do.
+    """
     if bool((index >= 0).all()):
         return carried.moved(carried.index.index_select(axis, index))
     kinds = {is_row for size, is_row in carried.layout.split[axis] if size > 1}
     if len(kinds) == 2:
         raise UncoveredError("zeros are joined along an axis of tokens and channels")
-    # An axis of one entry counts tokens if it stands where they usually do.
-    is_row = True in kinds or (not kinds and axis == carried.index.ndim - 2)
+    is_row = True in kinds or (not kinds and (of_tokens or axis == carried.index.ndim - 2))
     read = carried.moved(carried.index.index_select(axis, index.clamp_min(0)))
     layout = read.layout_with(frozenset([axis]) if is_row else frozenset())
     shape = [1] * read.index.ndim

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 
 from unilinattn.call.attention_interface import configurations
 from unilinattn.call.exactness import layer_tolerance
+from unilinattn.errors import InputError
 from unilinattn.host.inputs import real_tokens
 from unilinattn.host.logits import has_logits, logits_of
 from unilinattn.host.recorder import main_tensor
 from unilinattn.host.run import run
 from unilinattn.tracing.discovery import state_of
+
+CACHE_FLAG = "use_cache"
+"""The argument by which a host keeps the states of its tokens."""
 
 _notes: "WeakKeyDictionary[nn.Module, tuple[object, tuple[str, ...]]]" = WeakKeyDictionary()
 """The key of the last comparison of each model, and its sentences."""
@@ -30,15 +34,17 @@ def compared_with_call(
 
     Args:
         model: the model.
-        call: the arguments that the user gave, without a cache.
+        call: the arguments that the user gave, and whether the model fills a cache by default.
         given: the arguments of the traced run.
         output: the output of the traced run.
         seed: the state of the random number generator before that run.
 
     The differences are relative to the output's norm, over real tokens; those within the tolerance of its dtype (see
     `docs/exactness.md`) are rounding.
+
+    Raises `InputError` if the cache that the call fills by default changes the output.
     """
-    added = [name for name in arguments if name not in call]
+    added = [name for name in arguments if name not in call or (name == CACHE_FLAG and call[name])]
     implementations = {config._attn_implementation_internal for config in configurations(model)} - {None, "eager"}
     if not added and not implementations:
         return ()
@@ -51,6 +57,14 @@ def compared_with_call(
     if (difference := _difference(plain, output, arguments)) > _accepted(plain):
         if _difference(plain, run(model, call, seed=torch.get_rng_state()), arguments) > _accepted(plain):
             notes = (f"{type(model).__name__} draws random numbers: two runs of it differ.",)
+        elif CACHE_FLAG in added and _difference(
+            run(model, {**call, CACHE_FLAG: False}, seed=seed), output, arguments
+        ) <= _accepted(plain):
+            raise InputError(
+                f"{type(model).__name__} returns another output with a cache, as this call does, than without one "
+                f"(relative difference {difference:.1e}), and a trace runs without a cache. Pass {CACHE_FLAG}=False to "
+                "explain the model without it."
+            )
         elif added and _difference(run(model, arguments, seed=seed), output, arguments) <= _accepted(plain):
             names = " and ".join(added)
             notes = (

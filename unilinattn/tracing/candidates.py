@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.nested import mapped
 from unilinattn.host.forwards import Forward, replaced_forwards
+from unilinattn.host.inputs import bound_arguments, sequences_in
 from unilinattn.host.module_calls import CallRecord, as_tokens, first_tensor
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
@@ -104,8 +105,7 @@ class _Search(Observer[_Call]):
         x = first_tensor((*args, *kwargs.values()))
         call.shape = None if x is None else tuple(x.shape)
         if not self.stack:
-            sizes = [v.shape[0] for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim]
-            self._batch = sizes[0] if sizes else None
+            self._batch = sequences_in(bound_arguments(module, args, kwargs))
         if path in self._layers:
             for outer in self.stack:
                 outer.holds_layer = True
@@ -163,15 +163,16 @@ class _Search(Observer[_Call]):
         """Tell whether other tokens of a module's output move with some tokens of its input."""
         x = first_tensor((*frame.inputs[0], *frame.inputs[1].values()))
         assert x is not None
-        tokens = as_tokens(x)
+        tokens = as_tokens(x, self._batch)
         length = tokens.shape[1]
-        if length < 2 or as_tokens(result).shape[1] != length:
+        if length < 2 or as_tokens(result, self._batch).shape[1] != length:
             return length > 1
         generator = torch.Generator().manual_seed(0)
         half = torch.randperm(length, generator=generator) < length // 2
         noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
         size = tokens.float().square().mean().sqrt().to(tokens)
-        moved = (tokens + (size + 1e-3) * noise * half.to(tokens)[:, None]).view(x.shape)
+        moved = tokens + (size + 1e-3) * noise * half.to(tokens)[:, None]
+        moved = moved.transpose(0, 1) if tokens.shape[:2] != x.shape[:2] and x.ndim == 3 else moved.view(x.shape)
         args, kwargs = (
             tuple(moved if v is x else v for v in frame.inputs[0]),
             {name: moved if v is x else v for name, v in frame.inputs[1].items()},
@@ -185,7 +186,7 @@ class _Search(Observer[_Call]):
             self._trying = False
         if after is None or after.shape != result.shape:
             return True
-        before, after = as_tokens(result)[:, ~half], as_tokens(after)[:, ~half]
+        before, after = (as_tokens(t, self._batch)[:, ~half] for t in (result, after))
         allowed = TOLERANCE.get(result.dtype, 0.05)
         return float((after - before).norm()) > allowed * float(before.norm())
 

@@ -77,16 +77,26 @@ class Entry:
         return bool(apart.sum() > RARE * (by_first | by_second).any(-1).sum())
 
     def of_other_tokens(self, halves: Mapping[Shape, Bool[Tensor, "batch token"]]) -> bool:
-        """Whether a token moves with tokens of its stream in the other half, or with both halves of another stream."""
+        """Whether a token moves with tokens of its stream in the other half."""
         for (shape, half), (first, second) in zip(halves.items(), self.pairs(), strict=False):
-            if shape == self.shape[:2] and half.shape == first.shape:
+            if self._is_stream(shape, half, first):
                 half = half.to(first.device)
                 first, second = first * ~half, second * half
                 if bool(((first > self.accepted) | (second > self.accepted)).any()):
                     return True
-            elif bool(((first > self.accepted) & (second > self.accepted)).any()):
-                return True
         return False
+
+    def of_several_tokens(self, halves: Mapping[Shape, Bool[Tensor, "batch token"]]) -> bool:
+        """Whether a token moves with both halves of another stream."""
+        pairs = zip(halves.items(), self.pairs(), strict=False)
+        return any(
+            bool(((first > self.accepted) & (second > self.accepted)).any())
+            for (shape, half), (first, second) in pairs
+            if not self._is_stream(shape, half, first)
+        )
+
+    def _is_stream(self, shape: Shape, half: Tensor, change: Tensor) -> bool:
+        return shape == self.shape[:2] and half.shape == change.shape
 
 
 def _argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
@@ -125,10 +135,10 @@ def lines(x: Float[Tensor, "*batch key"]) -> tuple[Tensor, Tensor]:
 
 
 def rows(
-    x: Float[Tensor, "batch *tokens channel"],
+    x: Float[Tensor, "*batch token channel"],
 ) -> tuple[Float[Tensor, "batch token"], Float[Tensor, "batch token"]]:
-    """Return a projection and the norm of each token."""
-    vectors = x if x.ndim == 3 else x.flatten(1, -2)
+    """Return a projection and the norm of each token; packed ones, (token, channel), are one sequence."""
+    vectors = x[None] if x.ndim == 2 else x.flatten(1, -2)
     return projection(vectors), torch.linalg.vector_norm(vectors, dim=-1)
 
 
@@ -137,6 +147,11 @@ def sample(x: Float[Tensor, "*axes"]) -> tuple[Float[Tensor, " element"], Float[
     elements = torch.take(x, _places(x.numel()).to(x.device))
     finite = torch.where(elements.abs() < 1e30, elements, torch.zeros_like(elements))
     return elements, finite.square().mean().sqrt()
+
+
+def elements(x: Float[Tensor, "*axes"]) -> tuple[Float[Tensor, " element"], Float[Tensor, ""]]:
+    """Return all elements, and their root mean square."""
+    return x.flatten(), x.square().mean().sqrt()
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,8 @@ Memory: two numbers per token for every tensor that a layer reads, and 1,024 ele
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from unilinattn.host.inputs import call_host, real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.observer import Functions, Inputs
-from unilinattn.tracing.changes import ATTENTION, Entry, Shape, lines, rows, sample
+from unilinattn.tracing.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Constants, Run, noisy
 
-AXES = (3, 4)
-"""Numbers of axes of vectors of tokens, which may lie along rows and columns."""
+AXES = (2, 3, 4)
+"""Numbers of axes of vectors of tokens, which may be packed in one axis, or lie along rows and columns."""
 
 PIECES = (2, 16)
 """Numbers of pieces of an input without tokens: halves, and pieces in which attention to some neighbours ends."""
@@ -42,32 +43,44 @@ class Leak:
         module: path of the innermost module that mixes them; "" is the model itself.
         function: name of the attention function that mixes them, None for another kind.
         after, before: paths of the layers between which they mix, None for the model's input and output.
+        regrouped: the vectors that the layer `before` reads, if they are tokens of another stream that lie in other
+            groups, as merged patches do: each of their elements depends on one token. None for tokens that mix.
     """
 
     module: str
     function: str | None
     after: str | None
     before: str | None
+    regrouped: "Key | None" = None
 
 
 def find_leak(
-    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord], constants: Constants
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    layers: Sequence[CallRecord],
+    constants: Constants,
+    regrouped: Collection["Key"] = (),
 ) -> Leak | None:
     """Return the first place outside of the layers where tokens mix, None if there is none.
 
     `layers` are the recorded calls of the model's layers on `arguments`; the modules of `constants` return
-    constants. The model and the random number generators are restored.
+    constants, and the vectors `regrouped` may have elements of several tokens. The model and the random number
+    generators are restored.
     """
     vectors = [x for record in layers for x in (record.entered, record.output) if x is not None and x.ndim in AXES]
     streams = {_shape(x) for x in vectors}
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
-    ids = {_shape(x) for name, x in arguments.items() if _is_ids(name, x) and x.shape[1] not in lengths}
-    halves = {shape: _half(shape) for shape in sorted(streams | ids) if shape[0] * shape[1] > 1}
+    ids = {tuple(x.shape) for name, x in arguments.items() if _is_ids(name, x) and x.shape[1] not in lengths}
+    halves = {shape: _half(shape) for shape in sorted(streams) if shape[0] * shape[1] > 1}
+    # Rows of ids may be several for each token, such as those of codebooks, so a half has whole columns.
+    halves |= {shape: _half((1, shape[1])).repeat(shape[0], 1) for shape in sorted(ids - streams) if shape[1] > 1}
     perturbed = [_Tokens(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
     probe = _Probing(model, arguments, constants, {tuple(x.shape) for x in vectors})
     entries = probe.run(perturbed)
-    leak = probe.first_attention(entries) or _first_leak(entries, halves)
+    leak = probe.first_attention(entries) or _first_leak(entries, halves, regrouped)
+    if leak is not None and leak.regrouped is not None and probe.run(perturbed, leak.regrouped)[leak.regrouped].mixed:
+        leak = replace(leak, regrouped=None)
     if leak is not None or not any(_is_signal(name, x, streams) for name, x in arguments.items()):
         return leak
     signals = [_Signal(pieces, streams, first) for pieces in PIECES for first in (True, False)]
@@ -101,10 +114,10 @@ class _Tokens:
         """Add noise to the tokens of the stream."""
         if t.ndim not in AXES or _shape(t) != self._shape:
             return t
-        return noisy(t.flatten(1, -2), self._half).view(t.shape)
+        return noisy(t[None] if t.ndim == 2 else t.flatten(1, -2), self._half).view(t.shape)
 
     def _exchanged(self, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
-        if not isinstance(value, Tensor) or value.ndim < 2 or _shape(value) != self._shape:
+        if not isinstance(value, Tensor) or value.ndim < 2 or tuple(value.shape[:2]) != self._shape:
             return value
         half = self._half.to(value.device)
         if value.is_floating_point():
@@ -139,8 +152,10 @@ class _Signal:
         return torch.cat(flipped, dim=axis)
 
 
-def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor]) -> Leak | None:
+def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor], regrouped: Collection[Key]) -> Leak | None:
     """Return the first vectors that a layer reads or the model returns which move with other tokens.
+
+    Those of a layer that are not known to move with tokens of their stream count as regrouped.
 
     Its module is the last one before them that made mixed tensors from others, innermost: an earlier one may end in a
     result that nothing reads.
@@ -148,9 +163,14 @@ def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor]) -> Leak | None
     after: str | None = None
     sources: list[str] = []
     mixed_inputs: set[tuple[str, int]] = set()
-    for (kind, path, number, _), entry in entries.items():
-        if kind in ("layer", "output") and len(entry.shape) > 2 and entry.of_other_tokens(halves):
-            return Leak(sources[-1] if sources else "", None, after, path if kind == "layer" else None)
+    for key, entry in entries.items():
+        kind, path, number, _ = key
+        if kind in ("layer", "output") and len(entry.shape) > 2:
+            mixed = entry.of_other_tokens(halves)
+            if mixed or (key not in regrouped and entry.of_several_tokens(halves)):
+                is_layer = kind == "layer"
+                groups = None if mixed or not is_layer else key
+                return Leak(sources[-1] if sources else "", None, after, path if is_layer else None, groups)
         if kind == "layer" and path != after:
             after, sources = path, []
         elif kind == "in" and entry.mixed:
@@ -170,12 +190,15 @@ class _Probing:
     ) -> None:
         self._model, self._arguments, self._constants, self._shapes = model, arguments, constants, shapes
 
-    def run(self, halves: Sequence[_Tokens | _Signal]) -> Entries:
-        """Run the model unperturbed and with each perturbation; return the compared tensors in order of execution."""
-        reference = _Probe(self._model, self._constants, self._shapes)
+    def run(self, halves: Sequence[_Tokens | _Signal], whole: Key | None = None) -> Entries:
+        """Run the model unperturbed and with each perturbation; return the compared tensors in order of execution.
+
+        Of the vectors `whole`, which a layer reads, all elements are compared.
+        """
+        reference = _Probe(self._model, self._constants, self._shapes, whole=whole)
         reference.run(self._arguments)
         for number, half in enumerate(halves):
-            _Probe(self._model, self._constants, self._shapes, half, reference, number).run(
+            _Probe(self._model, self._constants, self._shapes, half, reference, number, whole).run(
                 half.inputs(self._arguments)
             )
         return reference.entries
@@ -215,10 +238,12 @@ class _Probe(Run):
         change: "_Tokens | _Signal | Key | None" = None,
         reference: "_Probe | None" = None,
         number: int = 0,
+        whole: "Key | None" = None,
     ) -> None:
         """Prepare the unperturbed run, or run `number` with a perturbed half or a perturbed result of one attention."""
         super().__init__(model, 0, constants)
-        self._shapes, self._change = shapes, change
+        self._shapes, self._change, self._whole = shapes, change, whole
+        self._streams = {_shape_of(shape) for shape in shapes}
         self.entries: Entries = {} if reference is None else reference.entries
         self.first: dict[Shape, Tensor] = {} if reference is None else reference.first
         self._is_reference, self._number = reference is None, number
@@ -244,10 +269,10 @@ class _Probe(Run):
 
     def reading(self, path: str, number: int, inputs: Inputs) -> None:
         """Compare the vectors that a layer reads."""
-        streams = {shape[:2] for shape in self._shapes}
-        vectors = [t for t in tensors(inputs) if t.ndim in AXES and _shape(t) in streams]
+        vectors = [t for t in tensors(inputs) if t.ndim in AXES and _shape(t) in self._streams]
         for index, t in enumerate(t for t in vectors if t.is_floating_point() and t.shape[-1] > 1):
-            self._compare(("layer", path, number, index), rows, t)
+            key: Key = ("layer", path, number, index)
+            self._compare(key, elements if key == self._whole else rows, t)
 
     def held_output(self, output: Tensor) -> Tensor:
         """Return the recorded output, perturbed."""
@@ -323,7 +348,7 @@ def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
     """Tell whether an input is a tensor of numbers that are no sequence of a stream's tokens."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or "mask" in name:
         return False
-    return x.ndim not in AXES or _shape(x) not in streams
+    return x.ndim not in AXES[1:] or _shape(x) not in streams
 
 
 def _is_ids(name: str, x: Any) -> bool:
@@ -331,7 +356,12 @@ def _is_ids(name: str, x: Any) -> bool:
 
 
 def _shape(x: Tensor) -> Shape:
-    return x.shape[0], x.shape[1] if x.ndim < 4 else x.shape[1:-1].numel()
+    return _shape_of(x.shape)
+
+
+def _shape_of(shape: Sequence[int]) -> Shape:
+    """Return (batch, tokens) of vectors of this shape; packed tokens are one sequence."""
+    return (1, shape[0]) if len(shape) == 2 else (shape[0], prod(shape[1:-1]))
 
 
 def _special_ids(model: nn.Module) -> Int[Tensor, " id"]:

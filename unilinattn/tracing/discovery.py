@@ -14,7 +14,7 @@ Mixing at other lengths, in other layouts and in functions is found by `tracing.
 begins and ends. Not detected: mixing of pixels without a softmax before these are token vectors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,9 +28,9 @@ from unilinattn.host.logits import KEEP
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.recorder import Recorder
 from unilinattn.host.run import run
-from unilinattn.registry import list_architectures
+from unilinattn.registry import UNREGISTERED, list_architectures
 from unilinattn.tracing.candidates import mixing_modules
-from unilinattn.tracing.completeness import Leak, find_leak
+from unilinattn.tracing.completeness import Key, Leak, find_leak
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
 from unilinattn.tracing.unknown import holders, is_basic, without_adapters, without_layers
 
@@ -92,14 +92,21 @@ def unregistered_mixers(
     if examined is not arguments:
         layers = _layers_of(model, examined, ())
     paths = [*_wrappers(layers), *mixing_modules(model, examined, layers)]
+    regrouped: list[Key] = []
     while True:
         if paths:
             layers = _layers_of(model, examined, paths)
-        found = _Search(model, examined, layers).run()
+        found = _Search(model, examined, layers, regrouped).run()
         # What mixes between two layers, such as the merging of patches, is a layer too if a module does it.
         more = [path for mixer in found if (path := _layer_at(model, mixer, layers)) is not None]
-        if not more or set(more) <= set(paths):
+        # Without such a module, the first layer of a stream may read several tokens of another stream as one.
+        leaks = [mixer.leak for mixer in found if mixer.leak is not None and not more]
+        groups = [leak.regrouped for leak in leaks if leak.regrouped is not None]
+        regrouped += groups
+        if not groups and set(more) <= set(paths):
             break
+        inside = tuple(f"{path}." for path in more)
+        paths = [path for path in paths if not path.startswith(inside)]
         paths += [path for path in more if path not in paths]
     mixers = (*(UnregisteredMixer(path, model.get_submodule(path), False) for path in paths), *found)
     answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
@@ -122,13 +129,22 @@ def _wrappers(layers: Sequence[CallRecord]) -> list[str]:
 
 
 def _layer_at(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord]) -> str | None:
-    """Return the path of the module around a leak that takes tokens and returns them; None if it holds layers."""
-    if mixer.leak is None:
+    """Return the path of the module around a leak that takes tokens and returns them; None if it holds layers.
+
+    If a recorded layer reads mixed tokens that no module returned, the module around that layer mixes them.
+    """
+    leak = mixer.leak
+    if leak is None:
         return None
-    path = mixer.path
+    path, inner = leak.module, None
+    recorded = {x.name for x in layers if x.architecture is not None and x.architecture.name == UNREGISTERED}
+    if not path and leak.before in recorded:
+        inner = leak.before
+        path = inner.rpartition(".")[0]
     while path and is_basic(model.get_submodule(path)):
         path = path.rpartition(".")[0]
-    holds = any(layer.name == path or layer.name.startswith(f"{path}.") for layer in layers)
+    others = [layer.name for layer in layers if layer.name != inner]
+    holds = any(name == path or name.startswith(f"{path}.") for name in others)
     return None if not path or holds else path
 
 
@@ -168,8 +184,14 @@ def refuse(
 class _Search:
     """One search of one model on one input."""
 
-    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:
-        self._model, self._arguments, self._layers = model, arguments, layers
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Mapping[str, Any],
+        layers: Sequence[CallRecord],
+        regrouped: Collection[Key],
+    ) -> None:
+        self._model, self._arguments, self._layers, self._regrouped = model, arguments, layers, regrouped
         self._classes = {path: type(module) for path, module in model.named_modules()}
         self._constants: dict[str, list[Constant]] = {}
         self._holders: set[str] = set()
@@ -202,7 +224,7 @@ class _Search:
         return tuple(mixers)
 
     def _leak(self) -> Leak | None:
-        return find_leak(self._model, self._arguments, self._layers, self._constants)
+        return find_leak(self._model, self._arguments, self._layers, self._constants, self._regrouped)
 
     def _search(self, length: int) -> None:
         """Find sources and let those that can be layers return constants, until no watched token changes."""

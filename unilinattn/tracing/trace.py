@@ -22,13 +22,13 @@ from unilinattn.host.substitution import SUBSTITUTE_ABOVE, may_be_long
 from unilinattn.host.text import Text, encoded, is_text, tokenized
 from unilinattn.host.wrappers import unwrapped
 from unilinattn.registry import ImageTokens
-from unilinattn.tracing.agreement import compared_with_call
+from unilinattn.tracing.agreement import CACHE_FLAG, compared_with_call
 from unilinattn.tracing.builder import LayerBuilder
 from unilinattn.tracing.explained import ExplainedLogit
 from unilinattn.tracing.gradient_cost import frozen_cost, gradient_cost
 from unilinattn.tracing.gradients import gradient_of
 from unilinattn.tracing.layer import Layer, Step
-from unilinattn.tracing.padding import warn_of_leaks
+from unilinattn.tracing.padding import warn_of_leaks, warn_of_recorded_leaks
 from unilinattn.tracing.recording import covered_run
 from unilinattn.tracing.streaming import run_in_pieces
 from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
@@ -255,10 +255,15 @@ def trace(
     warn_of_leaks(arguments, recorder.layers)
     builder = LayerBuilder(model, arguments, dtype)
     layers, steps = builder.build_steps(recorder.layers)
+    warn_of_recorded_leaks(layers)
     mask, weights = builder.mask, builder.weights
     traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
     if stream_to is None and not may_be_long(arguments, substitute_above):
-        named = {*(inputs if isinstance(inputs, Mapping) else arguments), "use_cache"}
+        named = {*(inputs if isinstance(inputs, Mapping) else arguments), CACHE_FLAG}
         call = {name: value for name, value in arguments.items() if name in named}
+        is_default = CACHE_FLAG in call and not (isinstance(inputs, Mapping) and CACHE_FLAG in inputs)
+        if is_default and recorder.opaque:
+            # A host without an adapter may compute something else with a cache, which it may fill by default.
+            call[CACHE_FLAG] = getattr(getattr(model, "config", None), CACHE_FLAG, False)
         traced.warnings = compared_with_call(model, call, arguments, output, seed)
     return traced

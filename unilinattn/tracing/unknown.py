@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.call import package_version
+from unilinattn.call.nested import tensors
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.run import run
 from unilinattn.registry import list_architectures
@@ -151,7 +152,8 @@ def mixes_tokens(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return weight.shape[2:].numel() > 1
     if name == "linear":
         return isinstance(args[0], Tensor) and args[0].ndim > 2 and args[0].stride(-1) != 1
-    return name in MIXING
+    # Counts of whole numbers, such as positions by a mask, hold no vectors.
+    return name in MIXING and any(t.is_floating_point() for t in tensors((args, kwargs)))
 
 
 def _holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[nn.Module], bool]) -> Refused:
