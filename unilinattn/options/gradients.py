@@ -18,7 +18,7 @@ class Gradient(ScalarOptions):
 
     Raises `OptionError` for an unknown option or value, `InputError` for a model without logits,
     `MissingExtraError` without captum, and `UncoveredError` for a module that passes no gradient, such as a
-    quantised one, and for models with two streams of tokens.
+    quantised one.
 
     >>> import unilinattn as ula
     >>> model = ula.examples.load("induction", "mamba")

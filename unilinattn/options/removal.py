@@ -36,8 +36,7 @@ class Knockout(ScalarOptions):
     the target when the edge from key to query is cut, and zero for other edges. With `window` a layer axis is first.
 
     Raises `OptionError` for an unknown option or value, `InputError` for edges outside the sequence or above the
-    diagonal of a causal layer and for a model without logits, and `UncoveredError` if layers are on different
-    streams.
+    diagonal of a causal layer and for a model without logits, and `UncoveredError` for a layer that mixes several tensors at once.
 
     >>> import unilinattn as ula
     >>> model = ula.examples.load("induction", "mamba")
@@ -113,7 +112,7 @@ class Occlusion(ScalarOptions):
 
     Raises `OptionError` for an unknown option or value, without a target, and for a window longer than a sequence,
     `InputError` for a model without logits and for a baseline id that the model does not know, `MissingExtraError`
-    without captum, and `UncoveredError` for models with two streams of tokens.
+    without captum.
 
     >>> import unilinattn as ula
     >>> model = ula.examples.load("induction", "mamba")
