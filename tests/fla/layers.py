@@ -30,7 +30,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "KimiDeltaAttention": _HEAD,
     "LightNetAttention": dict(expand_ratio=8),
     "LinearAttention": _HEADS,
-    "LogLinearMamba2": _MAMBA2,
+    "LogLinearMamba2": dict(num_heads=4, head_dim=8, state_size=64, backend="triton"),
     "Mamba": dict(state_size=5, intermediate_size=32),
     "Mamba2": _MAMBA2,
     "Mamba3": dict(head_dim=8, state_size=8),
@@ -42,13 +42,15 @@ LAYERS: dict[str, dict[str, Any]] = {
     "MultiheadLatentAttention": dict(
         num_heads=2, q_lora_rank=8, qk_rope_head_dim=4, kv_lora_rank=8, v_head_dim=8, qk_nope_head_dim=4, qk_head_dim=8
     ),
-    "NativeSparseAttention": dict(num_heads=16, num_kv_heads=1, head_dim=16, block_size=16, block_counts=2, window_size=3),
-    "PaTHAttention": _HEADS,
+    "NativeSparseAttention": dict(
+        num_heads=16, num_kv_heads=1, head_dim=16, block_size=16, block_counts=2, window_size=3
+    ),
+    "PaTHAttention": dict(num_heads=1),
     "Parallax": _HEADS,
     "PrecondGatedDeltaNet": _HEAD,
     "PrecondKDA": _HEAD,
     "RWKV6Attention": dict(**_HEADS, proj_low_rank_dim=3, gate_low_rank_dim=4),
-    "RWKV7Attention": dict(head_dim=8, num_hidden_layers=1),
+    "RWKV7Attention": dict(head_dim=8, num_hidden_layers=2, layer_idx=0),
     "Raven": dict(**_HEADS, num_slots=4, topk=2, add_gumbel_noise=False),
     "ReBasedLinearAttention": dict(**_HEADS, num_key_value_heads=2, feature_dim=16),
     "RodimusAttention": dict(expand_ratio=4),
@@ -75,7 +77,7 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(11, _WIDTH)
         self.norm = nn.LayerNorm(_WIDTH)
         self.shared = layers.YOCOSharedKVBuilder(_WIDTH, **_HEADS) if name == "YOCOCrossAttention" else None
-        self.mixer = getattr(layers, name)(hidden_size=_WIDTH, layer_idx=0, **LAYERS[name])
+        self.mixer = getattr(layers, name)(hidden_size=_WIDTH, **LAYERS[name])
         self.head = nn.Linear(_WIDTH, 11)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -140,9 +140,9 @@ def path_attention(
 @register_mixing_function("fla.ops.deltaformer.deltaformer_attn", carried="v", refused=("attention_mask",))
 def deltaformer(q: Tensor, k: Tensor, beta: Tensor | None = None, mask: Tensor | None = None) -> Dense:
     """Softmax attention to values from which a share of their attention to earlier ones is subtracted, each in turn."""
-    scores, between = products(q, k, None), products(k, k, None)
+    scores = products(q, k, None)
     seen = _seen(scores, mask=mask)
-    earlier = _softmax(between, seen & ~torch.eye(seen.shape[-1], dtype=torch.bool, device=seen.device))
+    earlier = _softmax(scores, seen & ~torch.eye(seen.shape[-1], dtype=torch.bool, device=seen.device))
     earlier = earlier if beta is None else earlier * beta.transpose(1, 2).unsqueeze(-1)
     system = torch.eye(earlier.shape[-1], dtype=earlier.dtype, device=earlier.device) + earlier
     weights = _softmax(scores, seen)

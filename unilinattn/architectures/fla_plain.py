@@ -63,6 +63,20 @@ def gated_group_norm(module: Any, x: Tensor, z: Tensor | None = None) -> Tensor:
     return normed * gate if gate is not None and module.norm_before_gate else normed
 
 
+@register_plain_form("fla.modules.fused_bitlinear.FusedBitLinear")
+def quantised_linear(module: Any, x: Tensor) -> Tensor:
+    """Normalise, round to 8 bits and multiply by a weight of three values; the rounding is a frozen factor."""
+    normed = functional.rms_norm(x, x.shape[-1:], module.norm.weight, module.norm.eps)
+    value = normed.detach()
+    step = value.abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+    # Half a step is rounded away from zero.
+    rounded = (value.abs() / step + 0.5).floor() * value.sign() * step
+    factor = torch.where(value == 0, 1.0, rounded / torch.where(value == 0, 1.0, value))
+    size = module.weight.abs().mean().clamp_min(1e-5)
+    weight = (module.weight / size).round().clamp(-1, 1) * size
+    return functional.linear(normed * factor, weight, module.bias)
+
+
 register_plain_function(f"{_ACTIVATIONS}.swish", f"{_ACTIVATIONS}.ops.swish")(functional.silu)
 register_plain_function(f"{_ACTIVATIONS}.sigmoid", f"{_ACTIVATIONS}.ops.sigmoid")(torch.sigmoid)
 
@@ -154,6 +168,7 @@ def rotary(
     inplace: bool = False,
     seqlen_offsets: int | Tensor = 0,
     cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
 ) -> Tensor:
     """Rotate pairs of channels (batch, token, head, channel) by the angles of their positions."""
     position = torch.arange(x.shape[1], device=x.device)

@@ -1,5 +1,6 @@
 """Functions of other packages by qualified name, replaced by ones that a torch function mode sees."""
 
+import fnmatch
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,10 +73,12 @@ def visible(meanings: Mapping[str, Any], model: nn.Module, forms: Callable[[type
 def _loaded(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the functions of loaded modules with their qualified names."""
     for name in names:
-        module, _, attribute = name.rpartition(".")
-        function = getattr(sys.modules.get(module), attribute, None)
-        if callable(function) and not isinstance(function, type):
-            yield name, function
+        pattern, _, attribute = name.rpartition(".")
+        for module in fnmatch.filter(list(sys.modules), pattern) if "*" in pattern else [pattern]:
+            # A lazy module would import what it is asked for.
+            function = _attributes(sys.modules.get(module)).get(attribute)
+            if callable(function) and not isinstance(function, type) and meaning_of(function) is None:
+                yield name, function
 
 
 def _places(functions: Collection[Any], model: nn.Module) -> list[Place]:

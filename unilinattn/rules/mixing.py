@@ -23,7 +23,7 @@ def mixed(run: Compilation, node: Node, *args: Any, **kwargs: Any) -> Carried:
     carried, bounds = run.value(arguments[function.carried]), run.number(arguments.get(function.packed))
     numbers = {name: run.number(value) for name, value in arguments.items()}
     index = function.by_token(carried.index)
-    shape, steps = index.shape, _steps(carried, function.tokens)
+    shape, steps = index.shape, _steps(carried, function.tokens[0])
     # The steps of a token are channels of the layer.
     carried = carried.moved(index.unflatten(1, (-1, steps)).flatten(2))
     carried = carried.arranged() if bounds is None else carried.in_place()
@@ -36,7 +36,7 @@ def mixed(run: Compilation, node: Node, *args: Any, **kwargs: Any) -> Carried:
         # Only the last step of a token is read: no stages compute the others.
         others = torch.full_like(result.unsqueeze(2), -1).expand(-1, -1, steps - 1, *result.shape[2:])
         result = torch.cat([others, result.unsqueeze(2)], 2).flatten(1, 2)
-    return carried.moved(function.as_argument(result))
+    return carried.moved(function.as_result(result))
 
 
 def _steps(carried: Carried, axis: int) -> int:

@@ -36,9 +36,10 @@ class MixingFunction:
     Attributes:
         stages: continues a flow from the carried argument, (batch, token, channel), or returns a core mixer.
         carried: name of the carried argument.
-        tokens: the axis of tokens of the carried argument and of the result; the first axis is the batch, and 0 stands
+        tokens: the axes of tokens of the carried argument and of the result; the first axis is the batch, and 0 stands
             for packed sequences without one.
-        extra_outputs: number of values that the function returns after its result; they are None.
+        extra_outputs: number of values that the function returns after its result, which are None, or the name of the
+            argument that asks for one.
         packed: name of the argument with the bounds of sequences that are packed in a batch of one.
         refused: names of arguments of which only a call without them is covered.
         steps: name of the argument with the number of consecutive entries of the axis of tokens that are steps of one
@@ -47,8 +48,8 @@ class MixingFunction:
 
     stages: Stages
     carried: str
-    tokens: int
-    extra_outputs: int
+    tokens: tuple[int, int]
+    extra_outputs: int | str
     packed: str
     refused: tuple[str, ...]
     steps: str | None
@@ -67,16 +68,18 @@ class MixingFunction:
                 frame = Frame.of_bounds(bounds)
             flow = self.flow(frame, steps, frame.tokens(carried, steps), arguments)
             last = flow.value[:, steps - 1 :: steps]
-            result = self.as_argument(unflattened(frame.packed(last), carried.shape))
-            return (result, *[None] * self.extra_outputs) if self.extra_outputs else result
+            result = self.as_result(unflattened(frame.packed(last), carried.shape))
+            extra = self.extra_outputs
+            count = int(bool(arguments.get(extra))) if isinstance(extra, str) else extra
+            return (result, *[None] * count) if count else result
 
     def by_token(self, value: Tensor) -> Shaped[Tensor, "batch token *channel"]:
         """Return a tensor of the carried argument's axes with the batch and the tokens first."""
-        return value.movedim(self.tokens, 1) if self.tokens else value[None]
+        return value.movedim(self.tokens[0], 1) if self.tokens[0] else value[None]
 
-    def as_argument(self, value: Shaped[Tensor, "batch token *channel"]) -> Tensor:
-        """Return such a tensor with the axes of the carried argument."""
-        return value.movedim(1, self.tokens) if self.tokens else value[0]
+    def as_result(self, value: Shaped[Tensor, "batch token *channel"]) -> Tensor:
+        """Return such a tensor with the axes of the result."""
+        return value.movedim(1, self.tokens[1]) if self.tokens[1] else value[0]
 
     def flow(self, frame: "Frame", steps: int, x: Float[Tensor, "batch token *channel"], arguments: Any) -> Flow:
         """Return the flow from the carried argument's vectors `x` to the result.
@@ -84,7 +87,7 @@ class MixingFunction:
         Raises `UncoveredError` for an argument that is not covered.
         """
         for name in self.refused:
-            if arguments.get(name) is not None:
+            if arguments.get(name) is not None and arguments[name] is not False:
                 raise UncoveredError(f"{name!r} is given")
         given = {name: value for name, value in arguments.items() if name != self.packed}
         if frame.rows is not None:
@@ -142,9 +145,9 @@ class Frame:
     def by_sequence(self, function: MixingFunction, value: Any, steps: int) -> Any:
         """Return an argument's tokens by sequence, and an argument without packed tokens unchanged."""
         assert self.rows is not None
-        if not isinstance(value, Tensor) or value.ndim < 1 + bool(function.tokens):
+        if not isinstance(value, Tensor) or value.ndim < 1 + bool(function.tokens[0]):
             return value
-        batched = value if function.tokens else value[None]
+        batched = value if function.tokens[0] else value[None]
         if batched.shape[:2] == (1, len(self.rows)):
             return self.tokens(batched)
         return self.tokens(batched, steps) if batched.shape[:2] == (1, len(self.rows) * steps) else value
@@ -184,8 +187,8 @@ FUNCTIONS: dict[str, MixingFunction | PlainFunction] = {}
 def register_mixing_function(
     *functions: str,
     carried: str,
-    tokens: int = 1,
-    extra_outputs: int = 0,
+    tokens: int | tuple[int, int] = 1,
+    extra_outputs: int | str = 0,
     packed: str = "cu_seqlens",
     refused: Collection[str] = ("initial_state",),
     steps: str | None = None,
@@ -198,11 +201,13 @@ def register_mixing_function(
     token, channel), to the result, and returns it.
 
     Args:
-        functions: qualified names; nothing is imported.
+        functions: qualified names; nothing is imported. "package.*.function" stands for the functions of this name in
+            all modules of a package that has copies of one.
         carried: name of the argument in which the function is linear.
         tokens: the axis of tokens of the carried argument and of the result; the first axis is the batch, all other
-            axes are channels. 0 stands for packed sequences without an axis of a batch.
-        extra_outputs: number of values that the function returns after its result; they are None in a recorded run.
+            axes are channels. Two axes if they differ; 0 stands for packed sequences without an axis of a batch.
+        extra_outputs: number of values that the function returns after its result, or the name of the argument that
+            asks for one; they are None in a recorded run.
         packed: name of the argument with the bounds of several sequences in a batch of one. The stages get them as a
             batch, in which a parameter `mask` says which tokens are real.
         refused: names of arguments that must be None.
@@ -213,7 +218,8 @@ def register_mixing_function(
     """
 
     def decorate(stages: StagesOf) -> StagesOf:
-        entry = MixingFunction(stages, carried, tokens, extra_outputs, packed, tuple(refused), steps)
+        axes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+        entry = MixingFunction(stages, carried, axes, extra_outputs, packed, tuple(refused), steps)
         _register(functions, entry)
         return stages
 

@@ -157,7 +157,8 @@ def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         return weight.shape[2:].numel() > 1
     if name == "linear":
-        return isinstance(args[0], Tensor) and args[0].ndim > 2 and args[0].stride(-1) != 1
+        x = args[0] if args else kwargs["input"]
+        return isinstance(x, Tensor) and x.ndim > 2 and x.stride(-1) != 1
     # Counts of whole numbers, such as positions by a mask, hold no vectors.
     return name in MIXING and any(t.is_floating_point() for t in tensors((args, kwargs)))
 
