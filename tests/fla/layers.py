@@ -63,8 +63,18 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 """Arguments of each class, in addition to the width."""
 
-EMPTY = {"YOCOSharedKVBuilder": "it returns keys and values, and mixes no tokens"}
-"""Classes that mix no tokens."""
+UNCOVERED = {
+    "Mamba3": "requires a CUDA device",
+    "MomAttention": "'scatter_add'",
+    "StickBreakingAttention": "matching fp16/bf16",
+    "YOCOCrossAttention": "the output of 'linear' takes the place of values",
+    "YOCOSharedKVBuilder": "",
+}
+"""Classes without an operator, and a part of the reason.
+
+Mamba-3 and stick-breaking refuse a CPU or float32, the mixture of memories gives every memory a sequence of its tokens,
+and values that another layer projected are no stream. The builder of shared keys returns keys and mixes no tokens.
+"""
 
 
 class Model(nn.Module):

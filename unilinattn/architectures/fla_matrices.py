@@ -167,7 +167,8 @@ def rebased(q: Tensor, k: Tensor, eps: float = 1e-5, use_scale: bool = True, use
 def log_linear(q: Tensor, k: Tensor, g: Tensor, level_scales: Tensor, scale: float | None = 1.0) -> Dense:
     """Decayed linear attention in which each query weighs the blocks of a Fenwick tree by level (Guo et al., 2025)."""
     length, heads = g.shape[1:]
-    scores = products(*(x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k)), scale)
+    query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    scores = products(query, key, scale)
     position = torch.arange(length, device=q.device)
     differs = position[:, None] ^ position
     # The level of two tokens is the size of the smallest aligned block of 2^level tokens with both of them.
@@ -217,7 +218,7 @@ def momentum_delta_rule(
         memory = alpha[:, t, :, None, None] * memory - beta[:, t, :, None, None] * momentum
         return ((q[:, t] * (q.shape[-1] ** -0.5 if scale is None else scale)).unsqueeze(-1) * memory).sum(-2)
 
-    return _impulses(step, *q.shape[:3], q)
+    return _impulses(step, q)
 
 
 @register_mixing_function("fla.ops.moba.parallel_moba", carried="v")
@@ -336,8 +337,9 @@ def _by_query(gate: Float[Tensor, "batch query head"]) -> Float[Tensor, "batch h
     return gate.transpose(1, 2).unsqueeze(-1)
 
 
-def _impulses(step: Callable[[int, Tensor], Tensor], batch: int, length: int, heads: int, like: Tensor) -> Dense:
+def _impulses(step: Callable[[int, Tensor], Tensor], like: Float[Tensor, "batch length head state"]) -> Dense:
     """Return the matrix of a recurrence, whose `step(t, values)` returns the output of token t, from unit vectors."""
+    batch, length, heads, _ = like.shape
     units = torch.eye(length, dtype=like.dtype, device=like.device)
     rows = [step(t, units[t].expand(batch, heads, length)) for t in range(length)]
     return Dense(torch.stack(rows, 2))

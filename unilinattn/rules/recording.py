@@ -145,13 +145,14 @@ class Recording(TorchFunctionMode):
             result = function.value(func, args, kwargs)
         except UncoveredError as error:
             result, refusal = func(*args, **kwargs), str(error)
-        carried = function.arguments(func, *nodes).get(function.carried)
+        named, resolved = nodes
+        carried = function.arguments(func, named, resolved).get(function.carried)
         kind: Kind = carried.kind if isinstance(carried, Node) else "factor"
         rank = carried.rank if isinstance(carried, Node) else 0
         for item, tensor in enumerate(tensors(result)):
             # Other results, such as states, are not linear in the carried argument.
             one: Kind = kind if item == 0 else "factor"
-            self._enter(Node(func.__name__, func, *nodes, tensor, one, rank, item, refusal=refusal))
+            self._enter(Node(func.__name__, func, named, resolved, tensor, one, rank, item, refusal=refusal))
         return result
 
     def _resolve(self, tensor: Tensor) -> Any:
