@@ -235,9 +235,9 @@ def moba(q: Tensor, k: Tensor, chunk_size: int, topk: int, mask: Tensor | None =
         centres = k[:, : full * chunk_size].unflatten(1, (full, chunk_size)).mean(2)
         gate = products(q, centres, 1.0)
         hidden = chunk[:, None] <= torch.arange(full, device=q.device)
-        chosen = torch.zeros_like(gate, dtype=torch.bool)
-        chosen.scatter_(3, gate.masked_fill(hidden, -torch.inf).topk(count, 3).indices, True)
-        selected = (chosen & ~hidden).repeat_interleave(chunk_size, 3)
+        marked = torch.zeros_like(gate, dtype=torch.bool)
+        marked.scatter_(3, gate.masked_fill(hidden, -torch.inf).topk(count, 3).indices, True)
+        selected = (marked & ~hidden).repeat_interleave(chunk_size, 3)
         seen = seen | functional.pad(selected, (0, length - full * chunk_size))
     return Dense(_softmax(scores, seen))
 
@@ -274,11 +274,11 @@ def nsa(
         rank = compressed.unflatten(1, (heads, -1)).mean(2).masked_fill(forced, 1.0)
         rank = rank.masked_fill(~(past | forced), -1.0)
         best = rank.topk(min(block_counts, blocks), 3)
-        chosen = torch.zeros_like(rank, dtype=torch.bool).scatter_(3, best.indices, best.values >= 0)
+        marked = torch.zeros_like(rank, dtype=torch.bool).scatter_(3, best.indices, best.values >= 0)
     else:
         index = block_indices.transpose(1, 2)
-        chosen = (index.unsqueeze(-1) == block).any(3)
-    selected = chosen.repeat_interleave(q.shape[2] // heads, 1).repeat_interleave(block_size, 3)[..., :length]
+        marked = (index.unsqueeze(-1) == block).any(3)
+    selected = marked.repeat_interleave(q.shape[2] // heads, 1).repeat_interleave(block_size, 3)[..., :length]
     weights = _softmax(scores, selected & causal)
     total = total + (weights if g_slc is None else weights * _by_query(g_slc))
     if window_size > 0 and g_swa is not None:

@@ -131,9 +131,9 @@ def mamba_inner(
     step = functional.softplus(delta) if delta_softplus else delta
     factors: list[Tensor] = []
     options = (B, B_proj_bias, b_rms_weight), (C, C_proj_bias, c_rms_weight)
-    for side, (given, bias, weight) in zip(sides, options, strict=True):
-        factor = side.unsqueeze(2) if given is None else _by_group(given, step)
-        factor = factor if bias is None or given is not None else factor + bias
+    for side, (fixed, bias, weight) in zip(sides, options, strict=True):
+        factor = side.unsqueeze(2) if fixed is None else _by_group(fixed, step)
+        factor = factor if bias is None or fixed is not None else factor + bias
         factors.append(_perhaps_normed(factor, weight, b_c_dt_rms_eps))
     key, query = factors
     return s6(flow, step, key, query, A, D, xz[:, inner:]).matrix(out_proj_weight, out_proj_bias, role="output")

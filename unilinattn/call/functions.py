@@ -4,7 +4,7 @@ import fnmatch
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from unilinattn.call.entries import Entries
 from unilinattn.call.nested import tensors
 
-Place = tuple[dict[str, Any], str]
+Entry = tuple[dict[str, Any], str]
 """A dictionary of attributes and a name in it."""
 
 FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType)
@@ -27,7 +27,7 @@ class _Scan:
     def __init__(self) -> None:
         self.names: set[int] = set()
         self.count = 0
-        self.places: list[Place] = []
+        self.entries: list[Entry] = []
 
 
 _scan = _Scan()
@@ -35,7 +35,7 @@ _scan = _Scan()
 
 def meaning_of(function: Any) -> Any:
     """Return what a visible function was registered with, None for any other function."""
-    return getattr(function, "meaning", None)
+    return getattr(function, "unilinattn_meaning", None)
 
 
 @contextmanager
@@ -55,12 +55,12 @@ def visible(meanings: Mapping[str, Any], model: nn.Module, forms: Callable[[type
     try:
         try:
             seen = {function: _seen(function, meanings[name]) for name, function in _loaded(meanings)}
-            places = [(attributes, name, seen[attributes[name]]) for attributes, name in _places(seen, model)]
+            entries = [(attributes, name, seen[attributes[name]]) for attributes, name in _entries(seen, model)]
             for module in model.modules():
                 if (form := forms(type(module))) is not None:
-                    places.append((vars(module), "forward", _seen(module.forward, partial(form, module))))
-            before = Entries((attributes, name) for attributes, name, _ in places)
-            for attributes, name, function in places:
+                    entries.append((vars(module), "forward", _seen(module.forward, partial(form, module))))
+            before = Entries((attributes, name) for attributes, name, _ in entries)
+            for attributes, name, function in entries:
                 attributes[name] = function
             yield
         finally:
@@ -74,24 +74,30 @@ def _loaded(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the functions of loaded modules with their qualified names."""
     for name in names:
         pattern, _, attribute = name.rpartition(".")
-        for module in fnmatch.filter(list(sys.modules), pattern) if "*" in pattern else [pattern]:
+        for module in _matching(pattern, len(sys.modules)) if "*" in pattern else (pattern,):
             # A lazy module would import what it is asked for.
             function = _attributes(sys.modules.get(module)).get(attribute)
             if callable(function) and not isinstance(function, type) and meaning_of(function) is None:
                 yield name, function
 
 
-def _places(functions: Collection[Any], model: nn.Module) -> list[Place]:
+@lru_cache(maxsize=64)
+def _matching(pattern: str, count: int) -> tuple[str, ...]:
+    """Return the names of loaded modules that match a pattern; `count` is the number of loaded modules."""
+    return tuple(fnmatch.filter(list(sys.modules), pattern))
+
+
+def _entries(functions: Collection[Any], model: nn.Module) -> list[Entry]:
     """Return where the functions are attributes of loaded modules and of the model's modules."""
     names, loaded = {id(function) for function in functions}, list(sys.modules.values())
     if _scan.names != names or _scan.count != len(loaded):
         _scan.names, _scan.count = names, len(loaded)
-        _scan.places = [place for module in loaded for place in _held(_attributes(module), names)]
+        _scan.entries = [place for module in loaded for place in _entries_of(_attributes(module), names)]
     # A name may be bound again in a module that was loaded before: in the user's, and in those of the host's classes.
     classes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     recent = [_attributes(sys.modules.get(name)) for name in ("__main__", *sorted(classes))]
-    places = [*_scan.places, *(place for attributes in recent for place in _held(attributes, names))]
-    distinct = {(id(attributes), name): (attributes, name) for attributes, name in places}
+    entries = [*_scan.entries, *(place for attributes in recent for place in _entries_of(attributes, names))]
+    distinct = {(id(attributes), name): (attributes, name) for attributes, name in entries}
     result = [(attributes, name) for attributes, name in distinct.values() if id(attributes.get(name)) in names]
     for module in model.modules():
         # A copy of a module has another object for a bound method, which is equal.
@@ -100,7 +106,7 @@ def _places(functions: Collection[Any], model: nn.Module) -> list[Place]:
     return result
 
 
-def _held(attributes: dict[str, Any], identities: Collection[int]) -> Iterator[Place]:
+def _entries_of(attributes: dict[str, Any], identities: Collection[int]) -> Iterator[Entry]:
     return ((attributes, name) for name, value in list(attributes.items()) if id(value) in identities)
 
 
@@ -120,5 +126,5 @@ def _seen(function: Callable[..., Any], meaning: Any) -> Callable[..., Any]:
 
     call = wraps(function)(call)
     call.__name__ = getattr(function, "__name__", type(function).__name__)
-    call.meaning = meaning  # type: ignore[attr-defined]
+    call.unilinattn_meaning = meaning  # type: ignore[attr-defined]
     return call

@@ -89,15 +89,15 @@ class MixingFunction:
         for name in self.refused:
             if arguments.get(name) is not None and arguments[name] is not False:
                 raise UncoveredError(f"{name!r} is given")
-        given = {name: value for name, value in arguments.items() if name != self.packed}
+        values = {name: value for name, value in arguments.items() if name != self.packed}
         if frame.rows is not None:
-            given = {name: frame.by_sequence(self, value, steps) for name, value in given.items()}
+            values = {name: frame.by_sequence(self, value, steps) for name, value in values.items()}
         parameters = inspect.signature(self.stages).parameters
         mask, flow = frame.mask(steps), Flow(x.flatten(2))
-        given = {name: value for name, value in {"flow": flow, MASK: mask, **given}.items() if name in parameters}
+        values = {name: value for name, value in {"flow": flow, MASK: mask, **values}.items() if name in parameters}
         if mask is not None:
             flow.scale(mask[..., None].to(x), role="input")
-        built = self.stages(**given)
+        built = self.stages(**values)
         if not isinstance(built, CoreMixer):
             return built
         heads = x.shape[2] if x.ndim == 4 else built.heads

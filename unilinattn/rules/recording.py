@@ -151,8 +151,8 @@ class Recording(TorchFunctionMode):
         rank = carried.rank if isinstance(carried, Node) else 0
         for item, tensor in enumerate(tensors(result)):
             # Other results, such as states, are not linear in the carried argument.
-            one: Kind = kind if item == 0 else "factor"
-            self._enter(Node(func.__name__, func, named, resolved, tensor, one, rank, item, refusal=refusal))
+            item_kind: Kind = kind if item == 0 else "factor"
+            self._enter(Node(func.__name__, func, named, resolved, tensor, item_kind, rank, item, refusal=refusal))
         return result
 
     def _resolve(self, tensor: Tensor) -> Any:
