@@ -68,13 +68,15 @@ UNCOVERED = {
     "MomAttention": "'scatter_add'",
     "StickBreakingAttention": "matching fp16/bf16",
     "YOCOCrossAttention": "the output of 'linear' takes the place of values",
-    "YOCOSharedKVBuilder": "",
 }
 """Classes without an operator, and a part of the reason.
 
 Mamba-3 and stick-breaking refuse a CPU or float32, the mixture of memories gives every memory a sequence of its tokens,
-and values that another layer projected are no stream. The builder of shared keys returns keys and mixes no tokens.
+and values that another layer projected are no stream.
 """
+
+EMPTY = {"YOCOSharedKVBuilder"}
+"""Classes that return keys and values for other layers, and mix no tokens."""
 
 
 class Model(nn.Module):

@@ -76,6 +76,8 @@ def _stand_in_for_flash_attention() -> None:
     sys.modules["flash_attn"] = module
     for name, loaded in list(sys.modules.items()):
         if name.startswith(("fla.layers.", "fla.ops.")):
+            # Without the package, most modules define only the first name.
+            vars(loaded).update(functions if "flash_attn_func" in vars(loaded) else {})
             vars(loaded).update({key: value for key, value in functions.items() if key in vars(loaded)})
 
 
