@@ -186,6 +186,24 @@ def rotary(
     return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
+@register_plain_function("fla.modules.causal_conv1d.ops.causal_conv1d_update")
+def first_token_convolution(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Multiply a sequence's only token by the last tap; earlier tokens in a cache are not covered."""
+    if weight is None or bool(cache.any()):
+        raise UncoveredError("a short convolution continues from a cache")
+    y = x * weight[:, -1]
+    y = y if bias is None else y + bias
+    y = y if activation is None else functional.silu(y)
+    return (y if residual is None else y + residual), cache
+
+
 @register_plain_function("fla.layers.utils.index_first_axis")
 def unpadded(x: Tensor, indices: Tensor) -> Tensor:
     """Read some tokens of all sequences."""
