@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from unilinattn.reruns.cut import cut
     from unilinattn.results.attribution import Attribution
     from unilinattn.results.comparison import Comparison
+    from unilinattn.rules.mixing_functions import register_mixing_function
     from unilinattn.tracing.trace import Trace, trace
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __all__ = [
     "methods",
     "register_architecture",
     "register_method",
+    "register_mixing_function",
     "through_operators",
     "trace",
 ]
@@ -64,6 +66,7 @@ _HOMES = {
     "operator.flow": ("Flow",),
     "operator.operator": ("MixerOperator",),
     "registry": ("list_architectures", "list_methods", "register_architecture", "register_method"),
+    "rules.mixing_functions": ("register_mixing_function",),
     "results.attribution": ("Attribution",),
     "results.comparison": ("Comparison",),
     "reruns.cut": ("cut",),

@@ -13,12 +13,14 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from unilinattn.call import Call
+from unilinattn.call.functions import visible
 from unilinattn.errors import OptionError, nearest
 from unilinattn.operator.flow import Flow
 from unilinattn.optional import ENTRY_POINT_GROUPS
 from unilinattn.options.base import Need, Options, first_line
 from unilinattn.results.attribution import Attribution
 from unilinattn.results.estimate import Estimate
+from unilinattn.rules.mixing_functions import FUNCTIONS
 
 Build = Callable[[Call], Flow]
 """An adapter: from a call of a host's token-mixing module to its stages."""
@@ -182,6 +184,12 @@ def register_architecture(
     return decorate
 
 
+def visible_functions(model: nn.Module) -> AbstractContextManager[None]:
+    """Let torch function modes see the calls of registered functions and modules (see `call.functions.visible`)."""
+    load_entry_points()
+    return visible(FUNCTIONS, model, plain_form_of)
+
+
 def register_plain_form(*hosts: str) -> Callable[[Form], Form]:
     """Register the plain form of modules between layers whose own code hides its computation, such as fused norms.
 
@@ -319,7 +327,7 @@ def method(name: str) -> Method:
 def overridden(*entries: Architecture | Method) -> Iterator[None]:
     """Override or add entries inside the block, and restore the registry as it was before, to test an adapter."""
     load_entry_points()
-    tables: tuple[dict[str, Any], ...] = (_architectures, _hosts, _methods, _plain_forms, _image_tokens)
+    tables: tuple[dict[str, Any], ...] = (_architectures, _hosts, _methods, _plain_forms, _image_tokens, FUNCTIONS)
     before = [dict(table) for table in tables]
     try:
         for entry in entries:

@@ -1,7 +1,6 @@
 """flash-linear-attention's Triton kernels on a CPU, with Triton's interpreter and a substitute for the GPU driver.
 
-Its softmax attention calls flash-attn, which is compiled only for CUDA: that function is replaced by its documented
-formula.
+Functions that are compiled only for CUDA, flash-attn's among them, are replaced by their formulas (see `stand_ins`).
 
 Run in a separate process, `python -m pytest tests/fla`, because Triton selects its interpreter when it is imported. In
 other processes, and if the package is missing or hidden, these tests are skipped.
@@ -15,6 +14,8 @@ import warnings
 
 import pytest
 import torch
+
+from tests.fla.stand_ins import replace_kernels
 
 
 def _reason_to_skip() -> str | None:
@@ -45,7 +46,7 @@ def kernels() -> None:
 
 
 def stand_in() -> None:
-    """Import the package with substitutes for a driver, a function of libdevice, and two functions of flash-attn."""
+    """Import the package with substitutes for a driver, a function of libdevice, and functions that need a GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import fla  # noqa: F401  initialises the package
@@ -54,10 +55,7 @@ def stand_in() -> None:
     # At its import the package must find no GPU; its kernels request a driver later.
     triton.runtime.driver.set_active(_driver())
     _complete_libdevice()
-    if importlib.util.find_spec("flash_attn") is None:
-        from fla.layers import attn
-
-        attn.flash_attn_func, attn.flash_attn_varlen_func = _flash_attention, _flash_attention_of_sequences
+    replace_kernels()
 
 
 def _driver():
@@ -100,25 +98,3 @@ def _complete_libdevice() -> None:
     from triton.language.extra import libdevice
 
     libdevice.log1p = lambda x: tl.log(1.0 + x)
-
-
-def _flash_attention(query, key, value, *, causal, window_size):
-    """flash-attn's `flash_attn_func`: (batch, length, head, channel), scaled by channel ** -0.5."""
-    assert causal and window_size[1] in (-1, 0)
-    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
-    scores = torch.einsum("bihn,bjhn->bhij", query, key) * query.shape[-1] ** -0.5
-    position = torch.arange(query.shape[1])
-    distance = position[:, None] - position
-    hidden = (distance < 0) | ((distance > window_size[0]) if window_size[0] >= 0 else False)
-    return torch.einsum("bhij,bjhn->bihn", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
-
-
-def _flash_attention_of_sequences(
-    query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size
-):
-    """flash-attn's `flash_attn_varlen_func`: sequences concatenated on the first axis, attended separately."""
-    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-    sizes = cu_seqlens_q.diff().tolist()
-    parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
-    results = (_flash_attention(*(x[None] for x in part), causal=causal, window_size=window_size) for part in parts)
-    return torch.cat([result[0] for result in results])

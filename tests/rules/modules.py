@@ -276,6 +276,14 @@ def _layer(**options: bool) -> Callable[[], nn.Module]:
 
 TOKENS, GRID = (2, 7, WIDTH), (2, 16, WIDTH)
 
+
+class Powers(Projected):
+    """Squared activations and a cube."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (torch.relu(v).square() + v.pow(3)).cumsum(1) * torch.sigmoid(q)
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "multi-head attention": (Batched, TOKENS),
     "multi-head attention, tokens first": (TokensFirst, TOKENS),
@@ -289,6 +297,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "encoder layer": (_layer(), TOKENS),
     "encoder layer, norm first": (_layer(norm_first=True), TOKENS),
     "mlp-mixer": (MLPMixer, TOKENS),
+    "powers": (Powers, TOKENS),
     "fourier": (Fourier, TOKENS),
     "conformer": (Conformer, TOKENS),
     "convolutions of a grid": (Images, GRID),

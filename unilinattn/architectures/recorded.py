@@ -15,7 +15,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.flow import Flow
 from unilinattn.operator.stages import Matrix
-from unilinattn.registry import register_architecture
+from unilinattn.registry import register_architecture, visible_functions
 from unilinattn.rules.chains import chains_of
 from unilinattn.rules.recording import Recording
 
@@ -64,7 +64,7 @@ def recorded_stages(call: Call) -> Flow:
     factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
     recording = Recording(module, inputs, factors)
     try:
-        with torch.no_grad(), recording:
+        with torch.no_grad(), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
             returned = module.forward(**arguments)
     # A host, and its kernels, may raise any error.

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unilinattn.call.functions import meaning_of
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Scale
 from unilinattn.rules.functions import RECURRENT
 from unilinattn.rules.layout import Carried, whole
+from unilinattn.rules.mixing_functions import MixingFunction
 from unilinattn.rules.recording import Node
 
 Rule = Callable[..., Carried]
@@ -17,6 +19,9 @@ Rule = Callable[..., Carried]
 
 MOST = 2000
 """Largest number of functions between a module's output and its inputs."""
+
+MIXING = "a mixing function"
+"""The name of the rule of all mixing functions."""
 
 _rules: dict[str, Rule] = {}
 
@@ -62,14 +67,17 @@ class Compilation:
     def _compiled(self, node: Node) -> Carried:
         if node.name == "input":
             return self._input(node)
+        if node.refusal is not None:
+            raise UncoveredError(f"the call of {node.name!r} is not covered: {node.refusal}")
         if node.name in RECURRENT:
             raise UncoveredError(
                 "its state passes a nonlinearity at every step, so it is no linear map of its tokens and has no "
                 "operator"
             )
-        if node.name not in _rules:
+        name = MIXING if isinstance(meaning_of(node.func), MixingFunction) else node.name
+        if name not in _rules:
             raise UncoveredError(f"{node.name!r} is applied to values that depend on the tokens, and has no rule")
-        return _rules[node.name](self, node, *node.args, **node.kwargs)
+        return _rules[name](self, node, *node.args, **node.kwargs)
 
     def _input(self, node: Node) -> Carried:
         x = node.value
@@ -122,4 +130,4 @@ def _broadcast(carried: Carried, factor: Tensor) -> Carried:
     """Return a tensor in the shape of its product with a factor, whose elements are all of a value's."""
     shape = torch.broadcast_shapes(factor.shape, carried.index.shape)
     carried = carried.moved(carried.index.expand(shape))
-    return carried if carried.layout.is_whole else carried.arranged()
+    return carried if carried.layout.is_whole else carried.in_place()

@@ -51,6 +51,14 @@ def slope(run: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> Ca
     return run.shifted(run.scaled(run.value(x), factor, "act"), level)
 
 
+@rule("pow", "square")
+def power(run: Compilation, node: Node, x: Any, exponent: Any = 2) -> Carried:
+    """Multiply by the frozen power that is one lower."""
+    if not isinstance(exponent, (int, float)) or exponent < 1 or not is_carried(x):
+        raise UncoveredError(f"values that depend on the tokens are raised to {exponent!r}")
+    return run.scaled(run.value(x), x.value.detach() ** (exponent - 1), "act")
+
+
 @rule("neg", "negative")
 def negative(run: Compilation, node: Node, x: Any) -> Carried:
     """Multiply by -1."""

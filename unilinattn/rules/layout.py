@@ -48,6 +48,14 @@ class Carried:
         """Return other elements of the same value."""
         return replace(self, index=index)
 
+    def follow(self, stages: Chain, channels: int) -> "Carried":
+        """Append stages that keep the tokens; the tensor is then their whole output, of `channels` channels."""
+        carried = self
+        for stage in stages:
+            carried = carried.same_elements(stage)
+        shape = *self.shape[:2], channels
+        return replace(carried, shape=shape, index=whole(shape, self.index))
+
     def then(self, stage: Stage, *, tokens: int | None = None, channels: int | None = None) -> "Carried":
         """Append a stage; the tensor is then its whole output, (batch, token, channel)."""
         first = next(iter(self.chains))
@@ -69,6 +77,14 @@ class Carried:
         value = self.with_tokens(layout.tokens)
         value = value if layout.has_all_channels else value.select(layout.channels)
         return value.moved(layout.own_index)
+
+    def in_place(self) -> "Carried":
+        """Return the tensor with its channels in order; some of the tokens, in their order, stay where they are."""
+        layout = self.layout
+        if not layout.has_some_rows:
+            return self.arranged()
+        value = self if layout.has_all_channels else self.select(layout.channels)
+        return value.moved(layout.index_in(value.shape[2]))
 
     def layout_with(self, row_axes: frozenset[int]) -> "Layout":
         """Return the layout in which axes of copies number tokens if they are among `row_axes`."""
@@ -109,6 +125,8 @@ class Layout:
     """
 
     def __init__(self, index: Int[Tensor, "*axes"], shape: Shape, row_axes: frozenset[int] = frozenset()) -> None:
+        if bool((index < 0).any()):
+            raise UncoveredError("steps of a token before its last one are read")
         self._index, self._shape = index, shape
         row, channel = index // shape[2], index % shape[2]
         self.split = [_split(row, channel, axis, copies_are_rows=axis in row_axes) for axis in range(index.ndim)]
@@ -145,6 +163,12 @@ class Layout:
         return all(len(x) == size and len(torch.unique(x)) == size for x, size in sizes)
 
     @cached_property
+    def has_some_rows(self) -> bool:
+        """Whether the tensor has some of the rows of the value in their order, such as the real tokens of a batch."""
+        rows = self._row.flatten()
+        return len(rows) < self._shape[0] * self._shape[1] and bool((rows.diff() > 0).all())
+
+    @cached_property
     def order(self) -> Int[Tensor, " row"]:
         """The rows of the tensor, sequence by sequence."""
         return torch.argsort(self._row.flatten() // self._shape[1], stable=True)
@@ -170,6 +194,11 @@ class Layout:
         channel = _range(self._channel.numel(), row).view(self._channel.shape)
         return (row.view(self._row.shape) * channel.numel() + channel).reshape(self._index.shape)
 
+    def index_in(self, width: int) -> Int[Tensor, "*axes"]:
+        """Return the index of the tensor's elements in a value of `width` channels, which are those of the tensor."""
+        channel = _range(width, self._row).view(self._channel.shape)
+        return (self._row * width + channel).reshape(self._index.shape)
+
     def table(self, values: Shaped[Tensor, "*axes"]) -> Shaped[Tensor, "row channel"]:
         """Return values of the tensor's shape by row and channel, in the order of the tensor's axes."""
         rows = [axis for axis, is_row in enumerate(self._is_row) if is_row]
@@ -179,7 +208,8 @@ class Layout:
     def factor(self, factor: Float[Tensor, "*broadcast"]) -> Float[Tensor, "batch token group"]:
         """Return a factor of a whole tensor as one of the value, with size 1 for what it does not depend on.
 
-        Channels are grouped if the factor is equal for consecutive ones, such as those of a head.
+        It is zero for tokens that the tensor lacks. Channels are grouped if the factor is equal for consecutive ones,
+        such as those of a head.
         """
         batch, length, _ = self._shape
         factor = factor.expand(self._index.shape)
@@ -196,7 +226,8 @@ class Layout:
             table = torch.empty_like(table).index_copy_(1, self.channels, table)
         if not any(v for v, is_row in zip(varies, self._is_row, strict=True) if is_row):
             return table[:1].reshape(1, 1, -1)
-        return torch.empty_like(table).index_copy_(0, self._row.flatten(), table).view(batch, length, -1)
+        rows = table.new_zeros(batch * length, table.shape[1])
+        return rows.index_copy_(0, self._row.flatten(), table).view(batch, length, -1)
 
     def _varies(self, factor: Tensor) -> list[bool]:
         """Tell for each split axis whether an expanded factor may change along it."""

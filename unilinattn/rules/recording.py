@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import mapped, tensors
+from unilinattn.errors import UncoveredError
 from unilinattn.rules.functions import (
     COMPOSITE,
     CONSTANT,
@@ -25,6 +27,7 @@ from unilinattn.rules.functions import (
     name_of,
     opened,
 )
+from unilinattn.rules.mixing_functions import MixingFunction
 
 Kind = Literal["carried", "factor"]
 """Whether a tensor may be linear in the inputs, or depends on them in another way and is frozen."""
@@ -46,6 +49,7 @@ class Node:
         rank: 0 for a tensor that is linear in the inputs, 1 after an activation, 2 after one with f(0) != 0.
         item: the number of the tensor in the function's result, None if it is the result.
         port: name of the input.
+        refusal: the reason for which a call of a mixing function has no stages, None if it has.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Node:
     rank: int = 0
     item: int | None = None
     port: str = ""
+    refusal: str | None = None
 
     def __repr__(self) -> str:
         """Show the function and the shape."""
@@ -94,6 +99,10 @@ class Recording(TorchFunctionMode):
         """Call the function, and record it if an argument depends on the inputs."""
         kwargs = dict(kwargs or {})
         name, in_place = name_of(func, dict(kwargs))
+        meaning = meaning_of(func)
+        if meaning is not None and not isinstance(meaning, MixingFunction):
+            with self:
+                return meaning(*args, **kwargs)
         if name in COMPOSITE:
             with self:
                 return opened(func)(*args, **kwargs)
@@ -108,6 +117,8 @@ class Recording(TorchFunctionMode):
         if before is not None and (node := self.node(before)) is not None:
             # Earlier functions read the value that is written over here.
             node.value = before.detach().clone()
+        if meaning is not None:
+            return self._mixed(func, meaning, args, kwargs, (named, resolved))
         result = func(*args, **kwargs)
         # Of some arguments only the shape matters.
         nodes = [] if name in NEW else list(_nodes_in((named, resolved)))
@@ -125,6 +136,23 @@ class Recording(TorchFunctionMode):
         else:
             for item, tensor in enumerate(tensors(target)):
                 self._enter(Node(name, func, named, resolved, tensor, kind, rank, item))
+        return result
+
+    def _mixed(self, func: Any, function: MixingFunction, args: Any, kwargs: Any, nodes: Any) -> Any:
+        """Record a call of a mixing function, whose values are those of its stages; without stages it runs itself."""
+        refusal = None
+        try:
+            result = function.value(func, args, kwargs)
+        except UncoveredError as error:
+            result, refusal = func(*args, **kwargs), str(error)
+        named, resolved = nodes
+        carried = function.arguments(func, named, resolved).get(function.carried)
+        kind: Kind = carried.kind if isinstance(carried, Node) else "factor"
+        rank = carried.rank if isinstance(carried, Node) else 0
+        for item, tensor in enumerate(tensors(result)):
+            # Other results, such as states, are not linear in the carried argument.
+            item_kind: Kind = kind if item == 0 else "factor"
+            self._enter(Node(func.__name__, func, named, resolved, tensor, item_kind, rank, item, refusal=refusal))
         return result
 
     def _resolve(self, tensor: Tensor) -> Any:

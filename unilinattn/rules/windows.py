@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
-from unilinattn.operator.stages import Matrix, Mix
+from unilinattn.operator.stages import Matrix, Mix, Scale
 from unilinattn.rules.compilation import Compilation, is_carried, rule
 from unilinattn.rules.contraction import Product, contracted
-from unilinattn.rules.layout import Carried, added
+from unilinattn.rules.layout import Carried, added, whole
 from unilinattn.rules.recording import Node
 
 TAPS = 128
@@ -116,6 +116,8 @@ def stack(run: Compilation, node: Node, tensors: Sequence[Any], dim: int = 0) ->
 def write(run: Compilation, node: Node, target: Any, place: Any, value: Any) -> Carried:
     """Add the written values, at their place among zeros, to what is left of the target."""
     keys = place if isinstance(place, tuple) else (place,)
+    if len(keys) == 1 and isinstance(run.number(keys[0]), Tensor):
+        return _returned(run, target, run.number(keys[0]), value)
     if not all(isinstance(key, (int, slice)) or key is Ellipsis for key in keys):
         raise UncoveredError("values of the tokens are written at places that are no slices")
     shape = run.number(target).shape
@@ -131,6 +133,22 @@ def write(run: Compilation, node: Node, target: Any, place: Any, value: Any) -> 
         if not is_carried(other):
             total = run.shifted(total, other if isinstance(other, Node) else _constant(other, here, place, shape))
     return total
+
+
+def _returned(run: Compilation, target: Any, index: Tensor, value: Any) -> Carried:
+    """Return tokens that are written among zeros where they come from, as after the removal of padding."""
+    if is_carried(target) or not is_carried(value) or index.ndim != 1 or index.dtype == torch.bool:
+        raise UncoveredError("values of the tokens are written at places that are no slices")
+    if bool(run.number(target).index_fill(0, index, 0.0).any()):
+        raise UncoveredError("values of the tokens are written among other numbers than zeros")
+    carried = run.value(value).in_place()
+    batch, length, width = carried.shape
+    rows = carried.index.flatten(1) // width
+    if len(run.number(target)) != batch * length or not bool((rows == index[:, None]).all()):
+        raise UncoveredError("tokens are written in the place of other tokens")
+    real = carried.like.new_zeros(batch * length).index_fill(0, index, 1.0).view(batch, length, 1)
+    every = whole(carried.shape, carried.index).view(batch * length, *value.value.shape[1:])
+    return carried.follow((Scale("output", real),), width).moved(every)
 
 
 def _constant(value: Any, here: Tensor, place: Any, shape: torch.Size) -> Tensor:

@@ -20,6 +20,7 @@ from unilinattn.host.module_calls import CallRecord, as_tokens, first_tensor
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
+from unilinattn.registry import visible_functions
 from unilinattn.tracing.perturbation import TOLERANCE, Constant, Constants
 from unilinattn.tracing.unknown import is_basic, mixes_tokens
 
@@ -64,7 +65,7 @@ class _Search(Observer[_Call]):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Follow the calls of modules and of functions."""
-        with super().attached(), Functions(self._called):
+        with super().attached(), visible_functions(self.model), Functions(self._called):
             yield
 
     @contextmanager
@@ -86,7 +87,7 @@ class _Search(Observer[_Call]):
 
     def _called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            if self.stack and not self._trying and mixes_tokens(getattr(func, "__name__", ""), args, kwargs):
+            if self.stack and not self._trying and mixes_tokens(func, args, kwargs):
                 self.stack[-1].mixes = True
         return result
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.call import package_version
+from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import tensors
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.run import run
-from unilinattn.registry import list_architectures
+from unilinattn.registry import list_architectures, visible_functions
+from unilinattn.rules.mixing_functions import MixingFunction
 from unilinattn.tracing.completeness import Leak
 
 NAMED = 5
@@ -135,23 +137,28 @@ def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refu
 
     def watch(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            if mixes_tokens(getattr(func, "__name__", ""), args, kwargs):
+            if mixes_tokens(func, args, kwargs):
                 mixing[paths.stack[-1] if paths.stack else ""] = None
         return result
 
-    run(model, arguments, mixers=paths.attached(), observer=Functions(watch))
+    with visible_functions(model):
+        run(model, arguments, mixers=paths.attached(), observer=Functions(watch))
     modules = dict(_holder(model, path, model.get_submodule(path), is_basic) for path in mixing)
     first = {type(module): (path, module) for path, module in reversed(modules.items())}
     return list(first.values())[::-1]
 
 
-def mixes_tokens(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a call of a function is one by which tokens usually mix."""
+    if isinstance(meaning_of(func), MixingFunction):
+        return True
+    name = getattr(func, "__name__", "")
     if name in ("conv1d", "conv2d", "conv3d"):
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         return weight.shape[2:].numel() > 1
     if name == "linear":
-        return isinstance(args[0], Tensor) and args[0].ndim > 2 and args[0].stride(-1) != 1
+        x = args[0] if args else kwargs["input"]
+        return isinstance(x, Tensor) and x.ndim > 2 and x.stride(-1) != 1
     # Counts of whole numbers, such as positions by a mask, hold no vectors.
     return name in MIXING and any(t.is_floating_point() for t in tensors((args, kwargs)))
 
@@ -172,4 +179,6 @@ def _rearranges(module: nn.Module) -> bool:
 def is_basic(module: nn.Module) -> bool:
     """Whether a module is one of torch's own functions, which the module around it uses for its computation."""
     is_whole = isinstance(module, (*RECURRENT, nn.MultiheadAttention))
-    return not is_whole and (type(module).__module__.startswith("torch.nn.") or _rearranges(module))
+    # A package's convolution of every channel, by a kernel of its own, is a part like that of torch.
+    is_own = type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.modules.conv._ConvNd)
+    return not is_whole and (is_own or _rearranges(module))

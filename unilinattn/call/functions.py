@@ -1,0 +1,130 @@
+"""Functions of other packages by qualified name, replaced by ones that a torch function mode sees."""
+
+import fnmatch
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial, wraps
+from types import BuiltinMethodType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from unilinattn.call.entries import Entries
+from unilinattn.call.nested import tensors
+
+Entry = tuple[dict[str, Any], str]
+"""A dictionary of attributes and a name in it."""
+
+FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType)
+"""Types of the functions that modules have as attributes."""
+
+
+class _Scan:
+    """The last scan of all loaded modules, which takes a tenth of a second: its functions, and where they were."""
+
+    def __init__(self) -> None:
+        self.names: set[int] = set()
+        self.count = 0
+        self.entries: list[Entry] = []
+
+
+_scan = _Scan()
+
+
+def meaning_of(function: Any) -> Any:
+    """Return what a visible function was registered with, None for any other function."""
+    return getattr(function, "unilinattn_meaning", None)
+
+
+@contextmanager
+def visible(meanings: Mapping[str, Any], model: nn.Module, forms: Callable[[type], Any]) -> Iterator[None]:
+    """Show the calls of functions and of module forwards to torch function modes, as calls of one function each.
+
+    A mode gets a function whose `meaning_of` is the registered one, and which computes what the original does. Outside
+    of modes, and in other threads, the originals run. They are restored at the end, also after an exception.
+
+    Args:
+        meanings: by qualified name, what a function is registered with; names of modules that are not loaded are
+            skipped.
+        model: a module whose attributes may be such functions.
+        forms: returns the plain form of a module's class, None for none.
+    """
+    before = Entries(())
+    try:
+        try:
+            seen = {function: _seen(function, meanings[name]) for name, function in _loaded(meanings)}
+            entries = [(attributes, name, seen[attributes[name]]) for attributes, name in _entries(seen, model)]
+            for module in model.modules():
+                if (form := forms(type(module))) is not None:
+                    entries.append((vars(module), "forward", _seen(module.forward, partial(form, module))))
+            before = Entries((attributes, name) for attributes, name, _ in entries)
+            for attributes, name, function in entries:
+                attributes[name] = function
+            yield
+        finally:
+            before.put_back()
+    finally:
+        # An interrupt may have ended the first attempt early.
+        before.put_back()
+
+
+def _loaded(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the functions of loaded modules with their qualified names."""
+    for name in names:
+        pattern, _, attribute = name.rpartition(".")
+        for module in _matching(pattern, len(sys.modules)) if "*" in pattern else (pattern,):
+            # A lazy module would import what it is asked for.
+            function = _attributes(sys.modules.get(module)).get(attribute)
+            if callable(function) and not isinstance(function, type) and meaning_of(function) is None:
+                yield name, function
+
+
+@lru_cache(maxsize=64)
+def _matching(pattern: str, count: int) -> tuple[str, ...]:
+    """Return the names of loaded modules that match a pattern; `count` is the number of loaded modules."""
+    return tuple(fnmatch.filter(list(sys.modules), pattern))
+
+
+def _entries(functions: Collection[Any], model: nn.Module) -> list[Entry]:
+    """Return where the functions are attributes of loaded modules and of the model's modules."""
+    names, loaded = {id(function) for function in functions}, list(sys.modules.values())
+    if _scan.names != names or _scan.count != len(loaded):
+        _scan.names, _scan.count = names, len(loaded)
+        _scan.entries = [place for module in loaded for place in _entries_of(_attributes(module), names)]
+    # A name may be bound again in a module that was loaded before: in the user's, and in those of the host's classes.
+    classes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    recent = [_attributes(sys.modules.get(name)) for name in ("__main__", *sorted(classes))]
+    entries = [*_scan.entries, *(place for attributes in recent for place in _entries_of(attributes, names))]
+    distinct = {(id(attributes), name): (attributes, name) for attributes, name in entries}
+    result = [(attributes, name) for attributes, name in distinct.values() if id(attributes.get(name)) in names]
+    for module in model.modules():
+        # A copy of a module has another object for a bound method, which is equal.
+        methods = ((name, value) for name, value in vars(module).items() if isinstance(value, FUNCTIONS))
+        result += [(vars(module), name) for name, value in methods if value in functions]
+    return result
+
+
+def _entries_of(attributes: dict[str, Any], identities: Collection[int]) -> Iterator[Entry]:
+    return ((attributes, name) for name, value in list(attributes.items()) if id(value) in identities)
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    attributes = getattr(module, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _seen(function: Callable[..., Any], meaning: Any) -> Callable[..., Any]:
+    """Return a function that a torch function mode sees like one of torch."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = tuple(tensors((args, kwargs)))
+        if has_torch_function(values):
+            return handle_torch_function(call, values, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    call = wraps(function)(call)
+    call.__name__ = getattr(function, "__name__", type(function).__name__)
+    call.unilinattn_meaning = meaning  # type: ignore[attr-defined]
+    return call
