@@ -108,7 +108,7 @@ def retention(q: Tensor, k: Tensor, scale: float | None = None, reverse: bool = 
     "fla.ops.linear_attn.fused_chunk_linear_attn",
     "fla.ops.linear_attn.fused_recurrent_linear_attn",
     carried="v",
-    extra_outputs=1,
+    extra_outputs=((None, None),),
 )
 def linear_attention(
     q: Tensor, k: Tensor, scale: float | None = None, normalize: bool = True, reverse: bool = False
@@ -144,7 +144,10 @@ def gsa(
 
 
 @register_mixing_function(
-    "fla.ops.lightnet.chunk_lightnet", "fla.ops.lightnet.fused_recurrent_lightnet", carried="v", extra_outputs=1
+    "fla.ops.lightnet.chunk_lightnet",
+    "fla.ops.lightnet.fused_recurrent_lightnet",
+    carried="v",
+    extra_outputs=((None, None),),
 )
 def lightnet(q: Tensor, k: Tensor, scale: float | None = None, mask: Tensor | None = None) -> DiagonalDecay:
     """Keys that are a running softmax over time, one per coordinate (Qin et al., 2024)."""

@@ -38,7 +38,7 @@ class MixingFunction:
         carried: name of the carried argument.
         tokens: the axes of tokens of the carried argument and of the result; the first axis is the batch, and 0 stands
             for packed sequences without one.
-        extra_outputs: number of values that the function returns after its result, which are None, or the name of the
+        extra_outputs: the values that stand for those that the function returns after its result, or the name of the
             argument that asks for one.
         packed: name of the argument with the bounds of sequences that are packed in a batch of one.
         refused: names of arguments of which only a call without them is covered.
@@ -49,7 +49,7 @@ class MixingFunction:
     stages: Stages
     carried: str
     tokens: tuple[int, int]
-    extra_outputs: int | str
+    extra_outputs: tuple[Any, ...] | str
     packed: str
     refused: tuple[str, ...]
     steps: str | None
@@ -70,8 +70,9 @@ class MixingFunction:
             last = flow.value[:, steps - 1 :: steps]
             result = self.as_result(unflattened(frame.packed(last), carried.shape))
             extra = self.extra_outputs
-            count = int(bool(arguments.get(extra))) if isinstance(extra, str) else extra
-            return (result, *[None] * count) if count else result
+            if isinstance(extra, str):
+                extra = (None,) if arguments.get(extra) else ()
+            return (result, *extra) if extra else result
 
     def by_token(self, value: Tensor) -> Shaped[Tensor, "batch token *channel"]:
         """Return a tensor of the carried argument's axes with the batch and the tokens first."""
@@ -188,7 +189,7 @@ def register_mixing_function(
     *functions: str,
     carried: str,
     tokens: int | tuple[int, int] = 1,
-    extra_outputs: int | str = 0,
+    extra_outputs: int | tuple[Any, ...] | str = 0,
     packed: str = "cu_seqlens",
     refused: Collection[str] = ("initial_state",),
     steps: str | None = None,
@@ -207,7 +208,7 @@ def register_mixing_function(
         tokens: the axis of tokens of the carried argument and of the result; the first axis is the batch, all other
             axes are channels. Two axes if they differ; 0 stands for packed sequences without an axis of a batch.
         extra_outputs: number of values that the function returns after its result, or the name of the argument that
-            asks for one; they are None in a recorded run.
+            asks for one; they are None in a recorded run. A tuple has the values themselves, such as tuples of None.
         packed: name of the argument with the bounds of several sequences in a batch of one. The stages get them as a
             batch, in which a parameter `mask` says which tokens are real.
         refused: names of arguments that must be None.
@@ -219,7 +220,8 @@ def register_mixing_function(
 
     def decorate(stages: StagesOf) -> StagesOf:
         axes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
-        entry = MixingFunction(stages, carried, axes, extra_outputs, packed, tuple(refused), steps)
+        extra = (None,) * extra_outputs if isinstance(extra_outputs, int) else extra_outputs
+        entry = MixingFunction(stages, carried, axes, extra, packed, tuple(refused), steps)
         _register(functions, entry)
         return stages
 
