@@ -90,6 +90,11 @@ def weighted_blocks(
     layer.
     """
     cores = _cores(layer)
+    if any(len(g) != len(cores) for g in factors):
+        raise UncoveredError(
+            f"the gradients at the {len(cores)} cores of {layer.name} ({layer.kind}) are unknown, because its values "
+            "and gates are constants in its operator; use 'contribution' or 'rollout'."
+        )
     rows, step = block_shape(layer, [mixer for mixer, _ in cores])
     every, heads = query_rows(trace, layer), cores[0][0].heads
     values = [v.unflatten(2, (heads, -1)) for _, v in cores]

@@ -36,7 +36,8 @@ class Knockout(ScalarOptions):
     the target when the edge from key to query is cut, and zero for other edges. With `window` a layer axis is first.
 
     Raises `OptionError` for an unknown option or value, `InputError` for edges outside the sequence or above the
-    diagonal of a causal layer and for a model without logits, and `UncoveredError` for a layer that mixes several tensors at once.
+    diagonal of a causal layer and for a model without logits, and `UncoveredError` for a layer that mixes several
+    tensors at once.
 
     >>> import unilinattn as ula
     >>> model = ula.examples.load("induction", "mamba")

@@ -22,8 +22,10 @@ from unilinattn.operator.flow import Flow, evaluated_by
 from unilinattn.operator.operator import MixerOperator
 from unilinattn.operator.piecewise import PiecewiseOperator
 from unilinattn.operator.reconstruction import worst_error
-from unilinattn.operator.stages import Matrix, Stage, walk
+from unilinattn.operator.stages import Stage, walk
+from unilinattn.registry import UNREGISTERED
 from unilinattn.tracing.following import stages_after
+from unilinattn.tracing.frozen_pullback import last_projection, to_cores, to_projection
 from unilinattn.tracing.trust import precision_of
 from unilinattn.tracing.weights import Weights
 
@@ -269,9 +271,12 @@ class Layer:
 
     def pullback(self) -> Callable[[Float[Tensor, "batch query out"]], Float[Tensor, "batch query inner"]]:
         """Return `before_output` as a function of the gradient, for many gradients at the cost of one set-up."""
-        projection = _last_projection(self.operator)
+        projection = last_projection(self.operator)
         if projection is not None:
             return lambda grad: projection.adjoint(grad.to(self.output))
+        if self.architecture == UNREGISTERED:
+            chain = self.operator.chains[self.operator.ports[0]]
+            return lambda grad: to_projection(chain, grad.to(self.output), self.name)
 
         def run() -> tuple[Tensor | None, Tensor]:
             flow = self.flow(self.input.detach().requires_grad_())
@@ -292,8 +297,11 @@ class Layer:
         """Return a function from d target / d output to the gradients with respect to the outputs of the cores.
 
         The derivative is that of the layer itself: norms and gates that read a core's output are differentiated too. In
-        the order of the operator's cores.
+        the order of the operator's cores. Raises `UncoveredError` for a recorded layer with norms or gates there.
         """
+        if self.architecture == UNREGISTERED:
+            chain = self.operator.chains[self.operator.ports[0]]
+            return lambda grad: to_cores(chain, grad.to(self.output), self.name)
 
         def run() -> tuple[list[Tensor], Tensor]:
             with evaluated_by(_from_cores), constant_parameters(self.module):
@@ -384,13 +392,3 @@ def _stream_around(site: ResidualSite, batch: int | None, device: torch.device, 
     if site.other is not None:
         leaving = leaving.to(device, dtype) - site.factor * as_tokens(site.other.detach().to(device, dtype), batch)
     return _StreamAround(entering, leaving, site.multiplier, site.total.dtype)
-
-
-def _last_projection(op: MixerOperator) -> Matrix | None:
-    """Return a layer's output projection if it is the last stage, None otherwise."""
-    first, *others = (chain[-1] if chain else None for chain in op.chains.values())
-    if not isinstance(first, Matrix) or any(getattr(other, "weight", None) is not first.weight for other in others):
-        return None
-    chain = next(iter(op.chains.values()))
-    outputs = [stage for stage in walk(chain) if isinstance(stage, Matrix) and stage.role == "output"]
-    return first if len(outputs) == 1 and outputs[0] is first else None
