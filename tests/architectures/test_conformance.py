@@ -1,34 +1,47 @@
 """Every adapter on every configuration of its real hosts: recurrence, operator and host agree; every law holds."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
 
 from tests import hosts
 from tests.architectures import reference_recurrences as reference
 from tests.architectures.padding import padded_inputs
 from tests.architectures.recurrences import RECURRENCES, frozen
+from tests.architectures.versions import LEFT_OUT, OLDEST
 from tools.versions import sides
 from unilinattn import trace
 from unilinattn.testing import HOSTS, Host, check_architecture, promoted, relative_error, tolerance
 from unilinattn.testing.hosts import delta, recurrent
 from unilinattn.testing.hosts import reference as reference_hosts
 
+
+
+def configurations(table: Sequence[Host]) -> Sequence[Host]:
+    """Return all hosts; with the oldest transformers one for each model and mask, since only the models differ."""
+    if transformers.__version__ != OLDEST:
+        return table
+    accepted = [host for host in reversed(table) if host.name not in LEFT_OUT[OLDEST]]
+    return list({(host.name.partition(",")[0], host.masks): host for host in accepted}.values())
+
+
 EVERY_HOST = [
     case
     for name, table in hosts.tables().items()
-    for case in hosts.cases(table, hosts.STRUCTURES, f"{name}/", large=hosts.LARGE)
+    for case in hosts.cases(configurations(table), hosts.STRUCTURES, f"{name}/", large=hosts.LARGE)
 ]
 with_recurrence = hosts.every_host([host for host in HOSTS if host.architecture in RECURRENCES])
 
 
 @pytest.mark.parametrize("host", EVERY_HOST)
 def test_every_law_holds(host: Host) -> None:
-    modules = dict(host.model().double().named_modules())
     # The recurrences of hybrids with several kinds of layer are compared in the tests of their families.
     paper = frozen if host in HOSTS and host.architecture in RECURRENCES else None
     paper = reference.frozen if host in reference_hosts.HOSTS else paper
+    modules = dict(host.model().double().named_modules()) if paper else {}
     recurrence = paper and (lambda layer, x: paper(modules[layer.name], layer, x))
     padding = pads(host)
     verdict = check_architecture(host.model(), host.inputs(), padding=padding, recurrence=recurrence)

@@ -147,10 +147,10 @@ class _Examination:
         self.model = model
         self.double = copy.deepcopy(model).double()
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-        traced = trace(self.double, widened(self.inputs))
+        self.layers = trace(self.double, widened(self.inputs)).layers
         self.verdict = Verdict(
             type(model).__name__,
-            [LayerVerdict(x.name, type(x.module).__name__, x.architecture, x.kind) for x in traced.layers],
+            [LayerVerdict(x.name, type(x.module).__name__, x.architecture, x.kind) for x in self.layers],
         )
 
     def as_given(self, dtype: torch.dtype) -> None:
@@ -180,7 +180,7 @@ class _Examination:
 
     def unpromoted(self) -> None:
         """Check the reconstruction of the host in `.double()`, which keeps its forced float32."""
-        for k, layer in enumerate(trace(self.double, widened(self.inputs)).layers):
+        for k, layer in enumerate(self.layers):
             with self._noting(k, "reconstruction"):
                 self._error(k, "float64", layer.operator)
                 reconstruction(layer.operator, rounding_limit(layer_rounding(layer), torch.float64))
