@@ -39,6 +39,16 @@ def named(name: str) -> Host:
     return next(host for host in every() if host.name == name)
 
 
+def models(hosts: Sequence[Host]) -> list[Host]:
+    """Return the first configuration of each model, whose name stands before the first comma."""
+    return list({model_of(host): host for host in reversed(hosts)}.values())[::-1]
+
+
+def model_of(host: Host) -> str:
+    """Return the name of a host's model."""
+    return host.name.partition(",")[0]
+
+
 def cases(
     hosts: Sequence[Host],
     usual: Iterable[str] = (),
@@ -49,21 +59,21 @@ def cases(
 ) -> list[object]:
     """Return a parameter for each host; slow except for `usual` and the first of each architecture without `large`.
 
-    With a `turn` only the hosts that have it, `STRUCTURES` and the first of each architecture are left, and the latter
-    are slow without the turn: tests that ask different questions about one run of a host share the hosts, while
-    `check_architecture` runs on all of them.
+    With a `turn` only one configuration of each model that has it, `STRUCTURES` and the first of each architecture are
+    left, and the latter are slow without the turn: tests that ask different questions about one run of a host share the
+    hosts, while `check_architecture` runs on all configurations.
     """
     first = set({host.architecture: host.name for host in reversed(hosts)}.values())
-    takes_turn = {host.name for host in hosts if turn in (None, turn_of(host.name))}
+    takes_turn = {host.name for host in hosts} if turn is None else of_turn(hosts, turn)
     quick = ((first & takes_turn) | {*usual}) - {*large}
     slow = pytest.mark.slow
     chosen = [host for host in hosts if host.name in first | takes_turn | quick or host.name in STRUCTURES]
     return [pytest.param(host, id=prefix + host.name, marks=() if host.name in quick else slow) for host in chosen]
 
 
-def turn_of(name: str) -> int:
-    """Return which of three tests runs the host of this name: 0, 1 or 2."""
-    return crc32(name.encode()) % 3
+def of_turn(hosts: Sequence[Host], turn: int) -> set[str]:
+    """Return the names of the models that the first, second or third of three tests runs, for a turn of 0, 1 or 2."""
+    return {host.name for host in models(hosts) if crc32(host.name.encode()) % 3 == turn}
 
 
 def every_host(

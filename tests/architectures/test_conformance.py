@@ -19,13 +19,12 @@ from unilinattn.testing.hosts import delta, recurrent
 from unilinattn.testing.hosts import reference as reference_hosts
 
 
-
 def configurations(table: Sequence[Host]) -> Sequence[Host]:
     """Return all hosts; with the oldest transformers one for each model and mask, since only the models differ."""
     if transformers.__version__ != OLDEST:
         return table
     accepted = [host for host in reversed(table) if host.name not in LEFT_OUT[OLDEST]]
-    return list({(host.name.partition(",")[0], host.masks): host for host in accepted}.values())
+    return list({(hosts.model_of(host), host.masks): host for host in accepted}.values())
 
 
 EVERY_HOST = [

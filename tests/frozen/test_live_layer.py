@@ -19,7 +19,7 @@ from tests.frozen.detached import (
     selective_scan,
     token_ids,
 )
-from tests.hosts import STRUCTURES, tables, turn_of
+from tests.hosts import STRUCTURES, every, of_turn, tables
 from tests.shared import exact_trace
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen import passes
@@ -47,7 +47,7 @@ HOSTS = {f"{name}/{host.name}": host for name, table in tables().items() for hos
 CASES = [
     pytest.param(host, id=name, marks=() if name in QUICK else pytest.mark.slow)
     for name, host in HOSTS.items()
-    if name in QUICK or host.name in STRUCTURES or turn_of(host.name) == 2
+    if name in QUICK or host.name in {*STRUCTURES, *of_turn(every(), 2)}
 ]
 
 WITHOUT_BIASES = {"basic/mamba, no conv bias", "basic/llama, grouped queries", "recurrent/xlstm"}
