@@ -357,8 +357,8 @@ def test_every_value(method: str, option: str) -> None:
     companion = {other: value for other, value in given.items() if other != option}
     values, parts = values_of(list_methods()[method], option), [{}, companion] if companion else [{}]
     cases = list(product(values, parts, HOSTS, TARGETS, SIDES))
-    # Every value on each host, for each target and on each side, and not each combination of these.
-    chosen = covering({at: [repr(each) for each in case] for at, case in enumerate(cases)}, 2)
+    # Every value, host, target and side, and not each pair of these, which are tested with default options.
+    chosen = covering({at: [repr(each) for each in case] for at, case in enumerate(cases)})
     faults = {}
     for at in sorted(chosen):
         value, part, name, target, side = cases[at]
