@@ -7,6 +7,7 @@ from zlib import crc32
 
 import pytest
 
+from tools.coverage_runs import models
 from unilinattn.testing import Host
 from unilinattn.testing import hosts as folder
 
@@ -37,16 +38,6 @@ def every() -> list[Host]:
 def named(name: str) -> Host:
     """Return the host with this name."""
     return next(host for host in every() if host.name == name)
-
-
-def models(hosts: Sequence[Host]) -> list[Host]:
-    """Return the first configuration of each model, whose name stands before the first comma."""
-    return list({model_of(host): host for host in reversed(hosts)}.values())[::-1]
-
-
-def model_of(host: Host) -> str:
-    """Return the name of a host's model."""
-    return host.name.partition(",")[0]
 
 
 def cases(

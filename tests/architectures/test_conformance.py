@@ -11,6 +11,7 @@ from torch import Tensor
 from tests import hosts
 from tests.architectures import delta_recurrences, recurrences, recurrent_steps, reference_recurrences
 from tests.architectures.versions import LEFT_OUT, OLDEST
+from tools.coverage_runs import models
 from tools.versions import sides
 from unilinattn import trace
 from unilinattn.testing import HOSTS, Host, check_architecture, promoted, relative_error, tolerance
@@ -22,8 +23,9 @@ def configurations(table: Sequence[Host]) -> Sequence[Host]:
     """Return all hosts; with the oldest transformers one for each model and mask, since only the models differ."""
     if transformers.__version__ != OLDEST:
         return table
-    accepted = [host for host in reversed(table) if host.name not in LEFT_OUT[OLDEST]]
-    return list({(hosts.model_of(host), host.masks): host for host in accepted}.values())
+    accepted = [host for host in table if host.name not in LEFT_OUT[OLDEST]]
+    every = dict.fromkeys(host.masks for host in accepted)
+    return [one for masks in every for one in models([host for host in accepted if host.masks == masks])]
 
 
 EVERY_HOST = [

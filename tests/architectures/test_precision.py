@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.hosts import every_host, models
+from tests.hosts import every_host
+from tools.coverage_runs import models
 from unilinattn import trace
 from unilinattn.testing import HOSTS, OPERATOR_LAWS, Host, operator_passes, require_linear_memory, tolerance
 from unilinattn.testing.hosts import VOCABULARY, host

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests import hosts
 from tests.architectures.recurrent_steps import frozen
 from tests.hosts import named
+from tools.coverage_runs import models
 from unilinattn import trace
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import DiagonalDecay
@@ -47,7 +48,7 @@ def seen_outputs(model: nn.Module, layers: tuple[Layer, ...]) -> Iterator[list[T
         handle.remove()
 
 
-@hosts.every_host(hosts.models(HOSTS))
+@hosts.every_host(models(HOSTS))
 def test_gradients_are_those_of_the_host(host: Host) -> None:
     model, ids = host.model().double(), host.inputs()
     host_trace = trace(model, ids)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fla.recurrences import frozen
-from tests.hosts import models
+from tools.coverage_runs import models
 from unilinattn import trace
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.run import FrozenRun
