@@ -41,9 +41,6 @@ MASKED = {
 PAPERS = {**MASKED, **dict.fromkeys(reference_recurrences.RECURRENCES, reference_recurrences.frozen)}
 """The recurrence of each adapter by its paper; those of `MASKED` take padding."""
 
-ATTENTION = ("full_attention", "sliding_attention")
-"""Names of attention layers in configurations."""
-
 WITH_MASKS = [
     case
     for table in (HOSTS, mamba.HOSTS, delta.HOSTS, recurrent.HOSTS)
@@ -68,7 +65,8 @@ def test_every_law_holds(host: Host) -> None:
     kinds = [layer.architecture for layer in verdict.layers]
     types = getattr(host.build().config, "layer_types", None) if host in (*delta.HOSTS, *recurrent.HOSTS) else None
     if types is not None:
-        assert [kind == host.architecture for kind in kinds] == [kind not in ATTENTION for kind in types]
+        softmax = [kind.endswith("attention") and kind != "linear_attention" for kind in types]
+        assert [kind != host.architecture for kind in kinds] == softmax
     elif host.architecture == "rwkv4":
         assert kinds == ["rwkv4", "rwkv4_channel"] * (host.layers // 2)
     else:
