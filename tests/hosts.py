@@ -14,7 +14,10 @@ from unilinattn.testing import hosts as folder
 ELSEWHERE = {"fla": "tests/fla", "timm": "tests/architectures/test_timm.py"}
 """Tables whose packages have separate environments, and the tests that run them there."""
 
-LARGE = ("zamba", "zamba2", "falcon h1", "jamba", "deepseek 2", "kimi linear", "olmo hybrid")
+LARGE = (
+    *("zamba", "zamba2", "falcon h1", "jamba", "deepseek 2", "afmoe, gated, sliding window"),
+    *("kimi linear", "olmo hybrid", "qwen3.5", "glm 5 next"),
+)
 """Hosts whose runs take several times that of the others, and whose structures other hosts have too."""
 
 

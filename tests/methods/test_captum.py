@@ -218,6 +218,7 @@ def test_the_convergence_delta_is_reported() -> None:
     assert fine.completeness_gap is not None and fine.completeness_gap < 1e-3 < result.completeness_gap
 
 
+@pytest.mark.slow
 def test_without_a_target_each_row_explains_its_position() -> None:
     for name, padding in (("mamba2", "left"), ("llama", "right")):
         found = hosted(name, padding)[2]

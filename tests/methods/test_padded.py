@@ -287,6 +287,7 @@ def test_default_options(method: str, name: str, side: str, target: int | None) 
     assert runs.faults({}, target, side) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "option"), OPTIONS)
 def test_a_value_that_changes_the_scores(method: str, option: str) -> None:
     name, options, target = effective(method, option)
