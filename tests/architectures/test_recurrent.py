@@ -1,22 +1,16 @@
 """Hosts with special recurrences: outputs, resets, states, rescaled weights, hybrids."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import hosts
 from tests.architectures.recurrent_steps import frozen
 from tests.hosts import named
-from tools.coverage_runs import models
 from unilinattn import trace
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import DiagonalDecay
-from unilinattn.testing import Host, check_architecture, left_as_found, promoted, relative_error, tolerance
+from unilinattn.testing import check_architecture, left_as_found, promoted, relative_error, tolerance
 from unilinattn.testing.hosts import VOCABULARY, randomize, transformers_model
-from unilinattn.testing.hosts.recurrent import HOSTS
 from unilinattn.tracing.layer import Layer
 
 EXACT, LAW = tolerance("reconstruction", torch.float64), tolerance("law", torch.float64)
@@ -29,37 +23,6 @@ def settled(model: nn.Module, inputs: object) -> tuple[Layer, ...]:
         for layer in layers:
             layer.operator  # noqa: B018  the property builds it
     return layers
-
-
-@contextmanager
-def seen_outputs(model: nn.Module, layers: tuple[Layer, ...]) -> Iterator[list[Tensor]]:
-    """Collect the outputs of the layers in order, with gradients."""
-    modules, outputs = dict(model.named_modules()), []
-
-    def hook(module: nn.Module, given: object, returned: object) -> object:
-        output = returned[0] if isinstance(returned, tuple) else returned
-        output = output if output.requires_grad else output.detach().requires_grad_()
-        outputs.append(output)
-        return (output, *returned[1:]) if isinstance(returned, tuple) else output
-
-    handles = [modules[layer.name].register_forward_hook(hook) for layer in layers]
-    yield outputs
-    for handle in handles:
-        handle.remove()
-
-
-@hosts.every_host(models(HOSTS))
-def test_gradients_are_those_of_the_host(host: Host) -> None:
-    model, ids = host.model().double(), host.inputs()
-    host_trace = trace(model, ids)
-    grads = host_trace.gradient(-1)
-    inner = [layer.before_output(grad) for layer, grad in zip(host_trace.layers, grads, strict=True)]
-    with seen_outputs(model, host_trace.layers) as outputs:
-        logits = model(ids, use_cache=False).logits[:, -1]
-    reference = torch.autograd.grad(logits.amax(-1).sum(), outputs)
-    for grad, expected in zip(grads, reference, strict=True):
-        assert relative_error(grad, expected) <= tolerance("unpromoted", torch.float64)
-    assert all(torch.isfinite(grad).all() for grad in inner)
 
 
 def test_minimax_scales_its_outputs() -> None:

@@ -1,11 +1,11 @@
-"""The adapters of the reference models: padding, scopes, and gradients."""
+"""The adapters of the reference models: padding and scopes."""
 
 import warnings
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.architectures.reference_recurrences import RECURRENCES
 from tests.hosts import named
@@ -195,24 +195,3 @@ def test_models_of_images_and_text_are_explained_by_every_method() -> None:
         scores = explain(vision, torch.randn(1, 3, 8, 8), method=method, target=2).scores
         assert scores.shape[-1] == 5
     assert explain(_language(H3, head_dim=2), torch.randint(VOCABULARY, (1, 7)), method="alti").scores.shape[-1] == 7
-
-
-@pytest.mark.parametrize(
-    "name", ["vim, no conv bias, wide kernel", "s4", "dss, softmax", "s5", "gss", "h3, three heads"]
-)
-def test_gradients_through_the_adapter_are_those_of_the_host(name: str) -> None:
-    host = named(name)
-    model, ids = host.model().double(), host.inputs()
-    outputs: list[Tensor] = []
-
-    def keep(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        outputs.append(output if output.requires_grad else output.requires_grad_())
-        return outputs[-1]
-
-    hooks = [layer.mixer.register_forward_hook(keep) for layer in model.layers]
-    with torch.enable_grad():
-        reference = torch.autograd.grad(model(ids).logits[:, -1, 2].sum(), outputs)
-    for hook in hooks:
-        hook.remove()
-    for gradient, expected in zip(trace(model, ids).gradient(logit=2), reference, strict=True):
-        assert relative_error(gradient, expected) <= EXACT
