@@ -105,7 +105,7 @@ def test_recurrence_operator_and_host_agree_on_a_padded_batch(host: Host) -> Non
         output, fresh = layer.output * real, torch.randn_like(layer.input)
         expected, moved = (paper(modules[layer.name], layer, x) * real for x in (layer.input, fresh))
         materialized = (op.contributions(range(ids.shape[1])).sum(2) + op.bias) * real
-        assert float(output.norm()) > 0.1
+        assert output.any()
         assert relative_error(expected, output) <= tolerance("reconstruction", torch.float64)
         assert relative_error(materialized, output) <= tolerance("reconstruction", torch.float64)
         assert relative_error(materialized, expected) <= law
