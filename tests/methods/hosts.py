@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -131,6 +132,17 @@ def part_added() -> Trace:
         host_trace = trace(model, inputs())
         assert all(layer.operator.reconstruction_error() < 1e-10 for layer in host_trace.layers)
     assert host_trace.layers[0].operator.bias.abs().max() > 0.01
+    return host_trace
+
+
+@cache
+def leaking() -> Trace:
+    """Trace a host that lets padding on the left through to real tokens (RWKV-4)."""
+    model = named("rwkv").model().double()
+    with promoted(), pytest.warns(UserWarning, match="left padding reaches real tokens"):
+        host_trace = trace(model, inputs("left"))
+        padding = ~real_tokens("left")[:, None, :, None]
+        assert (host_trace.layers[0].operator.contributions(range(LENGTH)) * padding).abs().max() > 0.1
     return host_trace
 
 

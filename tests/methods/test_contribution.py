@@ -18,6 +18,7 @@ from tests.methods.hosts import (
     LENGTH,
     host_inputs,
     inputs,
+    leaking,
     real_map,
     real_tokens,
     references,
@@ -25,6 +26,7 @@ from tests.methods.hosts import (
 )
 from unilinattn import explain
 from unilinattn.errors import InputError, OptionError
+from unilinattn.methods.contribution import _product
 from unilinattn.testing import promoted, relative_error
 
 LIMIT = 1e-8
@@ -167,6 +169,18 @@ def test_normalisation_follows_the_mean_over_heads() -> None:
             options = {"gradient": "per-head", "normalize": normalize}
             result = explain(traced("mamba2"), method="attribution", target=-1, **options)
         assert relative_error(result.scores, expected) <= LIMIT
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("sign", "count"), [("clamp", 1), ("keep", 1), ("keep", 3)])
+def test_padding_takes_no_part_in_a_layer(sign: Any, count: int, side: str) -> None:
+    found, real = leaking() if side == "left" else traced("llama", side), real_tokens(side)
+    layer = found.layers[0]
+    rows, changed = torch.rand(2, BATCH, count, LENGTH, dtype=torch.float64)
+    changed = torch.where(real[:, None], rows, changed)
+    product = _product(rows, found, layer, torch.ones_like(layer.output), sign)
+    assert not bool((product * ~real[:, None]).any()) and bool((product * real[:, None]).any())
+    assert torch.equal(_product(changed, found, layer, torch.ones_like(layer.output), sign), product)
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import unilinattn as ula
 from tests.hosts import named as host
 from tests.methods.explicit import FIVE, MIXERS, Explicit, detached
-from tests.methods.hosts import BATCH, HOSTS, close, inputs, real_map, traced
+from tests.methods.hosts import BATCH, HOSTS, close, inputs, leaking, real_map, traced
 from unilinattn.errors import UncoveredError
 from unilinattn.methods import gradient_maps, transformer_attribution
 from unilinattn.operator.flow import evaluated_by
@@ -111,6 +111,15 @@ def test_layers_before_start_layer_are_the_identity(method: str) -> None:
     result = explained(HOSTS["mamba"].model(), method, inputs(), target=-1, start_layer=1)
     assert close(result.scores, rolled([product])[:, -1])
     assert result.layers == (traced("mamba").layers[1].name,)
+
+
+def test_weighted_maps_are_zero_at_padding() -> None:
+    host_trace, real = leaking(), real_map("left")
+    layer = host_trace.layers[0]
+    gradients = layer.core_pullback()(torch.ones_like(layer.output))
+    for rows, block in gradient_maps.weighted_blocks(host_trace, layer, [gradients], "keep"):
+        assert not bool((block * ~real[:, rows]).any())
+        assert bool((block * real[:, rows]).any())
 
 
 def test_two_directions_add_up_before_the_clamp() -> None:
