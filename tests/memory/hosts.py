@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
-from tests.hosts import named
+from tests.hosts import every, named
 from tests.shared import shared
 from unilinattn.testing.hosts import transformers_model
 from unilinattn.tracing.trace import Trace, trace
 
 NAMES = ("mamba", "mamba2", "gpt2", "qwen3 next", "s4d")
+
+HOSTS = every()
 
 _IDS = dict(vocab_size=31, bos_token_id=None, eos_token_id=None)
 WIDE = {
