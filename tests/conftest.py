@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-for name, examples in (("quick", 6), ("thorough", 20)):
+for name, examples in (("quick", 6), ("thorough", 12)):
     settings.register_profile(name, derandomize=True, deadline=None, max_examples=examples, print_blob=True)
 
 

@@ -7,13 +7,17 @@ from zlib import crc32
 
 import pytest
 
+from tools.coverage_runs import models
 from unilinattn.testing import Host
 from unilinattn.testing import hosts as folder
 
 ELSEWHERE = {"fla": "tests/fla", "timm": "tests/architectures/test_timm.py"}
 """Tables whose packages have separate environments, and the tests that run them there."""
 
-LARGE = ("zamba", "zamba2", "falcon h1", "jamba", "deepseek 2", "kimi linear", "olmo hybrid")
+LARGE = (
+    *("zamba", "zamba2", "falcon h1", "jamba", "deepseek 2", "afmoe, gated, sliding window"),
+    *("kimi linear", "olmo hybrid", "qwen3.5", "glm 5 next"),
+)
 """Hosts whose runs take several times that of the others, and whose structures other hosts have too."""
 
 
@@ -49,21 +53,21 @@ def cases(
 ) -> list[object]:
     """Return a parameter for each host; slow except for `usual` and the first of each architecture without `large`.
 
-    With a `turn` only the hosts that have it, `STRUCTURES` and the first of each architecture are left, and the latter
-    are slow without the turn: tests that ask different questions about one run of a host share the hosts, while
-    `check_architecture` runs on all of them.
+    With a `turn` only one configuration of each model that has it, `STRUCTURES` and the first of each architecture are
+    left, and the latter are slow without the turn: tests that ask different questions about one run of a host share the
+    hosts, while `check_architecture` runs on all configurations.
     """
     first = set({host.architecture: host.name for host in reversed(hosts)}.values())
-    takes_turn = {host.name for host in hosts if turn in (None, turn_of(host.name))}
+    takes_turn = {host.name for host in hosts} if turn is None else of_turn(hosts, turn)
     quick = ((first & takes_turn) | {*usual}) - {*large}
     slow = pytest.mark.slow
     chosen = [host for host in hosts if host.name in first | takes_turn | quick or host.name in STRUCTURES]
     return [pytest.param(host, id=prefix + host.name, marks=() if host.name in quick else slow) for host in chosen]
 
 
-def turn_of(name: str) -> int:
-    """Return which of three tests runs the host of this name: 0, 1 or 2."""
-    return crc32(name.encode()) % 3
+def of_turn(hosts: Sequence[Host], turn: int) -> set[str]:
+    """Return the names of the models that the first, second or third of three tests runs, for a turn of 0, 1 or 2."""
+    return {host.name for host in models(hosts) if crc32(host.name.encode()) % 3 == turn}
 
 
 def every_host(

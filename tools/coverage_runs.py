@@ -58,6 +58,11 @@ def tables() -> dict[str, tuple[Host, ...]]:
     return {name: module.HOSTS for name, module in modules.items() if hasattr(module, "HOSTS")}
 
 
+def models(hosts: Sequence[Host]) -> list[Host]:
+    """Return the first configuration of each model, whose name stands before the first comma."""
+    return list({host.name.partition(",")[0]: host for host in reversed(hosts)}.values())[::-1]
+
+
 def measure(host: Host) -> dict[str, Any] | None:
     """Run one configuration and return its record, or None if its package is not installed.
 

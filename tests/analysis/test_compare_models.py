@@ -67,6 +67,7 @@ def doubled(model: Any) -> Any:
     return deepcopy(model).double()
 
 
+@pytest.mark.slow
 def test_statistics_are_averaged_over_the_rows_of_all_texts() -> None:
     with promoted():
         found = [maps(doubled(mamba()), text) for text in compared().texts]

@@ -47,6 +47,7 @@ def test_the_seeds_of_selection_scores_and_training_differ() -> None:
     assert not {SELECTION_SEED, HELD_OUT_SEED} & set(TRAINING_SEEDS)
 
 
+@pytest.mark.slow
 def test_held_out_sequences_do_not_affect_the_choice_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = ["raw", "latim"]
     before = compare_trained("induction", ["s4d"], chosen, FEW)
@@ -92,6 +93,7 @@ def test_the_choice_of_layers_uses_the_selection_sequences(monkeypatch: pytest.M
     assert layer(after, "raw") != layer(before, "raw") or values(after, "s4d") == values(before, "s4d")
 
 
+@pytest.mark.slow
 def test_the_measurements_of_trained_models() -> None:
     copying, induction = compared()
     transformer, fixed = induction.models.values()

@@ -21,6 +21,7 @@ def summary(table: Table) -> dict[tuple[Any, ...], float]:
     return {(row["model"], row["method"], row["layer"], row["metric"]): row["value"] for row in rows}
 
 
+@pytest.mark.slow
 def test_a_row_is_the_same_in_both_commands(tmp_path: Path) -> None:
     compared = summary(compare_trained("induction", ["s4d"], ["raw", "logit"], FEW).table)
     arguments = ["--task", "induction", "--models", "s4d", "--samples", str(FEW.scored)]
@@ -34,6 +35,7 @@ def test_a_row_is_the_same_in_both_commands(tmp_path: Path) -> None:
         assert evaluated == {key: value for key, value in compared.items() if key[-1] in metrics}
 
 
+@pytest.mark.slow
 def test_a_deletion_area_is_the_same_in_both_commands(checkpoints: Path, tmp_path: Path) -> None:
     texts, folder = tmp_path / "texts.txt", checkpoints / "mamba"
     texts.write_text("the cat sat on the mat\nthe cat sat\n")

@@ -10,7 +10,7 @@ def hosts_that_can_be_traced(request: pytest.FixtureRequest, monkeypatch: pytest
     if request.node.get_closest_marker("refused") is not None:
         return
     # A conftest is imported before a thorough run can check the signatures of what it imports.
-    from tools.versions import unavailable
+    from tests.architectures.versions import reason_to_skip
     from unilinattn.testing import Host
 
     build = Host.model
@@ -18,7 +18,7 @@ def hosts_that_can_be_traced(request: pytest.FixtureRequest, monkeypatch: pytest
     def model(host: Host, seed: int = 0) -> nn.Module:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Host, "model", build)
-            reason = unavailable(host)
+            reason = reason_to_skip(host)
         if reason is not None:
             pytest.skip(f"{host.name}: {reason}")
         return build(host, seed)

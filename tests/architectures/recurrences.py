@@ -1,4 +1,4 @@
-"""Token-by-token recurrences of Mamba, Mamba-2 and S4D from their papers, without operators.
+"""Token-by-token recurrences of Mamba, Mamba-2, their variants and S4D from their papers, without operators.
 
 Every function runs two streams through a layer. The deciding stream determines step sizes, keys, queries, gates, slopes
 and norms; the carried stream is the input of the frozen layer. With the same stream twice the result is the output of
@@ -149,7 +149,107 @@ def s4d(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> T
     return torch.stack(outputs, dim=1)
 
 
-RECURRENCES = {"mamba": mamba, "mamba2": mamba2, "s4d": s4d}
+def rms(x: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def falcon_mamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
+    """S6 with step, key and query normalised, without weights."""
+
+    def select(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
+        step, key, query = (rms(part, module.rms_eps) for part in module.x_proj(u).split(sizes, dim=-1))
+        return functional.softplus(module.dt_proj(step)), key[:, None], query[:, None]
+
+    return s6(module, deciding, carried, mask, project=lambda x: module.in_proj(x).chunk(2, dim=-1), select=select)
+
+
+def jamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
+    """S6 with step, key and query normalised with weights."""
+    norms = (module.dt_layernorm, module.b_layernorm, module.c_layernorm)
+
+    def select(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
+        parts = zip(module.x_proj(u).split(sizes, dim=-1), norms, strict=True)
+        step, key, query = (rms(part, norm.variance_epsilon) * norm.weight for part, norm in parts)
+        return functional.softplus(module.dt_proj(step)), key[:, None], query[:, None]
+
+    return s6(module, deciding, carried, mask, project=lambda x: module.in_proj(x).chunk(2, dim=-1), select=select)
+
+
+def zamba(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
+    """S6 per head, with step, key and query from the channels of the head; values and gates alternate."""
+    rank, size, width = module.time_step_rank, module.ssm_state_size, module.mamba_head_dim
+
+    def select(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        deltas, keys, queries = [], [], []
+        for head in range(module.n_mamba_heads):
+            branch = u[:, head * width : (head + 1) * width]
+            step, key, query = (branch @ module.x_proj_weight[head].T).split([rank, size, size], dim=-1)
+            step = step @ module.dt_proj_weight[head].T + module.dt_proj_bias[head]
+            deltas.append(functional.softplus(step))
+            keys += [key] * width
+            queries += [query] * width
+        return torch.cat(deltas, dim=1), torch.stack(keys, dim=1), torch.stack(queries, dim=1)
+
+    def project(x: Tensor) -> tuple[Tensor, Tensor]:
+        value, gate = module.in_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
+        return value, gate
+
+    return s6(module, deciding, carried, mask, project=project, select=select)
+
+
+def falcon_h1(module: nn.Module, deciding: Tensor, carried: Tensor, mask: Tensor) -> Tensor:
+    """SSD with multipliers, and the norm before the gate, after it, or nowhere (LaTIM Eq. 13-14 and 24)."""
+    kernel, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    inner, heads, groups, size = module.intermediate_size, module.num_heads, module.n_groups, module.ssm_state_size
+    rate = -torch.exp(module.A_log)
+    memories = [torch.zeros(len(deciding), heads, inner // heads, size, dtype=deciding.dtype) for _ in range(2)]
+    pasts: list[list[Tensor]] = [[], []]
+    group = [head * groups // heads for head in range(heads)]
+    outputs = []
+    for t in range(deciding.shape[1]):
+        real = mask[:, t, None].to(deciding.dtype)
+        projected = [
+            module.in_proj(x[:, t] * real * module.ssm_in_multiplier) * module.mup_vector[0, 0]
+            for x in (deciding, carried)
+        ]
+        gate, _, step = projected[0].split([inner, module.conv_dim, heads], dim=-1)
+        gate = functional.silu(gate)
+        for past, whole in zip(pasts, projected, strict=True):
+            past.append(whole[:, inner : inner + module.conv_dim])
+        convolved = [convolve(kernel, bias, past) for past in pasts]
+        streams = [act(module.activation, convolved[0], x) * real for x in convolved]
+        key, query = (x.unflatten(-1, (groups, size))[:, group] for x in streams[0][:, inner:].chunk(2, dim=-1))
+        delta = functional.softplus(step + module.dt_bias).clamp(*module.time_step_limit)
+        reads = []
+        for k, stream in enumerate(streams):
+            x = stream[:, :inner].unflatten(-1, (heads, -1))
+            written = (delta[..., None] * x)[..., None] * key[:, :, None]
+            memories[k] = torch.exp(delta * rate)[..., None, None] * memories[k] + written
+            reads.append(((memories[k] * query[:, :, None]).sum(-1) + module.D[:, None] * x).flatten(1))
+        if not module.mamba_rms_norm:
+            outputs.append(module.out_proj(reads[1] * gate))
+            continue
+        before = module.norm.norm_before_gate
+        decides = (reads[0] if before else reads[0] * gate).unflatten(-1, (groups, -1))
+        scale = (decides.pow(2).mean(-1, keepdim=True) + module.norm.variance_epsilon).rsqrt()
+        # Gate and norm are frozen factors, so their order does not matter to the carried stream.
+        normed = (reads[1].unflatten(-1, (groups, -1)) * scale).flatten(1) * module.norm.weight * gate
+        outputs.append(module.out_proj(normed))
+    return torch.stack(outputs, dim=1)
+
+
+RECURRENCES = {
+    "mamba": mamba,
+    "mamba2": mamba2,
+    "mamba2_floor": mamba2,
+    "s4d": s4d,
+    "falcon_mamba": falcon_mamba,
+    "jamba": jamba,
+    "zamba": zamba,
+    "falcon_h1": falcon_h1,
+}
 """The recurrence of each adapter."""
 
 

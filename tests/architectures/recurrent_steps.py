@@ -184,10 +184,10 @@ STEPS = {
 
 
 def frozen(module: nn.Module, layer: Layer, carried: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Run a layer's recurrence in float64, frozen on its input in a trace; `positions` are 0, 1, ... by default."""
+    """Run a layer's recurrence in float64, frozen on its input in a trace; `positions` count real tokens by default."""
     batch, length = layer.input.shape[:2]
     mask = torch.ones(batch, length, dtype=torch.bool) if layer.mask is None else layer.mask
-    positions = torch.arange(length)[None] if positions is None else positions
+    positions = (mask.cumsum(1) - 1).clamp_min(0) if positions is None else positions
     with torch.no_grad():
         streams = Streams(layer.input.double(), carried.double(), host_mask(module, mask), positions.expand(batch, -1))
         return STEPS[layer.architecture](module, streams)

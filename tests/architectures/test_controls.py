@@ -145,6 +145,14 @@ def break_adapter(override: Override) -> Callable[[str, Edit], None]:
     return install
 
 
+def one_layer(name: str) -> nn.Module:
+    """Return a host whose second layer, of the same kind, is left out."""
+    model = host(name).model()
+    parent = model.backbone if hasattr(model, "backbone") else model
+    parent.layers = parent.layers[:1]
+    return model
+
+
 BROKEN: dict[str, tuple[str, Edit, set[str]]] = {
     "transposed": ("mamba2", core(Transposed), {"reconstruction", "causality", "recurrence"}),
     "dropped skip": ("mamba", stagewise(without_skip), {"reconstruction", "recurrence"}),
@@ -162,12 +170,11 @@ BROKEN: dict[str, tuple[str, Edit, set[str]]] = {
 @pytest.mark.parametrize("mistake", BROKEN)
 def test_a_broken_adapter_is_refused_by_name(mistake: str, break_adapter: Callable[[str, Edit], None]) -> None:
     name, edit, laws = BROKEN[mistake]
-    entry = host(name)
-    modules = dict(entry.model().double().named_modules())
+    modules = dict(one_layer(name).double().named_modules())
     recurrence = lambda layer, x: frozen(modules[layer.name], layer, x)  # noqa: E731  named for what it is
     break_adapter(name, edit)
     padding = "padding" in laws
-    failures = examine(entry.model(), entry.inputs(), recurrence=recurrence, padding=padding).failures
+    failures = examine(one_layer(name), host(name).inputs(), recurrence=recurrence, padding=padding).failures
     assert laws <= failures.keys()
     if "bias" in laws:
         assert not failures.keys() & {"reconstruction", "completeness"}
@@ -184,8 +191,7 @@ def test_a_flow_whose_value_is_not_that_of_its_stages_is_refused(override: Overr
         return flow._continue(lambda: value() * (1 + 1e-9))
 
     override(replace(sound, build=build))
-    entry = host("mamba")
-    failures = examine(entry.model(), entry.inputs()).failures
+    failures = examine(one_layer("mamba"), host("mamba").inputs()).failures
     assert failures.keys() == {"reconstruction"}
     assert "the value of the adapter's flow against its stages" in failures["reconstruction"]
 
@@ -197,7 +203,7 @@ def test_only_the_law_mixing_detects_a_frozen_core(
     edit: Edit, outputs: str, break_adapter: Callable[[str, Edit], None]
 ) -> None:
     break_adapter("mamba", edit)
-    failures = examine(host("mamba").model(), host("mamba").inputs()).failures
+    failures = examine(one_layer("mamba"), host("mamba").inputs()).failures
     assert failures.keys() == {"mixing"}
     assert failures["mixing"] == f"token 0 at port 'x' moves the host's outputs {outputs}, and T_ij is zero there."
 
@@ -217,8 +223,7 @@ def test_the_refusal_names_the_law_and_shows_the_table(
 
 def test_a_leak_that_no_adapter_admits_is_refused(override: Override) -> None:
     override(replace(registry.list_architectures()["mamba2"], padding_leak=None))
-    entry = host("mamba2, biases")
-    failures = examine(entry.model(), entry.inputs()).failures
+    failures = examine(one_layer("mamba2, biases"), host("mamba2, biases").inputs()).failures
     assert failures.keys() == {"padding"}
     assert "padded on the left, batch of 3: the host lets padding through" in failures["padding"]
 
@@ -247,7 +252,7 @@ def test_a_leak_that_there_is_not_is_refused(side: str, batch: int, override: Ov
         return "it leaks" if (len(mask), padded_left(mask)) == (batch, side == "left") else None
 
     override(replace(registry.list_architectures()["s4d"], padding_leak=wrong))
-    failures = examine(host("s4d").model(), host("s4d").inputs()).failures
+    failures = examine(one_layer("s4d"), host("s4d").inputs()).failures
     assert failures.keys() == {"padding"}
     assert f"padded on the {side}, batch of {batch}: the host keeps padding out, but" in failures["padding"]
 

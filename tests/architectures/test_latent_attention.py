@@ -102,13 +102,3 @@ def test_a_latent_of_another_layer_is_refused_when_the_operator_is_built() -> No
     assert shared.operator.matrix("core").shape == (1, 7, 7)
     with pytest.raises(UncoveredError, match="is_kv_shared_layer"):
         shared.operator.contributions(-1)
-
-
-def test_the_attention_implementation_and_its_registry_are_restored() -> None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    model = named("deepseek 3.2, selected keys").model()
-    before = model.config._attn_implementation
-    trace(model, torch.arange(5)[None])
-    assert model.config._attn_implementation == before
-    assert "eager" not in ALL_ATTENTION_FUNCTIONS

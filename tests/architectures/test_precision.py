@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from tests.hosts import every_host
+from tools.coverage_runs import models
 from unilinattn import trace
 from unilinattn.testing import HOSTS, OPERATOR_LAWS, Host, operator_passes, require_linear_memory, tolerance
 from unilinattn.testing.hosts import VOCABULARY, host
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_host(HOSTS, "entry")
+@every_host(models(HOSTS), "entry")
 def test_half_precision_hosts_are_reconstructed_in_float32(entry: Host, dtype: torch.dtype) -> None:
     x = entry.inputs()
     for layer in trace(entry.model().to(dtype), x.to(dtype) if x.is_floating_point() else x).layers:

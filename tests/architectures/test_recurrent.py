@@ -1,40 +1,19 @@
 """Hosts with special recurrences: outputs, resets, states, rescaled weights, hybrids."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import hosts
-from tests.architectures.padding import padded_inputs
-from tests.architectures.recurrent_steps import STEPS, frozen
+from tests.architectures.recurrent_steps import frozen
 from tests.hosts import named
-from tools.versions import sides
 from unilinattn import trace
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import DiagonalDecay
-from unilinattn.testing import Host, check_architecture, left_as_found, promoted, relative_error, tolerance
+from unilinattn.testing import check_architecture, left_as_found, promoted, relative_error, tolerance
 from unilinattn.testing.hosts import VOCABULARY, randomize, transformers_model
-from unilinattn.testing.hosts.recurrent import HOSTS
-from unilinattn.testing.laws import recurrence
 from unilinattn.tracing.layer import Layer
 
-every_host = hosts.every_host(HOSTS)
 EXACT, LAW = tolerance("reconstruction", torch.float64), tolerance("law", torch.float64)
-
-ATTENTION = {"full_attention", "sliding_attention"}
-"""Names of attention layers in configurations."""
-
-
-def kinds(model: nn.Module, host: Host) -> list[str]:
-    """The adapter of each layer, from the configuration."""
-    types = getattr(model.config, "layer_types", [None] * model.config.num_hidden_layers)
-    if host.architecture == "rwkv4":
-        return ["rwkv4", "rwkv4_channel"] * len(types)
-    return ["attention" if kind in ATTENTION else host.architecture for kind in types]
 
 
 def settled(model: nn.Module, inputs: object) -> tuple[Layer, ...]:
@@ -44,86 +23,6 @@ def settled(model: nn.Module, inputs: object) -> tuple[Layer, ...]:
         for layer in layers:
             layer.operator  # noqa: B018  the property builds it
     return layers
-
-
-@contextmanager
-def seen_outputs(model: nn.Module, layers: tuple[Layer, ...]) -> Iterator[list[Tensor]]:
-    """Collect the outputs of the layers in order, with gradients."""
-    modules, outputs = dict(model.named_modules()), []
-
-    def hook(module: nn.Module, given: object, returned: object) -> object:
-        output = returned[0] if isinstance(returned, tuple) else returned
-        output = output if output.requires_grad else output.detach().requires_grad_()
-        outputs.append(output)
-        return (output, *returned[1:]) if isinstance(returned, tuple) else output
-
-    handles = [modules[layer.name].register_forward_hook(hook) for layer in layers]
-    yield outputs
-    for handle in handles:
-        handle.remove()
-
-
-@every_host
-@pytest.mark.parametrize("side", [None, "left", "right"])
-def test_recurrence_operator_and_host_agree(host: Host, side: str | None) -> None:
-    model, ids = host.model().double(), host.inputs()
-    inputs = padded_inputs(ids, side)
-    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0) if side == "left" else None
-    leaks = (
-        side == "left" and not bool(inputs["attention_mask"].all()) and "left" not in (sides(host, host.batch) or ())
-    )
-    with pytest.warns(UserWarning, match="left padding") if leaks else nullcontext():
-        layers = settled(model, inputs)
-    assert [layer.architecture for layer in layers] == kinds(model, host)
-    modules = dict(model.named_modules())
-    for layer in layers:
-        if layer.architecture not in STEPS:
-            continue
-        op = layer.operator
-        real = torch.ones(ids.shape, dtype=torch.bool) if layer.mask is None else layer.mask
-        output = layer.output * real[..., None]
-        assert float(output.norm()) > 0.1
-        paper = frozen(modules[layer.name], layer, layer.input, positions) * real[..., None]
-        materialized = (op.contributions(range(ids.shape[1])).sum(2) + op.bias) * real[..., None]
-        assert relative_error(paper, output) <= EXACT
-        assert relative_error(materialized, output) <= EXACT
-        assert relative_error(materialized, paper) <= LAW
-        recurrence(op, partial(frozen, modules[layer.name], layer, positions=positions), EXACT)
-
-
-@every_host
-def test_gradients_are_those_of_the_host(host: Host) -> None:
-    model, ids = host.model().double(), host.inputs()
-    host_trace = trace(model, ids)
-    grads = host_trace.gradient(-1)
-    inner = [layer.before_output(grad) for layer, grad in zip(host_trace.layers, grads, strict=True)]
-    with seen_outputs(model, host_trace.layers) as outputs:
-        logits = model(ids, use_cache=False).logits[:, -1]
-    reference = torch.autograd.grad(logits.amax(-1).sum(), outputs)
-    for grad, expected in zip(grads, reference, strict=True):
-        assert relative_error(grad, expected) <= tolerance("unpromoted", torch.float64)
-    assert all(torch.isfinite(grad).all() for grad in inner)
-
-
-@pytest.mark.parametrize("name", ["rwkv", "recurrent gemma", "xlstm", "minimax", "lfm2", "lfm2, experts"])
-def test_a_hybrid_is_listed_with_all_layers(name: str) -> None:
-    host = named(name)
-    model = host.model()
-    host_trace = trace(model, host.inputs())
-    expected = {
-        "rwkv4": "RWKV-4",
-        "rwkv4_channel": "RWKV-4 channel mixing",
-        "griffin": "Griffin",
-        "xlstm": "xLSTM",
-        "minimax": "lightning",
-        "lfm2": "LFM2",
-    }
-    a_block = 2 if name == "rwkv" else 1
-    for number, layer in enumerate(host_trace.layers):
-        assert f".{number // a_block}." in layer.name
-        assert expected.get(layer.architecture, "softmax attention") in layer.kind
-        assert layer.residual is not None
-    assert [len(step.layers) for step in host_trace.steps] == [1] * host.layers
 
 
 def test_minimax_scales_its_outputs() -> None:
@@ -256,16 +155,6 @@ def test_weights_before_their_rescaling_are_detected() -> None:
         assert layer.operator.reconstruction_error() > 1
 
 
-@pytest.mark.parametrize("name", ["rwkv", "recurrent gemma", "xlstm"])
-def test_hosts_without_masking_give_a_warning(name: str) -> None:
-    host = named(name)
-    ids = host.inputs()
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    with pytest.warns(UserWarning, match="left padding reaches real tokens"):
-        trace(host.model(), {"input_ids": ids, "attention_mask": mask})
-
-
 def test_decay_tables_of_a_cast_lightning_layer_are_those_of_float64() -> None:
     host = named("minimax")
     with promoted():
@@ -290,7 +179,9 @@ def unbuilt(model: nn.Module, inputs: object, message: str) -> None:
         trace(model, inputs).layers[0].operator  # noqa: B018  the property builds it
 
 
-@pytest.mark.parametrize("name", ["rwkv", "recurrent gemma", "minimax", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["rwkv", "recurrent gemma", "minimax", "lfm2", "qwen3 next", "jamba", "granite hybrid"]
+)
 def test_a_trace_runs_without_a_cache(name: str) -> None:
     cached = {"input_ids": torch.arange(12).reshape(2, 6), "use_cache": True}
     for layer in trace(named(name).model(), cached).layers:

@@ -5,7 +5,8 @@ import torch
 import transformers
 from torch import nn
 
-from tools.coverage import tables
+from tests import hosts
+from tests.architectures.versions import LEFT_OUT, OLDEST
 from tools.versions import Unavailable, model_of, sides, unavailable
 from unilinattn import trace
 from unilinattn.errors import UncoveredError
@@ -16,59 +17,18 @@ from unilinattn.testing.hosts.mamba import HOSTS as MAMBA
 from unilinattn.testing.hosts.recurrent import HOSTS as RECURRENT
 
 pytestmark = pytest.mark.refused
-OLDEST, NEWEST = "5.6.2", "5.23.0"
 oldest = pytest.mark.skipif(transformers.__version__ != OLDEST, reason=f"about transformers {OLDEST}")
-
-NO_CLASS, RECORDED_ONLY = "has no", "is recorded, without its adapter, in"
-CHUNKS, TOKENS = "hands the wrong states from chunk to chunk", "returns 2 tokens for 1"
-
-LEFT_OUT = {
-    OLDEST: {
-        "vit": RECORDED_ONLY,
-        "t5, encoder": RECORDED_ONLY,
-        "recurrent gemma": RECORDED_ONLY,
-        "recurrent gemma, wide inside, wide kernel": RECORDED_ONLY,
-        "recurrent gemma, no convolution": RECORDED_ONLY,
-        "zamba2": CHUNKS,
-        "zamba2, adapters, rotary, one group": CHUNKS,
-        "nemotron h": CHUNKS,
-        "falcon h1, one token": TOKENS,
-        "kimi linear": NO_CLASS,
-        "kimi linear, latent queries, biases": NO_CLASS,
-        "kimi linear, long": NO_CLASS,
-        "kimi linear, one token": NO_CLASS,
-        "bailing hybrid": NO_CLASS,
-        "bailing hybrid, unbounded decay, biases": NO_CLASS,
-        "glm 5 next": NO_CLASS,
-        "glm 5 next, unbounded decay, shared index": NO_CLASS,
-        "deepseek 3.2, selected keys": NO_CLASS,
-        "minicpm 3": NO_CLASS,
-        "a.x k1": NO_CLASS,
-        "a.x k2, gated, selected keys": NO_CLASS,
-        "hy 4, gated, sinks, selected keys": NO_CLASS,
-        "dots 3, gated, scaled latent, selected keys": NO_CLASS,
-        "mistral large 4, selected keys": NO_CLASS,
-        "laguna, a gate a head": NO_CLASS,
-        "beam, gate with a bias": NO_CLASS,
-    },
-    NEWEST: {},
-}
-"""The hosts that cannot be traced in a version, by reason; the tests skip only these."""
 
 
 def named(table: tuple[Host, ...], name: str) -> Host:
     return next(host for host in table if host.name == name)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(transformers.__version__ not in LEFT_OUT, reason=f"about transformers {OLDEST} and {NEWEST}")
-def test_only_listed_hosts_are_skipped() -> None:
-    hosts = [host for name, table in tables().items() if name not in ("fla", "timm") for host in table]
-    reasons = {host.name: reason for host in hosts if (reason := unavailable(host)) is not None}
-    expected = LEFT_OUT[transformers.__version__]
-    assert reasons.keys() == expected.keys()
-    assert [name for name, reason in reasons.items() if expected[name] not in reason] == []
-    assert all(transformers.__version__ in reason for reason in reasons.values())
+@oldest
+def test_listed_hosts_are_refused() -> None:
+    for name, reason in LEFT_OUT[OLDEST].items():
+        refusal = unavailable(hosts.named(name))
+        assert refusal is not None and reason in refusal and OLDEST in refusal
 
 
 @oldest

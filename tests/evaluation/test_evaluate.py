@@ -252,6 +252,7 @@ def test_functions_with_arguments_are_known_by_them_in_every_run(tmp_path: Path)
         evaluated(3.0)
 
 
+@pytest.mark.slow
 def test_an_interruption_at_every_file_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = rows_of(stored_evaluation(None))
     replace = Path.replace

@@ -44,6 +44,7 @@ def test_each_token_is_replaced_by_every_other_one_at_a_time() -> None:
     torch.testing.assert_close(effects, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_effects_are_those_of_single_runs_of_a_trained_model() -> None:
     host = examples.load("induction", "mamba2")
     batch = examples.TASKS["induction"].sample(2, HELD_OUT_SEED)

@@ -28,6 +28,7 @@ def test_every_model_is_shipped_for_every_task() -> None:
     assert names() == SHIPPED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "model"), SHIPPED)
 def test_the_host_reaches_the_recorded_accuracy(task: str, model: str) -> None:
     host = load(task, model)

@@ -14,12 +14,11 @@ from tests.frozen.detached import (
     llama_model,
     mamba_model,
     rms,
-    run_by_the_rules,
     scalar_of,
     selective_scan,
     token_ids,
 )
-from tests.hosts import STRUCTURES, tables, turn_of
+from tests.hosts import STRUCTURES, every, of_turn, tables
 from tests.shared import exact_trace
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen import passes
@@ -47,7 +46,7 @@ HOSTS = {f"{name}/{host.name}": host for name, table in tables().items() for hos
 CASES = [
     pytest.param(host, id=name, marks=() if name in QUICK else pytest.mark.slow)
     for name, host in HOSTS.items()
-    if name in QUICK or host.name in STRUCTURES or turn_of(host.name) == 2
+    if name in QUICK or host.name in {*STRUCTURES, *of_turn(every(), 2)}
 ]
 
 WITHOUT_BIASES = {"basic/mamba, no conv bias", "basic/llama, grouped queries", "recurrent/xlstm"}
@@ -142,12 +141,6 @@ def _misses(name: str) -> float:
 @pytest.mark.parametrize("name", BY_HAND)
 def test_relevances_equal_those_of_detached_models(name: str) -> None:
     assert _misses(name) <= 1e-12
-
-
-def test_a_mixer_run_by_the_rules_instead_of_its_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_by_the_rules(monkeypatch)
-    with pytest.raises(UncoveredError, match=r"mixer \(MambaMixer\) adds the output of 'softplus'"):
-        _misses("mamba")
 
 
 def test_a_frozen_gate_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

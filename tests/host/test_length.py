@@ -70,6 +70,7 @@ def test_substitution_gives_the_trace_of_the_host(entry: Host, short: None, monk
         assert all(layer.prefix_error is not None for layer in host_trace.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_substitution_begins_above_the_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = host(name).model(), torch.randint(7, (1, substitution.SUBSTITUTE_ABOVE + 1))

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.usefixtures("poisoned")
     [
         *[(tiled, length, rows) for length in (1, 3, 8, 63, 130) for rows in (16, 1024)],
         pytest.param(tiled, 130, 24, marks=pytest.mark.slow),
-        (triton, 70, 64),
-        pytest.param(triton, 130, 1024, marks=pytest.mark.slow),
+        (triton, 20, 16),
+        pytest.param(triton, 70, 64, marks=pytest.mark.slow),
+        pytest.param(triton, 70, 1024, marks=pytest.mark.slow),
     ],
 )
 def test_the_map_equals_its_definition(

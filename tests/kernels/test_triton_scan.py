@@ -122,9 +122,10 @@ def test_many_states_and_columns() -> None:
     compared("diagonal_scan", diagonal(17, 1, heads=1, states=20))
 
 
-@pytest.mark.parametrize("decay", [pytest.param(-20.0, marks=SLOW), pytest.param(-1e3, marks=SLOW), -1e6])
+@SLOW
+@pytest.mark.parametrize("decay", [-20.0, -1e3, -1e6])
 def test_tokens_after_a_strong_decay_are_accurate(decay: float) -> None:
-    for inputs, name in ((diagonal(40, 1, heads=2), "diagonal_scan"), (scalar(70), "scalar_scan")):
+    for inputs, name in ((diagonal(40, 1, heads=2), "diagonal_scan"), (scalar(40), "scalar_scan")):
         weak = -0.05 * torch.rand_like(inputs["log_decay"])
         inputs["log_decay"] = torch.where(torch.rand_like(weak) < 0.15, torch.tensor(decay), weak)
         compared(name, inputs, bound=3e-6)

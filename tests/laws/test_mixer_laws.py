@@ -24,7 +24,7 @@ structures = pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.na
 
 @structures
 @pytest.mark.parametrize("length", LENGTHS)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     seed=st.integers(0, 2**20),
     batch=st.integers(1, 3),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.architectures.delta_recurrences import delta_rule
 from tests.architectures.recurrences import mamba2
-from tests.architectures.test_delta_rule import delta_rule
 from tests.hosts import named
 from tests.methods.references import (
     delta_map,

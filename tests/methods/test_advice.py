@@ -18,7 +18,7 @@ from unilinattn.registry import Method, list_methods, overridden
 
 SOURCES = Path(ula.__file__).parent
 REFUSALS = ("UncoveredError", "ExactnessError", "StreamError")
-QUICK = ("T5", "LLaVA", "prompt tuning", "Doge")
+QUICK = ("T5", "prompt tuning", "Doge")
 WITH_TARGET = [(name, -1) for name in QUICK]
 CASES = [
     *WITH_TARGET,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tests.methods.hosts import HOSTS, inputs
 from unilinattn import explain, trace
 from unilinattn.errors import OptionError
-from unilinattn.results.attribution import Attribution
 from unilinattn.testing import left_as_found, promoted, relative_error
 from unilinattn.testing.hosts import delta, host, mamba
 from unilinattn.tracing.trace import Trace
@@ -178,19 +177,6 @@ def test_scores_equal_their_definition(method: str, name: str) -> None:
     compared(name, "none", method, OPTIONS.get(method, {}))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("name", "padding"),
-    [
-        ("llama", "left"),
-        pytest.param("mamba2", "left", marks=pytest.mark.slow),
-        pytest.param("llama", "right", marks=pytest.mark.slow),
-    ],
-)
-def test_padding_takes_no_part(name: str, padding: str, method: str) -> None:
-    compared(name, padding, method, OPTIONS.get(method, {}))
-
-
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -232,6 +218,7 @@ def test_the_convergence_delta_is_reported() -> None:
     assert fine.completeness_gap is not None and fine.completeness_gap < 1e-3 < result.completeness_gap
 
 
+@pytest.mark.slow
 def test_without_a_target_each_row_explains_its_position() -> None:
     for name, padding in (("mamba2", "left"), ("llama", "right")):
         found = hosted(name, padding)[2]
@@ -337,15 +324,6 @@ def test_patches_of_an_image_are_tokens() -> None:
     assert relative_error(dropped.scores[:, 2:3], (logits - without).detach()[:, None]) <= LIMIT
     with pytest.raises(OptionError, match=r"needs an embedding of token ids.* use 'zero'"):
         explain(found, method="occlusion", logit=1, baseline="mean-embedding")
-
-
-def test_results_can_be_saved(tmp_path: Any) -> None:
-    result = explain(hosted("mamba2")[2], method="integrated_gradients", target=-1, baseline=3, n_steps=2)
-    stored = Attribution.load(result.save(tmp_path / "result.safetensors"))
-    again = explain(hosted("mamba2")[2], method=stored.method, **stored.options)
-    assert torch.equal(again.scores, result.scores)
-    assert set(stored.extras) == {"logit", "baseline", "delta"}
-    result.to_html()
 
 
 def test_half_precision_runs_in_the_hosts_dtype() -> None:

@@ -58,6 +58,7 @@ class Rounded(nn.Module):
         return self.scale * x @ self.weight.to(x).mT
 
 
+@pytest.mark.slow
 def test_quantised_weights_pass_no_gradient() -> None:
     model = HOSTS["llama"].model()
     model.model.layers[0].mlp.down_proj = Rounded(model.model.layers[0].mlp.down_proj)

@@ -107,19 +107,6 @@ def test_windows_of_layers_are_cut_together() -> None:
         assert relative_error(every, alone[1]) > 1e-3
 
 
-@pytest.mark.parametrize(("padding", "name"), [("left", "llama"), ("right", "llama"), ("left", "mamba")])
-def test_padding_has_no_scores_and_changes_none(padding: str, name: str) -> None:
-    with promoted():
-        model, given, found = hosted(name, padding)
-        real = given["attention_mask"][1].bool()
-        for options in ({"target": -1}, {}, {"target": -1, "replace": "mean"}):
-            padded = explain(found, method="knockout", **options).scores[1]
-            single = explain(trace(model, given["input_ids"][1:, real]), method="knockout", **options).scores[0]
-            assert float(padded[..., ~real].abs().max()) == 0
-            kept = padded[..., real] if "target" in options else padded[real][:, real]
-            assert relative_error(kept[None], single[None]) <= LIMIT
-
-
 def test_the_measure_and_the_logit() -> None:
     with promoted():
         model, given, found = hosted("mamba")

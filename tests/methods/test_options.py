@@ -65,6 +65,9 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("alti", dict(activation="relu", compose="rollout")),
     ("latim", dict(p=1.0, compose="rollout")),
     ("raw", dict(sign="abs", compose="rollout")),
+    ("attribution", dict(variant="published-code")),
+    ("attribution", dict(gradient="per-head", gradient_axis="key")),
+    ("integrated_gradients", dict(baseline=3, n_steps=2)),
     ("knockout", dict(logit=(3, 1), layers=[-1], window=1, heads=[0, 1], replace="mean", measure="log-probability")),
 ]
 

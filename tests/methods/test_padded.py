@@ -287,6 +287,7 @@ def test_default_options(method: str, name: str, side: str, target: int | None) 
     assert runs.faults({}, target, side) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "option"), OPTIONS)
 def test_a_value_that_changes_the_scores(method: str, option: str) -> None:
     name, options, target = effective(method, option)
@@ -357,8 +358,8 @@ def test_every_value(method: str, option: str) -> None:
     companion = {other: value for other, value in given.items() if other != option}
     values, parts = values_of(list_methods()[method], option), [{}, companion] if companion else [{}]
     cases = list(product(values, parts, HOSTS, TARGETS, SIDES))
-    # Every value on each host, for each target and on each side, and not each combination of these.
-    chosen = covering({at: [repr(each) for each in case] for at, case in enumerate(cases)}, 2)
+    # Every value, host, target and side, and not each pair of these, which are tested with default options.
+    chosen = covering({at: [repr(each) for each in case] for at, case in enumerate(cases)})
     faults = {}
     for at in sorted(chosen):
         value, part, name, target, side = cases[at]

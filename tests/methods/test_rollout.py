@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.methods.hosts import BATCH, CASES, LENGTH, close, real_map, real_tokens, references, traced
-from unilinattn.methods import explain, rollout
+from unilinattn.methods import rollout
 from unilinattn.mixers import DiagonalDecay, ScalarDecay
 from unilinattn.mixers.base import CoreMixer
 from unilinattn.tracing.layer import Step
@@ -109,13 +109,3 @@ def test_the_target_column_is_never_discarded() -> None:
     assert not close(discarded, row)
     # Without a target each row keeps its diagonal, which for a causal mask gives the same row.
     assert close(discarded, rollout(trace, discard=0.8).scores[:, 2])
-
-
-def test_a_padded_sequence_scores_like_the_unpadded_one() -> None:
-    for padding in ("left", "right"):
-        real = real_tokens(padding)[1]
-        padded = rollout(traced("mamba", padding)).scores[1][real][:, real]
-        model = traced("mamba", padding).host
-        ids = traced("mamba", padding).ids[1:, real]
-        alone = explain(model, ids, method="rollout").scores[0]
-        assert torch.allclose(padded, alone, rtol=1e-5, atol=1e-6)

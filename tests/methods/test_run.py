@@ -23,6 +23,7 @@ def test_a_model_and_its_trace_give_the_same_scores() -> None:
     assert direct.options == through.options
 
 
+@pytest.mark.slow
 def test_a_product_beyond_the_range_of_its_dtype_has_a_scale() -> None:
     torch.manual_seed(0)
     config = MambaConfig(hidden_size=16, num_hidden_layers=30, state_size=8, vocab_size=32, initializer_range=1.0)

@@ -80,21 +80,6 @@ def test_standard_errors_are_those_of_repeated_sketches() -> None:
     assert bool((measured > 0.4 * stated)[stated > 0].all())
 
 
-@pytest.mark.parametrize("padded", [slice(0, 4), slice(-4, None)])
-def test_padding_takes_no_part_in_the_standard_error(padded: slice) -> None:
-    host = named("mamba2")
-    model, ids = host.model().double(), host.inputs()[:1]
-    mask = torch.ones_like(ids)
-    mask[:, padded] = 0
-    real = mask[0].bool()
-    alone, batch = ({"input_ids": ids[:, real]}, {"input_ids": ids, "attention_mask": mask})
-    for options in ({"sketch": 4}, {"sketch": 4, "exact_keys": 2}):
-        one, other = (latim(ula.trace(model, given, progress=False), **options).extras for given in (alone, batch))
-        expected, got = one["standard_error"], other["standard_error"]
-        torch.testing.assert_close(got[..., real], expected, rtol=1e-5, atol=1e-8)
-        assert not got[..., ~real].any()
-
-
 def test_the_options_are_stored() -> None:
     host = HOSTS[0]
     result = latim(ula.trace(host.model().eval(), host.inputs(), progress=False), sketch=4, seed=7, exact_keys=1)

@@ -23,6 +23,11 @@ def unroll(step: Tensor, drive: Tensor) -> Tensor:
     return torch.stack(states, dim=1)
 
 
+def of_one_stream(definition: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """A definition of a layer in which the input is both the deciding and the carried stream."""
+    return lambda layer, x: definition(layer, x, x)
+
+
 def check_perturbations(
     layer: nn.Module, definition: Callable[[nn.Module, Tensor], Tensor], x: Tensor, names: Iterable[str], least: float
 ) -> None:

@@ -2,27 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
 
+from tests.architectures import reference_recurrences
 from tests.models import checks
-from tests.models.checks import unroll
 from unilinattn.models.gss import GSS
 from unilinattn.testing import relative_error
 
-
-def recurrence(layer: GSS, x: Tensor) -> Tensor:
-    """The layer, token by token in float64: poles discretised by zero-order hold with unit step."""
-    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
-    x = x.double()
-    wide = functional.gelu(x @ state["to_u.0.weight"].T)
-    narrow = functional.gelu(x @ state["to_v.0.weight"].T)
-    u = functional.layer_norm(narrow, narrow.shape[-1:], state["dss.norm.weight"], state["dss.norm.bias"])
-    poles = torch.complex(-state["dss.Lambda_real"].exp(), state["dss.Lambda_imag"].exp())
-    c = torch.complex(state["dss.C_real"], state["dss.C_imag"])
-    states = unroll(poles.exp(), u[..., None] * (poles.exp() - 1) / poles)
-    y = (c * states).sum(-1).real + state["dss.param_D"] * u
-    return ((y @ state["to_gate.weight"].T) * wide) @ state["to_out.weight"].T + state["to_out.bias"]
+recurrence = checks.of_one_stream(reference_recurrences.gss)
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 130])

@@ -2,39 +2,14 @@
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.architectures import reference_recurrences
 from tests.models import checks
-from tests.models.checks import pairs
 from unilinattn.errors import OptionError
 from unilinattn.models.h3 import H3
 from unilinattn.testing import relative_error
 
-
-def recurrence(layer: H3, x: Tensor) -> Tensor:
-    """Algorithm 1, token by token in float64, with the states of the shift and of the diagonal model."""
-    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
-    q, k, v = (x.double() @ state[f"{name}_proj.weight"].T + state[f"{name}_proj.bias"] for name in ("q", "k", "v"))
-    shift_b, shift_c = state["ssm_k_kernel.kernel.B"], state["ssm_k_kernel.kernel.C"][0]
-    a = torch.complex(-state["kernel.kernel.inv_A_real"].exp(), state["kernel.kernel.A_imag"])
-    b, c = pairs(state["kernel.kernel.B"]), pairs(state["kernel.kernel.C"])[0]
-    dt = state["kernel.kernel.log_dt"].exp()[:, None]
-    decay = (1 + dt / 2 * a) / (1 - dt / 2 * a)
-    gain = dt * b / (1 - dt / 2 * a)
-    heads, width = layer.num_heads, layer.head_dim
-    past = torch.zeros(*x[:, 0].shape, shift_b.shape[-1], dtype=torch.float64)
-    memory = torch.zeros(len(x), heads, width, width, a.shape[-1], dtype=torch.complex128)
-    outputs = []
-    for query, key, value in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
-        past = torch.cat([torch.zeros_like(past[..., :1]), past[..., :-1]], dim=-1) + shift_b * key[..., None]
-        shifted = (shift_c * past).sum(-1) + state["ssm_k_D"] * key
-        q_h, k_h, v_h = (token.view(-1, heads, width) for token in (query, shifted, value))
-        product = torch.einsum("bhi,bhj->bhij", k_h, v_h)
-        memory = decay[:, None, None] * memory + gain[:, None, None] * product[..., None]
-        content = 2 * (c[:, None, None] * memory).sum(-1).real + state["D"][:, None, None] * product
-        read = torch.einsum("bhi,bhij->bjh", q_h, content)
-        outputs.append(read.flatten(1))
-    return torch.stack(outputs, dim=1) @ state["output_linear.weight"].T + state["output_linear.bias"]
+recurrence = checks.of_one_stream(reference_recurrences.h3)
 
 
 def scrambled(layer: H3) -> H3:

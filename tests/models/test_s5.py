@@ -2,34 +2,15 @@
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
 
+from tests.architectures import reference_recurrences
 from tests.models import checks
-from tests.models.checks import pairs, unroll
 from unilinattn.errors import OptionError
 from unilinattn.models.hippo import hippo_matrix
 from unilinattn.models.s5 import S5
 from unilinattn.testing import relative_error
 
-
-def recurrence(layer: S5, u: Tensor) -> Tensor:
-    """The layer, token by token in float64, from the continuous system of the paper (Eq. 1, Section 3.1)."""
-    state = {name: tensor.double() for name, tensor in layer.state_dict().items()}
-    real = state["seq.Lambda_re"].clamp(max=-1e-4) if layer.seq.clip_eigs else state["seq.Lambda_re"]
-    poles = torch.complex(real, state["seq.Lambda_im"])
-    dt = state["seq.log_step"][:, 0].exp()
-    if layer.seq.discretization == "zoh":
-        decay = torch.exp(poles * dt)
-        gain = (decay - 1) / poles
-    else:
-        decay = (1 + dt / 2 * poles) / (1 - dt / 2 * poles)
-        gain = dt / (1 - dt / 2 * poles)
-    drive = u.to(torch.complex128) @ (gain[:, None] * pairs(state["seq.B"])).T
-    read = (unroll(decay, drive) @ pairs(state["seq.C"]).T).real
-    y = (2 * read if layer.seq.conj_sym else read) + state["seq.D"] * u.double()
-    y = functional.gelu(y, approximate="tanh")
-    return y * torch.sigmoid(y @ state["out2.weight"].T + state["out2.bias"])
+recurrence = checks.of_one_stream(reference_recurrences.s5)
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 130])

@@ -1,5 +1,6 @@
 """ViM: the recurrence of its paper, published names and shapes, CLS positions, timm, and precision."""
 
+import copy
 import math
 
 import pytest
@@ -7,45 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.architectures import reference_recurrences
 from tests.models import checks
 from unilinattn.errors import InputError, OptionError
 from unilinattn.models import vim_timm
 from unilinattn.models.vim import BiMamba, VisionMamba
 from unilinattn.testing import relative_error
 
-
-def direction(state: dict[str, Tensor], x: Tensor, names: dict[str, str], dt_rank: int) -> Tensor:
-    """One direction before the gate, token by token: convolution, SiLU, selective state space model, skip."""
-    weight, bias = state[f"{names['conv']}.weight"][:, 0], state.get(f"{names['conv']}.bias", torch.zeros(()))
-    a = -state[names["A"]].exp()
-    window = [torch.zeros_like(x[:, 0]) for _ in range(weight.shape[-1])]
-    h = torch.zeros(len(x), *a.shape, dtype=torch.float64)
-    outputs = []
-    for token in x.unbind(1):
-        window = [*window[1:], token]
-        u = functional.silu(sum(weight[:, k] * window[k] for k in range(len(window))) + bias)
-        selected = u @ state[f"{names['x']}.weight"].T
-        low, b, c = selected.split([dt_rank, a.shape[-1], a.shape[-1]], dim=-1)
-        dt = torch.log1p(torch.exp(low @ state[f"{names['dt']}.weight"].T + state[f"{names['dt']}.bias"]))
-        h = torch.exp(dt[..., None] * a) * h + dt[..., None] * b[:, None] * u[..., None]
-        outputs.append((h @ c[..., None])[..., 0] + state[names["D"]] * u)
-    return torch.stack(outputs, dim=1)
-
-
-AHEAD = {"conv": "conv1d", "x": "x_proj", "dt": "dt_proj", "A": "A_log", "D": "D"}
-BACK = {"conv": "conv1d_b", "x": "x_proj_b", "dt": "dt_proj_b", "A": "A_b_log", "D": "D_b"}
-
-
-def recurrence(mixer: BiMamba, hidden: Tensor) -> Tensor:
-    """Algorithm 1 of ViM in float64; the backward direction reads the sequence from its end."""
-    state = {name: tensor.double() for name, tensor in mixer.state_dict().items()}
-    none = torch.zeros(())
-    x, z = (hidden.double() @ state["in_proj.weight"].T + state.get("in_proj.bias", none)).chunk(2, dim=-1)
-    gate = z * torch.sigmoid(z)
-    ahead = direction(state, x, AHEAD, mixer.dt_rank) * gate
-    back = (direction(state, x.flip(1), BACK, mixer.dt_rank) * gate.flip(1)).flip(1)
-    mixed = (ahead + back) / 2 if mixer.divide_out else ahead + back
-    return mixed @ state["out_proj.weight"].T + state.get("out_proj.bias", none)
+recurrence = checks.of_one_stream(reference_recurrences.vim)
 
 
 def scrambled(mixer: BiMamba) -> BiMamba:
@@ -162,7 +132,8 @@ def tiny(**options: object) -> VisionMamba:
 
 def reference(model: VisionMamba, pixels: Tensor) -> Tensor:
     """The classifier in float64: patches as products, plain pre-norm residual blocks, the CLS tokens' mean."""
-    state = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    model = copy.deepcopy(model).double()
+    state = model.state_dict()
     weight = state["patch_embed.proj.weight"]
     size, stride = weight.shape[-1], model.patch_embed.proj.stride[0]
     rows, columns = model.grid_size
