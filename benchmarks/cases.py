@@ -25,7 +25,7 @@ from benchmarks.rivals import (
 from unilinattn.frozen.run import frozen
 from unilinattn.host.substitution import through_operators
 from unilinattn.methods.attribution import gradient_weights
-from unilinattn.methods.maps import Weight, unit_rows, vecmat
+from unilinattn.methods.maps import Weight, vecmat
 from unilinattn.methods.selection import query_rows
 from unilinattn.options import weighted
 from unilinattn.tracing.trace import Trace
@@ -147,7 +147,8 @@ def attribution(structure: str, length: int, place: Place) -> Prepared:
     layer, operator = trace.layers[0], place.operator(structure, length)
     weight = last_weights(trace)
     rows = query_rows(trace, layer, -1)
-    row, options = unit_rows(rows, layer), weighted.Attribution()
+    row = layer.output.new_zeros(*rows.shape, layer.output.shape[1]).scatter_(2, rows.unsqueeze(-1), 1.0)
+    options = weighted.Attribution()
 
     def call() -> Tensor:
         return row + vecmat(row, trace, layer, options, target=rows, weight=weight)
