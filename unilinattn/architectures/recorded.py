@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unilinattn.call import CACHES, Call
+from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
@@ -57,10 +58,11 @@ def recorded_stages(call: Call) -> Flow:
     if not fitting:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
     # Of several tensors of one size, the layer's input has its values.
-    first = next((name for name in fitting if torch.equal(streams[name].flatten(), call.input.flatten())), fitting[0])
+    flat = in_shape(call.input, streams[fitting[0]].shape, call.axes.inputs).flatten()
+    first = next((name for name in fitting if torch.equal(streams[name].flatten(), flat)), fitting[0])
     inputs = {"x": streams.pop(first), **streams}
     # (token, batch, channel)
-    transposed = axes == 3 and inputs["x"].shape[:2] != call.input.shape[:2]
+    transposed = axes == 3 and call.axes.inputs == -1 and inputs["x"].shape[:2] != call.input.shape[:2]
     factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
     recording = Recording(module, inputs, factors)
     try:
@@ -78,13 +80,13 @@ def recorded_stages(call: Call) -> Flow:
     if output is None or node is None:
         raise UncoveredError(f"{_named(call)}: its output does not depend on its inputs by functions of torch.")
     try:
-        chains = chains_of(node, call.input, transposed=transposed)
+        chains = chains_of(node, call.input, call.axes, transposed=transposed)
     # A function may have arguments of a kind that its rule does not expect.
     except Exception as error:
         reason = error if isinstance(error, UncoveredError) else f"its functions are no stages ({error})"
         raise UncoveredError(f"{_named(call)}: {reason}.") from error
     flow = _flow(call, chains, inputs, transposed=transposed)
-    expected = output.transpose(0, 1) if transposed and output.ndim == 3 else output
+    expected = _as_tokens(output, transposed=transposed and output.ndim == 3, axis=call.axes.output)
     with torch.no_grad():
         missed = relative_error(flow.value.reshape(1, -1), expected.reshape(1, -1))
     if not missed <= layer_tolerance(call.input.dtype):
@@ -101,7 +103,11 @@ def _flow(call: Call, chains: Mapping[str, Any], inputs: Mapping[str, Tensor], *
     # The port whose tokens are mixed comes first: methods read its map.
     ports = sorted(chains, key=lambda port: not any(stage.mixes for stage in chains[port]))
     for port, chain in ((port, chains[port]) for port in ports):
-        x = call.input if port == "x" else _as_tokens(inputs[port].detach(), transposed=transposed)
+        x = (
+            call.input
+            if port == "x"
+            else _as_tokens(inputs[port].detach(), transposed=transposed, axis=call.axes.inputs)
+        )
         branch = Flow(x, port=port)
         for stage in chain:
             branch.stage(stage)
@@ -125,9 +131,8 @@ def _promoted(call: Call) -> tuple[nn.Module, dict[str, Any]]:
     return module, arguments
 
 
-def _as_tokens(x: Tensor, *, transposed: bool = False) -> Tensor:
-    x = x.transpose(0, 1) if transposed else x
-    return x[None] if x.ndim == 2 else x.flatten(1, -2)
+def _as_tokens(x: Tensor, *, transposed: bool, axis: int) -> Tensor:
+    return as_tokens(x.transpose(0, 1) if transposed else x, axis=axis)
 
 
 def _has_tokens(value: Any) -> bool:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from unilinattn.call.axes import LAST, Axes
 from unilinattn.errors import UncoveredError
 
 MASKING = "apply_mask_to_padding_states"
@@ -43,6 +44,7 @@ class Call:
         input: its first tensor argument, (batch, length, channel).
         output: its output, None before the module has run.
         seen: the records that the architecture's `capture` made during this call.
+        axes: the axes of channels in the arguments and in the host's output, of which `input` and `output` are vectors.
     """
 
     module: nn.Module
@@ -51,6 +53,7 @@ class Call:
     input: Float[Tensor, "batch length channel"]
     output: Float[Tensor, "batch query out"] | None = None
     seen: tuple[Captured, ...] = ()
+    axes: Axes = LAST
 
     @property
     def host(self) -> "Host":

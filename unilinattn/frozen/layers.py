@@ -73,7 +73,7 @@ class _Operator(torch.autograd.Function):
         _release(ctx.layer)
         op = ctx.layer.operator
         inputs = zip(ctx.ports, ctx.constants, ctx.dtypes, ctx.shapes, strict=True)
-        grad = ctx.layer.as_read(grad.to(op.output.dtype), op.output.shape)
+        grad = ctx.layer.output_as_read(grad.to(op.output.dtype))
         grads = (
             ctx.layer.in_shape(op.adjoint(grad, port=port).to(dtype), shape) if constant is None else None
             for port, constant, dtype, shape in inputs

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 
+from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
@@ -180,10 +181,19 @@ class FrozenPass(Observer[_Call]):
 
     def _leaf(self, number: int, vectors: Tensor) -> Tensor:
         """Return tokens' vectors as a leaf of the graph; the host may write into the copy that it gets."""
-        if isinstance(origin := self._spec.sources[number].origin, TokenCall):
+        origin, axis = self._spec.sources[number].origin, -1
+        if isinstance(origin, TokenCall):
             origin.require_same(vectors)
-        self.leaves[number].append(vectors.detach().clone().requires_grad_())
+            axis = origin.axis
+        # Ids may be looked up in another shape, and windows are sequences of the layers.
+        by_token = vectors
+        if isinstance(origin, TokenCall):
+            by_token = as_tokens(vectors, axis=axis).reshape(*self._spec.sources[number].stream.shape, -1)
+        self.leaves[number].append(by_token.detach().clone().requires_grad_())
         carried = self.leaves[number][-1].clone()
+        if by_token is not vectors:
+            windows = as_tokens(vectors, axis=axis).shape
+            carried = in_shape(carried.reshape(windows), vectors.shape, axis)
         return forward_ad.make_dual(carried, vectors.detach().clone()) if self._whole else carried
 
     def _replaced(self, path: str, module: nn.Module, host: Forward) -> Forward | None:

@@ -34,7 +34,7 @@ from unilinattn.host.logits import Logit, one_each
 from unilinattn.host.wrappers import require_gradients
 from unilinattn.tracing.token_source import find_sources, require_alone
 from unilinattn.tracing.token_streams import TokenStream
-from unilinattn.tracing.tokens import blocks_of
+from unilinattn.tracing.tokens import TokenCall, blocks_of
 from unilinattn.tracing.trace import Target, Trace
 from unilinattn.tracing.trust import require_trust
 
@@ -74,7 +74,7 @@ class FrozenRun:
             raise OptionError(f"unknown rule {rule!r}" + nearest(rule, RULES))
         trace.require_whole("frozen runs")
         model, layers = trace.host, trace.layers
-        self._layers, self._explained = layers, trace.explained_logit
+        self._layers, self._explained, self._batch = layers, trace.explained_logit, trace.token_shape[0]
         arguments, self._computed_positions = self._explained.arguments(model, targets)
         require_transparent(layers)
         require_gradients(model)
@@ -99,6 +99,12 @@ class FrozenRun:
     def streams(self) -> tuple[TokenStream, ...]:
         """The streams whose tokens have the shares, one after the other."""
         return tuple(source.stream for source in self._spec.sources)
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The (rows, columns) of the tokens, if they are those of an image that enters the first block."""
+        origin = self._spec.sources[0].origin
+        return origin.grid if isinstance(origin, TokenCall) and len(self.streams) == 1 else None
 
     @runs_in_gradient_mode(True)
     def shares(self, target: Any = -1, logit: Logit = None, *, by: By = "tokens") -> Shares:
@@ -205,7 +211,7 @@ class FrozenRun:
         return biases(scalar, run.sources, self._layers, run.outputs, entries)
 
     def _linearized(self, target: Any, logit: Logit, run: FrozenPass) -> Linearized:
-        batch, spec = len(self._layers[-1].output), self._spec
+        batch, spec = self._batch, self._spec
         if callable(logit):
             require_alone(spec.model, spec.arguments, spec.sources, self._layers, lambda output: [logit(output)])
 

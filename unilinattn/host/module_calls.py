@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unilinattn.call import Call, Captured
+from unilinattn.call.axes import LAST, Axes, as_tokens
 from unilinattn.call.nested import tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.piecewise import Piece
@@ -82,7 +83,7 @@ class CallRecord:
     the same input. For a layer, `structure` is the nesting that it returned, with a mark in place of its output;
     `entered` is a copy of its input; `site` is the sum of its output, as the modules `following` return it, and a
     stream; `reader` is the path of the module that reads the output itself, if no such sum was found; and `batch` is
-    the number of sequences, for a module without an adapter.
+    the number of sequences and `axes` the axes of channels, for a module without an adapter.
     """
 
     module: nn.Module
@@ -102,6 +103,7 @@ class CallRecord:
     reader: str | None = None
     prefix: Prefix | None = None
     batch: int | None = None
+    axes: Axes = LAST
     shares_input: bool = False
 
     @property
@@ -135,8 +137,9 @@ def require_covered_calls(layers: Iterable[CallRecord], *, strict: bool) -> None
         seen = tuple(record.seen)
         # Operators compute in float32 at least.
         dtype = torch.promote_types(record.entered.dtype, torch.float32)
-        entered, output = (as_tokens(x.to(dtype), record.batch) for x in (record.entered, record.output))
-        call = Call(record.module, record.name, record.arguments, entered, output, seen)
+        pairs = zip((record.entered, record.output), record.axes, strict=True)
+        entered, output = (as_tokens(x.to(dtype), record.batch, axis) for x, axis in pairs)
+        call = Call(record.module, record.name, record.arguments, entered, output, seen, record.axes)
         try:
             record.architecture.check(call)
         except UncoveredError as error:
@@ -159,18 +162,6 @@ def _refusal(architecture: Architecture, call: Call) -> UncoveredError | None:
     except UncoveredError as error:
         return error
     return None
-
-
-def as_tokens(x: Tensor, batch: int | None = None) -> Float[Tensor, "batch token channel"]:
-    """Return a tensor as vectors of tokens: middle axes number the tokens, and packed tokens are one sequence.
-
-    The number of sequences `batch` tells tokens that come first (token, batch, channel), and one vector a sequence.
-    """
-    if x.ndim == 2 and batch == x.shape[0]:
-        return x[:, None]
-    if x.ndim == 3 and batch == x.shape[1] and batch != x.shape[0]:
-        return x.transpose(0, 1)
-    return x[None] if x.ndim == 2 else x.flatten(1, -2)
 
 
 def first_tensor(values: Any, *, axes: int = 3) -> Tensor | None:

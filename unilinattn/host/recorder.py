@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unilinattn.call import CACHES, Captured
+from unilinattn.call.axes import LAST, axes_of
 from unilinattn.call.nested import mapped
 from unilinattn.errors import ModelStateError
 from unilinattn.host.inputs import bound_arguments, refuse_states, sequences_in
@@ -97,6 +98,8 @@ class Recorder(Observer[CallRecord]):
             # Other returned tensors, such as attention weights, are too large to keep.
             size = frame.output.numel()
             frame.returned = tuple(t for t in tensors_in(output) if t.numel() == size)
+        if frame.architecture is self._recorded and frame.input is not None and frame.output is not None:
+            frame.axes = axes_of(module, frame.input, frame.output) or LAST
         is_layer = frame.architecture is not None and frame.outermost is frame
         if frame.parent is not None and (frame.holds_layer or frame.architecture is not None):
             frame.parent.holds_layer = True

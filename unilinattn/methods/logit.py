@@ -1,6 +1,7 @@
 """`logit`: the exact share of each token in a logit, through the whole frozen model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -81,7 +82,7 @@ def shares_result(
             write_rows(extras[name], rows, values, layered=by != "tokens")
     size = extras["logit"].abs().clamp_min(torch.finfo(torch.float64).tiny)
     gap = float((extras["gap"] / size).max())
-    return make_result(
+    result = make_result(
         trace,
         options,
         layers,
@@ -93,6 +94,9 @@ def shares_result(
         completeness_gap=gap,
         warnings=() if run.doubt is None else (run.doubt,),
     )
+    if by != "tokens" or run.grid is None:
+        return result
+    return replace(result, grid=run.grid, patches=tuple(range(scores.shape[-1])), cls=())
 
 
 def _axes(trace: Trace, run: FrozenRun, by: By) -> Axes:

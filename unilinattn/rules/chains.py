@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from unilinattn.call.axes import Axes
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Stage, walk
@@ -24,19 +25,20 @@ RULES = (elementwise, linear, mixing, norms, windows)
 """The modules that register the rules of functions."""
 
 
-def chains_of(node: Node, like: Tensor, *, transposed: bool = False) -> Mapping[str, Chain]:
-    """Return the stages from each input to a module's output, whose last axis has the channels.
+def chains_of(node: Node, like: Tensor, axes: Axes, *, transposed: bool = False) -> Mapping[str, Chain]:
+    """Return the stages from each input to a module's output.
 
     Args:
         node: the output of a recorded run.
         like: a tensor of the operator's dtype and device.
+        axes: the axes of channels.
         transposed: whether inputs are (token, batch, channel).
 
     Raises `UncoveredError` with the function that is no stage.
     """
     with _deep_recursion():
-        carried = Compilation(like, transposed=transposed).value(node)
-    carried = _by_token(carried.moved(carried.index.reshape(node.value.shape)))
+        carried = Compilation(like, axes.inputs, transposed=transposed).value(node)
+    carried = _by_token(carried.moved(carried.index.reshape(node.value.shape).movedim(axes.output, -1)))
     chains = {port: simplified(chain) for port, chain in carried.chains.items()}
     mixers = [stage for chain in chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
     has_core = any(stage.role == "core" and not isinstance(stage.mixer, Gather) for stage in mixers)

@@ -41,14 +41,15 @@ class Compilation:
 
     Args:
         like: a tensor of the operator's dtype and device.
+        axis: the axis of channels of the inputs.
         transposed: whether inputs are (token, batch, channel).
 
     Attributes:
         like: a tensor without elements of the operator's dtype and device.
     """
 
-    def __init__(self, like: Tensor, *, transposed: bool) -> None:
-        self.like, self._transposed = like.new_empty(0), transposed
+    def __init__(self, like: Tensor, axis: int, *, transposed: bool) -> None:
+        self.like, self._axis, self._transposed = like.new_empty(0), axis, transposed
         self._values: dict[int, Carried] = {}
 
     def value(self, node: Any) -> Carried:
@@ -84,6 +85,9 @@ class Compilation:
         if self._transposed:
             shape = x.shape[1], x.shape[0], x.shape[2]
             return Carried({node.port: ()}, shape, whole(shape, x).transpose(0, 1), self.like)
+        if self._axis == 1:
+            shape = x.shape[0], x.shape[2:].numel(), x.shape[1]
+            return Carried({node.port: ()}, shape, whole(shape, x).transpose(1, 2).reshape(x.shape), self.like)
         # Middle axes number the tokens: (batch, row, column, channel) has rows times columns of them.
         shape = (1, *x.shape) if x.ndim == 2 else (x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
         return Carried({node.port: ()}, shape, whole(shape, x).view(x.shape), self.like)

@@ -107,6 +107,19 @@ def multiply(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
     return run.scaled(run.value(value), factor, "gate")
 
 
+@rule("addcmul")
+def add_product(run: Compilation, node: Node, x: Any, one: Any, two: Any, *, value: int | float = 1) -> Carried:
+    """Add a product to a carried tensor or a constant."""
+    if not is_carried(one) and not is_carried(two):
+        return _sum(run, node, (x, 1), (run.number(one) * run.number(two), value))
+    total = multiply(run, node, one, two)
+    total = total if value == 1 else run.scaled(total, float(value), "skip")
+    if not is_carried(x):
+        return run.shifted(total, x)
+    term = run.value(x)
+    return added(total.moved(total.index.expand(node.value.shape)), term.moved(term.index.expand(node.value.shape)))
+
+
 @rule("div", "divide", "true_divide")
 def divide(run: Compilation, node: Node, x: Any, other: Any, *, rounding_mode: str | None = None) -> Carried:
     """Divide by a frozen number."""

@@ -91,6 +91,24 @@ def cumsum(run: Compilation, node: Node, x: Any, dim: int, **_: Any) -> Carried:
     return _along(run.value(x), dim % x.value.ndim, run.like.new_ones(size, size).tril(), node.value.shape)
 
 
+@rule("interpolate", "adaptive_avg_pool1d", "adaptive_avg_pool2d")
+def resize(run: Compilation, node: Node, x: Any, *args: Any, **kwargs: Any) -> Carried:
+    """Multiply each axis of an image by the matrix that a function of images applies to it."""
+    size, carried = x.value.shape, run.value(x)
+    for axis in range(2, x.value.ndim):
+        # The unit vectors of an axis, and one entry of each other axis.
+        length = size[axis]
+        probe = run.like.new_zeros(length, 1, *size[2:])
+        index = [torch.arange(length), 0, *[slice(None)] * len(size[2:])]
+        index[axis] = torch.arange(length)
+        probe[tuple(index)] = 1
+        result = node.func(probe, *args, **kwargs)
+        matrix = result[(slice(None), 0, *(slice(None) if n == axis else 0 for n in range(2, result.ndim)))].mT
+        shape = torch.Size((*carried.index.shape[:axis], len(matrix), *carried.index.shape[axis + 1 :]))
+        carried = _along(carried, axis, matrix, shape)
+    return carried
+
+
 @rule("scaled_dot_product_attention")
 def attention(
     run: Compilation,

@@ -73,16 +73,60 @@ def average_pool(
     axes = 2 if node.name == "avg_pool2d" else 1
     kernel = _each(kernel_size, axes)
     steps = kernel if stride is None or stride == () else _each(stride, axes)
-    if ceil_mode:
-        raise UncoveredError("a pool whose last window reaches over the end")
     window = _Window(kernel, steps, padding, 1, node.value.shape[-axes:])
     total = window.sum(run.value(x), lambda tokens, place: tokens)
-    divisor: Any = divisor_override or reduce(int.__mul__, kernel)
-    if not count_include_pad and divisor_override is None:
-        # The pool of ones, of which zeros are no part, is 1; with them it is the share of real tokens.
-        pool = functional.avg_pool2d if axes == 2 else functional.avg_pool1d
-        divisor = divisor * pool(torch.ones_like(x.value), kernel, steps, padding)
-    return run.scaled(total, 1 / torch.as_tensor(divisor, dtype=run.like.dtype), "conv")
+    # The pool of ones is the number of real tokens over the divisor.
+    ones, options = run.like.new_ones(1, 1, *x.value.shape[-axes:]), (kernel, steps, padding, ceil_mode)
+    if axes == 2:
+        mean = functional.avg_pool2d(ones, *options, count_include_pad, divisor_override)
+    else:
+        mean = functional.avg_pool1d(ones, *options, count_include_pad)
+    return run.scaled(total, mean / window.counts(ones.shape[2:]).to(mean), "conv")
+
+
+@rule("max_pool1d", "max_pool2d")
+def max_pool(
+    run: Compilation,
+    node: Node,
+    x: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Carried:
+    """Read the largest element of each window, whose place is frozen."""
+    axes = 2 if node.name == "max_pool2d" else 1
+    kernel = _each(kernel_size, axes)
+    steps = kernel if stride is None or stride == () else _each(stride, axes)
+    if return_indices:
+        raise UncoveredError("the places of the largest values of the tokens are read")
+    pool = functional.max_pool2d if axes == 2 else functional.max_pool1d
+    _, best = pool(x.value.detach(), kernel, steps, padding, dilation, ceil_mode=ceil_mode, return_indices=True)
+    size = x.value.shape[-axes:]
+    window = _Window(kernel, steps, padding, dilation, node.value.shape[-axes:])
+
+    def tap(tokens: Carried, place: tuple[int, ...]) -> Carried:
+        return run.scaled(tokens, (best == window.read(place, size).to(best)).to(run.like), "gate")
+
+    return window.sum(run.value(x), tap)
+
+
+@rule("max", "amax")
+def largest(run: Compilation, node: Node, x: Any, dim: Any = None, keepdim: bool = False) -> Carried:
+    """Read the largest element along an axis, whose place is frozen."""
+    carried, point = run.value(x), x.value.detach()
+    axes = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    if len(axes) != 1 or node.item not in (None, 0) or point.shape[axes[0]] > TAPS:
+        raise UncoveredError("the largest of many values that depend on the tokens is read")
+    axis = axes[0] % point.ndim
+    best = point.argmax(axis, keepdim=True)
+    entries = torch.arange(point.shape[axis]).split(1)
+    taps = (carried.moved(carried.index.index_select(axis, entry.to(best.device))) for entry in entries)
+    terms = (run.scaled(tap, (best == number).to(run.like), "gate") for number, tap in enumerate(taps))
+    total = reduce(added, terms)
+    return total.moved(total.index.reshape(node.value.shape))
 
 
 @rule("pad")
@@ -238,13 +282,30 @@ class _Window:
         places = product(*(range(size) for size in self._kernel))
         return reduce(added, (tap(self._moved(carried, place), place) for place in places))
 
+    def counts(self, size: Sequence[int]) -> Int[Tensor, "*out"]:
+        """Return the number of tokens in each window of tokens along axes of `size`."""
+        total = torch.ones((), dtype=torch.long)
+        for axis, length in enumerate(size):
+            entries = (self._entries(axis, offset, length) >= 0 for offset in range(self._kernel[axis]))
+            total = total[..., None] * torch.stack([*entries]).sum(0)
+        return total
+
+    def read(self, place: tuple[int, ...], size: Sequence[int]) -> Int[Tensor, "*out"]:
+        """Return the number of the token at a place of each window, among those of the axes of `size`."""
+        number = torch.zeros((), dtype=torch.long)
+        for axis, length in enumerate(size):
+            number = number[..., None] * length + self._entries(axis, place[axis], length)
+        return number
+
+    def _entries(self, axis: int, offset: int, size: int) -> Int[Tensor, " entry"]:
+        index = torch.arange(self._out[axis]) * self._stride[axis] + offset * self._dilation[axis] - self._before[axis]
+        return index.masked_fill((index < 0) | (index >= size), -1)
+
     def _moved(self, carried: Carried, place: tuple[int, ...]) -> Carried:
         for number, offset in enumerate(place):
             axis = carried.index.ndim - len(place) + number
-            size = carried.index.shape[axis]
-            steps = torch.arange(self._out[number], device=carried.index.device) * self._stride[number]
-            index = steps + offset * self._dilation[number] - self._before[number]
-            carried = along(carried, axis, index.masked_fill((index < 0) | (index >= size), -1))
+            entries = self._entries(number, offset, carried.index.shape[axis])
+            carried = along(carried, axis, entries.to(carried.index.device))
         return carried
 
 

@@ -108,7 +108,7 @@ def _like(returned: Sequence[Tensor], layer: Layer) -> Tensor:
     if fitting is None:
         shapes = [tuple(tensor.shape) for tensor in returned]
         raise UncoveredError(f"{layer.name}: run again it returns {shapes}, not {tuple(layer.output_shape)}.")
-    return layer.as_read(fitting, layer.output.shape)
+    return layer.output_as_read(fitting)
 
 
 def _equal(value: Any, tensor: Tensor, layer: Layer) -> bool:

@@ -6,39 +6,76 @@ perturbing some tokens of its input moves others of its output. What mixes elsew
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.axes import LAST, Axes, as_tokens, axes_of, channel_axis, in_shape
 from unilinattn.call.nested import mapped
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, sequences_in
-from unilinattn.host.module_calls import CallRecord, as_tokens, first_tensor
+from unilinattn.host.module_calls import CallRecord, first_tensor
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.recorder import MAIN, captured, main_tensor
 from unilinattn.host.run import run
 from unilinattn.registry import visible_functions
+from unilinattn.tracing.mixing import mixes_tokens
 from unilinattn.tracing.perturbation import TOLERANCE, Constant, Constants
-from unilinattn.tracing.unknown import is_basic, mixes_tokens
+from unilinattn.tracing.unknown import is_basic
 
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module: the functions that mix in it, and whether it is a layer that may be recorded."""
+    """One call of a module: what mixes in it, and whether it is a layer that may be recorded.
+
+    Attributes:
+        number: the number of the call in the run.
+        block: that of the innermost call around it of a module in a list, which takes the model's sequences; 0 without.
+        mixes: whether a function mixes in it, outside of the layers in it.
+        attends: whether a function that is no convolution does.
+        streams: the calls in it that mix, and would be layers but for being a part of this one.
+        is_part: whether it is a layer because the module around it holds others.
+        windowed: whether its sequences are windows of those of the model.
+    """
 
     path: str
     module: nn.Module
     inputs: Inputs
-    shape: tuple[int, ...] | None = None
+    number: int
+    block: int
+    tensor: Tensor | None
     mixes: bool = False
+    attends: bool = False
     holds_layer: bool = False
+    is_part: bool = False
+    windowed: bool = False
+    streams: "list[_Call]" = field(default_factory=list)
+
+    @property
+    def windows(self) -> "list[_Call]":
+        """The calls in it that mix the tokens of windows by more than convolutions."""
+        return [call for call in self.streams if call.windowed and call.attends and not is_basic(call.module)]
+
+    @property
+    def axis(self) -> int:
+        """The axis of channels of the stream that it reads."""
+        assert self.tensor is not None
+        return channel_axis(self.module, self.tensor.shape) or -1
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of that stream."""
+        assert self.tensor is not None
+        return as_tokens(self.tensor, axis=self.axis).shape[1]
 
 
-def mixing_modules(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[str]:
+def mixing_modules(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> dict[str, bool]:
     """Return the paths of modules outside of the recorded calls `layers` that mix tokens, in order of execution.
+
+    True for those that mix by another function than a convolution.
 
     Runs the model once without the computation of its layers, and each candidate once more per call.
     """
@@ -48,7 +85,8 @@ def mixing_modules(model: nn.Module, arguments: Mapping[str, Any], layers: Seque
             constants.setdefault(layer.name, []).append(Constant(layer.structure, layer.output))
     search = _Search(model, constants)
     run(model, arguments, mixers=search.constant_layers(), observer=search.attached(), seed=torch.get_rng_state())
-    return list(search.paths) if search.paths or layers else search.weak()
+    paths = search.layer_paths()
+    return paths if paths or layers else dict.fromkeys(search.weak(), True)
 
 
 class _Search(Observer[_Call]):
@@ -57,9 +95,12 @@ class _Search(Observer[_Call]):
     def __init__(self, model: nn.Module, layers: Constants) -> None:
         super().__init__(model)
         self._layers = layers
-        self.paths: dict[str, None] = {}
+        self.paths: dict[str, _Call] = {}
         self._weak: dict[str, None] = {}
+        self._arguments: list[Tensor] = []
         self._batch: int | None = None
+        self._count = 0
+        self._first: int | None = None
         self._trying = False
 
     @contextmanager
@@ -87,8 +128,10 @@ class _Search(Observer[_Call]):
 
     def _called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         with torch._C.DisableTorchFunction():
+            name = getattr(func, "__name__", "")
             if self.stack and not self._trying and mixes_tokens(func, args, kwargs):
                 self.stack[-1].mixes = True
+                self.stack[-1].attends |= not _only_convolves(name, args, result)
         return result
 
     def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
@@ -100,48 +143,88 @@ class _Search(Observer[_Call]):
         return None if self._trying else super().leave(module, args, kwargs, output)
 
     def frame(self, path: str, module: nn.Module, inputs: Inputs) -> _Call:
-        """Note the shape of the call's tokens."""
-        call = _Call(path, module, inputs)
+        """Number the call."""
         args, kwargs = inputs
-        x = first_tensor((*args, *kwargs.values()))
-        call.shape = None if x is None else tuple(x.shape)
+        self._count += 1
         if not self.stack:
             self._batch = sequences_in(bound_arguments(module, args, kwargs))
+            self._arguments = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim]
+        x = first_tensor((*args, *kwargs.values()))
+        is_block = path.rpartition(".")[2].isdigit() and x is not None and x.shape[0] == self._batch
+        block = self._count if is_block else self.stack[-1].block if self.stack else 0
+        call = _Call(path, module, inputs, self._count, block, x)
         if path in self._layers:
+            self._first = self._first or call.block or call.number
             for outer in self.stack:
                 outer.holds_layer = True
         return call
 
     def leaving(self, frame: _Call, module: nn.Module, inputs: Inputs, output: Any) -> None:
         """Make the call a layer if it takes and returns a stream, else hand what mixes to the module around it."""
-        inside = any(call.path in self._layers or call.path in self.paths for call in self.stack) or (
-            frame.path in self._layers
-        )
-        if not frame.mixes or inside or frame.holds_layer:
+        inside = any(call.path in self._layers or call.path in self.paths for call in self.stack)
+        if not frame.mixes or inside or frame.path in self._layers:
+            return
+        if frame.attends and frame.holds_layer:
+            self._take_convolutions(frame)
+        if frame.holds_layer:
+            # Beside layers, the parts that mix are layers by themselves.
+            for call in frame.streams:
+                if call.tokens > 1:
+                    call.is_part = True
+                    self._add(call)
             return
         result = main_tensor(output)
         parent = self.stack[-2] if len(self.stack) > 1 else None
-        if result is None or is_basic(module) or not self._is_stream(frame, result):
-            if parent is not None:
-                parent.mixes = True
-            return
         if parent is None:
             return
-        if self._is_wrapped(frame, parent):
-            parent.mixes = True
-            return
-        if not self._moves_others(frame, result):
+        is_stream = result is not None and self._is_stream(frame, result)
+        if result is not None and is_stream and not is_basic(module) and not self._is_wrapped(frame, parent):
+            if self._moves_others(frame, result):
+                if frame.windowed:
+                    # The module around one mixer of windows has the sequences of the model.
+                    parent.mixes, parent.attends = True, parent.attends or frame.attends
+                    parent.streams += frame.windows or [frame]
+                    return
+                for call in frame.streams if len(frame.windows) > 1 else [frame]:
+                    self._add(call)
+                return
             # The tokens may lie along another axis here, and a module whose weights begin at zero moves nothing yet.
             self._weak.setdefault(frame.path)
-            parent.mixes = True
-            return
-        self.paths[frame.path] = None
-        for outer in self.stack[:-1]:
-            outer.holds_layer = True
+            is_stream = False
+        parent.mixes, parent.attends = True, parent.attends or frame.attends
+        is_stream = is_stream and result is not None and self._moves_others(frame, result)
+        parent.streams += [frame] if is_stream else frame.streams
+
+    def _take_convolutions(self, frame: _Call) -> None:
+        """Make the convolutions inside of an attention, such as those of its keys, a part of it."""
+        inside = [path for path in (*self._layers, *self.paths) if path.startswith(f"{frame.path}.")]
+        calls = [self.paths.get(path) for path in inside]
+        if frame.path and not is_basic(frame.module) and all(call is not None and not call.attends for call in calls):
+            frame.holds_layer = False
+            for path in inside:
+                del self.paths[path]
+
+    def _add(self, call: _Call) -> None:
+        """Make a call a layer."""
+        self.paths.setdefault(call.path, call)
+        for outer in self.stack:
+            if outer is not call:
+                outer.holds_layer = True
+
+    def layer_paths(self) -> dict[str, bool]:
+        """Return the paths of the layers, but for a stem: convolutions of images before the first other layer."""
+        wholes = [call for call in self.paths.values() if not call.is_part]
+        attending = [call.block or call.number for call in self.paths.values() if call.attends]
+        attending += [] if self._first is None else [self._first]
+        first = min(attending or [call.block or call.number for call in wholes], default=0)
+        calls = (call for call in self.paths.values() if call.number >= first or call.axis == -1)
+        return {call.path: call.attends for call in calls}
 
     @staticmethod
     def _is_wrapped(frame: _Call, parent: _Call) -> bool:
         """Whether the module around a call has the same input, such as one that adds it to the output and norms it."""
+        if is_basic(parent.module):
+            return False
         inner, outer = (first_tensor((*call.inputs[0], *call.inputs[1].values())) for call in (frame, parent))
         return inner is outer and bool(parent.path) and not parent.path.rpartition(".")[2].isdigit()
 
@@ -151,29 +234,40 @@ class _Search(Observer[_Call]):
 
     def _is_stream(self, frame: _Call, result: Tensor) -> bool:
         """Whether a call takes and returns vectors of tokens, in as many sequences as the model."""
-        shape = frame.shape
-        if shape is None or result.ndim < 3 or not result.is_floating_point():
+        x = frame.tensor
+        if x is None or result.ndim < 3 or not result.is_floating_point():
             return False
-        if self._batch not in (shape[0], shape[1] if len(shape) == 3 else None):
-            return False
-        if self._batch not in (result.shape[0], result.shape[1] if result.ndim == 3 else None):
-            return False
-        return not _has_channels_first(frame.module, shape)
+        batch = self._batch
+        for tensor in (x, result):
+            if batch not in (tensor.shape[0], tensor.shape[1] if tensor.ndim == 3 else None):
+                if not batch or tensor.shape[0] % batch:
+                    return False
+                frame.windowed = True
+        # The pixels of an image are no tokens.
+        is_image = x.ndim > 3 and any(x is argument for argument in self._arguments)
+        return not is_image and axes_of(frame.module, x, result) is not None
 
     def _moves_others(self, frame: _Call, result: Tensor) -> bool:
         """Tell whether other tokens of a module's output move with some tokens of its input."""
-        x = first_tensor((*frame.inputs[0], *frame.inputs[1].values()))
+        x = frame.tensor
         assert x is not None
-        tokens = as_tokens(x, self._batch)
+        axes = axes_of(frame.module, x, result) or LAST
+        # An image may have as many columns as channels.
+        is_cube = x.ndim > 3 and x.shape[1] == x.shape[-1]
+        others = [Axes(-axes.inputs, -axes.output if result.ndim == x.ndim else axes.output)] if is_cube else []
+        return all(self._moves(frame, x, result, each) for each in (axes, *others))
+
+    def _moves(self, frame: _Call, x: Tensor, result: Tensor, axes: Axes) -> bool:
+        tokens = as_tokens(x, self._batch, axes.inputs)
         length = tokens.shape[1]
-        if length < 2 or as_tokens(result, self._batch).shape[1] != length:
+        if length < 2 or as_tokens(result, self._batch, axes.output).shape[1] != length:
             return length > 1
         generator = torch.Generator().manual_seed(0)
         half = torch.randperm(length, generator=generator) < length // 2
         noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
         size = tokens.float().square().mean().sqrt().to(tokens)
         moved = tokens + (size + 1e-3) * noise * half.to(tokens)[:, None]
-        moved = moved.transpose(0, 1) if tokens.shape[:2] != x.shape[:2] and x.ndim == 3 else moved.view(x.shape)
+        moved = in_shape(moved, x.shape, axes.inputs)
         args, kwargs = (
             tuple(moved if v is x else v for v in frame.inputs[0]),
             {name: moved if v is x else v for name, v in frame.inputs[1].items()},
@@ -187,24 +281,11 @@ class _Search(Observer[_Call]):
             self._trying = False
         if after is None or after.shape != result.shape:
             return True
-        before, after = (as_tokens(t, self._batch)[:, ~half] for t in (result, after))
+        before, after = (as_tokens(t, self._batch, axes.output)[:, ~half] for t in (result, after))
         allowed = TOLERANCE.get(result.dtype, 0.05)
         return float((after - before).norm()) > allowed * float(before.norm())
 
 
-def _has_channels_first(module: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether a module reads channels from the second axis, as its layers tell that know their number.
-
-    Images for which no layer tells have their channels there.
-    """
-    convolved = _sizes(module, "in_channels", "num_features", "num_channels")
-    projected = _sizes(module, "in_features", "normalized_shape")
-    if len(shape) > 3:
-        return shape[1] in convolved or shape[-1] not in projected
-    return shape[-1] not in convolved | projected and shape[1] in convolved | projected
-
-
-def _sizes(module: nn.Module, *names: str) -> set[int]:
-    """Return the numbers of channels that layers of a module have in attributes."""
-    sizes = [getattr(inner, name, None) for inner in module.modules() for name in names]
-    return {size[-1] if isinstance(size, tuple) and size else size for size in sizes if size is not None}
+def _only_convolves(name: str, args: tuple[Any, ...], result: Any) -> bool:
+    """Tell whether a function that mixes is a convolution, or a pool that makes fewer tokens."""
+    return name.startswith("conv") or ("pool" in name and result.shape != args[0].shape)

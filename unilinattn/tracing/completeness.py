@@ -12,6 +12,7 @@ Memory: two numbers per token for every tensor that a layer reads, and 1,024 ele
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,16 +21,18 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from unilinattn.call.attention_interface import configurations
+from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.host.inputs import call_host, real_tokens
 from unilinattn.host.logits import logits_in
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.observer import Functions, Inputs
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
+from unilinattn.tracing.mixing import mixes_tokens
 from unilinattn.tracing.perturbation import TOLERANCE, Call, Constants, Run, noisy
 
-AXES = (2, 3, 4)
-"""Numbers of axes of vectors of tokens, which may be packed in one axis, or lie along rows and columns."""
+AXES = (2, 3, 4, 5)
+"""Numbers of axes of vectors of tokens, which may be packed in one axis, or lie along those of an image or a video."""
 
 PIECES = (2, 16)
 """Numbers of pieces of an input without tokens: halves, and pieces in which attention to some neighbours ends."""
@@ -67,18 +70,22 @@ def find_leak(
     constants, and the vectors `regrouped` may have elements of several tokens. The model and the random number
     generators are restored.
     """
-    vectors = [x for record in layers for x in (record.entered, record.output) if x is not None and x.ndim in AXES]
-    streams = {_shape(x) for x in vectors}
+    pairs = [pair for record in layers for pair in zip((record.entered, record.output), record.axes, strict=True)]
+    shapes = {tuple(x.shape): axis for x, axis in pairs if x is not None and x.ndim in AXES}
+    streams = {_tokens(shape, axis) for shape, axis in shapes.items()}
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
     ids = {tuple(x.shape) for name, x in arguments.items() if _is_ids(name, x) and x.shape[1] not in lengths}
     halves = {shape: _half(shape) for shape in sorted(streams) if shape[0] * shape[1] > 1}
     # Rows of ids may be several for each token, such as those of codebooks, so a half has whole columns.
     halves |= {shape: _half((1, shape[1])).repeat(shape[0], 1) for shape in sorted(ids - streams) if shape[1] > 1}
-    perturbed = [_Tokens(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
-    probe = _Probing(model, arguments, constants, {tuple(x.shape) for x in vectors})
+    perturbed = [_Tokens(model, shape, half, shapes) for shape, first in halves.items() for half in (first, ~first)]
+    # Without ids, what comes before the first block makes tokens of a signal.
+    has_ids = any(_is_ids(name, x) for name, x in arguments.items())
+    begins = None if has_ids or not layers else _block_of(layers[0])
+    probe = _Probing(model, arguments, constants, shapes, begins)
     entries = probe.run(perturbed)
-    leak = probe.first_attention(entries) or _first_leak(entries, halves, regrouped)
+    leak = probe.first_attention(entries) or _first_leak(entries, halves, regrouped, probe.holders)
     if leak is not None and leak.regrouped is not None and probe.run(perturbed, leak.regrouped)[leak.regrouped].mixed:
         leak = replace(leak, regrouped=None)
     if leak is not None or not any(_is_signal(name, x, streams) for name, x in arguments.items()):
@@ -89,6 +96,9 @@ def find_leak(
 
 Key = tuple[str, str, int, Any]
 """Kind of a tensor ("layer", "in", "out", "attention", "output"), path and number of the call, and its place there."""
+
+Shapes = Mapping[tuple[int, ...], int]
+"""The shapes of the vectors that layers read and return, with the axis of their channels."""
 
 Entries = dict[Key, Entry]
 """The compared tensors of some runs, in order of execution."""
@@ -101,10 +111,11 @@ class _Tokens:
         model: the model.
         shape: (batch, tokens) of the stream, or of ids that are no stream of the layers.
         half: the perturbed tokens.
+        shapes: the shapes of the layers' vectors.
     """
 
-    def __init__(self, model: nn.Module, shape: Shape, half: Bool[Tensor, "batch token"]) -> None:
-        self._model, self._shape, self._half = model, shape, half
+    def __init__(self, model: nn.Module, shape: Shape, half: Bool[Tensor, "batch token"], shapes: Shapes) -> None:
+        self._model, self._shape, self._half, self._shapes = model, shape, half, shapes
 
     def inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Exchange the ids or vectors of tokens, so that values stay valid: coordinates may be among them."""
@@ -112,9 +123,10 @@ class _Tokens:
 
     def noisy(self, t: Tensor) -> Tensor:
         """Add noise to the tokens of the stream."""
-        if t.ndim not in AXES or _shape(t) != self._shape:
+        axis = self._shapes.get(tuple(t.shape), -1)
+        if t.ndim not in AXES or _tokens(t.shape, axis) != self._shape:
             return t
-        return noisy(t[None] if t.ndim == 2 else t.flatten(1, -2), self._half).view(t.shape)
+        return in_shape(noisy(as_tokens(t, axis=axis), self._half), t.shape, axis)
 
     def _exchanged(self, name: str, value: Any, arguments: Mapping[str, Any]) -> Any:
         if not isinstance(value, Tensor) or value.ndim < 2 or tuple(value.shape[:2]) != self._shape:
@@ -152,13 +164,15 @@ class _Signal:
         return torch.cat(flipped, dim=axis)
 
 
-def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor], regrouped: Collection[Key]) -> Leak | None:
+def _first_leak(
+    entries: Entries, halves: Mapping[Shape, Tensor], regrouped: Collection[Key], holders: Mapping[str, str]
+) -> Leak | None:
     """Return the first vectors that a layer reads or the model returns which move with other tokens.
 
     Those of a layer that are not known to move with tokens of their stream count as regrouped.
 
     Its module is the last one before them that made mixed tensors from others, innermost: an earlier one may end in a
-    result that nothing reads.
+    result that nothing reads. Without one it is the module that calls the layer, of `holders`.
     """
     after: str | None = None
     sources: list[str] = []
@@ -170,7 +184,8 @@ def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor], regrouped: Col
             if mixed or (key not in regrouped and entry.of_several_tokens(halves)):
                 is_layer = kind == "layer"
                 groups = None if mixed or not is_layer else key
-                return Leak(sources[-1] if sources else "", None, after, path if is_layer else None, groups)
+                source = sources[-1] if sources else holders.get(path, "")
+                return Leak(source, None, after, path if is_layer else None, groups)
         if kind == "layer" and path != after:
             after, sources = path, []
         elif kind == "in" and entry.mixed:
@@ -186,21 +201,20 @@ class _Probing:
     """Runs of one model on one input, with its layers constant."""
 
     def __init__(
-        self, model: nn.Module, arguments: Mapping[str, Any], constants: Constants, shapes: Collection[tuple[int, ...]]
+        self, model: nn.Module, arguments: Mapping[str, Any], constants: Constants, shapes: Shapes, begins: str | None
     ) -> None:
-        self._model, self._arguments, self._constants, self._shapes = model, arguments, constants, shapes
+        self._arguments, self._probe = arguments, partial(_Probe, model, constants, shapes, begins)
 
     def run(self, halves: Sequence[_Tokens | _Signal], whole: Key | None = None) -> Entries:
         """Run the model unperturbed and with each perturbation; return the compared tensors in order of execution.
 
         Of the vectors `whole`, which a layer reads, all elements are compared.
         """
-        reference = _Probe(self._model, self._constants, self._shapes, whole=whole)
+        reference = self._probe(whole=whole)
         reference.run(self._arguments)
+        self.holders = reference.holders
         for number, half in enumerate(halves):
-            _Probe(self._model, self._constants, self._shapes, half, reference, number, whole).run(
-                half.inputs(self._arguments)
-            )
+            self._probe(half, reference, number, whole).run(half.inputs(self._arguments))
         return reference.entries
 
     def first_attention(self, entries: Entries) -> Leak | None:
@@ -215,9 +229,9 @@ class _Probing:
 
     def _reaches(self, key: Key) -> bool:
         """Tell whether the result of an attention moves vectors that a layer reads, or the model's output."""
-        reference = _Probe(self._model, self._constants, self._shapes)
+        reference = self._probe()
         reference.run(self._arguments)
-        _Probe(self._model, self._constants, self._shapes, key, reference).run(self._arguments)
+        self._probe(key, reference).run(self._arguments)
         sinks = (entry for (kind, *_), entry in reference.entries.items() if kind in ("layer", "output"))
         return any(bool((entry.changes[0] > entry.accepted).any()) for entry in sinks if entry.changes)
 
@@ -228,13 +242,17 @@ class _Probe(Run):
     Attributes:
         entries: the recorded numbers by key, in order of execution.
         first: the first vectors of each stream.
+        stem: the number of functions up to the last one that mixes pixels before the first layer.
+        block: that of the functions before the first block of a model without ids.
+        holders: the path of the module that calls each layer.
     """
 
     def __init__(
         self,
         model: nn.Module,
         constants: Constants,
-        shapes: Collection[tuple[int, ...]],
+        shapes: Shapes,
+        begins: str | None,
         change: "_Tokens | _Signal | Key | None" = None,
         reference: "_Probe | None" = None,
         number: int = 0,
@@ -243,11 +261,15 @@ class _Probe(Run):
         """Prepare the unperturbed run, or run `number` with a perturbed half or a perturbed result of one attention."""
         super().__init__(model, 0, constants)
         self._shapes, self._change, self._whole = shapes, change, whole
-        self._streams = {_shape_of(shape) for shape in shapes}
+        self._streams = {_tokens(shape, axis) for shape, axis in shapes.items()}
         self.entries: Entries = {} if reference is None else reference.entries
         self.first: dict[Shape, Tensor] = {} if reference is None else reference.first
         self._is_reference, self._number = reference is None, number
         self._begun: set[Shape] = set()
+        self._images = {_tokens(shape, axis) for shape, axis in shapes.items() if axis == 1}
+        self._count, self._has_read, self._begins = 0, False, begins
+        self.holders: dict[str, str] = {}
+        self.stem, self.block = (0, 0) if reference is None else (reference.stem, reference.block)
         self._attentions: dict[tuple[str, int], int] = {}
 
     def call_host(self, arguments: Mapping[str, Any]) -> None:
@@ -261,6 +283,9 @@ class _Probe(Run):
 
     def entering(self, frame: Call, module: nn.Module, inputs: Inputs) -> None:
         """Compare the tensors that enter a module."""
+        if self._is_reference and not self.block and frame.path == self._begins:
+            self.block = self._count
+            self._begun.clear()
         self._compare_all("in", frame, inputs)
 
     def leaving(self, frame: Call, module: nn.Module, inputs: Inputs, output: Any) -> None:
@@ -269,7 +294,10 @@ class _Probe(Run):
 
     def reading(self, path: str, number: int, inputs: Inputs) -> None:
         """Compare the vectors that a layer reads."""
-        vectors = [t for t in tensors(inputs) if t.ndim in AXES and _shape(t) in self._streams]
+        self._has_read = True
+        self.holders[path] = self.stack[-2].path if len(self.stack) > 1 else ""
+        axes = ((t, self._shapes.get(tuple(t.shape), -1)) for t in tensors(inputs) if t.ndim in AXES)
+        vectors = [as_tokens(t, axis=axis) for t, axis in axes if _tokens(t.shape, axis) in self._streams]
         for index, t in enumerate(t for t in vectors if t.is_floating_point() and t.shape[-1] > 1):
             key: Key = ("layer", path, number, index)
             self._compare(key, elements if key == self._whole else rows, t)
@@ -281,6 +309,11 @@ class _Probe(Run):
     def called(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Inspect the result of a function of the host; return it or its replacement."""
         name = getattr(func, "__name__", "")
+        self._count += 1
+        if self._is_reference and not self._has_read and mixes_tokens(func, args, kwargs):
+            # Images have the shape of the first stream while convolutions still mix their pixels.
+            self.stem = self._count
+            self._begun -= {shape for shape in self._begun if shape in self._images}
         if name in ("empty", "empty_like", "new_empty") and isinstance(result, Tensor):
             return result.zero_()  # Arbitrary memory would differ between the runs.
         if name in ATTENTION:
@@ -302,9 +335,12 @@ class _Probe(Run):
             return result
         # A function without operands makes constants, and one in place changes an operand too.
         makes = not any(True for _ in tensors(args)) or name.endswith("_like") or name.startswith("new_")
-        shape = _shape(result)
+        if tuple(result.shape) not in self._shapes or makes or name.endswith("_"):
+            return result
+        axis = self._shapes[tuple(result.shape)]
         # Channels before tokens have the shape of a stream only with its width.
-        if tuple(result.shape) not in self._shapes or shape in self._begun or makes or name.endswith("_"):
+        shape = _tokens(result.shape, axis)
+        if shape in self._begun or self._count <= self.block or (axis == 1 and self._count < self.stem):
             return result
         self._begun.add(shape)
         if self._is_reference:
@@ -325,6 +361,13 @@ class _Probe(Run):
             self.entries[key] = Entry(values, size, TOLERANCE.get(t.dtype, 0.05), shape)
         elif key in self.entries:
             self.entries[key].compare(self._number, values)
+
+
+def _block_of(layer: CallRecord) -> str | None:
+    """Return the path of the innermost module in a list around a layer, None without one."""
+    names = layer.name.split(".")
+    blocks = [count for count, name in enumerate(names, 1) if name.isdigit()]
+    return ".".join(names[: blocks[-1]]) if blocks else None
 
 
 def _half(shape: Shape) -> Bool[Tensor, "batch token"]:
@@ -356,11 +399,13 @@ def _is_ids(name: str, x: Any) -> bool:
 
 
 def _shape(x: Tensor) -> Shape:
-    return _shape_of(x.shape)
+    return _tokens(x.shape, -1)
 
 
-def _shape_of(shape: Sequence[int]) -> Shape:
-    """Return (batch, tokens) of vectors of this shape; packed tokens are one sequence."""
+def _tokens(shape: Sequence[int], axis: int) -> Shape:
+    """Return (batch, tokens) of vectors whose channels are at `axis`; packed tokens are one sequence."""
+    if axis == 1:
+        return shape[0], prod(shape[2:])
     return (1, shape[0]) if len(shape) == 2 else (shape[0], prod(shape[1:-1]))
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from unilinattn.errors import UnknownArchitectureError
 from unilinattn.host import substitution
+from unilinattn.host.inputs import token_ids
 from unilinattn.host.logits import KEEP
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.recorder import Recorder
@@ -91,23 +92,25 @@ def unregistered_mixers(
     examined = _shortened(arguments, above)
     if examined is not arguments:
         layers = _layers_of(model, examined, ())
-    paths = [*_wrappers(layers), *mixing_modules(model, examined, layers)]
+    candidates = mixing_modules(model, examined, layers)
+    paths = [*_wrappers(layers), *candidates]
+    convolutions = {path for path, attends in candidates.items() if not attends}
     regrouped: list[Key] = []
     while True:
         if paths:
             layers = _layers_of(model, examined, paths)
         found = _Search(model, examined, layers, regrouped).run()
         # What mixes between two layers, such as the merging of patches, is a layer too if a module does it.
-        more = [path for mixer in found if (path := _layer_at(model, mixer, layers)) is not None]
+        more = [path for mixer in found if (path := _layer_at(model, mixer, layers, convolutions)) is not None]
         # Without such a module, the first layer of a stream may read several tokens of another stream as one.
         leaks = [mixer.leak for mixer in found if mixer.leak is not None and not more]
         groups = [leak.regrouped for leak in leaks if leak.regrouped is not None]
         regrouped += groups
         if not groups and set(more) <= set(paths):
             break
+        # A layer around recorded ones, beside which it mixes, takes their place.
         inside = tuple(f"{path}." for path in more)
-        paths = [path for path in paths if not path.startswith(inside)]
-        paths += [path for path in more if path not in paths]
+        paths = [path for path in dict.fromkeys((*paths, *more)) if not path.startswith(inside)]
     mixers = (*(UnregisteredMixer(path, model.get_submodule(path), False) for path in paths), *found)
     answer = tuple((mixer.path, mixer.holds_layers, mixer.leak) for mixer in mixers)
     _answers[model] = _Answer(state_of(model, arguments), _shapes(examined), answer)
@@ -128,24 +131,22 @@ def _wrappers(layers: Sequence[CallRecord]) -> list[str]:
     return [name for name in names if name and not name.rpartition(".")[2].isdigit()]
 
 
-def _layer_at(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord]) -> str | None:
+def _layer_at(
+    model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord], convolutions: Collection[str]
+) -> str | None:
     """Return the path of the module around a leak that takes tokens and returns them; None if it holds layers.
 
-    If a recorded layer reads mixed tokens that no module returned, the module around that layer mixes them.
+    It may hold recorded ones: `convolutions` and one other.
     """
-    leak = mixer.leak
-    if leak is None:
+    if mixer.leak is None:
         return None
-    path, inner = leak.module, None
+    path = mixer.leak.module
     recorded = {x.name for x in layers if x.architecture is not None and x.architecture.name == UNREGISTERED}
-    if not path and leak.before in recorded:
-        inner = leak.before
-        path = inner.rpartition(".")[0]
     while path and is_basic(model.get_submodule(path)):
         path = path.rpartition(".")[0]
-    others = [layer.name for layer in layers if layer.name != inner]
-    holds = any(name == path or name.startswith(f"{path}.") for name in others)
-    return None if not path or holds else path
+    inside = {layer.name for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")}
+    may_be_parts = inside <= recorded and len(inside - set(convolutions)) < 2
+    return path if path and path not in inside and may_be_parts else None
 
 
 def _layers_of(model: nn.Module, arguments: Mapping[str, Any], recorded: Sequence[str]) -> list[CallRecord]:
@@ -208,8 +209,14 @@ class _Search:
     def run(self) -> tuple[UnregisteredMixer, ...]:
         """Return the outermost mixers, and the first leak that is left when they return constants."""
         # A model that is itself a layer has no modules outside of it.
-        if "" in self._constants or (self._layers and self._leak() is None):
+        if "" in self._constants:
             return ()
+        leak = self._leak() if self._layers else None
+        if leak is None and self._layers:
+            return ()
+        if leak is not None and token_ids(self._arguments) is None:
+            # The channels of images may be as many as tokens, and lie where tokens do.
+            return (UnregisteredMixer(leak.module, self._model.get_submodule(leak.module), True, leak),)
         for length in self._lengths:
             self._search(length)
         leak = None if any(self._mixers.values()) or not self._layers else self._leak()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from unilinattn.architectures.recorded import recorded_stages
 from unilinattn.call import Call
+from unilinattn.call.axes import Axes, as_read
 from unilinattn.host.isolation import in_gradient_mode, isolated
 from unilinattn.host.module_calls import Following
 from unilinattn.kernels.precision import full_precision
@@ -15,16 +16,19 @@ from unilinattn.operator.stages import Chain
 
 
 def stages_after(
-    following: Sequence[Following], output: Float[Tensor, "batch query out"]
+    following: Sequence[Following], output: Float[Tensor, "batch query out"], axis: int
 ) -> tuple[Chain, Float[Tensor, "batch query out"]]:
     """Return the frozen stages of the modules that follow a layer, and the tensor that the last one adds to the stream.
+
+    `axis` is that of the channels in the tensors of the modules.
 
     Raises `UncoveredError` with the function of a module that is no stage.
     """
     stages: Chain = ()
     for each in following:
-        entered, left = (tensor.detach().to(output).view(output.shape) for tensor in (each.input, each.output))
-        call = Call(each.module, each.name, each.arguments, entered, left)
+        tensors = (each.input, each.output)
+        entered, left = (as_read(tensor.detach().to(output), output.shape, axis) for tensor in tensors)
+        call = Call(each.module, each.name, each.arguments, entered, left, axes=Axes(axis, axis))
         with full_precision():
             flow = in_gradient_mode(False, partial(isolated, each.module, partial(recorded_stages, call)))
         stages, output = (*stages, *flow.chains["x"]), left

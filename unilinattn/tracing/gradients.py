@@ -49,6 +49,6 @@ def gradient_of(
     # The graph refers to the recorder through its segments; the cycle would wait for the garbage collector.
     recorder.outputs.clear()
     return tuple(
-        torch.zeros_like(layer.output) if grad is None else layer.as_read(grad.to(layer.output), layer.output.shape)
+        torch.zeros_like(layer.output) if grad is None else layer.output_as_read(grad.to(layer.output))
         for layer, grad in zip(layers, grads, strict=True)
     )

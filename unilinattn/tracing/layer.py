@@ -11,10 +11,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unilinattn.call import Call
+from unilinattn.call.axes import as_read, as_tokens, in_shape
 from unilinattn.call.exactness import tolerance
 from unilinattn.errors import UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, isolated
-from unilinattn.host.module_calls import OPAQUE, CallRecord, ResidualSite, as_tokens
+from unilinattn.host.module_calls import OPAQUE, CallRecord
 from unilinattn.host.recomputation import constant_parameters
 from unilinattn.host.substitution import build_flow
 from unilinattn.kernels.precision import full_precision
@@ -42,7 +43,8 @@ class Layer:
         mask: real positions of the output (batch, query), None if all are real.
         module: the host's module.
         arguments: the arguments of the call, by parameter name.
-        output_shape: the shape of the host's output, which may have several axes of tokens.
+        input_shape, output_shape: the shapes of the host's tensors, which may have several axes of tokens.
+        axes: the axes of channels in them.
         structure: the nesting that the module returned, with `recorder.MAIN` in place of the output.
         seen: the records that the architecture's `capture` made during the call.
         stream: the host's residual stream before the layer, times the host's factor on it; None if none was found
@@ -78,13 +80,15 @@ class Layer:
         in_pieces = prefix is not None and prefix.pieces is not None
         # The files of streams stay where they are.
         device = (record.output if in_pieces else next(record.module.parameters(), record.output)).device
-        self.input: Float[Tensor, "batch key in"] = as_tokens(source.detach().to(device, dtype), record.batch)
-        self.output: Float[Tensor, "batch query out"] = as_tokens(
-            record.output.detach().to(device, dtype), record.batch
+        self.input: Float[Tensor, "batch key in"] = as_tokens(
+            source.detach().to(device, dtype), record.batch, record.axes.inputs
         )
-        self.output_shape = record.output.shape
+        self.output: Float[Tensor, "batch query out"] = as_tokens(
+            record.output.detach().to(device, dtype), record.batch, record.axes.output
+        )
+        self.input_shape, self.output_shape, self.axes = source.shape, record.output.shape, record.axes
         self.mask = None if mask is None else mask.to(device)
-        around = _NO_STREAM if record.site is None else _stream_around(record.site, record.batch, device, dtype)
+        around = _stream_around(record, device, dtype)
         self.stream, self.multiplier = around.entering, around.multiplier
         self.next_stream = None if in_pieces else around.leaving
         self.stream_dtype = around.dtype or self.output.dtype
@@ -101,19 +105,19 @@ class Layer:
 
     def as_returned(self, vectors: Float[Tensor, "batch query out"]) -> Tensor:
         """Return vectors of the output's tokens in the shape in which the host returns them."""
-        return self.in_shape(vectors, self.output_shape)
+        return in_shape(vectors, self.output_shape, self.axes.output)
 
     def in_shape(self, vectors: Float[Tensor, "batch token channel"], shape: torch.Size) -> Tensor:
-        """Return vectors of tokens in the shape of a host's tensor."""
-        if vectors.shape == shape:
-            return vectors
-        return (vectors.transpose(0, 1) if len(shape) == 3 else vectors).contiguous().view(shape)
+        """Return vectors of an input's tokens in the shape of the host's tensor."""
+        return in_shape(vectors, shape, self.axes.inputs)
 
     def as_read(self, tensor: Tensor, shape: torch.Size) -> Float[Tensor, "batch token channel"]:
-        """Return a host's tensor as vectors of tokens, (batch, token, channel) = `shape`."""
-        if tensor.shape == shape:
-            return tensor
-        return (tensor.transpose(0, 1) if tensor.ndim == 3 else tensor).reshape(shape)
+        """Return an input of the host as vectors of tokens, (batch, token, channel) = `shape`."""
+        return as_read(tensor, shape, self.axes.inputs)
+
+    def output_as_read(self, tensor: Tensor) -> Float[Tensor, "batch query out"]:
+        """Return a tensor in the shape of the host's output as vectors of tokens."""
+        return as_read(tensor, self.output.shape, self.axes.output)
 
     @property
     def expected(self) -> Float[Tensor, "batch prefix out"] | None:
@@ -252,7 +256,7 @@ class Layer:
         other = copy(self)
         vars(other).pop("operator", None)
         other._following, other._error = (), None
-        stages, other.output = stages_after(self._following, self.output)
+        stages, other.output = stages_after(self._following, self.output, self.axes.output)
         chains = {
             port: (*chain, *(stage if port == self.operator.ports[0] else stage.unbiased() for stage in stages))
             for port, chain in self.operator.chains.items()
@@ -328,7 +332,7 @@ class Layer:
 
     def flow_in_run(self, x: Float[Tensor, "batch key in"]) -> Flow:
         """Build `flow` inside a run of the model, which may replace its weights by those of the traced run."""
-        call = Call(self.module, self.name, self.arguments, x, self.output, self.seen)
+        call = Call(self.module, self.name, self.arguments, x, self.output, self.seen, self.axes)
         with full_precision():
             return build_flow(self._architecture, call)
 
@@ -381,14 +385,21 @@ class _StreamAround(NamedTuple):
 _NO_STREAM = _StreamAround(None, None, 1.0, None)
 
 
-def _stream_around(site: ResidualSite, batch: int | None, device: torch.device, dtype: torch.dtype) -> _StreamAround:
+def _stream_around(record: CallRecord, device: torch.device, dtype: torch.dtype) -> _StreamAround:
     """Return the streams around a layer, less the output of another module in the same sum.
 
     Without such a module the stream after it is the host's tensor in its dtype, often the stream of the next layer.
     """
-    entering, leaving = as_tokens(site.stream.detach().to(device, dtype), batch), as_tokens(site.total.detach(), batch)
+    site = record.site
+    if site is None:
+        return _NO_STREAM
+
+    def vectors(tensor: Tensor) -> Tensor:
+        return as_tokens(tensor.detach(), record.batch, record.axes.output)
+
+    entering, leaving = vectors(site.stream.to(device, dtype)), vectors(site.total)
     # Most hosts have no factor, and their tensor saves a copy.
     entering = entering if site.skip == 1 else site.skip * entering
     if site.other is not None:
-        leaving = leaving.to(device, dtype) - site.factor * as_tokens(site.other.detach().to(device, dtype), batch)
+        leaving = leaving.to(device, dtype) - site.factor * vectors(site.other.to(device, dtype))
     return _StreamAround(entering, leaving, site.multiplier, site.total.dtype)

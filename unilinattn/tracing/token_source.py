@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.axes import as_tokens
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host, ids_name, is_ids
@@ -62,6 +63,12 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     ids = ids_name(arguments)
     batch = next((t.shape[0] for t in tensors(arguments) if t.ndim), None)
     # Of several streams the last one may read all others, as a text with patches in place of some of its tokens does.
+    if ids is None and batch and (len(streams) > 1 or streams[0].shape[0] != batch):
+        # Without ids the tokens of the first block become all others, as when patches are merged.
+        with suppress(UncoveredError):
+            source = _first_source(model, arguments, layers, batch)
+            require_alone(model, arguments, (source,), layers, _explained)
+            return (source,)
     last = stream_written(layers[-1], layers, streams)
     for stream in (last, streams[0]) if len(streams) > 1 else ():
         with suppress(UncoveredError):
@@ -78,6 +85,17 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     source = Source(streams[0], find_tokens(model, arguments, layers))
     require_alone(model, arguments, (source,), layers, _explained)
     return (source,)
+
+
+def _first_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], batch: int) -> Source:
+    """Return the source of the tokens that enter the first block, whose layers may read windows of a sequence."""
+    shape = layers[0].input.shape[:2]
+    inside = [index for index, layer in enumerate(layers) if layer.input.shape[:2] == shape]
+    origin = find_tokens(model, arguments, [layers[index] for index in inside])
+    vectors, axis = (arguments[origin], -1) if isinstance(origin, str) else (origin.vectors, origin.axis)
+    tokens = batch, as_tokens(vectors, axis=axis).shape[:2].numel() // batch
+    written = tuple(index for index in inside if tuple(layers[index].output.shape[:2]) == tokens)
+    return Source(TokenStream(token_streams(layers)[0].name, tokens, written), origin)
 
 
 def _several(
@@ -123,9 +141,9 @@ def _lookups_of(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
 
 
 def layers_of_stream(layers: Sequence[Layer], last: bool) -> list[Layer]:
-    """Return the layers that have as many sequences and tokens as the last one, or as the first one."""
-    shape = layers[-1 if last else 0].output.shape[:2]
-    return [layer for layer in layers if layer.output.shape[:2] == shape]
+    """Return the layers that read as many sequences and tokens as the last one returns, or as the first one reads."""
+    shape = layers[-1].output.shape[:2] if last else layers[0].input.shape[:2]
+    return [layer for layer in layers if layer.input.shape[:2] == shape] or list(layers[-1:])
 
 
 @runs_in_gradient_mode(False)

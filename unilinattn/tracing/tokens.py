@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
+from math import prod
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
+from unilinattn.call.axes import as_tokens, channel_axis
 from unilinattn.call.exactness import layer_tolerance, relative_error
 from unilinattn.errors import UncoveredError
 from unilinattn.host.inputs import call_host
@@ -31,12 +32,22 @@ class TokenCall:
         shape: the shape of its result without the batch.
         number: the number of the call among those of this function with a result of this shape, from 0.
         vectors: its result on the traced inputs, which tells a run whose hooks call the same function.
+        axis: the axis of channels in its result.
     """
 
     function: Any
     shape: tuple[int, ...]
     number: int
-    vectors: Float[Tensor, "batch token channel"]
+    vectors: Tensor
+    axis: int = -1
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The (rows, columns) of the tokens of an image, None for a sequence."""
+        if self.vectors.ndim != 4:
+            return None
+        rows, columns = self.vectors.shape[2:] if self.axis == 1 else self.vectors.shape[1:3]
+        return rows, columns
 
     def counts(self, function: Any, result: Any) -> bool:
         """Tell whether a call is one of those that `number` counts."""
@@ -75,7 +86,7 @@ def find_tokens(
             f"the layers of {type(model).__name__} have different (sequences, tokens): "
             f"{', '.join(map(str, shapes[:NAMED]))}, so the vectors of its tokens are not those of one stream."
         )
-    blocks = block_names(model, layers)
+    blocks, first = block_names(model, layers), layers[0].name.split("#")[0]
     if in_lists:
         blocks = frozenset(filter(_in_list, blocks)) or blocks
     widths = {layer.input.shape[-1] for layer in layers}
@@ -92,24 +103,31 @@ def find_tokens(
         # The functions that the host calls are counted, not those of this hook.
         with torch._C.DisableTorchFunction():
             stream = first_stream((*args, *kwargs.values()), shapes[0])
-        # What a module around all blocks gets may be projected before it is the stream.
-        if stream is not None and (_in_list(name) or stream.shape[-1] in widths):
-            raise Entered(stream)
+            # What a module around all blocks gets may be projected before it is the stream.
+            if stream is not None and (_in_list(name) or stream.shape[-1] in widths):
+                raise Entered(stream, -1)
+            if f"{first}.".startswith(f"{name}." if name else ""):
+                for image in (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 3):
+                    axis = channel_axis(module, image.shape)
+                    # The layers may read windows of an image, which are sequences of them.
+                    if axis is not None and as_tokens(image, axis=axis).shape[:2].numel() == prod(shapes[0]):
+                        raise Entered(image, axis)
 
-    def first_entered() -> Tensor:
+    def first_entered() -> tuple[Tensor, int]:
         for name, module in model.named_modules():
-            if name in blocks:
+            if name in blocks or name == first:
                 module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
         try:
             call_host(model, arguments)
         except Entered as entered:
-            return entered.args[0]
+            return entered.args
         raise UncoveredError(
             f"no block of {type(model).__name__} received a tensor of {shapes[0][0]} sequences with {shapes[0][1]} "
             "tokens, which its layers have, so the vectors of its tokens are unknown."
         )
 
-    stream: Tensor = run(model, first_entered, observer=Functions(record))
+    entry: tuple[Tensor, int] = run(model, first_entered, observer=Functions(record))
+    stream, axis = entry
     argument = next((name for name, value in arguments.items() if value is stream), None)
     if argument is not None:
         return argument
@@ -117,7 +135,7 @@ def find_tokens(
     if not matches:
         raise UncoveredError("no function of torch returned the stream that enters the model's first block.")
     function, shape = calls[matches[-1]][0], tuple(stream.shape[1:])
-    alike = TokenCall(function, shape, -1, stream)
+    alike = TokenCall(function, shape, -1, stream, axis)
     earlier = [alike.counts(*call) for call in calls[: matches[-1]]]
     return replace(alike, number=sum(earlier))
 

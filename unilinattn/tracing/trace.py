@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from unilinattn.call.nested import tensors
 from unilinattn.errors import OptionError, UncoveredError
 from unilinattn.host.image import image_tokens, is_image, processed
 from unilinattn.host.inputs import host_arguments, token_ids
@@ -93,6 +94,14 @@ class Trace:
         return image_tokens(self.host, self.arguments, {layer.output.shape[1] for layer in self.layers})
 
     @property
+    def token_shape(self) -> tuple[int, int]:
+        """(sequences, tokens) of the last layer, whose sequences may be windows of those of the inputs."""
+        batch, length = self.layers[-1].output.shape[:2]
+        rows = next((tensor.shape[0] for tensor in tensors(self.arguments) if tensor.ndim > 1), batch)
+        windows = batch // rows if rows and batch % rows == 0 else 1
+        return batch // windows, length * windows
+
+    @property
     def versions(self) -> dict[str, str]:
         """Versions of this library, of torch and of the host's package."""
         package = type(self.host).__module__.split(".")[0]
@@ -115,14 +124,13 @@ class Trace:
 
         Raises `InputError` if a sequence has no such real token, and for a target of another type or size.
         """
-        (batch, length), mask = self.layers[-1].output.shape[:2], self.layers[-1].mask
+        (batch, length), mask = self.token_shape, self.layers[-1].mask
         return positions_of(target, torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu())
 
     @cached_property
     def explained_logit(self) -> ExplainedLogit:
         """The decision which logit is explained, for every run of the model."""
-        batch, length = self.layers[-1].output.shape[:2]
-        return ExplainedLogit(self.output, self.arguments, (batch, length), self.positions, self.model)
+        return ExplainedLogit(self.output, self.arguments, self.token_shape, self.positions, self.model)
 
     def gradient(self, target: Target = -1, logit: Logit = None) -> tuple[Float[Tensor, "batch query out"], ...]:
         """Return the gradient of a logit of the model itself with respect to each layer's output.

@@ -5,16 +5,14 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unilinattn.call import package_version
-from unilinattn.call.functions import meaning_of
-from unilinattn.call.nested import tensors
 from unilinattn.host.observer import Functions, Inputs, Observer
 from unilinattn.host.run import run
 from unilinattn.registry import list_architectures, visible_functions
-from unilinattn.rules.mixing_functions import MixingFunction
 from unilinattn.tracing.completeness import Leak
+from unilinattn.tracing.mixing import mixes_tokens
 
 NAMED = 5
 """Largest number of modules that an error names in a list."""
@@ -24,18 +22,6 @@ NEAREST = 3
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 """Recurrences whose state passes a nonlinearity."""
-
-MIXING = {
-    "softmax",
-    "scaled_dot_product_attention",
-    "multi_head_attention_forward",
-    "cumsum",
-    "logcumsumexp",
-    *("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-    *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d"),
-    *("fft_fft", "fft_fft2", "fft_rfft", "fft_rfft2"),
-}
-"""Functions of torch that usually move information between tokens."""
 
 Refused = tuple[str, nn.Module]
 """The path of a module, and the module."""
@@ -125,7 +111,7 @@ def holders(model: nn.Module, mixers: Sequence[Refused]) -> list[Refused]:
 def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refused]:
     """Return the first module of each class that calls a function by which tokens usually mix: one run of the model.
 
-    The functions are `MIXING`, convolutions of several taps, and linear maps over a transposed axis.
+    The functions are those of `mixes_tokens`.
     """
     mixing: dict[str, None] = {}
 
@@ -146,21 +132,6 @@ def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refu
     modules = dict(_holder(model, path, model.get_submodule(path), is_basic) for path in mixing)
     first = {type(module): (path, module) for path, module in reversed(modules.items())}
     return list(first.values())[::-1]
-
-
-def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a call of a function is one by which tokens usually mix."""
-    if isinstance(meaning_of(func), MixingFunction):
-        return True
-    name = getattr(func, "__name__", "")
-    if name in ("conv1d", "conv2d", "conv3d"):
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
-        return weight.shape[2:].numel() > 1
-    if name == "linear":
-        x = args[0] if args else kwargs["input"]
-        return isinstance(x, Tensor) and x.ndim > 2 and x.stride(-1) != 1
-    # Counts of whole numbers, such as positions by a mask, hold no vectors.
-    return name in MIXING and any(t.is_floating_point() for t in tensors((args, kwargs)))
 
 
 def _holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[nn.Module], bool]) -> Refused:

@@ -1,0 +1,84 @@
+"""`Axes`: which axis of a layer's tensors numbers channels, the last one or the second one, as in images."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class Axes(NamedTuple):
+    """The axis of channels of a layer's inputs and of its output: -1 or 1."""
+
+    inputs: int = -1
+    output: int = -1
+
+
+LAST = Axes()
+"""Channels are the last axis of every tensor."""
+
+
+def axes_of(module: nn.Module, entered: Tensor, output: Tensor) -> Axes | None:
+    """Return the axes of channels of a call, None if the module's layers do not tell them."""
+    before = channel_axis(module, entered.shape)
+    after = before if entered.shape == output.shape else channel_axis(module, output.shape)
+    return None if before is None or after is None else Axes(before, after)
+
+
+def channel_axis(module: nn.Module, shape: Sequence[int]) -> int | None:
+    """Return the axis in which a module has channels, as its layers tell that know their number, None for neither.
+
+    Convolutions and pools have them in the second axis, linear layers and norms in the last one.
+    """
+    convolved = _sizes(module, "in_channels", "out_channels", "num_features", "num_channels")
+    projected = _sizes(module, "in_features", "out_features", "normalized_shape")
+    if len(shape) > 3:
+        if shape[1] in convolved:
+            return 1
+        if shape[-1] in projected:
+            return -1
+        # Pools, of which no layer knows the number of channels.
+        return 1 if _sizes(module, "kernel_size") else None
+    if shape[-1] in convolved | projected or shape[1] not in convolved | projected:
+        return -1
+    return 1 if shape[1] in convolved else None
+
+
+def _sizes(module: nn.Module, *names: str) -> set[int]:
+    """Return the numbers that layers of a module have in attributes."""
+    sizes = [getattr(inner, name, None) for inner in module.modules() for name in names]
+    return {size[-1] if isinstance(size, tuple) and size else size for size in sizes if size is not None}
+
+
+def as_tokens(x: Tensor, batch: int | None = None, axis: int = -1) -> Float[Tensor, "batch token channel"]:
+    """Return a tensor as vectors of tokens: axes of no channels number the tokens, and packed tokens are one sequence.
+
+    The number of sequences `batch` tells tokens that come first (token, batch, channel), and one vector a sequence.
+    `axis` is that of the channels.
+    """
+    if axis == 1:
+        return x.flatten(2).transpose(1, 2)
+    if x.ndim == 2 and batch == x.shape[0]:
+        return x[:, None]
+    if x.ndim == 3 and batch == x.shape[1] and batch != x.shape[0]:
+        return x.transpose(0, 1)
+    return x[None] if x.ndim == 2 else x.flatten(1, -2)
+
+
+def in_shape(vectors: Float[Tensor, "batch token channel"], shape: torch.Size, axis: int = -1) -> Tensor:
+    """Return vectors of tokens in the shape of a host's tensor whose channels are at `axis`."""
+    if axis == 1:
+        return vectors.transpose(1, 2).reshape(shape)
+    if vectors.shape == shape:
+        return vectors
+    return (vectors.transpose(0, 1) if len(shape) == 3 else vectors).contiguous().view(shape)
+
+
+def as_read(x: Tensor, shape: torch.Size, axis: int = -1) -> Float[Tensor, "batch token channel"]:
+    """Return a host's tensor as vectors of tokens, (batch, token, channel) = `shape`."""
+    if axis == 1:
+        return x.flatten(2).transpose(1, 2)
+    if x.shape == shape:
+        return x
+    return (x.transpose(0, 1) if x.ndim == 3 else x).reshape(shape)
