@@ -48,7 +48,7 @@ def channel_axis(module: nn.Module, shape: Sequence[int]) -> int | None:
 def _sizes(module: nn.Module, *names: str) -> set[int]:
     """Return the numbers that layers of a module have in attributes."""
     sizes = [getattr(inner, name, None) for inner in module.modules() for name in names]
-    return {size[-1] if isinstance(size, tuple) and size else size for size in sizes if size is not None}
+    return {size[-1] if isinstance(size, (tuple, list)) and size else size for size in sizes if size is not None}
 
 
 def as_tokens(x: Tensor, batch: int | None = None, axis: int = -1) -> Float[Tensor, "batch token channel"]:

@@ -22,9 +22,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.nested import tensors
 from unilinattn.errors import UnknownArchitectureError
 from unilinattn.host import substitution
-from unilinattn.host.inputs import token_ids
 from unilinattn.host.logits import KEEP
 from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.recorder import Recorder
@@ -214,7 +214,7 @@ class _Search:
         leak = self._leak() if self._layers else None
         if leak is None and self._layers:
             return ()
-        if leak is not None and token_ids(self._arguments) is None:
+        if leak is not None and all(t.is_floating_point() for t in tensors(self._arguments) if t.ndim > 1):
             # The channels of images may be as many as tokens, and lie where tokens do.
             return (UnregisteredMixer(leak.module, self._model.get_submodule(leak.module), True, leak),)
         for length in self._lengths:

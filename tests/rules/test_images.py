@@ -1,0 +1,129 @@
+"""Recorded operators of modules on images, whose channels are the second axis."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.rules.test_recorded import LIMIT, draw
+from unilinattn import explain, trace
+from unilinattn.architectures.recorded import recorded
+from unilinattn.call import Call
+from unilinattn.call.axes import Axes, axes_of
+from unilinattn.errors import UnknownArchitectureError
+from unilinattn.operator.operator import MixerOperator
+from unilinattn.testing.hosts import randomize
+
+WIDTH = 6
+
+
+class Image(nn.Module):
+    """A function of an image between convolutions of one pixel."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.first = function, nn.Conv2d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.first(x))
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a pool less the image": lambda x: functional.avg_pool2d(x, 3, 1, 1, count_include_pad=False) - x,
+    "an average pool over the end": lambda x: functional.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "a max pool": lambda x: functional.max_pool2d(x, 3, 2, 1),
+    "a max pool over the end": lambda x: functional.max_pool2d(x, 2, 2, ceil_mode=True),
+    "the largest of windows": lambda x: x.unflatten(2, (2, 2)).amax(3),
+    "an adaptive pool": lambda x: functional.adaptive_avg_pool2d(x, (3, 2)),
+    "a larger image": lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
+    "a product that is added": lambda x: torch.addcmul(x, x.sigmoid(), x.mean((2, 3), keepdim=True), value=2),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_images_are_exact_stages(name: str) -> None:
+    module, x = randomize(Image(FUNCTIONS[name]).double()), draw(2, WIDTH, 4, 5)
+    with torch.no_grad():
+        output = module(x)
+    tokens, expected = x.flatten(2).mT, output.flatten(2).mT
+    flow = recorded(Call(module, "module", {"x": x}, tokens, output, axes=Axes(1, 1)))
+    op = MixerOperator(flow.chains, inputs=flow.inputs, output=expected)
+    assert op.reconstruction_error() < LIMIT
+    other, g = draw(*tokens.shape, seed=1), draw(*expected.shape, seed=2)
+    forward, backward = (op.apply(other, bias=False) * g).sum(), (other * op.adjoint(g)).sum()
+    assert float((forward - backward).abs()) < LIMIT * float(other.norm() * g.norm())
+
+
+def test_layers_tell_the_axis_of_channels() -> None:
+    convolution, linear = nn.Conv2d(WIDTH, 8, 2, 2), nn.Linear(WIDTH, 8)
+    image, rows = draw(2, WIDTH, 4, 5), draw(2, 4, 5, WIDTH)
+    assert axes_of(convolution, image, draw(2, 8, 2, 2)) == Axes(1, 1)
+    assert axes_of(linear, rows, draw(2, 4, 5, 8)) == Axes(-1, -1)
+    assert axes_of(convolution, image, draw(2, 4, 8)) == Axes(1, -1)
+    assert axes_of(nn.AvgPool2d(3, 1, 1), image, image) == Axes(1, 1)
+    assert axes_of(nn.Tanh(), image, image) is None
+
+
+class Attention(nn.Module):
+    """Attention of the pixels of an image, whose keys are convolved."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Conv2d(width, width, 3, 2, 1), nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.keys(x)
+        q, k, v = (each.flatten(2).mT for each in (x, keys, self.values(keys)))
+        return ((q @ k.mT).softmax(-1) @ v).mT.reshape(x.shape)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(width), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))
+
+
+class Pyramid(nn.Module):
+    """A stem of two convolutions, two stages of blocks, and a strided convolution between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, WIDTH, 3, 2, 1))
+        self.stages = nn.ModuleList(
+            [nn.Sequential(Block(WIDTH)), nn.Sequential(nn.Conv2d(WIDTH, 8, 3, 2, 1), Block(8))]
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_pyramid_is_explained_by_the_tokens_of_its_first_stage() -> None:
+    model = randomize(Pyramid().double().eval())
+    traced = trace(model, draw(2, 3, 16, 20))
+    names = ["stages.0.0.attention", "stages.1.0", "stages.1.1.attention"]
+    assert [layer.name for layer in traced.layers] == names
+    assert [tuple(layer.input.shape[:2]) for layer in traced.layers] == [(2, 20), (2, 20), (2, 6)]
+    assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
+    result = explain(traced, target=-1)
+    assert result.method == "logit" and result.scores.shape == (2, 20)
+    assert result.grid == (4, 5) and result.patches == tuple(range(20))
+    assert result.completeness_gap is not None and result.completeness_gap < 1e-10
+
+
+def test_a_pool_between_blocks_that_is_no_module_is_refused() -> None:
+    class Pooled(Pyramid):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stages[0](self.stem(x))
+            return self.head(self.stages[1](functional.avg_pool2d(x, 3, 1, 1)).mean((2, 3)))
+
+    with pytest.raises(UnknownArchitectureError, match="outside of the registered layers"):
+        trace(randomize(Pooled().double().eval()), draw(2, 3, 16, 20))
