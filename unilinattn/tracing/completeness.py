@@ -17,10 +17,9 @@ from math import prod
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor, nn
 
-from unilinattn.call.attention_interface import configurations
 from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.host.inputs import call_host, real_tokens
@@ -29,7 +28,7 @@ from unilinattn.host.module_calls import CallRecord
 from unilinattn.host.observer import Functions, Inputs
 from unilinattn.tracing.changes import ATTENTION, Entry, Shape, elements, lines, rows, sample
 from unilinattn.tracing.mixing import mixes_tokens
-from unilinattn.tracing.perturbation import TOLERANCE, Call, Constants, Run, noisy
+from unilinattn.tracing.perturbation import TOLERANCE, Call, Constants, Run, noisy, rotated, special_ids
 
 AXES = (2, 3, 4, 5)
 """Numbers of axes of vectors of tokens, which may be packed in one axis, or lie along those of an image or a video."""
@@ -133,13 +132,13 @@ class _Tokens:
             return value
         half = self._half.to(value.device)
         if value.is_floating_point():
-            return _rotated(value, half) if value.ndim == 3 and "mask" not in name else value
+            return rotated(value, half) if value.ndim == 3 and "mask" not in name else value
         if not _is_ids(name, value):
             return value
         # Other special ids would change the layout: padding is masked, and those of an image become its vectors.
-        ordinary = half & ~torch.isin(value, _special_ids(self._model).to(value))
+        ordinary = half & ~torch.isin(value, special_ids(self._model).to(value))
         real = real_tokens(arguments, name.replace("input_ids", "attention_mask"))
-        return _rotated(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
+        return rotated(value, ordinary if real is None or real.shape != value.shape else ordinary & real)
 
 
 class _Signal:
@@ -377,16 +376,6 @@ def _half(shape: Shape) -> Bool[Tensor, "batch token"]:
     return (order < count // 2).reshape(shape)
 
 
-def _rotated(x: Tensor, tokens: Bool[Tensor, "batch token"]) -> Tensor:
-    """Give each of some tokens the value of the one before it among them: a b c d becomes c b a d for the 1st and 3rd.
-
-    The values stay those of the input, so that each is valid.
-    """
-    result = x.clone()
-    result[tokens] = x[tokens].roll(1, dims=0)
-    return result
-
-
 def _is_signal(name: str, x: Any, streams: Collection[Shape]) -> bool:
     """Tell whether an input is a tensor of numbers that are no sequence of a stream's tokens."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2 or "mask" in name:
@@ -407,13 +396,3 @@ def _tokens(shape: Sequence[int], axis: int) -> Shape:
     if axis == 1:
         return shape[0], prod(shape[2:])
     return (1, shape[0]) if len(shape) == 2 else (shape[0], prod(shape[1:-1]))
-
-
-def _special_ids(model: nn.Module) -> Int[Tensor, " id"]:
-    """Return the ids whose meaning configurations state, such as those of padding and of an image's place."""
-    special: set[int] = set()
-    for config in configurations(model):
-        for name, value in vars(config).items():
-            if name.endswith(("token_id", "token_index", "token_ids")):
-                special |= {v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, int)}
-    return torch.tensor(sorted(special), dtype=torch.long)

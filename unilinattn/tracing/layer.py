@@ -80,12 +80,10 @@ class Layer:
         in_pieces = prefix is not None and prefix.pieces is not None
         # The files of streams stay where they are.
         device = (record.output if in_pieces else next(record.module.parameters(), record.output)).device
-        self.input: Float[Tensor, "batch key in"] = as_tokens(
-            source.detach().to(device, dtype), record.batch, record.axes.inputs
-        )
-        self.output: Float[Tensor, "batch query out"] = as_tokens(
-            record.output.detach().to(device, dtype), record.batch, record.axes.output
-        )
+        sides = zip((source, record.output), record.axes, strict=True)
+        vectors = [as_tokens(x.detach().to(device, dtype), record.batch, axis) for x, axis in sides]
+        self.input: Float[Tensor, "batch key in"] = vectors[0]
+        self.output: Float[Tensor, "batch query out"] = vectors[1]
         self.input_shape, self.output_shape, self.axes = source.shape, record.output.shape, record.axes
         self.mask = None if mask is None else mask.to(device)
         around = _stream_around(record, device, dtype)

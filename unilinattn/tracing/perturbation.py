@@ -12,10 +12,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from unilinattn.call import CACHES
+from unilinattn.call.attention_interface import configurations
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import call_host
@@ -278,6 +279,26 @@ def noisy(t: Tensor, perturbed: Bool[Tensor, " token"] | Bool[Tensor, "batch tok
     factor = perturbed.to(t.device).view(*perturbed.shape, *[1] * (t.ndim - 2))
     whole = (wide == wide.round()).flatten(0, -2).all(0)
     return (wide + size * noise * factor * (~whole | whole.all())).to(t.dtype)
+
+
+def rotated(x: Tensor, tokens: Bool[Tensor, "batch token"]) -> Tensor:
+    """Give each of some tokens the value of the one before it among them: a b c d becomes c b a d for the 1st and 3rd.
+
+    The values stay those of the input, so that each is valid.
+    """
+    result = x.clone()
+    result[tokens] = x[tokens].roll(1, dims=0)
+    return result
+
+
+def special_ids(model: nn.Module) -> Int[Tensor, " id"]:
+    """Return the ids whose meaning configurations state, such as those of padding and of an image's place."""
+    special: set[int] = set()
+    for config in configurations(model):
+        for name, value in vars(config).items():
+            if name.endswith(("token_id", "token_index", "token_ids")):
+                special |= {v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, int)}
+    return torch.tensor(sorted(special), dtype=torch.long)
 
 
 def changed(before: Rows, after: Tensor, watched: Bool[Tensor, " token"]) -> bool:
