@@ -22,6 +22,7 @@ from tests.methods.refused import recommended
 from tests.tracing.invented import WIDTH, Projected, hybrid
 from tests.tracing.models import Output
 from unilinattn.errors import UncoveredError, UnknownArchitectureError
+from unilinattn.testing.hosts import randomize
 
 IDS = torch.randint(30, (1, 8), generator=torch.Generator().manual_seed(1))
 PIXELS = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -164,7 +165,7 @@ def test_a_classifier_that_mixes_patches_by_a_matrix_is_traced() -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_convolutions_and_pools_of_images_are_layers(name: str) -> None:
     build, layer_class = IMAGES[name]
-    trace = ula.trace(build().eval(), {"pixel_values": PIXELS})
+    trace = ula.trace(randomize(build().eval()), {"pixel_values": PIXELS})
     assert layer_class in {type(layer.module).__name__ for layer in trace.layers}
     assert {layer.architecture for layer in trace.layers} == {"recorded"}
     assert all(layer.reconstruction_error() < 1e-5 for layer in trace.layers)

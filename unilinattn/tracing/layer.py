@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,7 @@ class Layer:
         mask: real positions of the output (batch, query), None if all are real.
         module: the host's module.
         arguments: the arguments of the call, by parameter name.
-        input_shape, output_shape: the shapes of the host's tensors, which may have several axes of tokens.
-        axes: the axes of channels in them.
+        input_shape, output_shape, axes: the shapes of the host's tensors, and the axes of channels in them.
         structure: the nesting that the module returned, with `recorder.MAIN` in place of the output.
         seen: the records that the architecture's `capture` made during the call.
         stream: the host's residual stream before the layer, times the host's factor on it; None if none was found
@@ -82,8 +81,7 @@ class Layer:
         device = (record.output if in_pieces else next(record.module.parameters(), record.output)).device
         sides = zip((source, record.output), record.axes, strict=True)
         vectors = [as_tokens(x.detach().to(device, dtype), record.batch, axis) for x, axis in sides]
-        self.input: Float[Tensor, "batch key in"] = vectors[0]
-        self.output: Float[Tensor, "batch query out"] = vectors[1]
+        self.input, self.output = vectors
         self.input_shape, self.output_shape, self.axes = source.shape, record.output.shape, record.axes
         self.mask = None if mask is None else mask.to(device)
         around = _stream_around(record, device, dtype)
@@ -391,13 +389,10 @@ def _stream_around(record: CallRecord, device: torch.device, dtype: torch.dtype)
     site = record.site
     if site is None:
         return _NO_STREAM
-
-    def vectors(tensor: Tensor) -> Tensor:
-        return as_tokens(tensor.detach(), record.batch, record.axes.output)
-
-    entering, leaving = vectors(site.stream.to(device, dtype)), vectors(site.total)
+    vectors = partial(as_tokens, batch=record.batch, axis=record.axes.output)
+    entering, leaving = vectors(site.stream.detach().to(device, dtype)), vectors(site.total.detach())
     # Most hosts have no factor, and their tensor saves a copy.
     entering = entering if site.skip == 1 else site.skip * entering
     if site.other is not None:
-        leaving = leaving.to(device, dtype) - site.factor * vectors(site.other.to(device, dtype))
+        leaving = leaving.to(device, dtype) - site.factor * vectors(site.other.detach().to(device, dtype))
     return _StreamAround(entering, leaving, site.multiplier, site.total.dtype)
