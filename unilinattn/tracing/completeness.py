@@ -268,7 +268,8 @@ class _Probe(Run):
         self._images = {_tokens(shape, axis) for shape, axis in shapes.items() if axis == 1}
         self._count, self._has_read, self._begins = 0, False, begins
         self.holders: dict[str, str] = {}
-        self.stem, self.block = (0, 0) if reference is None else (reference.stem, reference.block)
+        self.stem: int = 0 if reference is None else reference.stem
+        self.block: int = 0 if reference is None else reference.block
         self._attentions: dict[tuple[str, int], int] = {}
 
     def call_host(self, arguments: Mapping[str, Any]) -> None:
