@@ -162,6 +162,8 @@ def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor], regrouped: Col
     """
     after: str | None = None
     sources: list[str] = []
+    # Vectors that a later layer reads may be made before an earlier one.
+    earlier: list[str] = []
     mixed_inputs: set[tuple[str, int]] = set()
     for key, entry in entries.items():
         kind, path, number, _ = key
@@ -170,9 +172,11 @@ def _first_leak(entries: Entries, halves: Mapping[Shape, Tensor], regrouped: Col
             if mixed or (key not in regrouped and entry.of_several_tokens(halves)):
                 is_layer = kind == "layer"
                 groups = None if mixed or not is_layer else key
-                return Leak(sources[-1] if sources else "", None, after, path if is_layer else None, groups)
+                innermost = [x for x in earlier if not any(other.startswith(f"{x}.") for other in earlier)]
+                module = next(reversed(sources or innermost), "")
+                return Leak(module, None, after, path if is_layer else None, groups)
         if kind == "layer" and path != after:
-            after, sources = path, []
+            after, earlier, sources = path, earlier + sources, []
         elif kind == "in" and entry.mixed:
             mixed_inputs.add((path, number))
         elif kind == "out" and entry.mixed and (path, number) not in mixed_inputs:

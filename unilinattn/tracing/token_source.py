@@ -115,7 +115,8 @@ def _lookups_of(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
             continue
         if any(word in name for word in (*STRUCTURE, "token_type")):
             continue
-        with suppress(UncoveredError):
+        # The model may accept no other ids, such as those that mark the places of an image.
+        with suppress(Exception):
             moved = find_tokens(model, _changed(arguments, name), inside, in_lists=True)
             if isinstance(moved, TokenCall) and not torch.equal(moved.vectors, call.vectors):
                 return Source(stream, None, name)
