@@ -72,9 +72,7 @@ def find_leak(
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
     ids = {tuple(x.shape) for name, x in arguments.items() if _is_ids(name, x) and x.shape[1] not in lengths}
-    halves = {shape: _half(shape) for shape in sorted(streams) if shape[0] * shape[1] > 1}
-    # Rows of ids may be several for each token, such as those of codebooks, so a half has whole columns.
-    halves |= {shape: _half((1, shape[1])).repeat(shape[0], 1) for shape in sorted(ids - streams) if shape[1] > 1}
+    halves = {shape: _half(shape) for shape in sorted(streams | ids) if shape[0] * shape[1] > 1}
     perturbed = [_Tokens(model, shape, half) for shape, first in halves.items() for half in (first, ~first)]
     probe = _Probing(model, arguments, constants, {tuple(x.shape) for x in vectors})
     entries = probe.run(perturbed)
