@@ -1,8 +1,11 @@
 """Modules without an adapter: their operator is read from the functions of torch that they call."""
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -58,7 +61,7 @@ def recorded_stages(call: Call) -> Flow:
         raise UncoveredError(f"{_named(call)}: none of its arguments is (batch, token, channel).")
     # Of several tensors of one size, the layer's input has its values.
     first = next((name for name in fitting if torch.equal(streams[name].flatten(), call.input.flatten())), fitting[0])
-    inputs = {"x": streams.pop(first), **streams}
+    inputs = _distinct({"x": streams.pop(first), **streams})
     # (token, batch, channel)
     transposed = axes == 3 and inputs["x"].shape[:2] != call.input.shape[:2]
     factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
@@ -66,7 +69,8 @@ def recorded_stages(call: Call) -> Flow:
     try:
         with torch.no_grad(), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
-            returned = module.forward(**arguments)
+            positional, named = _positional(module, arguments)
+            returned = module.forward(*positional, **named)
     # A host, and its kernels, may raise any error.
     except Exception as error:
         raise UncoveredError(
@@ -116,13 +120,34 @@ def _promoted(call: Call) -> tuple[nn.Module, dict[str, Any]]:
     if any(p.is_floating_point() and p.dtype != dtype for p in (*module.parameters(), *module.buffers())):
         module = copy.deepcopy(module).to(dtype)
 
+    @cache
     def cast(tensor: Tensor) -> Tensor:
+        # Arguments that are one tensor stay one.
         return call.tensor(tensor).detach() if tensor.is_floating_point() else tensor
 
     # A cache has the states of the traced call.
-    uncached = {name: None if name in CACHES else value for name, value in call.arguments.items() if not name.isdigit()}
+    uncached = {name: None if name in CACHES else value for name, value in call.arguments.items()}
     arguments = {name: mapped(value, cast) for name, value in uncached.items()}
     return module, arguments
+
+
+def _positional(module: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments by position and by name; those of `*args` are named by their numbers."""
+    numbers = sorted((name for name in arguments if name.isdigit()), key=int)
+    if not numbers:
+        return [], dict(arguments)
+    parameters = inspect.signature(module.forward).parameters.values()
+    leading = [p.name for p in takewhile(lambda p: p.kind is not p.VAR_POSITIONAL, parameters) if p.name in arguments]
+    named = {name: value for name, value in arguments.items() if name not in (*leading, *numbers)}
+    return [arguments[name] for name in (*leading, *numbers)], named
+
+
+def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the first port of each tensor: queries, keys and values of self-attention are one."""
+    ports: dict[int, str] = {}
+    for port, value in inputs.items():
+        ports.setdefault(id(value), port)
+    return {port: inputs[port] for port in ports.values()}
 
 
 def _as_tokens(x: Tensor, *, transposed: bool = False) -> Tensor:
