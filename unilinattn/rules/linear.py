@@ -11,6 +11,7 @@ from unilinattn.rules.compilation import Compilation, is_carried, rule
 from unilinattn.rules.contraction import Product, contracted, equation_letters, joined, matmul_letters
 from unilinattn.rules.layout import Carried, added, with_last
 from unilinattn.rules.recording import Node
+from unilinattn.rules.spectral import real_inverse
 
 NEW = 100
 """The letter of an axis that a carried tensor lacks."""
@@ -130,6 +131,8 @@ def attention(
 @rule("real")
 def real(run: Compilation, node: Node, x: Any) -> Carried:
     """Return the real part of a Fourier transform, whose cosines and sines are matrices."""
+    if x.name == "fft_ifft":
+        return real_inverse(run, x)
     return _spectrum(run, x)[0]
 
 
