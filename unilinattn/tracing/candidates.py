@@ -182,13 +182,21 @@ class _Search(Observer[_Call]):
         return not _has_channels_first(frame.module, shape)
 
     def _moves_others(self, frame: _Call, result: Tensor) -> bool:
-        """Tell whether other tokens of a module's output move with some tokens of its input."""
-        x = first_tensor((*frame.inputs[0], *frame.inputs[1].values()))
+        """Tell whether other tokens of a module's output move with some tokens of a tensor that it reads."""
+        args, kwargs = frame.inputs
+        x = first_tensor((*args, *kwargs.values()))
         assert x is not None
-        tokens = as_tokens(x, self._batch)
-        length = tokens.shape[1]
+        length = as_tokens(x, self._batch).shape[1]
         if length < 2 or as_tokens(result, self._batch).shape[1] != length:
             return length > 1
+        # A cross attention reads the tokens of another tensor.
+        values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
+        streams = {id(v): v for v in (x, *values) if v.ndim == x.ndim and self._batch in v.shape[:2]}
+        return any(self._moves(frame, result, v) for v in streams.values() if as_tokens(v, self._batch).shape[1] > 1)
+
+    def _moves(self, frame: _Call, result: Tensor, x: Tensor) -> bool:
+        tokens = as_tokens(x, self._batch)
+        length = tokens.shape[1]
         generator = torch.Generator().manual_seed(0)
         half = torch.randperm(length, generator=generator) < length // 2
         noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
@@ -208,7 +216,9 @@ class _Search(Observer[_Call]):
             self._trying = False
         if after is None or after.shape != result.shape:
             return True
-        before, after = (as_tokens(t, self._batch)[:, ~half] for t in (result, after))
+        before, after = (as_tokens(t, self._batch) for t in (result, after))
+        if before.shape[1] == length:
+            before, after = before[:, ~half], after[:, ~half]
         allowed = TOLERANCE.get(result.dtype, 0.05)
         return float((after - before).norm()) > allowed * float(before.norm())
 
