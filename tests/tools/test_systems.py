@@ -23,7 +23,9 @@ def test_the_page_is_that_of_the_record() -> None:
 
 
 def test_each_package_has_a_version_for_its_environment() -> None:
-    pinned = {line.partition("==")[0].lower() for line in (ROOT / "tools/systems_packages.txt").read_text().splitlines()}
+    pinned = {
+        line.partition("==")[0].lower() for line in (ROOT / "tools/systems_packages.txt").read_text().splitlines()
+    }
     packages = {entry.package for entry in SYSTEMS.values()} - {"torch"}
     assert {name.lower().replace("-", "_") for name in packages} <= {name.replace("-", "_") for name in pinned}
 
@@ -47,5 +49,9 @@ def test_a_refusal_has_its_reason_and_a_missing_package_is_no_failure() -> None:
 
 def test_changed_outcomes_are_named() -> None:
     stored = [{"name": "a", "outcome": "works"}, {"name": "b", "outcome": "refused"}]
-    fresh = [{"name": "a", "outcome": "refused"}, {"name": "b", "outcome": "refused"}, {"name": "c", "outcome": "works"}]
+    fresh = [
+        {"name": "a", "outcome": "refused"},
+        {"name": "b", "outcome": "refused"},
+        {"name": "c", "outcome": "works"},
+    ]
     assert systems.differences(stored, fresh) == ["a: was works, is refused", "c: was never recorded, is works"]

@@ -22,6 +22,9 @@ from unilinattn.registry import register_architecture, visible_functions
 from unilinattn.rules.chains import chains_of
 from unilinattn.rules.recording import Recording
 
+RANDOM = 0.1
+"""Least relative difference of two outputs for one input by which a module is no function of it, in any dtype."""
+
 
 def _check(call: Call) -> None:
     """Raise `UncoveredError` unless the module can be recorded."""
@@ -77,6 +80,11 @@ def recorded_stages(call: Call) -> Flow:
             f"{_named(call)} ran inside the model, and raises {type(error).__name__} when it runs again: {error}. "
             "Register an adapter for this class."
         ) from error
+    if recording.differentiates:
+        raise UncoveredError(
+            f"{_named(call)}: it computes gradients while it runs, such as those of a memory that learns from its "
+            "tokens, and what these move from token to token is not recorded, so it has no operator."
+        )
     output = next((t for t in tensors(returned) if t.is_floating_point() and t.ndim >= 2), None)
     node = recording.node(output)
     if output is None or node is None:
@@ -96,6 +104,13 @@ def recorded_stages(call: Call) -> Flow:
             f"{_named(call)}: the functions that it calls give its output with an error of {missed:.1e}, so one of "
             "them was not seen, such as a compiled kernel. Register an adapter for this class."
         )
+    if call.output is not None and call.output.shape == flow.value.shape:
+        repeated = relative_error(flow.value.reshape(1, -1), call.output.reshape(1, -1))
+        if not repeated <= RANDOM:
+            raise UncoveredError(
+                f"{_named(call)}: for the same input it returns an output that differs by {repeated:.1e} when it runs "
+                "again, as a module does that draws random numbers or keeps a state."
+            )
     return flow
 
 
