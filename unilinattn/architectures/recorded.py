@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,20 @@ RANDOM = 0.1
 """Least relative difference of two outputs for one input by which a module is no function of it, in any dtype."""
 
 
+_checked: "WeakKeyDictionary[nn.Module, set[tuple[object, ...]]]" = WeakKeyDictionary()
+
+
 def _check(call: Call) -> None:
-    """Raise `UncoveredError` unless the module can be recorded."""
-    recorded(call)
+    """Raise `UncoveredError` unless the module can be recorded: once for its weights and the shapes of its arguments.
+
+    Arguments by which the module would run other functions are found when the operator is built.
+    """
+    weights = tuple((id(p), -1 if p.is_inference() else p._version) for p in call.module.parameters())
+    shapes = tuple((name, tuple((t.shape, t.dtype) for t in tensors(x))) for name, x in call.arguments.items())
+    key = (call.input.dtype, weights, shapes)
+    if key not in _checked.get(call.module, ()):
+        recorded(call)
+        _checked.setdefault(call.module, set()).add(key)
 
 
 @register_architecture(name="recorded", kind="recorded", needs_capture=True, check=_check)
