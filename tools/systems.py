@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import unilinattn
-from tools import markers
+from tools import markers, systems_images, systems_layers, systems_text, systems_torch
 from tools.sweep_pages import OUTCOMES
 from tools.sweep_run import GAP, difference, failed, run
 from tools.systems_models import SYSTEMS, System, names
@@ -28,6 +28,9 @@ from unilinattn.errors import InputError, OptionError, UnilinattnError, nearest
 from unilinattn.evaluation.checkpoints import quiet_hosts
 from unilinattn.testing.hosts import randomize
 from unilinattn.testing.promote import promoted
+
+BUILDERS = (systems_torch, systems_images, systems_text, systems_layers)
+"""The modules that register models."""
 
 PAGE, RECORD, SECTION = Path("docs/systems.md"), Path("docs/systems.json"), "systems"
 """The page with the table and the record, relative to the root of the repository, and the page's section."""
@@ -43,8 +46,8 @@ Row = dict[str, Any]
 
 _TEXT = """\
 {total} small models of {packages} packages with random weights, none of which has an adapter: {built} are built and
-run, {exact} of these are traced exactly, and {works} of these explained by `logit`. The builders are in
-`tools/systems_models.py`.
+run, {exact} of these are traced exactly, and {works} of these explained by `logit`. The builders are
+the files `tools/systems_*.py`.
 
 - *works*: `trace` finds all layers, the largest reconstruction error of a layer is at most 1e-5 in float32 and 1e-10 in
   float64, and `explain(..., target=-1)` returns finite scores whose completeness gap is at most 1e-3.

@@ -122,7 +122,7 @@ def _reason(module: nn.Module) -> str:
 
 def holders(model: nn.Module, mixers: Sequence[Refused]) -> list[Refused]:
     """Return the mixers with modules that only rearrange axes replaced by the modules that call them."""
-    return list(dict(holder(model, *mixer) for mixer in mixers).items())
+    return list(dict(holder(model, *mixer, _rearranges) for mixer in mixers).items())
 
 
 def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refused]:
@@ -170,11 +170,8 @@ def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return name in MIXING and any(t.is_floating_point() for t in tensors((args, kwargs)))
 
 
-def holder(
-    model: nn.Module, path: str, module: nn.Module, is_part: Callable[[nn.Module], bool] | None = None
-) -> Refused:
-    """Return the nearest module around a path that is no part of another computation, by default no rearrangement."""
-    is_part = is_part or _rearranges
+def holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[nn.Module], bool]) -> Refused:
+    """Return the nearest module around a path that is no part of another computation."""
     while path and is_part(module):
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
@@ -182,8 +179,12 @@ def holder(
 
 
 def _rearranges(module: nn.Module) -> bool:
-    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return isinstance(module, (nn.Flatten, nn.Unflatten, *containers)) or type(module).__module__.startswith("einops.")
+    return isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or only_moves(module)
+
+
+def only_moves(module: nn.Module) -> bool:
+    """Whether a module only gives its input another shape."""
+    return isinstance(module, (nn.Flatten, nn.Unflatten)) or type(module).__module__.startswith("einops.")
 
 
 def is_basic(module: nn.Module) -> bool:
