@@ -32,7 +32,15 @@ from unilinattn.registry import UNREGISTERED, list_architectures
 from unilinattn.tracing.candidates import mixing_modules
 from unilinattn.tracing.completeness import Key, Leak, find_leak
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
-from unilinattn.tracing.unknown import holder, holders, is_basic, only_moves, without_adapters, without_layers
+from unilinattn.tracing.unknown import (
+    holder,
+    holders,
+    is_basic,
+    only_moves,
+    rearranges,
+    without_adapters,
+    without_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ def _around(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRec
     It is a mixer that mixes tokens outside of these layers too, such as one that shifts them before an attention, or
     the module that calls a mixer which only rearranges axes.
     """
-    path, _ = holder(model, mixer.path, mixer.module, only_moves)
+    path = holder(model, mixer.path, mixer.module, rearranges)[0] if only_moves(mixer.module) else mixer.path
     if not path or (path == mixer.path and not mixer.holds_layers):
         return None
     inside = [layer for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")]

@@ -122,7 +122,7 @@ def _reason(module: nn.Module) -> str:
 
 def holders(model: nn.Module, mixers: Sequence[Refused]) -> list[Refused]:
     """Return the mixers with modules that only rearrange axes replaced by the modules that call them."""
-    return list(dict(holder(model, *mixer, _rearranges) for mixer in mixers).items())
+    return list(dict(holder(model, *mixer, rearranges) for mixer in mixers).items())
 
 
 def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refused]:
@@ -178,7 +178,8 @@ def holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[nn
     return path, module
 
 
-def _rearranges(module: nn.Module) -> bool:
+def rearranges(module: nn.Module) -> bool:
+    """Whether a module only gives its input another shape, or contains others."""
     return isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or only_moves(module)
 
 
@@ -192,4 +193,4 @@ def is_basic(module: nn.Module) -> bool:
     is_whole = isinstance(module, (*RECURRENT, nn.MultiheadAttention))
     # A package's convolution of every channel, by a kernel of its own, is a part like that of torch.
     is_own = type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.modules.conv._ConvNd)
-    return not is_whole and (is_own or _rearranges(module))
+    return not is_whole and (is_own or rearranges(module))
