@@ -66,7 +66,7 @@ def measure(system: System, built: Callable[[], None] = lambda: None) -> dict[st
     built()
     try:
         traced = trace(model, inputs, progress=False)
-        result = {"layers": len(traced.layers), "error32": worst_error(traced)}
+        result: Row = {"layers": len(traced.layers), "error32": worst_error(traced)}
         changed = difference(traced.output, reference)
         with promoted():
             model, inputs = model.double(), in_double(inputs)

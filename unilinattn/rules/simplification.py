@@ -26,7 +26,7 @@ def _append(stages: list[Stage], stage: Stage) -> None:
     if _is_gather(stage):
         place = len(stages)
         # A token that is read from nowhere is zero, and has no bias of an earlier stage.
-        reads_all = bool((stage.mixer.index >= 0).all())
+        reads_all = isinstance(stage, Mix) and isinstance(stage.mixer, Gather) and bool((stage.mixer.index >= 0).all())
         while place and _is_uniform(stages[place - 1]) and (reads_all or not _has_bias(stages[place - 1])):
             place -= 1
         if place and (joined := _joined(stages[place - 1], stage)) is not None:

@@ -50,13 +50,16 @@ def inverse(run: Compilation, node: Node, x: Any, n: Any = None, dim: int = -1, 
 
 def real_inverse(run: Compilation, node: Node) -> Carried:
     """Return the real part of a spectrum that is transformed back, as `inverse` does."""
-    x, *args = node.args
-    n, dim, norm = (
-        node.kwargs.get(name, args[place] if len(args) > place else default)
-        for place, (name, default) in enumerate((("n", None), ("dim", -1), ("norm", None)))
-    )
+    x, n, dim, norm = _arguments(node)
     size = int(n or x.value.shape[dim])
     return _convolved(run, _spectrum(run, x, dim), size, dim, _inverse_scale(norm, size), torch.fft.ifft)
+
+
+def _arguments(node: Node) -> list[Any]:
+    """Return the values, their number, the axis and the norm of a Fourier transform."""
+    names = {"n": None, "dim": -1, "norm": None}
+    positional = dict(zip(names, node.args[1:], strict=False))
+    return [node.args[0], *({**names, **positional, **node.kwargs}[name] for name in names)]
 
 
 def _spectrum(run: Compilation, node: Node, dim: int) -> _Spectrum:
@@ -78,11 +81,7 @@ def _spectrum(run: Compilation, node: Node, dim: int) -> _Spectrum:
 
 
 def _transformed(run: Compilation, node: Node, dim: int) -> _Spectrum:
-    x, *args = node.args
-    n, axis, norm = (
-        node.kwargs.get(name, args[place] if len(args) > place else default)
-        for place, (name, default) in enumerate((("n", None), ("dim", -1), ("norm", None)))
-    )
+    x, n, axis, norm = _arguments(node)
     count = x.value.ndim
     if axis % count != dim % count or x.value.is_complex():
         raise UncoveredError("a Fourier transform along another axis than that of its inverse")
