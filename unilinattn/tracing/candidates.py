@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ from unilinattn.tracing.unknown import is_basic, mixes_tokens
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module: the functions that mix in it, and whether it is a layer that may be recorded."""
+    """One call of a module: the functions that mix in it, and whether it is a layer that may be recorded.
+
+    `computes_streams` says that it makes queries, keys and values for a module in it, with which it is one layer.
+    """
 
     path: str
     module: nn.Module
@@ -35,6 +39,7 @@ class _Call:
     shape: tuple[int, ...] | None = None
     mixes: bool = False
     holds_layer: bool = False
+    computes_streams: bool = False
 
 
 def mixing_modules(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> list[str]:
@@ -117,7 +122,7 @@ class _Search(Observer[_Call]):
         inside = any(call.path in self._layers or call.path in self.paths for call in self.stack) or (
             frame.path in self._layers
         )
-        if not frame.mixes or inside or frame.holds_layer:
+        if not frame.mixes or inside or (frame.holds_layer and not frame.computes_streams):
             return
         result = main_tensor(output)
         parent = self.stack[-2] if len(self.stack) > 1 else None
@@ -130,11 +135,15 @@ class _Search(Observer[_Call]):
         if self._is_wrapped(frame, parent):
             parent.mixes = True
             return
+        if self._computes_streams(frame, parent):
+            parent.mixes = parent.computes_streams = True
+            return
         if not self._moves_others(frame, result):
             # The tokens may lie along another axis here, and a module whose weights begin at zero moves nothing yet.
             self._weak.setdefault(frame.path)
             parent.mixes = True
             return
+        self.paths = {path: None for path in self.paths if not path.startswith(f"{frame.path}.")}
         self.paths[frame.path] = None
         for outer in self.stack[:-1]:
             outer.holds_layer = True
@@ -144,6 +153,15 @@ class _Search(Observer[_Call]):
         """Whether the module around a call has the same input, such as one that adds it to the output and norms it."""
         inner, outer = (first_tensor((*call.inputs[0], *call.inputs[1].values())) for call in (frame, parent))
         return inner is outer and bool(parent.path) and not parent.path.rpartition(".")[2].isdigit()
+
+    def _computes_streams(self, frame: _Call, parent: _Call) -> bool:
+        """Whether the module around a call with several tensors of one shape, such as queries and keys, has one."""
+        counts = []
+        for call in (frame, parent):
+            values = (*call.inputs[0], *call.inputs[1].values())
+            counts.append(len({id(v) for v in values if isinstance(v, Tensor) and tuple(v.shape) == frame.shape}))
+        registered = any(path.startswith(f"{parent.path}.") for path in self._layers)
+        return counts[0] > 1 >= counts[1] and bool(parent.path) and not registered
 
     def weak(self) -> list[str]:
         """Return the innermost modules that may mix tokens, of a model in which no module moves other tokens."""
@@ -158,16 +176,27 @@ class _Search(Observer[_Call]):
             return False
         if self._batch not in (result.shape[0], result.shape[1] if result.ndim == 3 else None):
             return False
+        if result.ndim > len(shape) and result.shape[1:-1].numel() != prod(shape[1:-1]):
+            # One more axis, which is none of rows and columns of the tokens, has heads.
+            return False
         return not _has_channels_first(frame.module, shape)
 
     def _moves_others(self, frame: _Call, result: Tensor) -> bool:
-        """Tell whether other tokens of a module's output move with some tokens of its input."""
-        x = first_tensor((*frame.inputs[0], *frame.inputs[1].values()))
+        """Tell whether other tokens of a module's output move with some tokens of a tensor that it reads."""
+        args, kwargs = frame.inputs
+        x = first_tensor((*args, *kwargs.values()))
         assert x is not None
-        tokens = as_tokens(x, self._batch)
-        length = tokens.shape[1]
+        length = as_tokens(x, self._batch).shape[1]
         if length < 2 or as_tokens(result, self._batch).shape[1] != length:
             return length > 1
+        # A cross attention reads the tokens of another tensor.
+        values = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
+        streams = {id(v): v for v in (x, *values) if v.ndim == x.ndim and self._batch in v.shape[:2]}
+        return any(self._moves(frame, result, v) for v in streams.values() if as_tokens(v, self._batch).shape[1] > 1)
+
+    def _moves(self, frame: _Call, result: Tensor, x: Tensor) -> bool:
+        tokens = as_tokens(x, self._batch)
+        length = tokens.shape[1]
         generator = torch.Generator().manual_seed(0)
         half = torch.randperm(length, generator=generator) < length // 2
         noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
@@ -187,7 +216,9 @@ class _Search(Observer[_Call]):
             self._trying = False
         if after is None or after.shape != result.shape:
             return True
-        before, after = (as_tokens(t, self._batch)[:, ~half] for t in (result, after))
+        before, after = (as_tokens(t, self._batch) for t in (result, after))
+        if before.shape[1] == length:
+            before, after = before[:, ~half], after[:, ~half]
         allowed = TOLERANCE.get(result.dtype, 0.05)
         return float((after - before).norm()) > allowed * float(before.norm())
 

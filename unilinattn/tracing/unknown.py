@@ -37,6 +37,9 @@ MIXING = {
 }
 """Functions of torch that usually move information between tokens."""
 
+PRODUCTS = {"matmul", "rmatmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"}
+"""Products, of tokens if both operands are computed."""
+
 Refused = tuple[str, nn.Module]
 """The path of a module, and the module."""
 
@@ -119,7 +122,7 @@ def _reason(module: nn.Module) -> str:
 
 def holders(model: nn.Module, mixers: Sequence[Refused]) -> list[Refused]:
     """Return the mixers with modules that only rearrange axes replaced by the modules that call them."""
-    return list(dict(_holder(model, *mixer, _rearranges) for mixer in mixers).items())
+    return list(dict(holder(model, *mixer, rearranges) for mixer in mixers).items())
 
 
 def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refused]:
@@ -143,7 +146,7 @@ def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refu
 
     with visible_functions(model):
         run(model, arguments, mixers=paths.attached(), observer=Functions(watch))
-    modules = dict(_holder(model, path, model.get_submodule(path), is_basic) for path in mixing)
+    modules = dict(holder(model, path, model.get_submodule(path), is_basic) for path in mixing)
     first = {type(module): (path, module) for path, module in reversed(modules.items())}
     return list(first.values())[::-1]
 
@@ -155,7 +158,11 @@ def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     name = getattr(func, "__name__", "")
     if name in ("conv1d", "conv2d", "conv3d"):
         weight = args[1] if len(args) > 1 else kwargs["weight"]
-        return weight.shape[2:].numel() > 1
+        # One tap along one axis may lie on channels, the tokens being the channels of the convolution.
+        return weight.shape[2:].numel() > 1 or name == "conv1d"
+    if name in PRODUCTS:
+        # A product with a parameter is over channels.
+        return sum(1 for x in tensors((args, kwargs)) if x.ndim > 1 and not isinstance(x, nn.Parameter)) > 1
     if name == "linear":
         x = args[0] if args else kwargs["input"]
         return isinstance(x, Tensor) and x.ndim > 2 and x.stride(-1) != 1
@@ -163,7 +170,7 @@ def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return name in MIXING and any(t.is_floating_point() for t in tensors((args, kwargs)))
 
 
-def _holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[nn.Module], bool]) -> Refused:
+def holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[nn.Module], bool]) -> Refused:
     """Return the nearest module around a path that is no part of another computation."""
     while path and is_part(module):
         path = path.rpartition(".")[0]
@@ -171,9 +178,14 @@ def _holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[n
     return path, module
 
 
-def _rearranges(module: nn.Module) -> bool:
-    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return isinstance(module, (nn.Flatten, nn.Unflatten, *containers)) or type(module).__module__.startswith("einops.")
+def rearranges(module: nn.Module) -> bool:
+    """Whether a module only gives its input another shape, or contains others."""
+    return isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or only_moves(module)
+
+
+def only_moves(module: nn.Module) -> bool:
+    """Whether a module only gives its input another shape."""
+    return isinstance(module, (nn.Flatten, nn.Unflatten)) or type(module).__module__.startswith("einops.")
 
 
 def is_basic(module: nn.Module) -> bool:
@@ -181,4 +193,4 @@ def is_basic(module: nn.Module) -> bool:
     is_whole = isinstance(module, (*RECURRENT, nn.MultiheadAttention))
     # A package's convolution of every channel, by a kernel of its own, is a part like that of torch.
     is_own = type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.modules.conv._ConvNd)
-    return not is_whole and (is_own or _rearranges(module))
+    return not is_whole and (is_own or rearranges(module))
