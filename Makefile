@@ -9,6 +9,7 @@
 #                                      that is accepted, each in a separate environment, since these packages change
 #                                      the hosts of the others
 # make docs      the documentation as a site in site/; needs no torch
+# make systems   small models of many packages, traced without an adapter: docs/systems.md; ARGS=--check writes nothing
 # make setups    the set-ups of docs/hosts.md with the packages that quantise weights; ARGS=--write writes the page
 # Each makes .venv and installs into it first, once. PYTHON= names another interpreter, ARGS= adds arguments.
 
@@ -21,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Without stored bytecode each process of pytest rewrites the assertions of all tests, which takes 5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: compare test slow margins evidence bench lint install browser fla vision oldest setups docs
+.PHONY: compare test slow margins evidence bench lint install browser fla vision oldest setups systems docs
 
 compare: $(STAMP)
 	@echo "Comparing the trained models."
@@ -68,6 +69,10 @@ oldest: .venv-oldest/.installed
 setups: .venv-setups/.installed
 	@echo "Running the set-ups of docs/hosts.md."
 	@.venv-setups/bin/python -m tests.setups $(ARGS)
+
+systems: .venv-systems/.installed
+	@echo "Tracing models of other packages."
+	@.venv-systems/bin/python -m tools.systems $(ARGS)
 
 docs: .venv-docs/.installed
 	@echo "Building the documentation into site/."
@@ -126,8 +131,11 @@ setups_ADDS := torchao==0.18.0 bitsandbytes==0.50.2
 # The constraints hold the newest transformers: an older one replaces it, with its dependencies.
 oldest_MENDS = .venv-oldest/bin/python -m pip install -qq transformers==5.6.2
 # Beside a CPU build of torch the CUDA build of torchvision cannot be imported.
-vision_MENDS = .venv-vision/bin/python -c "import torchvision" 2>/dev/null || cp tests/environments/torchvision_operators.py \
-    "$$(.venv-vision/bin/python -c 'import site; print(site.getsitepackages()[0])')/sitecustomize.py"
+vision_MENDS = .venv-$*/bin/python -c "import torchvision" 2>/dev/null || cp tests/environments/torchvision_operators.py \
+    "$$(.venv-$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/sitecustomize.py"
+systems_MENDS = .venv-systems/bin/python -m pip install -qq --no-deps -r tools/systems_packages.txt && { $(vision_MENDS); }
+
+.venv-systems/.installed: tools/systems_packages.txt
 
 .venv-%/.installed: $(STAMP)
 	@echo "Installing into .venv-$* (once, a few minutes)."

@@ -47,21 +47,25 @@ class Case:
     name: str
 
 
+Measure = Callable[..., dict[str, Any]]
+"""Returns the outcome of a model in this process: `measure(case, built=...)`, which calls `built` when it has run."""
+
+
 def measure(case: Case, built: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Return the outcome of a model in this process, with its layers, gap and error; call `built` when it has run."""
     try:
         model, inputs, reference, least = _prepared(case)
         noise = difference(_output(model, inputs), reference)
     except Exception as error:
-        return _failed("unbuilt", error)
+        return failed("unbuilt", error)
     built()
     try:
         torch.manual_seed(0)
         traced = trace(model, inputs, progress=False)
     except UnilinattnError as error:
-        return _failed("refused", error)
+        return failed("refused", error)
     except Exception as error:
-        return _failed("crash", error)
+        return failed("crash", error)
     result: dict[str, Any] = {"layers": len(traced.layers)}
     changed = difference(traced.output, reference)
     if changed > OUTPUT + 10 * noise:
@@ -72,9 +76,9 @@ def measure(case: Case, built: Callable[[], None] = lambda: None) -> dict[str, A
         torch.manual_seed(0)
         scores = explain(model, inputs, target=-1, progress=False)
     except UnilinattnError as error:
-        return _failed("unexplained", error) | result
+        return failed("unexplained", error) | result
     except Exception as error:
-        return _failed("crash", error) | result
+        return failed("crash", error) | result
     gap = scores.completeness_gap
     result["gap"] = None if gap is None else float(f"{gap:.0e}")
     if not bool(scores.scores.isfinite().all()):
@@ -156,13 +160,16 @@ class _Attending(TorchFunctionMode):
             self.calls.add(self._stack[-1])
 
 
-def run(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Measure each model in a separate process, `jobs` at a time; yield the outcomes in order of completion."""
+def run(cases: Sequence[Any], jobs: int, outcome_of: Measure | None = None) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Measure each model in a separate process, `jobs` at a time; yield the outcomes in order of completion.
+
+    `outcome_of` measures one, by default `measure`.
+    """
     queue = deque(cases)
     active: dict[Connection, _Process] = {}
     while queue or active:
         while queue and len(active) < jobs:
-            process = _Process(queue.popleft())
+            process = _Process(queue.popleft(), outcome_of)
             active[process.receiver] = process
         ready = wait(list(active), timeout=0.5)
         for receiver, process in list(active.items()):
@@ -176,12 +183,13 @@ def run(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]
 class _Process:
     """The process of one model, which says when the model is built and then sends the outcome."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Any, outcome_of: Measure | None) -> None:
         context = multiprocessing.get_context("fork")
-        _imported(case)
+        if isinstance(case, Case):
+            _imported(case)
         self.case = case
         self.receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_child, args=(case, sender))
+        self._process = context.Process(target=_child, args=(case, sender, outcome_of))
         self._process.start()
         self._start = time.monotonic()
         self._built = False
@@ -226,14 +234,14 @@ def _imported(case: Case) -> None:
         return
 
 
-def _child(case: Case, sender: Connection) -> None:
+def _child(case: Any, sender: Connection, outcome_of: Measure | None) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     warnings.simplefilter("ignore")
-    sender.send(measure(case, built=lambda: sender.send(None)))
+    sender.send((outcome_of or measure)(case, built=lambda: sender.send(None)))
 
 
 def _prepared(case: Case) -> tuple[nn.Module, dict[str, Any], Any, int]:
@@ -323,7 +331,8 @@ def _wrong(error: str, message: str) -> dict[str, Any]:
     return {"outcome": "wrong", "error": error, "message": message}
 
 
-def _failed(outcome: str, error: Exception) -> dict[str, Any]:
+def failed(outcome: str, error: Exception) -> dict[str, Any]:
+    """Return the outcome of a model that ends in an error."""
     text = " ".join(str(error).split())
     text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
     text = re.sub(r"0x[0-9a-f]{6,}", "0x", text)

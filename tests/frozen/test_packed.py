@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
 import unilinattn as ula
+from unilinattn.errors import UncoveredError
 from unilinattn.testing import promoted
 from unilinattn.testing.hosts import randomize
 
@@ -64,3 +66,19 @@ def test_the_shares_of_text_and_patches_add_up() -> None:
     assert result.scores.shape == (1, 11) and result.completeness_gap is not None
     assert result.completeness_gap < 1e-10
     assert bool((result.scores[0, 1:5].abs() > 0).all())
+
+
+def test_images_that_are_added_to_deeper_layers_too_are_refused_by_name() -> None:
+    # Qwen3-VL adds features of its vision tower to the stream of the text; it accepts no ids without their places.
+    text = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=20)
+    vision = dict(depth=2, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, temporal_patch_size=2)
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000}
+    config = transformers.Qwen3VLConfig(
+        text_config={**text, "num_key_value_heads": 1, "head_dim": 8, "rope_parameters": rope},
+        vision_config={**vision, "out_hidden_size": 16, "spatial_merge_size": 2, "deepstack_visual_indexes": [0]},
+        image_token_id=4,
+        vision_start_token_id=3,
+    )
+    model = randomize(transformers.Qwen3VLForConditionalGeneration(config).double().eval())
+    with pytest.raises(UncoveredError, match="pixel_values"):
+        ula.explain(model, inputs(), method="logit", target=-1, progress=False)

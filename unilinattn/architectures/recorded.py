@@ -1,9 +1,13 @@
 """Modules without an adapter: their operator is read from the functions of torch that they call."""
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from itertools import takewhile
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +24,24 @@ from unilinattn.registry import register_architecture, visible_functions
 from unilinattn.rules.chains import chains_of
 from unilinattn.rules.recording import Recording
 
+RANDOM = 0.1
+"""Least relative difference of two outputs for one input by which a module is no function of it, in any dtype."""
+
+
+_checked: "WeakKeyDictionary[nn.Module, set[tuple[object, ...]]]" = WeakKeyDictionary()
+
 
 def _check(call: Call) -> None:
-    """Raise `UncoveredError` unless the module can be recorded."""
-    recorded(call)
+    """Raise `UncoveredError` unless the module can be recorded: once for its weights and the shapes of its arguments.
+
+    Arguments by which the module would run other functions are found when the operator is built.
+    """
+    weights = tuple((id(p), -1 if p.is_inference() else p._version) for p in call.module.parameters())
+    shapes = tuple((name, tuple((t.shape, t.dtype) for t in tensors(x))) for name, x in call.arguments.items())
+    key = (call.input.dtype, weights, shapes)
+    if key not in _checked.get(call.module, ()):
+        recorded(call)
+        _checked.setdefault(call.module, set()).add(key)
 
 
 @register_architecture(name="recorded", kind="recorded", needs_capture=True, check=_check)
@@ -60,7 +78,7 @@ def recorded_stages(call: Call) -> Flow:
     # Of several tensors of one size, the layer's input has its values.
     flat = in_shape(call.input, streams[fitting[0]].shape, call.axes.inputs).flatten()
     first = next((name for name in fitting if torch.equal(streams[name].flatten(), flat)), fitting[0])
-    inputs = {"x": streams.pop(first), **streams}
+    inputs = _distinct({"x": streams.pop(first), **streams})
     # (token, batch, channel)
     transposed = axes == 3 and call.axes.inputs == -1 and inputs["x"].shape[:2] != call.input.shape[:2]
     factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
@@ -68,13 +86,19 @@ def recorded_stages(call: Call) -> Flow:
     try:
         with torch.no_grad(), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
-            returned = module.forward(**arguments)
+            positional, named = _positional(module, arguments)
+            returned = module.forward(*positional, **named)
     # A host, and its kernels, may raise any error.
     except Exception as error:
         raise UncoveredError(
             f"{_named(call)} ran inside the model, and raises {type(error).__name__} when it runs again: {error}. "
             "Register an adapter for this class."
         ) from error
+    if recording.differentiates:
+        raise UncoveredError(
+            f"{_named(call)}: it computes gradients while it runs, such as those of a memory that learns from its "
+            "tokens, and what these move from token to token is not recorded, so it has no operator."
+        )
     output = next((t for t in tensors(returned) if t.is_floating_point() and t.ndim >= 2), None)
     node = recording.node(output)
     if output is None or node is None:
@@ -94,6 +118,13 @@ def recorded_stages(call: Call) -> Flow:
             f"{_named(call)}: the functions that it calls give its output with an error of {missed:.1e}, so one of "
             "them was not seen, such as a compiled kernel. Register an adapter for this class."
         )
+    if call.output is not None and call.output.shape == flow.value.shape:
+        repeated = relative_error(flow.value.reshape(1, -1), call.output.reshape(1, -1))
+        if not repeated <= RANDOM:
+            raise UncoveredError(
+                f"{_named(call)}: for the same input it returns an output that differs by {repeated:.1e} when it runs "
+                "again, as a module does that draws random numbers or keeps a state."
+            )
     return flow
 
 
@@ -122,13 +153,34 @@ def _promoted(call: Call) -> tuple[nn.Module, dict[str, Any]]:
     if any(p.is_floating_point() and p.dtype != dtype for p in (*module.parameters(), *module.buffers())):
         module = copy.deepcopy(module).to(dtype)
 
+    @cache
     def cast(tensor: Tensor) -> Tensor:
+        # Arguments that are one tensor stay one.
         return call.tensor(tensor).detach() if tensor.is_floating_point() else tensor
 
     # A cache has the states of the traced call.
-    uncached = {name: None if name in CACHES else value for name, value in call.arguments.items() if not name.isdigit()}
+    uncached = {name: None if name in CACHES else value for name, value in call.arguments.items()}
     arguments = {name: mapped(value, cast) for name, value in uncached.items()}
     return module, arguments
+
+
+def _positional(module: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments by position and by name; those of `*args` are named by their numbers."""
+    numbers = sorted((name for name in arguments if name.isdigit()), key=int)
+    if not numbers:
+        return [], dict(arguments)
+    parameters = inspect.signature(module.forward).parameters.values()
+    leading = [p.name for p in takewhile(lambda p: p.kind is not p.VAR_POSITIONAL, parameters) if p.name in arguments]
+    named = {name: value for name, value in arguments.items() if name not in (*leading, *numbers)}
+    return [arguments[name] for name in (*leading, *numbers)], named
+
+
+def _distinct(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the first port of each tensor: queries, keys and values of self-attention are one."""
+    ports: dict[int, str] = {}
+    for port, value in inputs.items():
+        ports.setdefault(id(value), port)
+    return {port: inputs[port] for port in ports.values()}
 
 
 def _as_tokens(x: Tensor, *, transposed: bool, axis: int) -> Tensor:

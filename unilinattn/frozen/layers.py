@@ -1,6 +1,6 @@
 """A traced layer in a frozen run: its recorded output, whose derivative is its operator or its live flow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from unilinattn.errors import UncoveredError
 from unilinattn.host.module_calls import layer_input
 from unilinattn.memory import return_free_pages
 from unilinattn.operator.flow import Flow, evaluated_by
-from unilinattn.operator.stages import Branch, Scale, Stage
+from unilinattn.operator.stages import Branch, Scale, Stage, Unmapped, walk
 from unilinattn.tracing.layer import Layer
 
 
@@ -24,6 +24,15 @@ def require_transparent(layers: Sequence[Layer]) -> None:
     for layer in layers:
         if layer.opaque:
             raise UncoveredError(f"{layer.name} is opaque: no adapter knows it, so its part in the output is unknown.")
+
+
+def unmapped(layers: Sequence[Layer]) -> frozenset[Layer]:
+    """Return the layers whose input has no matrix to their values, and those that keep values for them in a mapping."""
+    built = [layer for layer in layers if layer.prefix_error is None]
+    stages = {layer: [stage for chain in layer.operator.chains.values() for stage in walk(chain)] for layer in built}
+    without = [layer for layer in built if any(isinstance(stage, Unmapped) for stage in stages[layer])]
+    shared = {id(x) for layer in without for x in layer.arguments.values() if isinstance(x, MutableMapping)}
+    return frozenset(layer for layer in built if layer in without or shared & {id(x) for x in layer.arguments.values()})
 
 
 def frozen_output(layer: Layer, arguments: Mapping[str, Any]) -> Tensor:

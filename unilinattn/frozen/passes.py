@@ -16,14 +16,14 @@ from unilinattn.call.exactness import layer_tolerance
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.frozen.freezing import Freezing
-from unilinattn.frozen.layers import frozen_output, live_output
+from unilinattn.frozen.layers import frozen_output, live_output, unmapped
 from unilinattn.frozen.modules import plain_output
 from unilinattn.frozen.shares import Stream
 from unilinattn.host.forwards import Forward, replaced_forwards
 from unilinattn.host.inputs import bound_arguments, call_host
 from unilinattn.host.observer import Inputs, Observer
 from unilinattn.host.recomputation import captures
-from unilinattn.host.recorder import MAIN
+from unilinattn.host.recorder import MAIN, main_tensor
 from unilinattn.host.run import run
 from unilinattn.registry import architecture_of, plain_form_of
 from unilinattn.tracing.layer import Layer
@@ -102,6 +102,7 @@ class FrozenPass(Observer[_Call]):
         self.shared: frozenset[str] = frozenset()
         self.suspect: str | None = None
         self._in_blocks: set[int] = set()
+        self._unmapped = unmapped(spec.layers)
         self._queues: dict[nn.Module, list[Layer]] = {}
         for layer in spec.layers:
             self._queues.setdefault(layer.module, []).append(layer)
@@ -200,20 +201,45 @@ class FrozenPass(Observer[_Call]):
         """Return the forward of a traced layer, or of a module with a plain form."""
         if module in self._queues:
             queue = self._queues[module]
-            return lambda *args, **kwargs: self._mixer(queue.pop(0), bound_arguments(module, args, kwargs))
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                layer = queue.pop(0)
+                if layer in self._unmapped:
+                    return self._by_the_rules(layer, partial(host, *args, **kwargs))
+                return self._mixer(layer, bound_arguments(module, args, kwargs))
+
+            return forward
         form = plain_form_of(type(module))
         return None if form is None else partial(plain_output, self._where, module, form, host)
 
     def _mixer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return a layer's result in the trace, with the tensors that depend on tokens in the graph."""
-        numbered = (call.stream for call in self.stack if call.path.rpartition(".")[2].isdigit())
-        self.streams.append(next((stream for stream in numbered if stream is not None), None))
+        self.streams.append(self._block_stream())
         returned = self._layer(layer, arguments)
         architecture = architecture_of(type(layer.module))
         if architecture is None or architecture.shared_values is None:
             return returned
         values = architecture.shared_values(layer.module, arguments)
         return mapped(returned, lambda t: values if t.shape == values.shape and not t.requires_grad else t)
+
+    def _block_stream(self) -> Stream | None:
+        """Return the stream that entered the outermost numbered block that runs."""
+        numbered = (call.stream for call in self.stack if call.path.rpartition(".")[2].isdigit())
+        return next((stream for stream in numbered if stream is not None), None)
+
+    def _by_the_rules(self, layer: Layer, host: Callable[[], Any]) -> Any:
+        """Run a layer whose values have no matrix, such as those of an earlier layer, by the rules of functions.
+
+        Its weights are frozen, as those of an operator are.
+        """
+        self.streams.append(self._block_stream())
+        returned = host()
+        with torch._C.DisableTorchFunction():
+            output = main_tensor(returned)
+            assert output is not None
+            self.mixed.append([])
+            self.outputs.append(output)
+        return returned
 
     def _layer(self, layer: Layer, arguments: Mapping[str, Any]) -> Any:
         """Return a layer's result in the trace, with its output in the graph."""

@@ -133,6 +133,11 @@ class FrozenRun:
             for entry, group in zip(entries, run.leaves, strict=True)
         ]
         embedding, parts = torch.cat(constants, 1), None
+        if embedding.shape != tokens.shape:
+            raise UncoveredError(
+                f"{type(self._spec.model).__name__} runs its layers on {len(embedding)} sequences for {len(tokens)} of "
+                "its input, such as several copies of the stream, and shares are those of one stream."
+            )
         if by == "depth":
             parts = by_depth(scalar, streams, list(grads))
         elif by == "layer":

@@ -11,7 +11,7 @@ from unilinattn.call.axes import Axes
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Stage, walk
-from unilinattn.rules import elementwise, linear, mixing, norms, windows
+from unilinattn.rules import elementwise, linear, mixing, norms, spectral, windows
 from unilinattn.rules.compilation import Compilation
 from unilinattn.rules.layout import Carried
 from unilinattn.rules.recording import Node
@@ -21,7 +21,7 @@ from unilinattn.rules.simplification import simplified
 DEEPEST = 100_000
 """Calls of Python inside each other while a module is compiled."""
 
-RULES = (elementwise, linear, mixing, norms, windows)
+RULES = (elementwise, linear, mixing, norms, spectral, windows)
 """The modules that register the rules of functions."""
 
 

@@ -5,7 +5,7 @@ channels is a matrix for every token. A sum over tokens is a token mixer, whatev
 differences of two softmaxes, parameters (MLP-Mixer), or a mean.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from itertools import count, product
@@ -45,15 +45,34 @@ class Product:
     out: Letters
 
 
-def from_equation(equation: str, shapes: Sequence[torch.Size]) -> tuple[Letters, Letters, Letters]:
-    """Return the letters of both operands and of the result of an einsum."""
+def equation_letters(equation: str, shapes: Sequence[torch.Size]) -> tuple[list[Letters], Letters]:
+    """Return the letters of the operands and of the result of an einsum."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
-    if not arrow or len(terms) != 2:
-        raise UncoveredError(f"einsum {equation!r} of other than two operands, or without '->'")
+    if not arrow:
+        # The letters that occur once, in alphabetical order.
+        names = inputs.replace(",", "").replace("...", "")
+        output = "..." * ("..." in inputs) + "".join(sorted(x for x in names if names.count(x) == 1))
     dots = [len(shape) - len(term.replace("...", "")) for term, shape in zip(terms, shapes, strict=True)]
-    first, second = (_letters(term, dot) for term, dot in zip(terms, dots, strict=True))
-    return first, second, _letters(output, max(dots))
+    return [_letters(term, dot) for term, dot in zip(terms, dots, strict=True)], _letters(output, max(dots))
+
+
+def joined(
+    factors: Sequence[Float[Tensor, "*axes"]], names: Sequence[Letters], needed: Set[int], like: Tensor
+) -> tuple[Float[Tensor, "*axes"], Letters]:
+    """Return one frozen tensor for several, and its letters: those of `needed` that they have."""
+    if len(factors) == 1:
+        return factors[0], names[0]
+    out = tuple(dict.fromkeys(x for letters in names for x in letters if x in needed))
+    if not factors:
+        return like.new_ones(()), out
+    numbers = {x: number for number, x in enumerate(dict.fromkeys(x for letters in names for x in letters))}
+    operands = [
+        value
+        for factor, letters in zip(factors, names, strict=True)
+        for value in (factor, [numbers[x] for x in letters])
+    ]
+    return torch.einsum(*operands, [numbers[x] for x in out]), out
 
 
 def _letters(term: str, dots: int) -> Letters:

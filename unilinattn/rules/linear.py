@@ -8,9 +8,10 @@ from torch import Tensor
 from unilinattn.errors import UncoveredError
 from unilinattn.operator.stages import Matrix
 from unilinattn.rules.compilation import Compilation, is_carried, rule
-from unilinattn.rules.contraction import Product, contracted, from_equation, matmul_letters
+from unilinattn.rules.contraction import Product, contracted, equation_letters, joined, matmul_letters
 from unilinattn.rules.layout import Carried, added, with_last
 from unilinattn.rules.recording import Node
+from unilinattn.rules.spectral import real_inverse
 
 NEW = 100
 """The letter of an axis that a carried tensor lacks."""
@@ -26,6 +27,7 @@ def linear(run: Compilation, node: Node, x: Any, weight: Any, bias: Any = None) 
         return carried
     last = next(iter(carried.chains.values()))[-1] if len(carried.chains) == 1 else None
     whole = carried.layout.is_whole and carried.layout.has_all_channels and carried.shape[2] == len(run.number(bias))
+    whole = whole and len(carried.chains) == 1
     if isinstance(last, Matrix) and last.bias is None and whole and not isinstance(bias, Node):
         return with_last(carried, Matrix(last.role, last.weight, run.number(bias)))
     return run.shifted(carried, bias)
@@ -48,10 +50,15 @@ def rmatmul(run: Compilation, node: Node, x: Any, other: Any) -> Carried:
 def einsum(run: Compilation, node: Node, equation: Any, *operands: Any) -> Carried:
     """Multiply and sum as an equation says."""
     terms = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
-    if not isinstance(equation, str) or len(terms) != 2:
-        raise UncoveredError("einsum of other than two operands, or without an equation")
-    letters = from_equation(equation, [run.number(term).shape for term in terms])
-    return _product(run, node, terms[0], terms[1], letters)
+    if not isinstance(equation, str):
+        raise UncoveredError("einsum without an equation")
+    # Of several carried operands the last one is the value, unless another one is less activated (see `_product`).
+    number = max((n for n, term in enumerate(terms) if is_carried(term)), key=lambda n: (-terms[n].rank, n))
+    value, others = terms[number], [_weights(run, term) for n, term in enumerate(terms) if n != number]
+    names, out = equation_letters(equation, [run.number(term).shape for term in terms])
+    of_value, of_others = names[number], [x for n, x in enumerate(names) if n != number]
+    weights, letters = joined(others, of_others, {*of_value, *out}, run.like)
+    return contracted(run.value(value), weights, Product(of_value, letters, out), node.value.shape)
 
 
 @rule("addmm", "baddbmm")
@@ -142,6 +149,8 @@ def attention(
 @rule("real")
 def real(run: Compilation, node: Node, x: Any) -> Carried:
     """Return the real part of a Fourier transform, whose cosines and sines are matrices."""
+    if x.name == "fft_ifft":
+        return real_inverse(run, x)
     return _spectrum(run, x)[0]
 
 

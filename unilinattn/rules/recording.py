@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -31,6 +32,9 @@ from unilinattn.rules.mixing_functions import MixingFunction
 
 Kind = Literal["carried", "factor"]
 """Whether a tensor may be linear in the inputs, or depends on them in another way and is frozen."""
+
+GRADIENTS = (torch.autograd.grad, Tensor.backward)
+"""Functions that compute gradients."""
 
 LEVELS = ("sigmoid", "hardsigmoid", "log_sigmoid", "logsigmoid")
 """Activations with f(0) != 0."""
@@ -76,10 +80,14 @@ class Recording(TorchFunctionMode):
         inputs: the tensors that carry tokens, by port.
         factors: further tensors that may depend on tokens, such as masks: they may multiply, and adding them to a
             carried tensor is an error.
+
+    Attributes:
+        differentiates: whether the module computed gradients, whose functions are not recorded.
     """
 
     def __init__(self, module: nn.Module, inputs: Mapping[str, Tensor], factors: Any) -> None:
         super().__init__()
+        self.differentiates = False
         self._nodes: dict[int, Node] = {}
         # A tensor that neither the module has nor a function made comes from elsewhere, perhaps from tokens.
         self._constants: dict[int, Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
@@ -98,6 +106,7 @@ class Recording(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, and record it if an argument depends on the inputs."""
         kwargs = dict(kwargs or {})
+        self.differentiates |= func in GRADIENTS
         name, in_place = name_of(func, dict(kwargs))
         meaning = meaning_of(func)
         if meaning is not None and not isinstance(meaning, MixingFunction):
@@ -107,7 +116,9 @@ class Recording(TorchFunctionMode):
             with self:
                 return opened(func)(*args, **kwargs)
         for tensor in tensors((args, kwargs)):
-            if id(tensor) not in self._nodes and id(tensor) not in self._constants:
+            # A function that the module was given may have modules of its own, whose parameters are constants too.
+            is_constant = id(tensor) in self._constants or isinstance(tensor, nn.Parameter)
+            if id(tensor) not in self._nodes and not is_constant:
                 self._enter(Node("attribute", None, (), {}, tensor, "factor"))
         named, resolved = mapped((args, kwargs), self._resolve)
         if name in LIKE:

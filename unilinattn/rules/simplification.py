@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from unilinattn.mixers import Dense, Gather
+import torch
+
+from unilinattn.mixers import Dense, Gather, Toeplitz
 from unilinattn.operator.stages import Branch, Center, Chain, Matrix, Mix, Scale, Stage
 
 
@@ -23,10 +25,19 @@ def _append(stages: list[Stage], stage: Stage) -> None:
     """Append a stage; a gather moves before stages that treat all tokens alike."""
     if _is_gather(stage):
         place = len(stages)
-        while place and _is_uniform(stages[place - 1]):
+        # A token that is read from nowhere is zero, and has no bias of an earlier stage.
+        reads_all = isinstance(stage, Mix) and isinstance(stage.mixer, Gather) and bool((stage.mixer.index >= 0).all())
+        while place and _is_uniform(stages[place - 1]) and (reads_all or not _has_bias(stages[place - 1])):
             place -= 1
         if place and (joined := _joined(stages[place - 1], stage)) is not None:
-            stages[place - 1] = joined
+            stages[place - 1 : place] = [] if _is_identity(joined) else [joined]
+            return
+        if place and (first := _cut(stages[place - 1], stage)) is not None:
+            # The first tokens of a causal convolution are its convolution of the first tokens.
+            later = [first, *stages[place:]]
+            del stages[place - 1 :]
+            _append(stages, stage)
+            stages += later
             return
     elif (
         (stages and _is_gather(stages[-1]) and (joined := _joined(stages[-1], stage)) is not None)
@@ -42,11 +53,37 @@ def _is_gather(stage: Stage) -> bool:
     return isinstance(stage, Mix) and isinstance(stage.mixer, Gather) and stage.bias is None
 
 
+def _is_identity(stage: Stage) -> bool:
+    if not (_is_gather(stage) and isinstance(stage, Mix) and isinstance(stage.mixer, Gather)):
+        return False
+    return stage.mixer.shape[2] == stage.mixer.shape[3] and _reads_first(stage.mixer)
+
+
+def _reads_first(mixer: Gather) -> bool:
+    """Whether the queries read the first tokens in their order."""
+    index = mixer.index
+    return bool((index == torch.arange(index.shape[1], device=index.device)).all())
+
+
+def _cut(first: Stage, second: Stage) -> Stage | None:
+    """Return a convolution of the tokens that a gather reads from its results, None if these are not the first ones."""
+    if not (isinstance(first, Mix) and isinstance(first.mixer, Toeplitz) and first.bias is None):
+        return None
+    if not (isinstance(second, Mix) and isinstance(second.mixer, Gather) and _reads_first(second.mixer)):
+        return None
+    batch, length = second.mixer.index.shape
+    return replace(first, mixer=Toeplitz(first.mixer.taps, batch=batch, length=length))
+
+
 def _is_uniform(stage: Stage) -> bool:
     """Whether a stage treats all tokens alike."""
     if isinstance(stage, Scale):
         return stage.scale.shape[:2] == (1, 1) and (stage.bias is None or stage.bias.ndim == 1)
     return isinstance(stage, (Matrix, Center))
+
+
+def _has_bias(stage: Stage) -> bool:
+    return isinstance(stage, (Matrix, Scale)) and stage.bias is not None
 
 
 def _joined(first: Stage, second: Stage) -> Stage | None:

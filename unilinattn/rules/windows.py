@@ -146,7 +146,8 @@ def pad(run: Compilation, node: Node, x: Any, pad: Sequence[int], mode: str = "c
 def concatenate(run: Compilation, node: Node, tensors: Sequence[Any], dim: int = 0) -> Carried:
     """Add the tensors, each padded by zeros where the others are."""
     axis = dim % node.value.ndim
-    return _joined(run, [(x, run.number(x).shape[axis]) for x in tensors], axis, lambda x: x, torch.cat)
+    sizes = [(x, run.number(x).shape[axis]) for x in tensors if run.number(x).numel()]
+    return _joined(run, sizes, axis, lambda x: x, torch.cat)
 
 
 @rule("stack")

@@ -39,6 +39,7 @@ class _Call:
         streams: the calls in it that mix, and would be layers but for being a part of this one.
         is_part: whether it is a layer because the module around it holds others.
         windowed: whether its sequences are windows of those of the model.
+        computes_streams: whether it makes queries, keys and values for a module in it, with which it is one layer.
     """
 
     path: str
@@ -52,12 +53,18 @@ class _Call:
     holds_layer: bool = False
     is_part: bool = False
     windowed: bool = False
+    computes_streams: bool = False
     streams: "list[_Call]" = field(default_factory=list)
 
     @property
     def windows(self) -> "list[_Call]":
         """The calls in it that mix the tokens of windows by more than convolutions."""
         return [call for call in self.streams if call.windowed and call.attends and not is_basic(call.module)]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Its arguments."""
+        return (*self.inputs[0], *self.inputs[1].values())
 
     @property
     def axis(self) -> int:
@@ -166,7 +173,7 @@ class _Search(Observer[_Call]):
             return
         if frame.attends and frame.holds_layer:
             self._take_convolutions(frame)
-        if frame.holds_layer:
+        if frame.holds_layer and not frame.computes_streams:
             # Beside layers, the parts that mix are layers by themselves.
             for call in frame.streams:
                 if call.tokens > 1:
@@ -178,7 +185,9 @@ class _Search(Observer[_Call]):
         if parent is None:
             return
         is_stream = result is not None and self._is_stream(frame, result)
-        if result is not None and is_stream and not is_basic(module) and not self._is_wrapped(frame, parent):
+        is_whole = is_stream and not is_basic(module) and not self._is_wrapped(frame, parent)
+        computes_streams = is_whole and self._computes_streams(frame, parent)
+        if result is not None and is_whole and not computes_streams:
             if self._moves_others(frame, result):
                 if frame.windowed:
                     # The module around one mixer of windows has the sequences of the model.
@@ -192,6 +201,7 @@ class _Search(Observer[_Call]):
             self._weak.setdefault(frame.path)
             is_stream = False
         parent.mixes, parent.attends = True, parent.attends or frame.attends
+        parent.computes_streams |= computes_streams
         is_stream = is_stream and result is not None and self._moves_others(frame, result)
         parent.streams += [frame] if is_stream else frame.streams
 
@@ -205,7 +215,8 @@ class _Search(Observer[_Call]):
                 del self.paths[path]
 
     def _add(self, call: _Call) -> None:
-        """Make a call a layer."""
+        """Make a call a layer, of which those in it are parts."""
+        self.paths = {path: other for path, other in self.paths.items() if not path.startswith(f"{call.path}.")}
         self.paths.setdefault(call.path, call)
         for outer in self.stack:
             if outer is not call:
@@ -225,8 +236,18 @@ class _Search(Observer[_Call]):
         """Whether the module around a call has the same input, such as one that adds it to the output and norms it."""
         if is_basic(parent.module):
             return False
-        inner, outer = (first_tensor((*call.inputs[0], *call.inputs[1].values())) for call in (frame, parent))
+        inner, outer = (first_tensor(call.values) for call in (frame, parent))
         return inner is outer and bool(parent.path) and not parent.path.rpartition(".")[2].isdigit()
+
+    def _computes_streams(self, frame: _Call, parent: _Call) -> bool:
+        """Whether the module around a call with several tensors of one shape, such as queries and keys, has one."""
+        assert frame.tensor is not None
+        counts = []
+        for call in (frame, parent):
+            alike = (v for v in call.values if isinstance(v, Tensor) and v.shape == frame.tensor.shape)
+            counts.append(len({id(v) for v in alike}))
+        registered = any(path.startswith(f"{parent.path}.") for path in self._layers)
+        return counts[0] > 1 >= counts[1] and bool(parent.path) and not registered
 
     def weak(self) -> list[str]:
         """Return the innermost modules that may mix tokens, of a model in which no module moves other tokens."""
@@ -245,23 +266,37 @@ class _Search(Observer[_Call]):
                 frame.windowed = True
         # The pixels of an image are no tokens.
         is_image = x.ndim > 3 and any(x is argument for argument in self._arguments)
-        return not is_image and axes_of(frame.module, x, result) is not None
+        axes = axes_of(frame.module, x, result)
+        if is_image or axes is None:
+            return False
+        # One more axis, which is none of rows and columns of the tokens, has heads.
+        return result.ndim <= x.ndim or self._length(result, axes.output) == self._length(x, axes.inputs)
+
+    def _length(self, x: Tensor, axis: int) -> int:
+        return as_tokens(x, self._batch, axis).shape[1]
 
     def _moves_others(self, frame: _Call, result: Tensor) -> bool:
-        """Tell whether other tokens of a module's output move with some tokens of its input."""
+        """Tell whether other tokens of a module's output move with some tokens of a tensor that it reads."""
         x = frame.tensor
         assert x is not None
         axes = axes_of(frame.module, x, result) or LAST
         # An image may have as many columns as channels.
         is_cube = x.ndim > 3 and x.shape[1] == x.shape[-1]
         others = [Axes(-axes.inputs, -axes.output if result.ndim == x.ndim else axes.output)] if is_cube else []
-        return all(self._moves(frame, x, result, each) for each in (axes, *others))
+        return all(self._moves_along(frame, x, result, each) for each in (axes, *others))
 
-    def _moves(self, frame: _Call, x: Tensor, result: Tensor, axes: Axes) -> bool:
+    def _moves_along(self, frame: _Call, x: Tensor, result: Tensor, axes: Axes) -> bool:
+        length = self._length(x, axes.inputs)
+        if length < 2 or self._length(result, axes.output) != length:
+            return length > 1
+        # A cross attention reads the tokens of another tensor.
+        tensors = (v for v in frame.values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim == x.ndim)
+        streams = {id(v): v for v in (x, *tensors) if self._batch in v.shape[:2] or len(v) == len(x)}
+        return any(self._moves(frame, result, v, axes) for v in streams.values() if self._length(v, axes.inputs) > 1)
+
+    def _moves(self, frame: _Call, result: Tensor, x: Tensor, axes: Axes) -> bool:
         tokens = as_tokens(x, self._batch, axes.inputs)
         length = tokens.shape[1]
-        if length < 2 or as_tokens(result, self._batch, axes.output).shape[1] != length:
-            return length > 1
         generator = torch.Generator().manual_seed(0)
         half = torch.randperm(length, generator=generator) < length // 2
         noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
@@ -281,7 +316,9 @@ class _Search(Observer[_Call]):
             self._trying = False
         if after is None or after.shape != result.shape:
             return True
-        before, after = (as_tokens(t, self._batch, axes.output)[:, ~half] for t in (result, after))
+        before, after = (as_tokens(t, self._batch, axes.output) for t in (result, after))
+        if before.shape[1] == length:
+            before, after = before[:, ~half], after[:, ~half]
         allowed = TOLERANCE.get(result.dtype, 0.05)
         return float((after - before).norm()) > allowed * float(before.norm())
 

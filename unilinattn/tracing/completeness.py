@@ -75,9 +75,7 @@ def find_leak(
     lengths = {length for _, length in streams}
     # Ids of as many tokens in another batch are several for each token, such as those of codebooks.
     ids = {tuple(x.shape) for name, x in arguments.items() if _is_ids(name, x) and x.shape[1] not in lengths}
-    halves = {shape: _half(shape) for shape in sorted(streams) if shape[0] * shape[1] > 1}
-    # Rows of ids may be several for each token, such as those of codebooks, so a half has whole columns.
-    halves |= {shape: _half((1, shape[1])).repeat(shape[0], 1) for shape in sorted(ids - streams) if shape[1] > 1}
+    halves = {shape: _half(shape) for shape in sorted(streams | ids) if shape[0] * shape[1] > 1}
     perturbed = [_Tokens(model, shape, half, shapes) for shape, first in halves.items() for half in (first, ~first)]
     # Without ids, what comes before the first block makes tokens of a signal.
     has_ids = any(_is_ids(name, x) for name, x in arguments.items())
@@ -175,6 +173,8 @@ def _first_leak(
     """
     after: str | None = None
     sources: list[str] = []
+    # Vectors that a later layer reads may be made before an earlier one.
+    earlier: list[str] = []
     mixed_inputs: set[tuple[str, int]] = set()
     for key, entry in entries.items():
         kind, path, number, _ = key
@@ -183,10 +183,11 @@ def _first_leak(
             if mixed or (key not in regrouped and entry.of_several_tokens(halves)):
                 is_layer = kind == "layer"
                 groups = None if mixed or not is_layer else key
-                source = sources[-1] if sources else holders.get(path, "")
-                return Leak(source, None, after, path if is_layer else None, groups)
+                innermost = [x for x in earlier if not any(other.startswith(f"{x}.") for other in earlier)]
+                module = next(reversed(sources or innermost), holders.get(path, ""))
+                return Leak(module, None, after, path if is_layer else None, groups)
         if kind == "layer" and path != after:
-            after, sources = path, []
+            after, earlier, sources = path, earlier + sources, []
         elif kind == "in" and entry.mixed:
             mixed_inputs.add((path, number))
         elif kind == "out" and entry.mixed and (path, number) not in mixed_inputs:

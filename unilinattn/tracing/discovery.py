@@ -33,7 +33,15 @@ from unilinattn.registry import UNREGISTERED, list_architectures
 from unilinattn.tracing.candidates import mixing_modules
 from unilinattn.tracing.completeness import Key, Leak, find_leak
 from unilinattn.tracing.perturbation import Constant, Perturbed, Reference, Trial
-from unilinattn.tracing.unknown import holders, is_basic, without_adapters, without_layers
+from unilinattn.tracing.unknown import (
+    holder,
+    holders,
+    is_basic,
+    only_moves,
+    rearranges,
+    without_adapters,
+    without_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ def _layer_at(
     It may hold recorded ones: `convolutions` and one other.
     """
     if mixer.leak is None:
-        return None
+        return _around(model, mixer, layers)
     path = mixer.leak.module
     recorded = {x.name for x in layers if x.architecture is not None and x.architecture.name == UNREGISTERED}
     while path and is_basic(model.get_submodule(path)):
@@ -147,6 +155,20 @@ def _layer_at(
     inside = {layer.name for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")}
     may_be_parts = inside <= recorded and len(inside - set(convolutions)) < 2
     return path if path and path not in inside and may_be_parts else None
+
+
+def _around(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord]) -> str | None:
+    """Return the path of the module that is a layer in place of a mixer and of the recorded layers in it, if any.
+
+    It is a mixer that mixes tokens outside of these layers too, such as one that shifts them before an attention, or
+    the module that calls a mixer which only rearranges axes.
+    """
+    path = holder(model, mixer.path, mixer.module, rearranges)[0] if only_moves(mixer.module) else mixer.path
+    if not path or (path == mixer.path and not mixer.holds_layers):
+        return None
+    inside = [layer for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")]
+    is_recorded = all(x.architecture is not None and x.architecture.name == UNREGISTERED for x in inside)
+    return path if is_recorded else None
 
 
 def _layers_of(model: nn.Module, arguments: Mapping[str, Any], recorded: Sequence[str]) -> list[CallRecord]:

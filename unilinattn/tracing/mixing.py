@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import tensors
@@ -23,6 +23,9 @@ MIXING = frozenset(
 )
 """Functions of torch that usually move information between tokens."""
 
+PRODUCTS = frozenset({"matmul", "rmatmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"})
+"""Products, of tokens if both operands are computed."""
+
 
 def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a call of a function is one by which tokens usually mix."""
@@ -31,7 +34,11 @@ def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     name = getattr(func, "__name__", "")
     if name in ("conv1d", "conv2d", "conv3d"):
         weight = args[1] if len(args) > 1 else kwargs["weight"]
-        return weight.shape[2:].numel() > 1
+        # One tap along one axis may lie on channels, the tokens being the channels of the convolution.
+        return weight.shape[2:].numel() > 1 or name == "conv1d"
+    if name in PRODUCTS:
+        # A product with a parameter is over channels.
+        return sum(1 for x in tensors((args, kwargs)) if x.ndim > 1 and not isinstance(x, nn.Parameter)) > 1
     if name == "linear":
         x = args[0] if args else kwargs["input"]
         return isinstance(x, Tensor) and x.ndim > 2 and x.stride(-1) != 1

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unilinattn.call.axes import as_tokens
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
-from unilinattn.host.inputs import call_host, ids_name, is_ids
+from unilinattn.host.inputs import call_host, ids_name, is_ids, sequences_in
 from unilinattn.host.isolation import runs_in_gradient_mode
 from unilinattn.host.logits import logits_in
 from unilinattn.host.observer import Functions
@@ -61,7 +61,7 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     """
     streams = token_streams(layers)
     ids = ids_name(arguments)
-    batch = next((t.shape[0] for t in tensors(arguments) if t.ndim), None)
+    batch = sequences_in(arguments)
     # Of several streams the last one may read all others, as a text with patches in place of some of its tokens does.
     if ids is None and batch and (len(streams) > 1 or streams[0].shape[0] != batch):
         # Without ids the tokens of the first block become all others, as when patches are merged.
@@ -133,7 +133,8 @@ def _lookups_of(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence
             continue
         if any(word in name for word in (*STRUCTURE, "token_type")):
             continue
-        with suppress(UncoveredError):
+        # The model may accept no other ids, such as those that mark the places of an image.
+        with suppress(Exception):
             moved = find_tokens(model, _changed(arguments, name), inside, in_lists=True)
             if isinstance(moved, TokenCall) and not torch.equal(moved.vectors, call.vectors):
                 return Source(stream, None, name)

@@ -105,7 +105,7 @@ def _reason(module: nn.Module) -> str:
 
 def holders(model: nn.Module, mixers: Sequence[Refused]) -> list[Refused]:
     """Return the mixers with modules that only rearrange axes replaced by the modules that call them."""
-    return list(dict(_holder(model, *mixer, _rearranges) for mixer in mixers).items())
+    return list(dict(holder(model, *mixer, rearranges) for mixer in mixers).items())
 
 
 def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refused]:
@@ -129,12 +129,12 @@ def probable_mixers(model: nn.Module, arguments: Mapping[str, Any]) -> list[Refu
 
     with visible_functions(model):
         run(model, arguments, mixers=paths.attached(), observer=Functions(watch))
-    modules = dict(_holder(model, path, model.get_submodule(path), is_basic) for path in mixing)
+    modules = dict(holder(model, path, model.get_submodule(path), is_basic) for path in mixing)
     first = {type(module): (path, module) for path, module in reversed(modules.items())}
     return list(first.values())[::-1]
 
 
-def _holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[nn.Module], bool]) -> Refused:
+def holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[nn.Module], bool]) -> Refused:
     """Return the nearest module around a path that is no part of another computation."""
     while path and is_part(module):
         path = path.rpartition(".")[0]
@@ -142,9 +142,14 @@ def _holder(model: nn.Module, path: str, module: nn.Module, is_part: Callable[[n
     return path, module
 
 
-def _rearranges(module: nn.Module) -> bool:
-    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return isinstance(module, (nn.Flatten, nn.Unflatten, *containers)) or type(module).__module__.startswith("einops.")
+def rearranges(module: nn.Module) -> bool:
+    """Whether a module only gives its input another shape, or contains others."""
+    return isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or only_moves(module)
+
+
+def only_moves(module: nn.Module) -> bool:
+    """Whether a module only gives its input another shape."""
+    return isinstance(module, (nn.Flatten, nn.Unflatten)) or type(module).__module__.startswith("einops.")
 
 
 def is_basic(module: nn.Module) -> bool:
@@ -152,4 +157,4 @@ def is_basic(module: nn.Module) -> bool:
     is_whole = isinstance(module, (*RECURRENT, nn.MultiheadAttention))
     # A package's convolution of every channel, by a kernel of its own, is a part like that of torch.
     is_own = type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.modules.conv._ConvNd)
-    return not is_whole and (is_own or _rearranges(module))
+    return not is_whole and (is_own or rearranges(module))

@@ -186,7 +186,7 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
             rule = next((rule for pattern, rule in _RULES if re.search(pattern, name)), None)
             if rule is not None:
                 parameter.copy_(rule(parameter, uniform))
-            elif parameter.ndim == 1:
+            elif parameter.ndim < 2:
                 centred = uniform - 0.5
                 parameter.copy_(0.5 + uniform if name.endswith("weight") else centred + 0.3 * centred.sign())
             else:

@@ -1,0 +1,143 @@
+"""Layers that are modules around others: shifts before an attention, projections before queries and keys, streams."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unilinattn import trace
+from unilinattn.testing.hosts import randomize
+
+VOCABULARY, WIDTH, TOKENS = 11, 16, 9
+
+
+class Model(nn.Module):
+    """A language model of two residual blocks around a layer."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(layer()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.norm(x))
+
+
+class Scores(nn.Module):
+    """Weights by sigmoids, which no function of attention computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(torch.einsum("bij,bjd->bid", torch.sigmoid(torch.einsum("bid,bjd->bij", q, k)), v))
+
+
+class Shifted(nn.Module):
+    """Half of the channels from the token before, then an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Scores()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return self.attention(torch.cat((functional.pad(first, (0, 0, 1, -1)), second), -1))
+
+
+class Cell(nn.Module):
+    """Attention between queries, keys and values that it is given."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Short(nn.Module):
+    """A short convolution along the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.mT)[..., : x.shape[1]].mT
+
+
+class Projected(nn.Module):
+    """Queries and keys after a short convolution, values before it, as in xLSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.cell = Short(), Cell()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        short = functional.silu(self.short(x))
+        return self.cell(self.q(short), self.k(short), self.v(x)) + short
+
+
+class TokensAsChannels(nn.Module):
+    """A convolution of one tap whose channels are the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(TOKENS, 12, 1), nn.Conv1d(12, TOKENS, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(functional.gelu(self.first(x)))
+
+
+LAYERS: dict[str, tuple[type[nn.Module], str]] = {
+    "weights by sigmoids": (Scores, ".layer"),
+    "a shift before an attention": (Shifted, ".layer"),
+    "projections of queries, keys and values": (Projected, ".layer"),
+    # Only the norm of the block tells that its last axis has the channels.
+    "tokens as channels": (TokensAsChannels, ""),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_module_around_is_the_layer(name: str) -> None:
+    layer, path = LAYERS[name]
+    model = randomize(Model(layer)).double().eval()
+    traced = trace(model, torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0)))
+    assert [x.name for x in traced.layers] == [f"blocks.{i}{path}" for i in range(2)]
+    for x in traced.layers:
+        assert tuple(x.operator.ports) == ("x",) and x.operator.reconstruction_error() < 1e-12
+
+
+def test_a_cross_attention_to_an_argument_is_a_layer() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+            self.layer = nn.TransformerDecoderLayer(WIDTH, 4, 24, batch_first=True)
+
+        def forward(self, input_ids: Tensor, memory: Tensor) -> Tensor:
+            return self.head(self.layer(self.embedding(input_ids), memory))
+
+    model = randomize(Decoder()).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=generator)
+    memory = torch.randn(2, 5, WIDTH, generator=generator, dtype=torch.float64)
+    traced = trace(model, {"input_ids": ids, "memory": memory})
+    assert [x.name for x in traced.layers] == ["layer.self_attn", "layer.multihead_attn"]
+    assert traced.layers[1].operator.matrix("core", port="key").shape[-2:] == (TOKENS, 5)
+    assert max(x.operator.reconstruction_error() for x in traced.layers) < 1e-12
