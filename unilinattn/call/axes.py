@@ -19,6 +19,10 @@ LAST = Axes()
 """Channels are the last axis of every tensor."""
 
 
+POOLS = (nn.modules.pooling._AvgPoolNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd)
+"""Pools of torch, whose inputs have their channels in the second axis."""
+
+
 def axes_of(module: nn.Module, entered: Tensor, output: Tensor) -> Axes | None:
     """Return the axes of channels of a call, None if the module's layers do not tell them."""
     before = channel_axis(module, entered.shape)
@@ -40,6 +44,8 @@ def channel_axis(module: nn.Module, shape: Sequence[int]) -> int | None:
             return -1
         # Pools, of which no layer knows the number of channels.
         return 1 if _sizes(module, "kernel_size") else None
+    if isinstance(module, POOLS):
+        return 1
     if shape[-1] in convolved | projected or shape[1] not in convolved | projected:
         return -1
     return 1 if shape[1] in convolved else None

@@ -13,6 +13,9 @@ from unilinattn.errors import UncoveredError
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.token_streams import key_slots, stream_read, streams_read, token_streams
 
+CANCELLATION = 1e4
+"""Largest sum of the shares' absolute values in units of the logit that rounding to float32 leaves three digits of."""
+
 
 @dataclass(frozen=True, eq=False)
 class Parts:
@@ -237,7 +240,7 @@ def biases(
 def doubt_of(
     shares: Shares, by: str, layers: Sequence[Layer], accepted: float, culprit: Callable[[], str | None]
 ) -> str | None:
-    """Return a message about shares whose gap exceeds `accepted` times their size, None for others.
+    """Return a message about shares whose gap exceeds `accepted` times their size, or that cancel; None for others.
 
     `culprit` returns the first module that is not affine.
     """
@@ -249,6 +252,13 @@ def doubt_of(
             f"shares and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. The first "
             f"module that is not affine in the frozen run: {culprit() or 'none'}. A compiled function or a custom "
             "autograd function hides its computation; use the module's plain code"
+        )
+    sizes = (shares.size / shares.value.abs().clamp_min(tiny))[shares.gap > accepted * shares.value.abs()]
+    if bool((sizes > CANCELLATION).any()):
+        return (
+            f"shares and biases are {float(sizes.max()):.1e} times as large as the logit, and rounding of what cancels "
+            "makes their sum miss it. Clamps and gates that are frozen may make shares grow with each layer; float64 "
+            "has more digits"
         )
     if shares.parts is None:
         return None

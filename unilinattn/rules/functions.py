@@ -67,7 +67,7 @@ CONSTANT = NEW | _names("detach data sign floor ceil round trunc")
 LEAVING = _names("numpy array tolist")
 """Functions that return a tensor's values as objects that are not tensors."""
 
-AFFINE = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv_transpose1d": 2}
+AFFINE = {"linear": 2, "conv1d": 2, "conv2d": 2, "conv3d": 2, "conv_transpose1d": 2}
 """Layers by name, with the position of their bias."""
 
 PRODUCTS = _names("matmul rmatmul mm bmm mv einsum tensordot")

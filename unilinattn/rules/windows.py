@@ -25,7 +25,7 @@ Tap = Callable[[Carried, tuple[int, ...]], Carried]
 """Returns the term of one place of a window from the tokens at that place."""
 
 
-@rule("conv1d", "conv2d")
+@rule("conv1d", "conv2d", "conv3d")
 def convolution(
     run: Compilation,
     node: Node,

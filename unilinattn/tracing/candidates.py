@@ -36,6 +36,7 @@ class _Call:
         block: that of the innermost call around it of a module in a list, which takes the model's sequences; 0 without.
         mixes: whether a function mixes in it, outside of the layers in it.
         attends: whether a function that is no convolution does.
+        first: the number of the first layer in it, 0 without.
         streams: the calls in it that mix, and would be layers but for being a part of this one.
         is_part: whether it is a layer because the module around it holds others.
         windowed: whether its sequences are windows of those of the model.
@@ -51,6 +52,7 @@ class _Call:
     mixes: bool = False
     attends: bool = False
     holds_layer: bool = False
+    first: int = 0
     is_part: bool = False
     windowed: bool = False
     computes_streams: bool = False
@@ -60,6 +62,12 @@ class _Call:
     def windows(self) -> "list[_Call]":
         """The calls in it that mix the tokens of windows by more than convolutions."""
         return [call for call in self.streams if call.windowed and call.attends and not is_basic(call.module)]
+
+    @property
+    def parts(self) -> "list[_Call]":
+        """The calls that are layers if it mixes: those in it that mix windows, or itself."""
+        inner = self.windows if self.windowed else self.streams if len(self.windows) > 1 else []
+        return inner or [self]
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -163,7 +171,7 @@ class _Search(Observer[_Call]):
         if path in self._layers:
             self._first = self._first or call.block or call.number
             for outer in self.stack:
-                outer.holds_layer = True
+                outer.holds_layer, outer.first = True, outer.first or call.number
         return call
 
     def leaving(self, frame: _Call, module: nn.Module, inputs: Inputs, output: Any) -> None:
@@ -174,9 +182,10 @@ class _Search(Observer[_Call]):
         if frame.attends and frame.holds_layer:
             self._take_convolutions(frame)
         if frame.holds_layer and not frame.computes_streams:
-            # Beside layers, the parts that mix are layers by themselves.
+            # Beside layers, the parts that mix are layers by themselves, but for convolutions of pixels before blocks.
+            stem = 0 if frame.block else frame.first
             for call in frame.streams:
-                if call.tokens > 1:
+                if call.tokens > 1 and (call.number > stem or call.attends or call.axis == -1):
                     call.is_part = True
                     self._add(call)
             return
@@ -192,9 +201,9 @@ class _Search(Observer[_Call]):
                 if frame.windowed:
                     # The module around one mixer of windows has the sequences of the model.
                     parent.mixes, parent.attends = True, parent.attends or frame.attends
-                    parent.streams += frame.windows or [frame]
+                    parent.streams += frame.parts
                     return
-                for call in frame.streams if len(frame.windows) > 1 else [frame]:
+                for call in frame.parts:
                     self._add(call)
                 return
             # The tokens may lie along another axis here, and a module whose weights begin at zero moves nothing yet.
@@ -203,7 +212,7 @@ class _Search(Observer[_Call]):
         parent.mixes, parent.attends = True, parent.attends or frame.attends
         parent.computes_streams |= computes_streams
         is_stream = is_stream and result is not None and self._moves_others(frame, result)
-        parent.streams += [frame] if is_stream else frame.streams
+        parent.streams += frame.parts if is_stream else frame.streams
 
     def _take_convolutions(self, frame: _Call) -> None:
         """Make the convolutions inside of an attention, such as those of its keys, a part of it."""
@@ -220,7 +229,7 @@ class _Search(Observer[_Call]):
         self.paths.setdefault(call.path, call)
         for outer in self.stack:
             if outer is not call:
-                outer.holds_layer = True
+                outer.holds_layer, outer.first = True, min(outer.first or call.number, call.number)
 
     def layer_paths(self) -> dict[str, bool]:
         """Return the paths of the layers, but for a stem: convolutions of images before the first other layer."""
@@ -268,6 +277,9 @@ class _Search(Observer[_Call]):
         is_image = x.ndim > 3 and any(x is argument for argument in self._arguments)
         axes = axes_of(frame.module, x, result)
         if is_image or axes is None:
+            return False
+        if frame.windowed and not frame.attends and self._length(result, axes.output) == 1:
+            # Each piece of a signal becomes a token.
             return False
         # One more axis, which is none of rows and columns of the tokens, has heads.
         return result.ndim <= x.ndim or self._length(result, axes.output) == self._length(x, axes.inputs)

@@ -22,8 +22,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from unilinattn.call.axes import POOLS
 from unilinattn.call.nested import tensors
-from unilinattn.errors import UnknownArchitectureError
+from unilinattn.errors import UncoveredError, UnknownArchitectureError
 from unilinattn.host import substitution
 from unilinattn.host.logits import KEEP
 from unilinattn.host.module_calls import CallRecord
@@ -144,7 +145,7 @@ def _layer_at(
 ) -> str | None:
     """Return the path of the module around a leak that takes tokens and returns them; None if it holds layers.
 
-    It may hold recorded ones: `convolutions` and one other.
+    It may hold recorded ones: `convolutions` and one other. Where it holds more, a pool or norm in it is the layer.
     """
     if mixer.leak is None:
         return _around(model, mixer, layers)
@@ -154,7 +155,11 @@ def _layer_at(
         path = path.rpartition(".")[0]
     inside = {layer.name for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")}
     may_be_parts = inside <= recorded and len(inside - set(convolutions)) < 2
-    return path if path and path not in inside and may_be_parts else None
+    if path and path not in inside and may_be_parts:
+        return path
+    leaf = model.get_submodule(mixer.leak.module)
+    is_mixer = isinstance(leaf, (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, *POOLS))
+    return mixer.leak.module if is_mixer and mixer.leak.module not in recorded else None
 
 
 def _around(model: nn.Module, mixer: UnregisteredMixer, layers: Sequence[CallRecord]) -> str | None:
@@ -253,7 +258,15 @@ class _Search:
         return tuple(mixers)
 
     def _leak(self) -> Leak | None:
-        return find_leak(self._model, self._arguments, self._layers, self._constants, self._regrouped)
+        try:
+            return find_leak(self._model, self._arguments, self._layers, self._constants, self._regrouped)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise UncoveredError(
+                f"{type(self._model).__name__} fails on other tokens while its layers return the same vectors ({error}), "
+                "as where the tokens decide how many vectors it makes, so it is unknown what else mixes them."
+            ) from error
 
     def _search(self, length: int) -> None:
         """Find sources and let those that can be layers return constants, until no watched token changes."""
