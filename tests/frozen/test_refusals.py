@@ -18,6 +18,7 @@ from tests.frozen.detached import (
 from tests.tracing.models import TokenWise
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError
 from unilinattn.frozen.run import frozen
+from unilinattn.frozen.shares import Shares, doubt_of
 from unilinattn.testing import promoted
 
 
@@ -154,6 +155,17 @@ def test_nan_shares_are_refused() -> None:
         model.lm_head.weight[3, 0] = torch.nan
     with pytest.raises(ExactnessError, match="miss the logit by nan of their size"):
         frozen(ula.trace(model, token_ids(), progress=False)).complete_shares(-1, 3)
+
+
+def test_shares_that_cancel_to_less_than_their_rounding_are_refused() -> None:
+    def doubt(size: float, gap: float) -> str | None:
+        zero = torch.zeros(1, dtype=torch.float64)
+        shares = Shares(torch.tensor([[size, 1 + gap - size]], dtype=torch.float64), zero[None], zero, zero, zero + 1)
+        return doubt_of(shares, "tokens", (), 1e-3, lambda: None)
+
+    assert doubt(1e9, 1e-4) is None and doubt(1e2, 1e-2) is None
+    message = doubt(1e9, 1e-1)
+    assert message is not None and "2.0e+09 times as large as the logit" in message
 
 
 def test_copied_and_flattened_ids_are_looked_up() -> None:

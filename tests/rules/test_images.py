@@ -56,6 +56,17 @@ def test_functions_of_images_are_exact_stages(name: str) -> None:
     assert float((forward - backward).abs()) < LIMIT * float(other.norm() * g.norm())
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions_of_volumes_are_exact_stages(groups: int) -> None:
+    module = randomize(nn.Sequential(nn.Conv3d(WIDTH, 4, 2, 2, 1, groups=groups), nn.Conv3d(4, 3, 1)).double())
+    x = draw(2, WIDTH, 3, 4, 5)
+    with torch.no_grad():
+        output = module(x)
+    flow = recorded(Call(module, "module", {"input": x}, x.flatten(2).mT, output, axes=Axes(1, 1)))
+    op = MixerOperator(flow.chains, inputs=flow.inputs, output=output.flatten(2).mT)
+    assert op.reconstruction_error() < LIMIT
+
+
 def test_layers_tell_the_axis_of_channels() -> None:
     convolution, linear = nn.Conv2d(WIDTH, 8, 2, 2), nn.Linear(WIDTH, 8)
     image, rows = draw(2, WIDTH, 4, 5), draw(2, 4, 5, WIDTH)
@@ -64,6 +75,9 @@ def test_layers_tell_the_axis_of_channels() -> None:
     assert axes_of(convolution, image, draw(2, 4, 8)) == Axes(1, -1)
     assert axes_of(nn.AvgPool2d(3, 1, 1), image, image) == Axes(1, 1)
     assert axes_of(nn.Tanh(), image, image) is None
+    signal = draw(2, 4, 10)
+    assert axes_of(nn.AvgPool1d(2), signal, draw(2, 4, 5)) == Axes(1, 1)
+    assert axes_of(nn.Tanh(), signal, signal) == Axes(-1, -1)
 
 
 class Attention(nn.Module):
@@ -127,3 +141,92 @@ def test_a_pool_between_blocks_that_is_no_module_is_refused() -> None:
 
     with pytest.raises(UnknownArchitectureError, match="outside of the registered layers"):
         trace(randomize(Pooled().double().eval()), draw(2, 3, 16, 20))
+
+
+def test_a_norm_over_pixels_between_blocks_is_a_layer() -> None:
+    class Normed(Pyramid):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.GroupNorm(2, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.stages[1](self.norm(self.stages[0](self.stem(x)))).mean((2, 3)))
+
+    traced = trace(randomize(Normed().double().eval()), draw(2, 3, 16, 20))
+    assert [layer.name for layer in traced.layers][1:] == ["norm", "stages.1.0", "stages.1.1.attention"]
+    assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
+    result = explain(traced, target=-1)
+    assert result.method == "logit" and result.completeness_gap is not None and result.completeness_gap < 1e-10
+
+
+class Row(nn.Module):
+    """Attention of a sequence, added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = RowAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x)
+
+
+class RowAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.query(x) @ x.mT).softmax(-1) @ self.value(x)
+
+
+class Words(nn.Module):
+    """Two blocks, and a module between them whose channels are the second axis."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.words, self.between, self.head = nn.Embedding(30, WIDTH), between, nn.Linear(WIDTH, 5)
+        self.layers = nn.ModuleList([Row(), Row()])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.layers[0](self.words(input_ids))
+        return self.head(self.layers[1](self.between(x.mT).mT).mean(1))
+
+
+def test_a_pool_of_torch_between_blocks_is_a_layer() -> None:
+    traced = trace(randomize(Words(nn.AvgPool1d(2)).double().eval()), torch.arange(28).view(2, 14))
+    assert [layer.name for layer in traced.layers] == ["layers.0.attention", "between", "layers.1.attention"]
+    assert all(layer.reconstruction_error() < LIMIT for layer in traced.layers)
+    result = explain(traced, target=-1, logit=1)
+    assert result.method == "logit" and result.scores.shape == (2, 14)
+    assert result.completeness_gap is not None and result.completeness_gap < 1e-10
+
+
+class Towers(Words):
+    """Words, and an image that is convolved before the blocks of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.image = Tower()
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+        return super().forward(input_ids) + self.image(pixel_values)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, WIDTH, 3, 2, 1))
+        self.blocks, self.head = nn.ModuleList([Row(), Row()]), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(2).mT
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def test_convolutions_of_pixels_in_a_second_tower_are_no_layers() -> None:
+    inputs = {"input_ids": torch.arange(24).view(2, 12), "pixel_values": draw(2, 3, 16, 20)}
+    traced = trace(randomize(Towers().double().eval()), inputs)
+    blocks = ["layers.0", "layers.1", "image.blocks.0", "image.blocks.1"]
+    assert [layer.name for layer in traced.layers] == [f"{block}.attention" for block in blocks]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from unilinattn.call.axes import POOLS
 from unilinattn.call.nested import tensors
-from unilinattn.errors import UncoveredError, UnknownArchitectureError
+from unilinattn.errors import UncoveredError, UnilinattnError, UnknownArchitectureError
 from unilinattn.host import substitution
 from unilinattn.host.logits import KEEP
 from unilinattn.host.module_calls import CallRecord
@@ -260,12 +260,12 @@ class _Search:
     def _leak(self) -> Leak | None:
         try:
             return find_leak(self._model, self._arguments, self._layers, self._constants, self._regrouped)
-        except torch.OutOfMemoryError:
+        except (UnilinattnError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             raise UncoveredError(
-                f"{type(self._model).__name__} fails on other tokens while its layers return the same vectors ({error}), "
-                "as where the tokens decide how many vectors it makes, so it is unknown what else mixes them."
+                f"{type(self._model).__name__} fails on other tokens while its layers return the same vectors, as if "
+                f"tokens decide how many vectors it makes, so it is unknown what else mixes them ({error})."
             ) from error
 
     def _search(self, length: int) -> None:
