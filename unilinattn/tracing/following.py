@@ -24,7 +24,8 @@ def stages_after(
     stages: Chain = ()
     for each in following:
         entered, left = (tensor.detach().to(output).view(output.shape) for tensor in (each.input, each.output))
-        call = Call(each.module, each.name, each.arguments, entered, left)
+        # Without an output: the module may add the stream to what it returns.
+        call = Call(each.module, each.name, each.arguments, entered)
         with full_precision():
             flow = in_gradient_mode(False, partial(isolated, each.module, partial(recorded_stages, call)))
         stages, output = (*stages, *flow.chains["x"]), left
