@@ -28,7 +28,8 @@ def stages_after(
     for each in following:
         tensors = (each.input, each.output)
         entered, left = (as_read(tensor.detach().to(output), output.shape, axis) for tensor in tensors)
-        call = Call(each.module, each.name, each.arguments, entered, left, axes=Axes(axis, axis))
+        # Without an output: the module may add the stream to what it returns.
+        call = Call(each.module, each.name, each.arguments, entered, axes=Axes(axis, axis))
         with full_precision():
             flow = in_gradient_mode(False, partial(isolated, each.module, partial(recorded_stages, call)))
         stages, output = (*stages, *flow.chains["x"]), left

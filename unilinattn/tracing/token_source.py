@@ -267,7 +267,9 @@ def _perturbed(t: Tensor) -> Tensor:
     wide = t.to(torch.promote_types(t.dtype, torch.float32))
     size = wide.square().mean().sqrt()
     noise = torch.randn(t.shape, generator=torch.Generator().manual_seed(0)).to(wide)
-    return (wide + torch.where(size > 0, size, torch.ones_like(size)) * noise).to(t.dtype)
+    # Vectors of zeros beside others are padding, from which a host may read its mask.
+    real = (wide != 0).any(-1, keepdim=True) if t.ndim > 1 and bool(size > 0) else 1
+    return (wide + torch.where(size > 0, size, torch.ones_like(size)) * noise * real).to(t.dtype)
 
 
 def _hold(model: nn.Module, traced: Mapping[str, Any], layers: Sequence[Layer], sources: Sequence[Source]) -> Hold:
