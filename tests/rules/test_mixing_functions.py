@@ -15,6 +15,7 @@ import unilinattn as ula
 from tests.rules import scans
 from tests.rules.test_recorded import LIMIT, draw, operator
 from unilinattn import registry
+from unilinattn.call.entries import Entries
 from unilinattn.call.functions import meaning_of
 from unilinattn.errors import ExactnessError, OptionError, UncoveredError
 from unilinattn.frozen.run import FrozenRun
@@ -141,11 +142,17 @@ def test_functions_stay_replaced_without_the_restoration(
 ) -> None:
     """The control of the test above: without the restoration it would fail."""
     register()
-    before = package.faded
-    monkeypatch.setattr("unilinattn.call.entries.Entries.put_back", lambda self: None)
-    with pytest.raises(ValueError), visible_functions(Layer(before)):
-        raise ValueError
+    before, replaced = package.faded, []
+    put_back = Entries.put_back
+    with monkeypatch.context() as patch:
+        patch.setattr(Entries, "put_back", replaced.append)
+        with pytest.raises(ValueError), visible_functions(Layer(before)):
+            raise ValueError
     assert package.faded is not before
+    # For the tests after this one.
+    for entries in replaced:
+        put_back(entries)
+    assert package.faded is before
 
 
 def test_another_thread_runs_the_original(package: types.ModuleType) -> None:

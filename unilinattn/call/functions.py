@@ -26,7 +26,7 @@ class _Scan:
 
     def __init__(self) -> None:
         self.names: set[int] = set()
-        self.count = 0
+        self.loaded = 0
         self.entries: list[Entry] = []
 
 
@@ -74,24 +74,29 @@ def _loaded(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the functions of loaded modules with their qualified names."""
     for name in names:
         pattern, _, attribute = name.rpartition(".")
-        for module in _matching(pattern, len(sys.modules)) if "*" in pattern else (pattern,):
+        for module in _matching(pattern, _loaded_modules()) if "*" in pattern else (pattern,):
             # A lazy module would import what it is asked for.
             function = _attributes(sys.modules.get(module)).get(attribute)
             if callable(function) and not isinstance(function, type) and meaning_of(function) is None:
                 yield name, function
 
 
+def _loaded_modules() -> int:
+    """Return a number that changes with the loaded modules; their count may stay when one is exchanged."""
+    return hash(tuple((name, id(module)) for name, module in list(sys.modules.items())))
+
+
 @lru_cache(maxsize=64)
-def _matching(pattern: str, count: int) -> tuple[str, ...]:
-    """Return the names of loaded modules that match a pattern; `count` is the number of loaded modules."""
+def _matching(pattern: str, loaded: int) -> tuple[str, ...]:
+    """Return the names of loaded modules that match a pattern; `loaded` tells them from those of another time."""
     return tuple(fnmatch.filter(list(sys.modules), pattern))
 
 
 def _entries(functions: Collection[Any], model: nn.Module) -> list[Entry]:
     """Return where the functions are attributes of loaded modules and of the model's modules."""
     names, loaded = {id(function) for function in functions}, list(sys.modules.values())
-    if _scan.names != names or _scan.count != len(loaded):
-        _scan.names, _scan.count = names, len(loaded)
+    if _scan.names != names or _scan.loaded != _loaded_modules():
+        _scan.names, _scan.loaded = names, _loaded_modules()
         _scan.entries = [place for module in loaded for place in _entries_of(_attributes(module), names)]
     # A name may be bound again in a module that was loaded before: in the user's, and in those of the host's classes.
     classes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}

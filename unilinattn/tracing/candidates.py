@@ -274,7 +274,9 @@ class _Search(Observer[_Call]):
                     return False
                 frame.windowed = True
         # The pixels of an image are no tokens.
-        is_image = x.ndim > 3 and any(x is argument for argument in self._arguments)
+        # Nor are the frames of a signal of which convolutions make another number of tokens.
+        is_resized = not frame.attends and result.shape[1:-1].numel() != x.shape[1:-1].numel()
+        is_image = (x.ndim > 3 or is_resized) and any(x is argument for argument in self._arguments)
         axes = axes_of(frame.module, x, result)
         if is_image or axes is None:
             return False
