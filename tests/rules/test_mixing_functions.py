@@ -142,10 +142,11 @@ def test_functions_stay_replaced_without_the_restoration(
 ) -> None:
     """The control of the test above: without the restoration it would fail."""
     register()
-    before, replaced = package.faded, []
+    before: Any = package.faded
+    replaced: list[Entries] = []
     put_back = Entries.put_back
     with monkeypatch.context() as patch:
-        patch.setattr(Entries, "put_back", replaced.append)
+        patch.setattr(Entries, "put_back", lambda self: replaced.append(self))
         with pytest.raises(ValueError), visible_functions(Layer(before)):
             raise ValueError
     assert package.faded is not before
