@@ -126,6 +126,24 @@ def test_shares_of_both_streams_add_up(name: str, decoded: int, method: str) -> 
     assert relative_error(row.scores, result.scores[:, -1]) < 1e-10
 
 
+def test_positions_of_both_streams_are_parts_of_their_tokens() -> None:
+    """What the positions add to the vectors of an encoder and a decoder is in `embedding`, not in the bias."""
+    model, trace = model_of("bart"), traced("bart")
+    extras = ula.explain(trace, method="logit", target=-1).extras
+    assert bool((extras["embedding"] != 0).all())
+    sides = (model.model.encoder, model.model.decoder)
+    with torch.no_grad():
+        for side in sides:
+            side.embed_positions.weight.zero_()
+            side.layernorm_embedding.bias.zero_()
+    try:
+        plain = ula.explain(model, arguments("bart"), method="logit", target=-1).extras["embedding"]
+    finally:
+        model_of.cache_clear()
+        traced.cache_clear()
+    assert not bool(plain.any())
+
+
 def test_shares_of_t5_are_those_of_a_model_with_detached_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """In T5 everything but softmax, the norms and relu is linear, and it has no biases."""
     model, given = model_of("t5"), arguments("t5")
@@ -320,8 +338,56 @@ def test_a_text_is_read_by_the_encoder_and_the_decoder_starts() -> None:
     result = ula.explain(model_of("t5"), "one two three", tokenizer=tokenizer, target=-1)
     assert result.streams["key"] == {"encoder": 3, "decoder": 1}
     assert [text.strip() for text in result.tokens[0]] == ["one", "two", "three", "[PAD]"]
+    with pytest.raises(InputError, match=r"no decoder_input_ids: give the ids .*the first one of a text is 0"):
+        ula.trace(model_of("t5"), draw(1, 6))
     with pytest.raises(InputError, match="tokens of its decoder"):
         ula.explain(model_of("t5"), "one two three", tokenizer=tokenizer, target="two")
     generated = ula.explain_generation(model_of("t5"), "one two", tokenizer=tokenizer, max_new_tokens=2, progress=False)
     assert [text.strip() for text in generated.tokens[0]][:3] == ["one", "two", "[PAD]"]
     assert len(generated.query_tokens[0]) == 2
+
+
+class Encoder(nn.Module):
+    """Blocks of attention, each added to the stream."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+class Projector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 8)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return torch.tanh(self.linear(frames))
+
+
+class Transcriber(nn.Module):
+    """Four frames of a signal are merged into a vector, which is added to that of a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames, self.audio = nn.Linear(3, 8), Encoder(1)
+        self.projector, self.words = Projector(), nn.Embedding(VOCABULARY, 8)
+        self.text, self.head = Encoder(2), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, signal: Tensor) -> dict[str, Tensor]:
+        frames = self.audio(self.frames(signal))
+        merged = self.projector(frames.reshape(len(frames), -1, 32))
+        return {"logits": self.head(self.text(self.words(input_ids) + merged))}
+
+
+def test_a_projector_of_as_many_vectors_as_the_text_is_none_of_its_blocks() -> None:
+    torch.manual_seed(0)
+    model = randomize(Transcriber().eval()).double()
+    signal = torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    result = ula.explain(model, {"input_ids": draw(2, 5), "signal": signal}, target=-1)
+    assert any("projector" in layer for layer in result.layers)
+    assert result.sizes == {"batch": 2, "key": 5} and result.completeness_gap < 1e-10

@@ -126,7 +126,7 @@ def test_another_length_of_the_inverse_is_refused() -> None:
 
 
 class Joined(nn.Module):
-    """A token with a linear layer of its own beside tokens that a convolution merges."""
+    """A first token by a linear layer, joined to tokens that a convolution merges."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -202,7 +202,7 @@ def test_a_pool_of_torch_between_blocks_is_a_layer() -> None:
 
 
 class Towers(Words):
-    """Words, and an image that is convolved before the blocks of its own."""
+    """Words in blocks, and an image that is convolved before other blocks read it."""
 
     def __init__(self) -> None:
         super().__init__(nn.Identity())

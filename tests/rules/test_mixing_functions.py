@@ -156,6 +156,23 @@ def test_functions_stay_replaced_without_the_restoration(
     assert package.faded is before
 
 
+def test_a_module_in_the_place_of_another_is_scanned(
+    package: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of loaded modules is the same then."""
+    register()
+    first, second = types.ModuleType("first_user"), types.ModuleType("second_user")
+    monkeypatch.setitem(sys.modules, "first_user", first)
+    with visible_functions(nn.Module()):
+        pass
+    second.faded = package.faded
+    monkeypatch.delitem(sys.modules, "first_user")
+    monkeypatch.setitem(sys.modules, "second_user", second)
+    with visible_functions(nn.Module()):
+        assert meaning_of(second.faded) is not None
+    assert meaning_of(second.faded) is None
+
+
 def test_another_thread_runs_the_original(package: types.ModuleType) -> None:
     register()
     results: list[Tensor] = []

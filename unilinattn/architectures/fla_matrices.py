@@ -32,7 +32,7 @@ def flash_attention(
     """Softmax attention, optionally in a window of (earlier, later) keys."""
     scores = products(q, k, softmax_scale)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    return Dense(_softmax(scores, _seen(scores, window_size, causal=causal, mask=mask)))
+    return Dense(_softmax(scores, _visible(scores, window_size, causal=causal, mask=mask)))
 
 
 register_mixing_function(
@@ -58,7 +58,7 @@ def forgetting_attention(
     """Softmax attention whose old scores a forget gate lowers (Lin et al., ICLR 2025), optionally with a sink."""
     scores = products(q, k, scale)
     scores = scores if g is None else scores + _fading(g)
-    return Dense(_softmax(scores, _seen(scores, _window(window_size), mask=mask), sink_bias))
+    return Dense(_softmax(scores, _visible(scores, _window(window_size), mask=mask), sink_bias))
 
 
 @register_mixing_function(
@@ -82,7 +82,7 @@ def wall_attention(
     scores = torch.einsum("bihn,bjhn,bijhn->bhij", q, key, decay)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if g_scalar is None else scores + _fading(g_scalar)
-    return Dense(_softmax(scores, _seen(scores, _window(window_size), mask=mask), sink_bias))
+    return Dense(_softmax(scores, _visible(scores, _window(window_size), mask=mask), sink_bias))
 
 
 @register_mixing_function("fla.ops.parallax.parallel_parallax", carried="v")
@@ -96,7 +96,7 @@ def parallax(
 ) -> Dense:
     """Softmax attention times a first-order correction: p_ij (1 + sum_m p_im s_im - s_ij) with s = r . k."""
     scores, correction = products(q, k, scale), products(r, k, 1.0)
-    weights = _softmax(scores, _seen(scores, _window(window_size), mask=mask))
+    weights = _softmax(scores, _visible(scores, _window(window_size), mask=mask))
     return Dense(weights * (1 + (weights * correction).sum(-1, keepdim=True) - correction))
 
 
@@ -106,12 +106,12 @@ def stickbreaking(
 ) -> Dense:
     """Each key, the nearest first, takes a sigmoid share of what later keys left: a product of logistic gates."""
     scores = products(q, k, scale)
-    seen = _seen(scores, mask=mask)
+    visible = _visible(scores, mask=mask)
     if not attend_current:
-        seen = seen & ~torch.eye(seen.shape[-1], dtype=torch.bool, device=seen.device)
-    left = functional.logsigmoid(-scores).masked_fill(~seen, 0.0)
+        visible = visible & ~torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
+    left = functional.logsigmoid(-scores).masked_fill(~visible, 0.0)
     later = left.flip(-1).cumsum(-1).flip(-1) - left
-    return Dense((functional.logsigmoid(scores) + later).masked_fill(~seen, -torch.inf).exp())
+    return Dense((functional.logsigmoid(scores) + later).masked_fill(~visible, -torch.inf).exp())
 
 
 @register_mixing_function("fla.ops.path_attn.parallel_path_attn", carried="v", extra_outputs=1)
@@ -134,18 +134,18 @@ def path_attention(
         rows.append(products(q[:, t : t + 1], keys, 1.0))
     scores = torch.cat(rows, 2)
     scores = (scores if g is None else scores + _fading(g)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return Dense(_softmax(scores, _seen(scores, mask=mask)))
+    return Dense(_softmax(scores, _visible(scores, mask=mask)))
 
 
 @register_mixing_function("fla.ops.deltaformer.deltaformer_attn", carried="v", refused=("attention_mask",))
 def deltaformer(q: Tensor, k: Tensor, beta: Tensor | None = None, mask: Tensor | None = None) -> Dense:
     """Softmax attention to values from which a share of their attention to earlier ones is subtracted, each in turn."""
     scores = products(q, k, None)
-    seen = _seen(scores, mask=mask)
-    earlier = _softmax(scores, seen & ~torch.eye(seen.shape[-1], dtype=torch.bool, device=seen.device))
+    visible = _visible(scores, mask=mask)
+    earlier = _softmax(scores, visible & ~torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device))
     earlier = earlier if beta is None else earlier * beta.transpose(1, 2).unsqueeze(-1)
     system = torch.eye(earlier.shape[-1], dtype=earlier.dtype, device=earlier.device) + earlier
-    weights = _softmax(scores, seen)
+    weights = _softmax(scores, visible)
     return Dense(torch.linalg.solve_triangular(system, weights, upper=False, left=False, unitriangular=True))
 
 
@@ -229,7 +229,7 @@ def moba(q: Tensor, k: Tensor, chunk_size: int, topk: int, mask: Tensor | None =
     chunk = torch.arange(length, device=q.device) // chunk_size
     # The last chunk, or one that is not full, is read by its own queries only.
     full = (length - 1) // chunk_size
-    seen = (chunk[:, None] == chunk) & _seen(scores, mask=mask)
+    visible = (chunk[:, None] == chunk) & _visible(scores, mask=mask)
     count = min(topk - 1, full)
     if count > 0:
         centres = k[:, : full * chunk_size].unflatten(1, (full, chunk_size)).mean(2)
@@ -238,8 +238,8 @@ def moba(q: Tensor, k: Tensor, chunk_size: int, topk: int, mask: Tensor | None =
         marked = torch.zeros_like(gate, dtype=torch.bool)
         marked.scatter_(3, gate.masked_fill(hidden, -torch.inf).topk(count, 3).indices, True)
         selected = (marked & ~hidden).repeat_interleave(chunk_size, 3)
-        seen = seen | functional.pad(selected, (0, length - full * chunk_size))
-    return Dense(_softmax(scores, seen))
+        visible = visible | functional.pad(selected, (0, length - full * chunk_size))
+    return Dense(_softmax(scores, visible))
 
 
 @register_mixing_function("fla.ops.nsa.parallel.parallel_nsa", "fla.ops.nsa.parallel_nsa", carried="v")
@@ -269,8 +269,8 @@ def nsa(
     if g_cmp is not None:
         total = total + (compressed @ pool) * _by_query(g_cmp)
     if block_indices is None:
-        own = position[:, None] // block_size
-        forced = (block == own) | (block == 0) | (block == own - 1)
+        current = position[:, None] // block_size
+        forced = (block == current) | (block == 0) | (block == current - 1)
         rank = compressed.unflatten(1, (heads, -1)).mean(2).masked_fill(forced, 1.0)
         rank = rank.masked_fill(~(past | forced), -1.0)
         best = rank.topk(min(block_counts, blocks), 3)
@@ -295,17 +295,17 @@ def products(
     return torch.einsum("bihn,bjhn->bhij", q, key) * (q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def _seen(
+def _visible(
     scores: Matrix, window: tuple[int, int] = (-1, -1), *, causal: bool = True, mask: Tensor | None = None
 ) -> Bool[Tensor, "*batch query key"]:
     """Return which keys a query reads; a padded query reads itself."""
     position = torch.arange(scores.shape[-1], device=scores.device)
     distance = position[:, None] - position
-    seen = (distance >= 0) | torch.tensor(not causal)
+    visible = (distance >= 0) | torch.tensor(not causal)
     before, after = window
-    seen = seen if before < 0 else seen & (distance <= before)
-    seen = seen if after < 0 else seen & (-distance <= after)
-    return seen if mask is None else (seen & mask[:, None, None, :]) | (distance == 0)
+    visible = visible if before < 0 else visible & (distance <= before)
+    visible = visible if after < 0 else visible & (-distance <= after)
+    return visible if mask is None else (visible & mask[:, None, None, :]) | (distance == 0)
 
 
 def _window(size: int | None) -> tuple[int, int]:
@@ -319,9 +319,9 @@ def _fading(g: Float[Tensor, "batch length head"]) -> Matrix:
     return (total.unsqueeze(-1) - total.unsqueeze(-2)).to(g)
 
 
-def _softmax(scores: Matrix, seen: Tensor, sink: Float[Tensor, " head"] | None = None) -> Matrix:
+def _softmax(scores: Matrix, visible: Tensor, sink: Float[Tensor, " head"] | None = None) -> Matrix:
     """Return the weights of the keys that are read, zero for a query that reads none; a sink takes a share."""
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     if sink is not None:
         column = sink.to(scores)[:, None, None].expand(*scores.shape[:3], 1)
         return torch.cat([scores, column], -1).softmax(-1)[..., :-1]

@@ -97,11 +97,11 @@ def _entries(functions: Collection[Any], model: nn.Module) -> list[Entry]:
     names, loaded = {id(function) for function in functions}, list(sys.modules.values())
     if _scan.names != names or _scan.loaded != _loaded_modules():
         _scan.names, _scan.loaded = names, _loaded_modules()
-        _scan.entries = [place for module in loaded for place in _entries_of(_attributes(module), names)]
+        _scan.entries = [entry for module in loaded for entry in _entries_of(_attributes(module), names)]
     # A name may be bound again in a module that was loaded before: in the user's, and in those of the host's classes.
     classes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     recent = [_attributes(sys.modules.get(name)) for name in ("__main__", *sorted(classes))]
-    entries = [*_scan.entries, *(place for attributes in recent for place in _entries_of(attributes, names))]
+    entries = [*_scan.entries, *(entry for attributes in recent for entry in _entries_of(attributes, names))]
     distinct = {(id(attributes), name): (attributes, name) for attributes, name in entries}
     result = [(attributes, name) for attributes, name in distinct.values() if id(attributes.get(name)) in names]
     for module in model.modules():

@@ -115,11 +115,18 @@ def pixels(arguments: Mapping[str, Any]) -> Float[Tensor, "batch channel height 
 
 
 def _misfit(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
-    """Return why a model failed on these inputs, None if they fit its positions and its image size."""
+    """Return why a model failed on these inputs, None if they fit its positions, its decoder and its image size."""
     ids, most = token_ids(arguments), max_positions(model)
     name = type(model).__name__
     if ids is not None and most is not None and ids.shape[1] > most:
         return f"the inputs have {ids.shape[1]} tokens, and {name} has positions for {most}; give a shorter text."
+    if is_encoder_decoder(model) and not any("decoder_input" in each or each == "labels" for each in arguments):
+        start = decoder_start(model, 1).get("decoder_input_ids")
+        first = "" if start is None else f"; the first one of a text is {int(start)}"
+        return (
+            f"{name} has a decoder and was given no decoder_input_ids: give the ids whose logits are explained{first}. "
+            "A text is given them."
+        )
     images = pixels(arguments)
     embedding = getattr(model, "patch_embed", None)
     size = getattr(getattr(model, "config", None), "image_size", getattr(embedding, "img_size", None))

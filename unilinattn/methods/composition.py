@@ -71,7 +71,7 @@ def product_of_maps(
 
 @dataclass(frozen=True)
 class Composed:
-    """What the scores of `score_steps` have beside them.
+    """The labels of the scores of `score_steps`.
 
     Attributes:
         axes: the queries and keys of composed scores, None for those of layers.

@@ -84,8 +84,8 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
     """
     members = set(map(id, layers))
     steps = (tuple(layer for layer in step.layers if id(layer) in members) for step in trace.steps)
-    chosen = [step for step in steps if step]
-    for step in chosen:
+    selected = [step for step in steps if step]
+    for step in selected:
         first = streams_of(trace, step[0])
         for layer in step:
             if len(layer.ports) > 1:
@@ -95,8 +95,8 @@ def composable_steps(trace: Trace, method: str, layers: Sequence[Layer]) -> list
                     f"{method} multiplies the maps of layers; {layer.name} ({_described(axes)}) is added to the stream "
                     f"together with {step[0].name} ({_described(first)}), which reads other tokens."
                 )
-    require_one_batch(tuple(dict.fromkeys(stream for step in chosen for stream in streams_of(trace, step[0]))))
-    return chosen
+    require_one_batch(tuple(dict.fromkeys(stream for step in selected for stream in streams_of(trace, step[0]))))
+    return selected
 
 
 def streams_of(trace: Trace, layer: Layer) -> tuple[TokenStream, TokenStream]:

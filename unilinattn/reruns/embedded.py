@@ -180,14 +180,14 @@ class EmbeddedModel:
         of_source = vectors.split([stream.shape[1] for stream in self.streams], 1)
         length = self._trace.target_stream.shape[1]
         with ExitStack() as replaced:
-            for source, part, channels in zip(self._sources, of_source, self._channels, strict=True):
+            for source, vectors_of_source, channels in zip(self._sources, of_source, self._channels, strict=True):
                 if source.ids is not None:
-                    parts = [part[..., each] for each in channels]
-                    replaced.enter_context(self._lookups[source.ids].replaced(arguments, parts))
+                    by_lookup = [vectors_of_source[..., each] for each in channels]
+                    replaced.enter_context(self._lookups[source.ids].replaced(arguments, by_lookup))
                 elif isinstance(source.origin, str):
-                    arguments[source.origin] = part.to(arguments[source.origin], copy=True)
+                    arguments[source.origin] = vectors_of_source.to(arguments[source.origin], copy=True)
                 elif source.origin is not None:
-                    replaced.enter_context(replaced_at_call(source.origin, part))
+                    replaced.enter_context(replaced_at_call(source.origin, vectors_of_source))
             output = call_host(self._model, arguments)
         return Rerun(output, (len(sequences), length), kept_positions(arguments, length))
 

@@ -116,7 +116,7 @@ class Recording(TorchFunctionMode):
             with self:
                 return opened(func)(*args, **kwargs)
         for tensor in tensors((args, kwargs)):
-            # A function that the module was given may have modules of its own, whose parameters are constants too.
+            # A function among the arguments may contain modules, whose parameters are constants too.
             is_constant = id(tensor) in self._constants or isinstance(tensor, nn.Parameter)
             if id(tensor) not in self._nodes and not is_constant:
                 self._enter(Node("attribute", None, (), {}, tensor, "factor"))

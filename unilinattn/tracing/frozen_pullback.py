@@ -4,6 +4,7 @@ Recorded norms, activations and gates are constants. Behind them the derivative 
 stages which are linear in the host too are pulled back through.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -36,7 +37,7 @@ def to_cores(chain: Chain, grad: Tensor, name: str) -> tuple[Tensor, ...]:
             return (grad,)
         if isinstance(stage, Branch) and _has_core(stage.chains):
             inner = (to_cores(each, grad, name) for each in stage.chains if _has_core([each]))
-            return tuple(part for parts in inner for part in parts)
+            return tuple(itertools.chain.from_iterable(inner))
         grad = _pulled(stage, grad, name)
     return ()
 

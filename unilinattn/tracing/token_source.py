@@ -19,7 +19,7 @@ from unilinattn.host.run import run
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.lookups import Lookups
 from unilinattn.tracing.perturbation import TOLERANCE
-from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams
+from unilinattn.tracing.token_streams import TokenStream, stream_written, token_streams, tower_of
 from unilinattn.tracing.tokens import TokenCall, find_tokens, require_own_tokens
 
 
@@ -70,10 +70,13 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
             require_alone(model, arguments, (source,), layers, _explained)
             return (source,)
     last = stream_written(layers[-1], layers, streams)
-    for stream in (last, streams[0]) if len(streams) > 1 else ():
+    # A projector of patches may write as many vectors, in another part of the model.
+    tower = tuple(index for index in last.layers if tower_of(layers[index].name) == tower_of(layers[-1].name))
+    tried = ((last, last.layers), (last, tower), (streams[0], streams[0].layers))
+    for stream, indices in tried if len(streams) > 1 else ():
         with suppress(UncoveredError):
             if stream.shape[0] == batch:
-                source = Source(stream, find_tokens(model, arguments, [layers[index] for index in stream.layers]))
+                source = Source(stream, find_tokens(model, arguments, [layers[index] for index in indices]))
                 require_alone(model, arguments, (source,), layers, _explained)
                 return (source,)
     if len(streams) > 1 and (sources := _several(model, arguments, layers, streams, batch)):
@@ -184,8 +187,10 @@ def _reaching(
 ) -> list[str]:
     """Return the inputs that change what `read` returns of the output although the tokens' vectors are held."""
     shapes = {tuple(layers[-1].output.shape[:2]), *(source.stream.shape for source in sources)}
-    held = {source.ids or source.origin for source in sources}
-    names = [name for name, value in arguments.items() if name not in held and _is_content(name, value, shapes)]
+    names_of_sources = {source.ids or source.origin for source in sources}
+    names = [
+        name for name, value in arguments.items() if name not in names_of_sources and _is_content(name, value, shapes)
+    ]
     if not names:
         return []
     hold = _hold(model, arguments, layers, sources)
@@ -282,13 +287,13 @@ def _hold(model: nn.Module, traced: Mapping[str, Any], layers: Sequence[Layer], 
 
     @contextmanager
     def hold(arguments: Mapping[str, Any]) -> Iterator[None]:
-        with ExitStack() as held:
+        with ExitStack() as stack:
             for source in sources:
                 if source.ids is not None:
                     each = lookups[source.ids]
-                    held.enter_context(each.replaced(arguments, each.vectors))
+                    stack.enter_context(each.replaced(arguments, each.vectors))
                 elif isinstance(source.origin, TokenCall):
-                    held.enter_context(replaced_at_call(source.origin, source.origin.vectors))
+                    stack.enter_context(replaced_at_call(source.origin, source.origin.vectors))
             yield
 
     return hold

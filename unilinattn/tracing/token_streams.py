@@ -38,7 +38,7 @@ def token_streams(layers: Sequence[Layer]) -> tuple[TokenStream, ...]:
     crossed = {tuple(layer.output.shape[:2]) for layer in layers if _reads_as_many_others(layer, layers)}
     for index, layer in enumerate(layers):
         shape = tuple(layer.output.shape[:2])
-        groups.setdefault((shape, _tower(layer.name)) if shape in crossed else (shape,), []).append(index)
+        groups.setdefault((shape, tower_of(layer.name)) if shape in crossed else (shape,), []).append(index)
     names = _names([[layers[index].name for index in group] for group in groups.values()])
     streams = zip(names, groups.items(), strict=True)
     return tuple(TokenStream(name, key[0], tuple(group)) for name, (key, group) in streams)  # type: ignore[arg-type]
@@ -108,15 +108,15 @@ def _index(layer: Layer, layers: Sequence[Layer]) -> int:
 def _reads_as_many_others(layer: Layer, layers: Sequence[Layer]) -> bool:
     """Whether a layer reads other tokens than its input that are as many as those that it writes."""
     shape = tuple(layer.output.shape[:2])
-    towers = {_tower(other.name) for other in layers if tuple(other.output.shape[:2]) == shape}
+    towers = {tower_of(other.name) for other in layers if tuple(other.output.shape[:2]) == shape}
     # Ports are asked for only where it matters: they take the operator.
     return len(towers) > 1 and any(port != OWN and read == shape for port, read in mixing_ports(layer).items())
 
 
-def _tower(name: str) -> str:
+def tower_of(name: str) -> str:
     """Return the path of the list of modules around a layer, or of the module around it."""
     path = name.partition("#")[0].split(".")
-    count = next((number for number, part in enumerate(path) if part.isdigit()), len(path) - 1)
+    count = next((number for number, name in enumerate(path) if name.isdigit()), len(path) - 1)
     return ".".join(path[:count])
 
 
@@ -126,10 +126,10 @@ def _names(groups: Sequence[Sequence[str]]) -> list[str]:
     shared = len(_common(prefixes)) if len(prefixes) > 1 else 0
     names: list[str] = []
     for prefix in prefixes:
-        part = prefix[shared : shared + 1] or prefix[-1:]
-        if part and part[0].isdigit() and shared:
-            part = prefix[shared - 1 : shared + 1]
-        name = ".".join(part) or "tokens"
+        distinct = prefix[shared : shared + 1] or prefix[-1:]
+        if distinct and distinct[0].isdigit() and shared:
+            distinct = prefix[shared - 1 : shared + 1]
+        name = ".".join(distinct) or "tokens"
         names.append(name if name not in names else f"{name} ({len(names) + 1})")
     return names
 
@@ -137,5 +137,5 @@ def _names(groups: Sequence[Sequence[str]]) -> list[str]:
 def _common(paths: Sequence[Sequence[str]]) -> list[str]:
     """Return the first parts that all paths have."""
     first = min(paths, key=len)
-    count = next((i for i, part in enumerate(first) if any(path[i] != part for path in paths)), len(first))
+    count = next((i for i, name in enumerate(first) if any(path[i] != name for path in paths)), len(first))
     return list(first[:count])

@@ -155,6 +155,6 @@ def only_moves(module: nn.Module) -> bool:
 def is_basic(module: nn.Module) -> bool:
     """Whether a module is one of torch's own functions, which the module around it uses for its computation."""
     is_whole = isinstance(module, (*RECURRENT, nn.MultiheadAttention))
-    # A package's convolution of every channel, by a kernel of its own, is a part like that of torch.
+    # A convolution of every channel by a package's kernel belongs to the module around it, as torch's does.
     is_own = type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.modules.conv._ConvNd)
     return not is_whole and (is_own or rearranges(module))

@@ -1,0 +1,52 @@
+"""Gradients inside of recorded layers, and the refusal of those that a recorded operator cannot know."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import unilinattn as ula
+from tests.hosts import named
+from unilinattn.errors import UncoveredError
+from unilinattn.testing import relative_error
+
+
+@cache
+def traced(name: str) -> ula.Trace:
+    host = named(name)
+    return ula.trace(host.model().double(), host.inputs(), progress=False)
+
+
+def draw(like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+def test_a_gradient_passes_the_projection_behind_a_recorded_core() -> None:
+    layer = traced("gpt-j").layers[0]
+    grad = draw(layer.output)
+    expected = grad @ layer.module.out_proj.weight
+    (at_core,) = layer.core_pullback()(grad)
+    assert relative_error(at_core, expected.detach()) < 1e-12
+    assert relative_error(layer.before_output(grad), expected.detach()) < 1e-12
+
+
+def test_the_cores_of_a_sum_have_a_gradient_each() -> None:
+    layer = traced("fnet").layers[0]
+    grad = draw(layer.output)
+    wave = torch.fft.fft(torch.eye(grad.shape[-1], dtype=grad.dtype))
+    # Tokens are mixed by cosines and by sines, then channels alike, and both are added; a sign stands in either matrix.
+    at_cores = layer.core_pullback()(grad)
+    for each, matrix in zip(at_cores, (wave.real, wave.imag), strict=True):
+        assert min(relative_error(each, sign * grad @ matrix) for sign in (1, -1)) < 1e-12
+
+
+@pytest.mark.parametrize("method", ["attention_grad", "transformer_attribution"])
+def test_a_norm_behind_a_recorded_core_is_refused(method: str) -> None:
+    with pytest.raises(UncoveredError, match=r"is recorded, and what follows its core \((norm|sum)\) is a constant"):
+        ula.explain(traced("deberta v2"), method=method, target=-1)
+
+
+@pytest.mark.parametrize("method", ["attention_grad", "transformer_attribution", "attribution"])
+def test_methods_by_gradients_run_on_recorded_layers(method: str) -> None:
+    scores = ula.explain(traced("gpt-j"), method=method, target=-1).scores
+    assert bool(scores.isfinite().all()) and bool(scores.any())
