@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import unilinattn as ula
 from tests.host.test_host_calls import SMALL, VISION, ids, model_of
 from tests.tracing.models import Block, Model, added
-from unilinattn.errors import InputError, UncoveredError
+from unilinattn.errors import ExactnessError, InputError, UncoveredError
 from unilinattn.host.inputs import call_host
 from unilinattn.registry import Architecture, overridden
 from unilinattn.testing import TOLERANCES
@@ -168,12 +168,23 @@ def test_keys_are_the_tokens_of_the_layers(
 
 
 @pytest.mark.skipif(transformers.__version__ == "5.6.2", reason="transformers 5.6.2 has no VideoPrism")
-def test_layers_of_several_batches_have_no_stream_of_tokens() -> None:
+def test_layers_of_several_batches_have_shares_but_no_composition() -> None:
     sizes = {**SMALL, "image_size": 8, "tubelet_size": [1, 4, 4], "num_frames": 2, "num_spatial_layers": 1}
     model = model_of("VideoPrismVisionModel", "VideoPrismVisionConfig", **sizes, num_temporal_layers=1)
-    inputs = {"pixel_values_videos": torch.randn(2, 2, 3, 8, 8)}
-    with pytest.raises(UncoveredError, match=r"different \(sequences, tokens\): \(4, 4\), \(8, 2\)"):
-        ula.explain(model, inputs, logit=lambda out: out.last_hidden_state.sum((1, 2)), progress=False)
+    trace = ula.trace(model, {"pixel_values_videos": torch.randn(2, 2, 3, 8, 8)}, progress=False)
+    result = ula.explain(trace, logit=lambda out: out.last_hidden_state[..., 0].sum(1), progress=False)
+    assert result.method == "logit" and result.scores.shape == (2, 8)
+    assert result.completeness_gap is not None and result.completeness_gap < 1e-4
+    with pytest.raises(UncoveredError, match=r"different numbers of sequences \(spatial_layers 4 x 4, temporal_layers 8 x 2"):
+        ula.explain(trace, method="rollout", progress=False)
+
+
+def test_a_scalar_that_is_zero_for_every_input_is_refused() -> None:
+    # The sum of the channels behind a layer norm without parameters.
+    model = model_of("ViTModel", "ViTConfig", **VISION)
+    trace = ula.trace(model, {"pixel_values": torch.randn(2, 3, 8, 8)}, progress=False)
+    with pytest.raises(ExactnessError, match="the scalar is zero up to rounding: terms of .* add up to"):
+        ula.explain(trace, logit=lambda out: out.last_hidden_state.sum((1, 2)), progress=False)
 
 
 @contextmanager

@@ -31,7 +31,6 @@ MAP = 4 * LENGTH**2
         ("alti", {}, 2, "target="),
         ("raw", {"layers": "mean"}, 1, "target=, or allow more"),
         ("rollout", {}, 1, "target=, or allow more with max_memory=147456"),
-        ("attribution", {}, 1, "target="),
         ("attention_grad", {}, 1, "target="),
         ("alti", {"compose": "rollout"}, 1, "target="),
     ],
@@ -52,6 +51,12 @@ def test_results_above_the_limit_are_refused_with_their_sizes(
             ula.explain(trace, method=method, max_memory=count * MAP - 1, **options)
 
     assert peak_of(refused).peak < 2.1 * stream
+
+
+def test_maps_that_are_kept_for_all_rows_are_refused_before_the_result() -> None:
+    message = r"attribution without a target keeps the maps of 2 layers, .* 288.0 KiB, .*target=, or .*max_memory=294912"
+    with pytest.raises(MemoryLimitError, match=message):
+        ula.explain(traced("mamba", LENGTH), method="attribution", max_memory=2 * MAP - 1)
 
 
 def test_a_matrix_above_the_limit_is_refused() -> None:

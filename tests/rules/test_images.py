@@ -48,7 +48,7 @@ def test_functions_of_images_are_exact_stages(name: str) -> None:
     with torch.no_grad():
         output = module(x)
     tokens, expected = x.flatten(2).mT, output.flatten(2).mT
-    flow = recorded(Call(module, "module", {"x": x}, tokens, output, axes=Axes(1, 1)))
+    flow = recorded(Call(module, "module", {"x": x}, tokens, expected, axes=Axes(1, 1)))
     op = MixerOperator(flow.chains, inputs=flow.inputs, output=expected)
     assert op.reconstruction_error() < LIMIT
     other, g = draw(*tokens.shape, seed=1), draw(*expected.shape, seed=2)
@@ -61,9 +61,9 @@ def test_convolutions_of_volumes_are_exact_stages(groups: int) -> None:
     module = randomize(nn.Sequential(nn.Conv3d(WIDTH, 4, 2, 2, 1, groups=groups), nn.Conv3d(4, 3, 1)).double())
     x = draw(2, WIDTH, 3, 4, 5)
     with torch.no_grad():
-        output = module(x)
+        output = module(x).flatten(2).mT
     flow = recorded(Call(module, "module", {"input": x}, x.flatten(2).mT, output, axes=Axes(1, 1)))
-    op = MixerOperator(flow.chains, inputs=flow.inputs, output=output.flatten(2).mT)
+    op = MixerOperator(flow.chains, inputs=flow.inputs, output=output)
     assert op.reconstruction_error() < LIMIT
 
 

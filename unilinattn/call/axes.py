@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 
@@ -57,7 +57,7 @@ def _sizes(module: nn.Module, *names: str) -> set[int]:
     return {size[-1] if isinstance(size, (tuple, list)) and size else size for size in sizes if size is not None}
 
 
-def as_tokens(x: Tensor, batch: int | None = None, axis: int = -1) -> Float[Tensor, "batch token channel"]:
+def as_tokens(x: Tensor, batch: int | None = None, axis: int = -1) -> Shaped[Tensor, "batch token channel"]:
     """Return a tensor as vectors of tokens: axes of no channels number the tokens, and packed tokens are one sequence.
 
     The number of sequences `batch` tells tokens that come first (token, batch, channel), and one vector a sequence.

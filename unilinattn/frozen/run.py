@@ -148,6 +148,7 @@ class FrozenRun:
             scalar.constant - embedding.sum(1),
             scalar.value - scalar.linear,
             self._value(scalar, target, logit),
+            scalar.terms,
             parts,
         )
 

@@ -51,6 +51,7 @@ class Shares:
         bias: the share of the biases and other constants that are added later.
         remainder: the scalar less its linear part at the output; zero for a logit.
         value: the scalar of the traced output; at length, that of the frozen run.
+        terms: the sum of the absolute values of the scalar's terms at the output, whose rounding is that of `value`.
         parts: shares by depth or by layer, if they were asked for.
     """
 
@@ -59,6 +60,7 @@ class Shares:
     bias: Float[Tensor, " batch"]
     remainder: Float[Tensor, " batch"]
     value: Float[Tensor, " batch"]
+    terms: Float[Tensor, " batch"]
     parts: Parts | None = None
 
     @property
@@ -106,6 +108,7 @@ class Linearized(NamedTuple):
         value: the scalar of each sequence.
         linear: its gradient at the output times the output.
         constant: its gradient at the output times the output's tangent.
+        terms: the sum of the absolute values that `linear` adds up.
         outputs, slopes: the tensors of the output that depend on tokens, and the gradients there.
         unreached: the part of `constant` from tensors that do not depend on tokens.
     """
@@ -113,6 +116,7 @@ class Linearized(NamedTuple):
     value: Float[Tensor, " batch"]
     linear: Float[Tensor, " batch"]
     constant: Float[Tensor, " batch"]
+    terms: Float[Tensor, " batch"]
     outputs: list[Tensor]
     slopes: list[Tensor]
     unreached: Float[Tensor, " batch"]
@@ -147,8 +151,9 @@ def linearized(output: Any, tangents: Any, choose: Callable[[Any], Float[Tensor,
     value = value.detach().double()
     linear = sum((_by_sequence(s * v.detach()) for s, v, _ in terms), torch.zeros_like(value))
     constant = sum((_by_sequence(s * c) for s, _, c in terms), torch.zeros_like(value))
+    sizes = sum((_by_sequence((s * v.detach()).abs()) for s, v, _ in terms), torch.zeros_like(value))
     unreached = sum((_by_sequence(s * c) for s, v, c in terms if not v.requires_grad), torch.zeros_like(value))
-    return Linearized(value, linear, constant, [v for _, v in reached], [s for s, _ in reached], unreached)
+    return Linearized(value, linear, constant, sizes, [v for _, v in reached], [s for s, _ in reached], unreached)
 
 
 def block_streams(layers: Sequence[Layer], streams: Sequence[Stream | None], keys: int) -> list[Stream]:
@@ -248,6 +253,12 @@ def doubt_of(
     error = float((shares.gap / shares.size.clamp_min(tiny)).max())
     # Written so that a NaN is refused too.
     if not error <= accepted:
+        if bool((shares.gap <= accepted * shares.terms).all()) and culprit() is None:
+            return (
+                f"the scalar is zero up to rounding: terms of {float(shares.terms.max()):.1e} add up to "
+                f"{float(shares.value.abs().max()):.1e}, as the channels behind a norm do whose sum is 0 for every input. "
+                "Explain one that depends on the tokens"
+            )
         return (
             f"shares and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. The first "
             f"module that is not affine in the frozen run: {culprit() or 'none'}. A compiled function or a custom "

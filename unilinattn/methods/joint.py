@@ -145,7 +145,7 @@ class Joint:
             scores.masked_fill_(~mask.gather(1, rows.to(scores.device))[:, :, None], 0)
 
     def spread(
-        self, numbers: Iterable[tuple[Layer, Float[Tensor, "batch query"]]], rows: Int[Tensor, "batch row"]
+        self, numbers: Iterable[tuple[Layer, Float[Tensor, "batch _"]]], rows: Int[Tensor, "batch row"]
     ) -> dict[str, Float[Tensor, "batch row"]]:
         """Return the numbers of each layer's queries at some rows of all tokens, 0 at tokens of other streams."""
         spread = {}

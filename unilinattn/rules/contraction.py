@@ -58,8 +58,8 @@ def equation_letters(equation: str, shapes: Sequence[torch.Size]) -> tuple[list[
 
 
 def joined(
-    factors: Sequence[Float[Tensor, "*axes"]], names: Sequence[Letters], needed: Set[int], like: Tensor
-) -> tuple[Float[Tensor, "*axes"], Letters]:
+    factors: Sequence[Float[Tensor, "..."]], names: Sequence[Letters], needed: Set[int], like: Tensor
+) -> tuple[Float[Tensor, "..."], Letters]:
     """Return one frozen tensor for several, and its letters: those of `needed` that they have."""
     if len(factors) == 1:
         return factors[0], names[0]

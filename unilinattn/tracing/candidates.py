@@ -249,14 +249,17 @@ class _Search(Observer[_Call]):
         return inner is outer and bool(parent.path) and not parent.path.rpartition(".")[2].isdigit()
 
     def _computes_streams(self, frame: _Call, parent: _Call) -> bool:
-        """Whether the module around a call with several tensors of one shape, such as queries and keys, has one."""
+        """Whether the module around a call makes several tensors of one shape for it, such as queries and keys, of one.
+
+        What it hands on, such as the stream that an attention adds to its output, it does not make.
+        """
         assert frame.tensor is not None
-        counts = []
-        for call in (frame, parent):
-            alike = (v for v in call.values if isinstance(v, Tensor) and v.shape == frame.tensor.shape)
-            counts.append(len({id(v) for v in alike}))
+        alike, entered = (
+            {id(v) for v in call.values if isinstance(v, Tensor) and v.shape == frame.tensor.shape}
+            for call in (frame, parent)
+        )
         registered = any(path.startswith(f"{parent.path}.") for path in self._layers)
-        return counts[0] > 1 >= counts[1] and bool(parent.path) and not registered
+        return len(alike - entered) > 1 >= len(entered) and bool(parent.path) and not registered
 
     def weak(self) -> list[str]:
         """Return the innermost modules that may mix tokens, of a model in which no module moves other tokens."""

@@ -62,32 +62,46 @@ def find_sources(model: nn.Module, arguments: Mapping[str, Any], layers: Sequenc
     streams = token_streams(layers)
     ids = ids_name(arguments)
     batch = sequences_in(arguments)
-    # Of several streams the last one may read all others, as a text with patches in place of some of its tokens does.
     if ids is None and batch and (len(streams) > 1 or streams[0].shape[0] != batch):
         # Without ids the tokens of the first block become all others, as when patches are merged.
         with suppress(UncoveredError):
             source = _first_source(model, arguments, layers, batch)
             require_alone(model, arguments, (source,), layers, _explained)
             return (source,)
-    last = stream_written(layers[-1], layers, streams)
-    # A projector of patches may write as many vectors, in another part of the model.
-    tower = tuple(index for index in last.layers if tower_of(layers[index].name) == tower_of(layers[-1].name))
-    tried = ((last, last.layers), (last, tower), (streams[0], streams[0].layers))
-    for stream, indices in tried if len(streams) > 1 else ():
-        with suppress(UncoveredError):
-            if stream.shape[0] == batch:
-                source = Source(stream, find_tokens(model, arguments, [layers[index] for index in indices]))
-                require_alone(model, arguments, (source,), layers, _explained)
-                return (source,)
-    if len(streams) > 1 and (sources := _several(model, arguments, layers, streams, batch)):
+    lookups = Source(streams[0], None, ids)
+    if len(streams) > 1 and (sources := _of_several(model, arguments, layers, lookups, batch)):
         return sources
     require_own_tokens(model, arguments, None if ids is None else arguments[ids], layers)
-    lookups = Source(streams[0], None, ids)
     if ids is not None and not _reaching(model, arguments, (lookups,), layers, _explained):
         return (lookups,)
     source = Source(streams[0], find_tokens(model, arguments, layers))
     require_alone(model, arguments, (source,), layers, _explained)
     return (source,)
+
+
+def _of_several(
+    model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], lookups: Source, batch: int | None
+) -> tuple[Source, ...]:
+    """Return the one stream that all others are computed from, or those that are all that reaches the output.
+
+    `lookups` are those of the ids as the first stream. Returns none if the streams are not all that reaches the output.
+    """
+    streams, first = token_streams(layers), lookups.stream
+    if lookups.ids is not None and tuple(arguments[lookups.ids].shape) == first.shape:
+        # Modules between blocks, such as a pool, compute the other streams.
+        if not _reaching(model, arguments, (lookups,), layers, _explained):
+            return (lookups,)
+    # The last stream may read all others, as a text with patches in place of some of its tokens does.
+    last = stream_written(layers[-1], layers, streams)
+    # A projector of patches may write as many vectors, in another part of the model.
+    tower = tuple(index for index in last.layers if tower_of(layers[index].name) == tower_of(layers[-1].name))
+    for stream, indices in ((last, last.layers), (last, tower), (first, first.layers)):
+        with suppress(UncoveredError):
+            if stream.shape[0] == batch:
+                source = Source(stream, find_tokens(model, arguments, [layers[index] for index in indices]))
+                require_alone(model, arguments, (source,), layers, _explained)
+                return (source,)
+    return _several(model, arguments, layers, streams, batch)
 
 
 def _first_source(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[Layer], batch: int) -> Source:
