@@ -175,7 +175,9 @@ def test_layers_of_several_batches_have_shares_but_no_composition() -> None:
     result = ula.explain(trace, logit=lambda out: out.last_hidden_state[..., 0].sum(1), progress=False)
     assert result.method == "logit" and result.scores.shape == (2, 8)
     assert result.completeness_gap is not None and result.completeness_gap < 1e-4
-    with pytest.raises(UncoveredError, match=r"different numbers of sequences \(spatial_layers 4 x 4, temporal_layers 8 x 2"):
+    with pytest.raises(
+        UncoveredError, match=r"different numbers of sequences \(spatial_layers 4 x 4, temporal_layers 8 x 2"
+    ):
         ula.explain(trace, method="rollout", progress=False)
 
 
@@ -183,7 +185,7 @@ def test_a_scalar_that_is_zero_for_every_input_is_refused() -> None:
     # The sum of the channels behind a layer norm without parameters.
     model = model_of("ViTModel", "ViTConfig", **VISION)
     trace = ula.trace(model, {"pixel_values": torch.randn(2, 3, 8, 8)}, progress=False)
-    with pytest.raises(ExactnessError, match="the scalar is zero up to rounding: terms of .* add up to"):
+    with pytest.raises(ExactnessError, match=r"the scalar is zero up to rounding: terms of .* add up to"):
         ula.explain(trace, logit=lambda out: out.last_hidden_state.sum((1, 2)), progress=False)
 
 

@@ -54,7 +54,9 @@ def test_results_above_the_limit_are_refused_with_their_sizes(
 
 
 def test_maps_that_are_kept_for_all_rows_are_refused_before_the_result() -> None:
-    message = r"attribution without a target keeps the maps of 2 layers, .* 288.0 KiB, .*target=, or .*max_memory=294912"
+    message = (
+        r"attribution without a target keeps the maps of 2 layers, .* 288.0 KiB, .*target=, or .*max_memory=294912"
+    )
     with pytest.raises(MemoryLimitError, match=message):
         ula.explain(traced("mamba", LENGTH), method="attribution", max_memory=2 * MAP - 1)
 

@@ -234,6 +234,21 @@ class Packed(Projected):
         return torch.cat(mixed, 1).reshape(len(q), -1).contiguous()
 
 
+class GlobalToken(Projected):
+    """A token of each sequence attends to all, the others to it and to a neighbour; numbers and a mask say where."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(len(v)), 2 + 3 * torch.arange(len(v))
+        read = v[places][:, None]
+        mixed = v.roll(1, 1) + (q @ read.mT).sigmoid() @ read
+        mixed[places] = ((q[places][:, None] @ k.mT).softmax(-1) @ v)[:, 0]
+        inner = torch.ones(v.shape[:2], dtype=torch.bool)
+        inner[:, 0] = False
+        written = torch.zeros_like(v)
+        written[inner] = mixed[inner]
+        return written
+
+
 class Shuffled(nn.Module):
     """Turns channels into tokens, 2 x 2 for each token of a grid."""
 
@@ -307,6 +322,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "gated recurrence": (Scan, TOKENS),
     "packed sequences": (lambda: Packed((2, 4, 1)), TOKENS[1:]),
     "packed sequences of one token": (lambda: Packed((1, 1)), (2, WIDTH)),
+    "a global token": (GlobalToken, TOKENS),
     "channels to tokens": (Shuffled, GRID),
     "windows of an image": (Unfolded, GRID),
 }

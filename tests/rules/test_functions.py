@@ -125,6 +125,37 @@ def test_another_length_of_the_inverse_is_refused() -> None:
         operator(Stepped(step), draw(2, LENGTH, WIDTH))
 
 
+def twice(x: Tensor) -> Tensor:
+    written = torch.zeros_like(x)
+    written[torch.tensor([0, 0]), torch.tensor([1, 1])] = x.cumsum(1)[0, :2]
+    return written
+
+
+def into_another_sequence(x: Tensor) -> Tensor:
+    written = torch.zeros_like(x)
+    written[torch.tensor([1, 0]), torch.tensor([1, 1])] = x.cumsum(1)[:, 1]
+    return written
+
+
+def at_slices_and_numbers(x: Tensor) -> Tensor:
+    written = torch.zeros_like(x)
+    written[:, torch.tensor([3])] = x.cumsum(1)[:, :1]
+    return written
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (twice, "written twice at one place"),
+        (into_another_sequence, "of a sequence are written into another sequence"),
+        (at_slices_and_numbers, "slices and numbers at once"),
+    ],
+)
+def test_writes_that_are_no_gather_of_a_sequence_are_refused(step: Step, message: str) -> None:
+    with pytest.raises(UncoveredError, match=message):
+        operator(Stepped(step, WIDTH), draw(2, LENGTH, WIDTH))
+
+
 class Joined(nn.Module):
     """A first token by a linear layer, joined to tokens that a convolution merges."""
 

@@ -256,8 +256,8 @@ def doubt_of(
         if bool((shares.gap <= accepted * shares.terms).all()) and culprit() is None:
             return (
                 f"the scalar is zero up to rounding: terms of {float(shares.terms.max()):.1e} add up to "
-                f"{float(shares.value.abs().max()):.1e}, as the channels behind a norm do whose sum is 0 for every input. "
-                "Explain one that depends on the tokens"
+                f"{float(shares.value.abs().max()):.1e}, as the channels behind a norm do, whatever the input. Explain "
+                "one that depends on the tokens"
             )
         return (
             f"shares and biases miss the logit by {error:.1e} of their size, and {accepted:.0e} is accepted. The first "

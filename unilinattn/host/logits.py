@@ -61,7 +61,7 @@ def logits_of(
         output: the model's output.
         model: name of the model, for errors.
         tokens: (batch, length) of the model's layers; None does not compare the logits with it.
-        kept: positions of the logits that the model computed, None for all.
+        computed: positions of the logits that the model computed, None for all.
 
     Raises `InputError` for an output without logits, and if they are those of other sequences or positions.
     """

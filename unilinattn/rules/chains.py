@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from unilinattn.call.axes import Axes
@@ -13,7 +14,7 @@ from unilinattn.mixers import Gather
 from unilinattn.operator.stages import Branch, Chain, Matrix, Mix, Stage, walk
 from unilinattn.rules import elementwise, linear, mixing, norms, spectral, windows
 from unilinattn.rules.compilation import Compilation
-from unilinattn.rules.layout import Carried
+from unilinattn.rules.layout import Carried, whole
 from unilinattn.rules.recording import Node
 from unilinattn.rules.regrouping import by_row
 from unilinattn.rules.simplification import simplified
@@ -39,6 +40,8 @@ def chains_of(node: Node, like: Tensor, axes: Axes, *, transposed: bool = False)
     with _deep_recursion():
         carried = Compilation(like, axes.inputs, transposed=transposed).value(node)
     carried = _by_token(carried.moved(carried.index.reshape(node.value.shape).movedim(axes.output, -1)))
+    if not transposed and not torch.equal(carried.index.flatten(), whole(carried.shape, carried.index).flatten()):
+        raise UncoveredError("values of a sequence are written into another sequence")
     chains = {port: simplified(chain) for port, chain in carried.chains.items()}
     mixers = [stage for chain in chains.values() for stage in walk(chain) if isinstance(stage, Mix)]
     has_core = any(stage.role == "core" and not isinstance(stage.mixer, Gather) for stage in mixers)

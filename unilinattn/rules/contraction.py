@@ -103,9 +103,18 @@ def contracted(value: Carried, weights: Float[Tensor, "*axes"], letters: Product
     split = _Split.of(value, weights, letters, result)
     rows = [x for x in split.value if x not in split.out and split.is_row[x]]
     channels = [x for x in split.value if x not in split.out and not split.is_row[x] and split.sizes[x] > 1]
+    if not rows and not channels and _is_single_token(split):
+        rows = [x for x in split.value if x not in split.out]
     if not rows:
         return _over_channels(split)
     return _over_both(split, rows) if channels else _over_tokens(split)
+
+
+def _is_single_token(split: "_Split") -> bool:
+    """Tell whether the carried tensor is one token of each sequence, such as a global one, which all others read."""
+    remaining = [x for x in split.value if x in split.out]
+    rows, channels = (split.count([x for x in remaining if split.is_row[x] == is_row]) for is_row in (True, False))
+    return rows == split.carried.shape[0] and channels > 1
 
 
 def with_channels(value: Carried, axis: int, like: Tensor) -> Carried:

@@ -12,11 +12,12 @@ from torch.nn import functional
 
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
-from unilinattn.operator.stages import Matrix, Mix, Scale
+from unilinattn.operator.stages import Matrix, Mix
 from unilinattn.rules.compilation import Compilation, is_carried, rule
 from unilinattn.rules.contraction import Product, contracted
-from unilinattn.rules.layout import Carried, added, whole
+from unilinattn.rules.layout import Carried, added
 from unilinattn.rules.recording import Node
+from unilinattn.rules.regrouping import by_row
 
 TAPS = 128
 """Largest number of taps of a convolution that is written as a sum of shifted copies."""
@@ -160,40 +161,53 @@ def stack(run: Compilation, node: Node, tensors: Sequence[Any], dim: int = 0) ->
 @rule("setitem")
 def write(run: Compilation, node: Node, target: Any, place: Any, value: Any) -> Carried:
     """Add the written values, at their place among zeros, to what is left of the target."""
-    keys = place if isinstance(place, tuple) else (place,)
-    if len(keys) == 1 and isinstance(run.number(keys[0]), Tensor):
-        return _returned(run, target, run.number(keys[0]), value)
-    if not all(isinstance(key, (int, slice)) or key is Ellipsis for key in keys):
-        raise UncoveredError("values of the tokens are written at places that are no slices")
+    keys = tuple(run.number(key) for key in (place if isinstance(place, tuple) else (place,)))
     shape = run.number(target).shape
     written = torch.zeros(shape, dtype=torch.bool, device=run.like.device)
-    written[place] = True
+    written[keys] = True
     terms: list[Carried] = []
     if is_carried(target):
         terms.append(run.scaled(run.value(target), ~written, "gate"))
     if is_carried(value):
-        terms.append(_placed(run.value(value), keys, shape))
+        if all(isinstance(key, Tensor) for key in keys):
+            terms.append(run.scaled(_scattered(run.value(value), keys, shape), written, "gate"))
+        elif all(isinstance(key, (int, slice)) or key is Ellipsis for key in keys):
+            terms.append(_placed(run.value(value), keys, shape))
+        else:
+            raise UncoveredError("values of the tokens are written at places that are slices and numbers at once")
     total = terms[0] if len(terms) == 1 else added(*terms)
     for other, here in ((target, ~written), (value, written)):
         if not is_carried(other):
-            total = run.shifted(total, other if isinstance(other, Node) else _constant(other, here, place, shape))
+            total = run.shifted(total, other if isinstance(other, Node) else _constant(other, here, keys, shape))
     return total
 
 
-def _returned(run: Compilation, target: Any, index: Tensor, value: Any) -> Carried:
-    """Return tokens that are written among zeros where they come from, as after the removal of padding."""
-    if is_carried(target) or not is_carried(value) or index.ndim != 1 or index.dtype == torch.bool:
-        raise UncoveredError("values of the tokens are written at places that are no slices")
-    if bool(run.number(target).index_fill(0, index, 0.0).any()):
-        raise UncoveredError("values of the tokens are written among other numbers than zeros")
-    carried = run.value(value).in_place()
+def _scattered(carried: Carried, keys: Sequence[Tensor], shape: torch.Size) -> Carried:
+    """Return a tensor whose rows are written where numbers or a mask say; other rows have any tokens of their sequence.
+
+    Raises `UncoveredError` for rows that are written twice, or into another sequence.
+    """
+    numbers = [number for key in keys for number in (key.nonzero(as_tuple=True) if key.dtype == torch.bool else (key,))]
+    axes = len(numbers)
+    of_row = torch.arange(shape[:axes].numel(), device=carried.index.device).view(shape[:axes])
+    rows = of_row[tuple(numbers)]
+    index = carried.index.expand(*rows.shape, *shape[axes:]).reshape(rows.numel(), -1)
+    rows = rows.flatten()
+    if len(torch.unique(rows)) < len(rows):
+        raise UncoveredError("values of the tokens are written twice at one place")
     batch, length, width = carried.shape
-    rows = carried.index.flatten(1) // width
-    if len(run.number(target)) != batch * length or not bool((rows == index[:, None]).all()):
-        raise UncoveredError("tokens are written in the place of other tokens")
-    real = carried.like.new_zeros(batch * length).index_fill(0, index, 1.0).view(batch, length, 1)
-    every = whole(carried.shape, carried.index).view(batch * length, *value.value.shape[1:])
-    return carried.follow((Scale("output", real),), width).moved(every)
+    sequence, count = index[:, 0] // (length * width), of_row.numel() // batch
+    # Rows of (sequence, token) or of (token, sequence).
+    of_sequences = (of_row.flatten() // max(count, 1), of_row.flatten() % batch)
+    matching = (x for x in of_sequences if torch.equal(x[rows], sequence))
+    if of_row.numel() % batch or (own_sequence := next(matching, None)) is None:
+        raise UncoveredError("tokens are written into another sequence")
+    order = torch.argsort(own_sequence, stable=True)
+    token = torch.empty_like(order)
+    token[order] = torch.arange(len(order), device=order.device) % count % length
+    every = ((own_sequence * length + token) * width)[:, None] + index[:1] % width
+    every[rows] = index
+    return by_row(carried.moved(every.view(shape)), axes)
 
 
 def _constant(value: Any, here: Tensor, place: Any, shape: torch.Size) -> Tensor:

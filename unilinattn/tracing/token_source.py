@@ -87,10 +87,10 @@ def _of_several(
     `lookups` are those of the ids as the first stream. Returns none if the streams are not all that reaches the output.
     """
     streams, first = token_streams(layers), lookups.stream
-    if lookups.ids is not None and tuple(arguments[lookups.ids].shape) == first.shape:
-        # Modules between blocks, such as a pool, compute the other streams.
-        if not _reaching(model, arguments, (lookups,), layers, _explained):
-            return (lookups,)
+    is_first = lookups.ids is not None and tuple(arguments[lookups.ids].shape) == first.shape
+    # Modules between blocks, such as a pool, may compute the other streams.
+    if is_first and not _reaching(model, arguments, (lookups,), layers, _explained):
+        return (lookups,)
     # The last stream may read all others, as a text with patches in place of some of its tokens does.
     last = stream_written(layers[-1], layers, streams)
     # A projector of patches may write as many vectors, in another part of the model.
