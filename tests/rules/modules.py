@@ -249,6 +249,48 @@ class GlobalToken(Projected):
         return written
 
 
+class ComplexStates(nn.Module):
+    """A diagonal state space with complex numbers (S5, LRU), as a loop over tokens or by the matrix of its powers."""
+
+    def __init__(self, *, loops: bool) -> None:
+        super().__init__()
+        self.loops, self.rates = loops, nn.Parameter(torch.randn(4, 2))
+        self.into, self.out = (nn.Parameter(torch.randn(*size, 2)) for size in ((4, WIDTH), (WIDTH, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        into, out = torch.view_as_complex(self.into), torch.view_as_complex(self.out)
+        decay = torch.exp(torch.complex(-self.rates[:, 0].exp(), self.rates[:, 1]))
+        u = x.to(into.dtype) @ into.T
+        if self.loops:
+            state, states = torch.zeros_like(u[:, 0]), []
+            for token in u.unbind(1):
+                state = decay * state + token
+                states.append(state)
+            return (torch.stack(states, 1) @ out.T).real
+        steps = torch.arange(x.shape[1])
+        power = (steps[:, None] - steps)[..., None]
+        kernel = torch.where(power >= 0, decay ** power.clamp(min=0), 0)
+        return torch.view_as_real(torch.einsum("tsn,bsn->btn", kernel, u) @ out.T).sum(-1)
+
+
+class ComplexGates(nn.Module):
+    """Pairs of channels as complex numbers that gates turn, written in place; a sum is divided by a complex number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(x.unflatten(-1, (WIDTH // 2, 2)).contiguous())
+        size, angle = self.gate(x).chunk(2, -1)
+        turn, y, state = torch.polar(torch.sigmoid(size), angle), torch.zeros_like(z), torch.zeros_like(z[:, 0])
+        for step in range(x.shape[1]):
+            state = state * turn[:, step]
+            state += z[:, step].conj()
+            y[:, step] = state
+        return torch.view_as_real((y - 1j) / (1 + 2j)).flatten(-2)
+
+
 class Shuffled(nn.Module):
     """Turns channels into tokens, 2 x 2 for each token of a grid."""
 
@@ -323,6 +365,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "packed sequences": (lambda: Packed((2, 4, 1)), TOKENS[1:]),
     "packed sequences of one token": (lambda: Packed((1, 1)), (2, WIDTH)),
     "a global token": (GlobalToken, TOKENS),
+    "complex states, a loop": (lambda: ComplexStates(loops=True), TOKENS),
+    "complex states, powers": (lambda: ComplexStates(loops=False), TOKENS),
+    "complex gates": (ComplexGates, TOKENS),
     "channels to tokens": (Shuffled, GRID),
     "windows of an image": (Unfolded, GRID),
 }

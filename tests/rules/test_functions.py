@@ -125,6 +125,17 @@ def test_another_length_of_the_inverse_is_refused() -> None:
         operator(Stepped(step), draw(2, LENGTH, WIDTH))
 
 
+@torch.jit.script
+def faded(x: Tensor, gate: Tensor) -> Tensor:
+    return torch.addcmul(x, gate, x.cumsum(1))
+
+
+def test_functions_of_torchscript_are_seen_and_restored() -> None:
+    script = faded
+    op = operator(Stepped(lambda x: faded(x, torch.sigmoid(x)), WIDTH), draw(2, LENGTH, WIDTH))
+    assert op.reconstruction_error() < LIMIT and faded is script
+
+
 def twice(x: Tensor) -> Tensor:
     written = torch.zeros_like(x)
     written[torch.tensor([0, 0]), torch.tensor([1, 1])] = x.cumsum(1)[0, :2]

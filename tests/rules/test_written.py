@@ -19,6 +19,9 @@ QUICK = ("gpt2", "bert", "mamba", "mamba2", "qwen3 next", "s4d")
 
 OTHERWISE = {
     "RwkvFeedForward": "its token shift is one gather for all channels",
+    "RwkvSelfAttention": "its token shift is one gather for all channels",
+    "RecurrentGemmaRecurrentBlock": "each of its two branches may be the gate of the other",
+    "xLSTMLayer": "the steps of its loop are several cores",
     "MiniMaxLightningAttention": "of the two products of its chunks another factor is frozen",
     "Lfm2ShortConv": "each of its two gates may be the value of the other",
     "GSS": "each of its two branches may be the gate of the other",
@@ -32,9 +35,6 @@ OTHERWISE = {
 REFUSED = {
     "KimiLinearAttention": "raises AttributeError when it runs again",
     "DeepseekV2Attention": "raises AttributeError when it runs again",
-    "RwkvSelfAttention": "depends on the tokens and is added",
-    "RecurrentGemmaRecurrentBlock": "depends on the tokens and is added",
-    "xLSTMLayer": "depends on the tokens and is added",
     "BiMamba": "",
     "S5": "",
 }

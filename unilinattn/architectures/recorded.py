@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unilinattn.call import CACHES, Call
 from unilinattn.call.axes import as_tokens, in_shape
 from unilinattn.call.exactness import layer_tolerance, relative_error
+from unilinattn.call.functions import without_script
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.mixers import Gather
@@ -84,7 +85,7 @@ def recorded_stages(call: Call) -> Flow:
     factors = {name: value for name, value in arguments.items() if name != first and name not in streams}
     recording = Recording(module, inputs, factors)
     try:
-        with torch.no_grad(), visible_functions(module), recording:
+        with torch.no_grad(), without_script(module), visible_functions(module), recording:
             # Hooks of the module itself change what it returns, and the layer is its forward.
             positional, named = _positional(module, arguments)
             returned = module.forward(*positional, **named)

@@ -9,6 +9,7 @@ from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptFunction
 from torch.overrides import handle_torch_function, has_torch_function
 
 from unilinattn.call.entries import Entries
@@ -68,6 +69,41 @@ def visible(meanings: Mapping[str, Any], model: nn.Module, forms: Callable[[type
     finally:
         # An interrupt may have ended the first attempt early.
         before.put_back()
+
+
+@contextmanager
+def without_script(model: nn.Module) -> Iterator[None]:
+    """Replace functions of TorchScript, whose own calls no mode sees, by the Python functions that they were made of.
+
+    These are the functions of the model's packages and the attributes of its modules; they are restored at the end.
+    """
+    packages = {cls.__module__.partition(".")[0] for module in model.modules() for cls in type(module).__mro__}
+    loaded = _scripted(frozenset(packages - {"torch", "builtins"}), _loaded_modules())
+    scripted = [(attributes, name) for attributes, name in loaded if _is_scripted(attributes.get(name))]
+    scripted += [(vars(m), name) for m in model.modules() for name, value in vars(m).items() if _is_scripted(value)]
+    before = Entries(scripted)
+    try:
+        try:
+            for attributes, name in scripted:
+                attributes[name] = attributes[name]._torchdynamo_inline
+            yield
+        finally:
+            before.put_back()
+    finally:
+        # An interrupt may have ended the first attempt early.
+        before.put_back()
+
+
+@lru_cache(maxsize=64)
+def _scripted(packages: frozenset[str], loaded: int) -> tuple[Entry, ...]:
+    """Return where loaded modules of packages have functions of TorchScript; `loaded` is that of `_matching`."""
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages]
+    every = ((_attributes(module), name) for module in modules for name in list(_attributes(module)))
+    return tuple((attributes, name) for attributes, name in every if _is_scripted(attributes[name]))
+
+
+def _is_scripted(value: Any) -> bool:
+    return type(value) is ScriptFunction and hasattr(value, "_torchdynamo_inline")
 
 
 def _loaded(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

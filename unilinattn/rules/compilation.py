@@ -110,8 +110,11 @@ class Compilation:
     def shifted(self, carried: Carried, constant: Any) -> Carried:
         """Add a constant that is broadcast to a carried tensor's shape.
 
-        Raises `UncoveredError` for a tensor that depends on the tokens, which would be hidden in a bias.
+        Raises `UncoveredError` for a tensor that depends on the tokens, which would be hidden in a bias; zeros, such as
+        a gate times a first state, hide nothing.
         """
+        if isinstance(constant, Node) and not bool(constant.value.any()):
+            constant = torch.zeros_like(constant.value)
         if isinstance(constant, Node):
             raise UncoveredError(f"the output of {constant.name!r} depends on the tokens and is added to their values")
         constant = torch.as_tensor(constant, dtype=self.like.dtype, device=self.like.device).detach()

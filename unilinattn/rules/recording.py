@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
+from unilinattn.rules.complex_numbers import READING, Parts, complex_parts, is_complex, read_part
 from unilinattn.rules.functions import (
     COMPOSITE,
     CONSTANT,
@@ -89,6 +90,8 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self.differentiates = False
         self._nodes: dict[int, Node] = {}
+        # Of complex tensors that depend on the inputs; each is kept, so that its number names no other one.
+        self._parts: dict[int, tuple[Tensor, Parts]] = {}
         # A tensor that neither the module has nor a function made comes from elsewhere, perhaps from tokens.
         self._constants: dict[int, Tensor] = {id(t): t for t in (*module.parameters(), *module.buffers())}
         for tensor in tensors(factors):
@@ -118,8 +121,13 @@ class Recording(TorchFunctionMode):
         for tensor in tensors((args, kwargs)):
             # A function among the arguments may contain modules, whose parameters are constants too.
             is_constant = id(tensor) in self._constants or isinstance(tensor, nn.Parameter)
-            if id(tensor) not in self._nodes and not is_constant:
+            if id(tensor) in self._nodes or is_constant:
+                continue
+            if bool(tensor.any()):
                 self._enter(Node("attribute", None, (), {}, tensor, "factor"))
+            else:
+                # Zeros, such as a first state, hold no tokens.
+                self._keep(tensor)
         named, resolved = mapped((args, kwargs), self._resolve)
         if name in LIKE:
             # Of the other arguments only the shape or the dtype matters.
@@ -130,24 +138,58 @@ class Recording(TorchFunctionMode):
             node.value = before.detach().clone()
         if meaning is not None:
             return self._mixed(func, meaning, args, kwargs, (named, resolved))
-        result = func(*args, **kwargs)
         # Of some arguments only the shape matters.
         nodes = [] if name in NEW else list(_nodes_in((named, resolved)))
+        plain = (getattr(Tensor, name, None) or getattr(functional, name)) if in_place else func
+        parts = self._complex(name, plain, args, kwargs) if nodes else None
+        if isinstance(parts, Tensor):
+            return parts
+        result = func(*args, **kwargs)
         if not nodes:
             self._keep(result if before is None else before)
             return result
         kind: Kind = "factor" if name in FACTORS | CONSTANT else _kind(nodes)
         resolved.pop("inplace", None)
         rank = _rank(name, nodes, named)
-        if in_place:
-            func = getattr(Tensor, name, None) or getattr(functional, name)
         target = before if before is not None else result
+        if parts is not None:
+            pairs = [parts] if isinstance(target, Tensor) else parts
+            self._parts |= {id(t): (t, pair) for t, pair in zip(tensors(target), pairs, strict=True)}
         if isinstance(target, Tensor):
-            self._enter(Node(name, func, named, resolved, target, kind, rank))
+            self._enter(Node(name, plain, named, resolved, target, kind, rank))
         else:
             for item, tensor in enumerate(tensors(target)):
-                self._enter(Node(name, func, named, resolved, tensor, kind, rank, item))
+                self._enter(Node(name, plain, named, resolved, tensor, kind, rank, item))
         return result
+
+    def _complex(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record a function of complex numbers by its real and imaginary parts.
+
+        Returns the parts of its result, a real tensor for a part that is read, and None for other functions and where
+        parts are unknown.
+        """
+        if not is_complex(name, args, kwargs):
+            return None
+        with self:
+            if name not in READING:
+                return complex_parts(name, func, args, kwargs, self._parts_of)
+            pair = self._parts_of(args[0])
+            return None if pair is None else read_part(name, pair)
+
+    def _parts_of(self, tensor: Tensor) -> Parts | None:
+        if id(tensor) in self._parts:
+            return self._parts[id(tensor)][1]
+        node = self.node(tensor)
+        if node is None:
+            return tensor.real, tensor.imag
+        if node.kind == "carried":
+            return None
+        with torch._C.DisableTorchFunction():
+            parts = tensor.real.clone(), tensor.imag.clone()
+        for name, part in zip(("real", "imag"), parts, strict=True):
+            self._enter(Node(name, None, (node,), {}, part, "factor"))
+        self._parts[id(tensor)] = tensor, parts
+        return parts
 
     def _mixed(self, func: Any, function: MixingFunction, args: Any, kwargs: Any, nodes: Any) -> Any:
         """Record a call of a mixing function, whose values are those of its stages; without stages it runs itself."""
