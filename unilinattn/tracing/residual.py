@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Num
 from torch import Tensor
 
-from unilinattn.architectures.recorded import recorded_stages
+from unilinattn.architectures.recorded import passed_ports
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
 from unilinattn.host.module_calls import CallRecord, Following, ResidualSite, tensors_in
@@ -86,15 +86,16 @@ def _added_inside(child: CallRecord, output: Tensor) -> tuple[Tensor, Tensor] | 
     As in `dense(output) + stream` of a module that takes both.
     """
     others = [t for t in tensors_in(child.arguments) if t.shape == output.shape and not _same_memory(t, output)]
-    if len(others) != 1 or child.output is None or child.output.shape != output.shape or output.ndim != 3:
+    names = [name for name, value in child.arguments.items() if any(value is other for other in others)]
+    one = len(others) == len(names) == 1
+    if not one or child.output is None or child.output.shape != output.shape or output.ndim != 3:
         return None
-    names = [name for name, value in child.arguments.items() if value is others[0]]
     call = Call(child.module, child.name, child.arguments, output.detach(), child.output)
     try:
-        chains = recorded_stages(call).chains
+        ports = passed_ports(call)
     except UncoveredError:
         return None
-    if set(chains) != {"x", *names} or chains[names[0]] != ():
+    if ports.keys() != {"x", *names} or not ports[names[0]]:
         return None
     return others[0].detach(), (child.output - others[0]).detach()
 
