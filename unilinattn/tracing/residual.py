@@ -125,7 +125,7 @@ def _sum_of(
 
 
 def _possible(candidates: Iterator[Candidate], added: Tensor) -> Iterator[Candidate]:
-    """Yield the candidates that may be sums by a few of their elements, for factors that do not cancel by far."""
+    """Yield the candidates that may be sums by a few of their elements: those that are none cost no fit of many."""
     samples: dict[int, Tensor] = {}
 
     def few(tensor: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _possible(candidates: Iterator[Candidate], added: Tensor) -> Iterator[Candid
         # The factors of a sum leave at most its rounding on each element, and those fitted here leave less of it.
         bounds = torch.tensor([8 * 3 * _epsilon(total) for total, _, _ in batch])
         agrees = missed <= bounds * factors.abs().amax((1, 2)).clamp_min(1)
-        # Most totals that are no sum with the output are the stream itself, or its sum with the other output.
+        # Many totals are the stream itself, of which the output is no part.
         needed = (factors[..., 0].abs() > NEGLIGIBLE) | (basis.abs().amax(1) < NEGLIGIBLE**0.5)
         possible = ~finite | (agrees & needed.all(1))
         yield from (candidate for candidate, may_be in zip(batch, possible.tolist(), strict=True) if may_be)
