@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unilinattn import trace
+from unilinattn.architectures import recorded
+from unilinattn.call import Call
+from unilinattn.operator.flow import Flow
 from unilinattn.testing.hosts import randomize
 
 VOCABULARY, WIDTH, TOKENS = 11, 16, 9
@@ -141,3 +144,23 @@ def test_a_cross_attention_to_an_argument_is_a_layer() -> None:
     assert [x.name for x in traced.layers] == ["layer.self_attn", "layer.multihead_attn"]
     assert traced.layers[1].operator.matrix("core", port="key").shape[-2:] == (TOKENS, 5)
     assert max(x.operator.reconstruction_error() for x in traced.layers) < 1e-12
+
+
+def test_a_layer_is_recorded_once_until_an_argument_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recordings = randomize(Model(Scores)).double().eval(), 0
+    stages_of = recorded.recorded_stages
+
+    def counted(call: Call) -> Flow:
+        nonlocal recordings
+        recordings += 1
+        return stages_of(call)
+
+    monkeypatch.setattr(recorded, "recorded_stages", counted)
+    ids = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    for length, expected in ((TOKENS, 2), (TOKENS, 0), (TOKENS - 2, 0), (TOKENS + 1, 2)):
+        recordings = 0
+        layers = trace(model, ids[:, :length]).layers
+        assert recordings == expected
+        assert max(layer.reconstruction_error() for layer in layers) < 1e-12
+        # Operators are built when they are needed, once.
+        assert recordings == expected + len(layers)

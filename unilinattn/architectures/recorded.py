@@ -29,20 +29,41 @@ RANDOM = 0.1
 """Least relative difference of two outputs for one input by which a module is no function of it, in any dtype."""
 
 
-_checked: "WeakKeyDictionary[nn.Module, set[tuple[object, ...]]]" = WeakKeyDictionary()
+Shapes = tuple[tuple[torch.Size, ...], ...]
+"""The shapes of the tensors in each argument of a call."""
+
+_passed: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], dict[Shapes, Mapping[str, bool]]]]" = (
+    WeakKeyDictionary()
+)
+"""The results of `passed_ports`, by the dtypes and the weights and then by the shapes of the call."""
+
+
+def passed_ports(call: Call) -> Mapping[str, bool]:
+    """Tell for each port of a module whether its values are added to the output without any stage.
+
+    The module is recorded once for its weights, and again when an axis of an argument is longer. Arguments by which it
+    would run other functions are found when the operator is built. Raises the errors of `recorded_stages`.
+    """
+    weights = tuple((id(p), -1 if p.is_inference() else p._version) for p in call.module.parameters())
+    dtypes = tuple((name, tuple(t.dtype for t in tensors(value))) for name, value in call.arguments.items())
+    shapes = tuple(tuple(t.shape for t in tensors(value)) for value in call.arguments.values())
+    remembered = _passed.setdefault(call.module, {}).setdefault((call.input.dtype, weights, dtypes), {})
+    ports = next((ports for earlier, ports in remembered.items() if _covers(earlier, shapes)), None)
+    if ports is None:
+        chains = recorded_stages(call).chains
+        ports = remembered[shapes] = {port: not chain for port, chain in chains.items()}
+    return ports
+
+
+def _covers(earlier: Shapes, shapes: Shapes) -> bool:
+    """Tell whether no axis of as many tensors is longer than in an earlier call."""
+    pairs = [pair for sides in zip(earlier, shapes, strict=True) for pair in zip(*sides, strict=True)]
+    return all(len(a) == len(b) and all(m >= n for m, n in zip(a, b, strict=True)) for a, b in pairs)
 
 
 def _check(call: Call) -> None:
-    """Raise `UncoveredError` unless the module can be recorded: once for its weights and the shapes of its arguments.
-
-    Arguments by which the module would run other functions are found when the operator is built.
-    """
-    weights = tuple((id(p), -1 if p.is_inference() else p._version) for p in call.module.parameters())
-    shapes = tuple((name, tuple((t.shape, t.dtype) for t in tensors(x))) for name, x in call.arguments.items())
-    key = (call.input.dtype, weights, shapes)
-    if key not in _checked.get(call.module, ()):
-        recorded(call)
-        _checked.setdefault(call.module, set()).add(key)
+    """Raise `UncoveredError` unless the module can be recorded (see `passed_ports`)."""
+    passed_ports(call)
 
 
 @register_architecture(name="recorded", kind="recorded", needs_capture=True, check=_check)

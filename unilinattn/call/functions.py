@@ -108,9 +108,10 @@ def _is_scripted(value: Any) -> bool:
 
 def _loaded(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the functions of loaded modules with their qualified names."""
+    loaded = _loaded_modules()
     for name in names:
         pattern, _, attribute = name.rpartition(".")
-        for module in _matching(pattern, _loaded_modules()) if "*" in pattern else (pattern,):
+        for module in _matching(pattern, loaded) if "*" in pattern else (pattern,):
             # A lazy module would import what it is asked for.
             function = _attributes(sys.modules.get(module)).get(attribute)
             if callable(function) and not isinstance(function, type) and meaning_of(function) is None:
@@ -130,10 +131,11 @@ def _matching(pattern: str, loaded: int) -> tuple[str, ...]:
 
 def _entries(functions: Collection[Any], model: nn.Module) -> list[Entry]:
     """Return where the functions are attributes of loaded modules and of the model's modules."""
-    names, loaded = {id(function) for function in functions}, list(sys.modules.values())
-    if _scan.names != names or _scan.loaded != _loaded_modules():
-        _scan.names, _scan.loaded = names, _loaded_modules()
-        _scan.entries = [entry for module in loaded for entry in _entries_of(_attributes(module), names)]
+    names, loaded = {id(function) for function in functions}, _loaded_modules()
+    if _scan.names != names or _scan.loaded != loaded:
+        _scan.names, _scan.loaded = names, loaded
+        modules = list(sys.modules.values())
+        _scan.entries = [entry for module in modules for entry in _entries_of(_attributes(module), names)]
     # A name may be bound again in a module that was loaded before: in the user's, and in those of the host's classes.
     classes = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     recent = [_attributes(sys.modules.get(name)) for name in ("__main__", *sorted(classes))]

@@ -134,12 +134,13 @@ def attention(
     if enable_gqa:
         carried = carried.moved(carried.index.repeat_interleave(q.shape[-3] // carried.index.shape[-3], -3))
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    # The scores are as large as the map: they are written over.
+    scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None and mask.dtype == torch.bool:
         # A query without any key reads nothing.
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
+        weights = torch.where(mask, scores, -torch.inf).softmax(-1).nan_to_num_(nan=0.0)
     else:
         weights = (scores if mask is None else scores + mask).softmax(-1)
     first, second, out = matmul_letters(weights.ndim, carried.index.ndim)

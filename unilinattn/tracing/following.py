@@ -9,6 +9,7 @@ from torch import Tensor
 from unilinattn.architectures.recorded import recorded_stages
 from unilinattn.call import Call
 from unilinattn.call.axes import Axes, as_read
+from unilinattn.errors import UncoveredError
 from unilinattn.host.isolation import in_gradient_mode, isolated
 from unilinattn.host.module_calls import Following
 from unilinattn.kernels.precision import full_precision
@@ -22,7 +23,8 @@ def stages_after(
 
     `axis` is that of the channels in the tensors of the modules.
 
-    Raises `UncoveredError` with the function of a module that is no stage.
+    Raises `UncoveredError` with the function of a module that is no stage, and for a module whose stages read other
+    tokens too.
     """
     stages: Chain = ()
     for each in following:
@@ -32,5 +34,11 @@ def stages_after(
         call = Call(each.module, each.name, each.arguments, entered, axes=Axes(axis, axis))
         with full_precision():
             flow = in_gradient_mode(False, partial(isolated, each.module, partial(recorded_stages, call)))
+        others = [port for port, chain in flow.chains.items() if chain and port != "x"]
+        if others:
+            raise UncoveredError(
+                f"{each.name} ({type(each.module).__qualname__}) adds stages of its argument {others[0]!r} to what it "
+                "makes of the layer's output, so the tensor that is added to the stream is not the layer's alone."
+            )
         stages, output = (*stages, *flow.chains["x"]), left
     return stages, output

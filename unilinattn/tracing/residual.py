@@ -6,13 +6,15 @@ a part only if the layer cannot depend on it: the module ran later, or the layer
 stream without it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
+from jaxtyping import Num
 from torch import Tensor
 
-from unilinattn.architectures.recorded import recorded_stages
+from unilinattn.architectures.recorded import passed_ports
 from unilinattn.call import Call
 from unilinattn.errors import UncoveredError
 from unilinattn.host.module_calls import CallRecord, Following, ResidualSite, tensors_in
@@ -23,8 +25,20 @@ NEARBY = 12
 SAMPLE = 1 << 12
 """Approximate number of elements to which factors are fitted."""
 
+FEW = 64
+"""Approximate number of elements by which most candidates are ruled out."""
+
+CANDIDATES = 128
+"""Candidates that are tried at once on few elements."""
+
+NEGLIGIBLE = 1e-10
+"""Factor of a part that a total lacks, as fitted in float64."""
+
 BLOCK = 1 << 20
 """Elements compared in float64 at once."""
+
+Candidate = tuple[Tensor, Tensor, Tensor | None]
+"""A tensor that may be the sum of a stream, the layer's output and another output: (total, stream, other)."""
 
 
 def locate_in_stream(layer: CallRecord, block: CallRecord) -> bool:
@@ -72,15 +86,16 @@ def _added_inside(child: CallRecord, output: Tensor) -> tuple[Tensor, Tensor] | 
     As in `dense(output) + stream` of a module that takes both.
     """
     others = [t for t in tensors_in(child.arguments) if t.shape == output.shape and not _same_memory(t, output)]
-    if len(others) != 1 or child.output is None or child.output.shape != output.shape or output.ndim != 3:
+    names = [name for name, value in child.arguments.items() if any(value is other for other in others)]
+    one = len(others) == len(names) == 1
+    if not one or child.output is None or child.output.shape != output.shape or output.ndim != 3:
         return None
-    names = [name for name, value in child.arguments.items() if value is others[0]]
     call = Call(child.module, child.name, child.arguments, output.detach(), child.output)
     try:
-        chains = recorded_stages(call).chains
+        ports = passed_ports(call)
     except UncoveredError:
         return None
-    if set(chains) != {"x", *names} or chains[names[0]] != ():
+    if ports.keys() != {"x", *names} or not ports[names[0]]:
         return None
     return others[0].detach(), (child.output - others[0]).detach()
 
@@ -101,10 +116,42 @@ def _sum_of(
     """Return the sum of a stream and the tensor `added`, None if there is none."""
     received = [t for child in after for t in (*tensors_in(child.arguments), *child.returned)]
     sums = _alike([*received, *block.returned], added)
-    candidates = _candidates(layer, added, block, block.children[inside], before, after)
+    zero = not bool(added.any())
+    parts = _candidates(layer, added, block, block.children[inside], before, after, zero=zero)
+    candidates = ((total, stream, other) for stream, other in parts for total in sums)
     # Most layers need few candidates, and each takes a fit of all elements.
-    fits = (_site(total, stream, added, other) for stream, other in candidates for total in sums)
+    fits = (_site(candidate, added, zero=zero) for candidate in _possible(candidates, added))
     return _likeliest(site for site in fits if site is not None)
+
+
+def _possible(candidates: Iterator[Candidate], added: Tensor) -> Iterator[Candidate]:
+    """Yield the candidates that may be sums by a few of their elements: those that are none cost no fit of many."""
+    samples: dict[int, Tensor] = {}
+
+    def few(tensor: Tensor) -> Tensor:
+        if id(tensor) not in samples:
+            samples[id(tensor)] = _sample(tensor, FEW).double().cpu()
+        return samples[id(tensor)]
+
+    nothing = torch.zeros_like(few(added))
+    while batch := list(islice(candidates, CANDIDATES)):
+        columns = [[few(stream), few(added), nothing if x is None else few(x)] for _, stream, x in batch]
+        basis = torch.stack([column for parts in columns for column in parts]).unflatten(0, (len(batch), -1)).mT
+        wanted = torch.stack([few(total) for total, _, _ in batch])[..., None]
+        finite = (basis.isfinite().all(2) & wanted.isfinite().all(2)).all(1)
+        basis, wanted = (x.masked_fill(~finite[:, None, None], 0) for x in (basis, wanted))
+        size = basis.abs().sum(2, keepdim=True) + wanted.abs()
+        basis, wanted = (x / size.masked_fill(size == 0, 1) for x in (basis, wanted))
+        # The default driver is wrong for a column of zeros.
+        factors = torch.linalg.lstsq(basis, wanted, driver="gelsd").solution
+        missed = (wanted - basis @ factors).square().mean((1, 2)).sqrt()
+        # The factors of a sum leave at most its rounding on each element, and those fitted here leave less of it.
+        bounds = torch.tensor([8 * 3 * _epsilon(total) for total, _, _ in batch])
+        agrees = missed <= bounds * factors.abs().amax((1, 2)).clamp_min(1)
+        # Many totals are the stream itself, of which the output is no part.
+        needed = (factors[..., 0].abs() > NEGLIGIBLE) | (basis.abs().amax(1) < NEGLIGIBLE**0.5)
+        possible = ~finite | (agrees & needed.all(1))
+        yield from (candidate for candidate, may_be in zip(batch, possible.tolist(), strict=True) if may_be)
 
 
 def group_parallel(layers: Sequence[CallRecord]) -> list[list[int]]:
@@ -132,6 +179,8 @@ def _candidates(
     child: CallRecord,
     before: Sequence[CallRecord],
     after: Sequence[CallRecord],
+    *,
+    zero: bool,
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Return (stream, other) candidates for the sum with a layer's output, the likely ones first."""
     assert layer.entered is not None
@@ -142,7 +191,7 @@ def _candidates(
     later = _outputs(after, added)
     parallel = [*_outputs([made for made in before if made not in behind], added), *later]
     origins: list[tuple[Tensor, Tensor | None]] = []
-    if not bool(added.any()):
+    if zero:
         # With an output of zeros any tensor passed on looks like a sum; the stream is the origin of the others.
         origins = [(stream, other) for stream in reversed(read) for other in (None, *parallel)]
     return [
@@ -191,12 +240,12 @@ def _likeliest(sites: Iterable[ResidualSite]) -> ResidualSite | None:
     return first
 
 
-def _site(total: Tensor, stream: Tensor, added: Tensor, other: Tensor | None) -> ResidualSite | None:
-    """Return the site if `total` is the sum of a stream, a layer's output and another output, None otherwise.
+def _site(candidate: Candidate, added: Tensor, *, zero: bool) -> ResidualSite | None:
+    """Return the site if a candidate's total is the sum of its stream, a layer's output and its other output, or None.
 
-    The factor of an output of zeros is undetermined and set to 1.
+    The factor of an output that is `zero` is undetermined and set to 1.
     """
-    zero = not bool(added.any())
+    total, stream, other = candidate
     if zero and other is None and _same_memory(total, stream):
         return None
     summands = [stream, *([] if zero else [added]), *([] if other is None else [other])]
@@ -212,18 +261,13 @@ def fit_factors(total: Tensor, summands: Sequence[Tensor]) -> list[float] | None
 
     Every element has to agree up to the rounding of its sum, since in a norm a few large channels would hide the rest.
     """
-    columns, sums = [summand.detach().flatten() for summand in summands], total.detach().flatten()
-    # An odd step samples every channel.
-    step = sums.numel() // SAMPLE | 1
-    basis, wanted = _scaled([column[::step] for column in columns], sums[::step])
+    basis, wanted = _scaled([_sample(summand, SAMPLE) for summand in summands], _sample(total, SAMPLE))
     if not bool(torch.isfinite(basis).all() and torch.isfinite(wanted).all()):
         return None
     sizes = basis.norm(dim=0)
     if not bool((sizes > 0).all()):
         return None
-    # Some hosts keep the residual in float32 even in a float64 model.
-    epsilon = max(torch.finfo(total.dtype).eps, torch.finfo(torch.float32).eps)
-    bound = len(summands) * epsilon
+    bound = len(summands) * _epsilon(total)
     solution = torch.linalg.lstsq((basis / sizes).cpu(), wanted[:, None].cpu()).solution[:, 0].to(sizes) / sizes
     # A factor within rounding of one is set to one.
     solution = torch.where((solution - 1).abs() <= 8 * bound / sizes, torch.ones_like(solution), solution)
@@ -231,10 +275,27 @@ def fit_factors(total: Tensor, summands: Sequence[Tensor]) -> list[float] | None
     needed = (shares > 4 * bound * (wanted.abs() + shares.sum(1))[:, None]).any(0)
     if not bool(needed.all()) or not _agrees(basis, wanted, solution, bound):
         return None
+    columns, sums = [summand.detach().flatten() for summand in summands], total.detach().flatten()
     blocks = (slice(start, start + BLOCK) for start in range(0, sums.numel(), BLOCK))
     if not all(_agrees(*_scaled([c[rows] for c in columns], sums[rows]), solution, bound) for rows in blocks):
         return None
     return [float(factor) for factor in solution]
+
+
+def _epsilon(total: Tensor) -> float:
+    """Return the rounding of a sum; some hosts keep the residual in float32 even in a float64 model."""
+    return max(torch.finfo(total.dtype).eps, torch.finfo(torch.float32).eps)
+
+
+def _sample(tensor: Tensor, count: int) -> Num[Tensor, " element"]:
+    """Return about `count` elements of a tensor, in its order."""
+    # An odd step samples every channel.
+    numbers = slice(None, None, tensor.numel() // count | 1)
+    if tensor.is_contiguous():
+        return tensor.detach().flatten()[numbers]
+    # A tensor whose memory has another order would be copied as a whole.
+    elements = torch.arange(tensor.numel(), device=tensor.device)[numbers]
+    return tensor.detach()[torch.unravel_index(elements, tensor.shape)]
 
 
 def _scaled(columns: Sequence[Tensor], sums: Tensor) -> tuple[Tensor, Tensor]:
