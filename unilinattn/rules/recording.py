@@ -17,6 +17,7 @@ from unilinattn.call.functions import meaning_of
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.errors import UncoveredError
 from unilinattn.rules.functions import (
+    BLANK,
     COMPOSITE,
     CONSTANT,
     FACTORS,
@@ -25,6 +26,7 @@ from unilinattn.rules.functions import (
     LIMITS,
     NEW,
     SLOPES,
+    WRITING,
     name_of,
     opened,
 )
@@ -124,6 +126,10 @@ class Recording(TorchFunctionMode):
         if name in LIKE:
             # Of the other arguments only the shape or the dtype matters.
             named, resolved = (named[0], *args[1:]), kwargs
+        if in_place and name in WRITING:
+            # Nothing is left of the target: the value is written into all of it.
+            value = next(iter((*named[1:], *resolved.values())), 0)
+            name, in_place, named, resolved = "setitem", False, (torch.zeros_like(args[0]), ..., value), {}
         before = args[0] if (in_place or name == "setitem") and isinstance(args[0], Tensor) else None
         if before is not None and (node := self.node(before)) is not None:
             # Earlier functions read the value that is written over here.
@@ -134,13 +140,18 @@ class Recording(TorchFunctionMode):
         # Of some arguments only the shape matters.
         nodes = [] if name in NEW else list(_nodes_in((named, resolved)))
         if not nodes:
+            if name in BLANK:
+                # Numbers that happen to be in memory may be NaN, which no later write removes from a sum.
+                result.zero_()
+            if before is not None:
+                self._nodes.pop(id(before), None)
             self._keep(result if before is None else before)
             return result
         kind: Kind = "factor" if name in FACTORS | CONSTANT else _kind(nodes)
         resolved.pop("inplace", None)
         rank = _rank(name, nodes, named)
         if in_place:
-            func = getattr(Tensor, name, None) or getattr(functional, name)
+            func = getattr(Tensor, name, None) or getattr(functional, name, func)
         target = before if before is not None else result
         if isinstance(target, Tensor):
             self._enter(Node(name, func, named, resolved, target, kind, rank))
