@@ -1,4 +1,4 @@
-"""Warn where padding reaches real tokens."""
+"""Where padding stands in each stream of tokens, and warnings where it reaches real tokens."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -6,12 +6,95 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor
+from torch import Tensor, nn
 
-from unilinattn.host.inputs import real_tokens
-from unilinattn.host.module_calls import CallRecord
+from unilinattn.call.axes import as_tokens
+from unilinattn.host.inputs import ids_name, real_tokens
+from unilinattn.host.module_calls import CallRecord, layer_input
+from unilinattn.host.observer import Inputs
 from unilinattn.registry import UNREGISTERED
 from unilinattn.tracing.layer import Layer
+from unilinattn.tracing.perturbation import Constant, Run, special_ids
+
+Masks = Mapping[tuple[int, int], Bool[Tensor, "batch token"]]
+"""The real tokens of streams with padding, by their (batch, length)."""
+
+
+def masks_of_streams(model: nn.Module, arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> Masks:
+    """Return the real tokens of each stream that has the padded tokens, by its (batch, length).
+
+    A stream may have more tokens than the mask, such as those of an image before its text. There padding is where the
+    vectors that a layer reads move with the ids of padding: one run of the model without the computation of its
+    layers. Warns if it is unknown where padding is.
+    """
+    mask, name = real_tokens(arguments), ids_name(arguments)
+    if mask is None:
+        return {}
+    masks = {(mask.shape[0], mask.shape[1]): mask}
+    shapes = {shape for record in layers if (shape := stream_shape(record)) is not None}
+    if shapes & masks.keys():
+        return masks
+    if name is not None and arguments[name].shape == mask.shape:
+        moved = _Moved(model, layers)
+        moved.run({**arguments, name: _other_padding(model, arguments[name], mask)})
+        padding = (~mask).sum(1)
+        for shape, tokens in moved.tokens.items():
+            if shape[0] == len(mask) and torch.equal(tokens.sum(1).to(padding), padding):
+                masks[shape] = ~tokens
+    if len(masks) == 1:
+        warnings.warn(
+            f"no layer of {type(model).__name__} reads as many tokens as attention_mask has ({mask.shape[1]}), and it "
+            "is unknown which of them are padding, so a target counts padding too, and scores do not leave it out; "
+            "trace texts of different lengths one by one.",
+            stacklevel=3,
+        )
+    return masks
+
+
+def stream_shape(record: CallRecord) -> tuple[int, int] | None:
+    """Return (batch, length) of a layer's output, None for a call without one."""
+    if record.output is None:
+        return None
+    batch, length = as_tokens(record.output, record.batch, record.axes.output).shape[:2]
+    return batch, length
+
+
+def _other_padding(model: nn.Module, ids: Tensor, mask: Bool[Tensor, "batch length"]) -> Tensor:
+    """Return the ids with other ones at padding: those of real tokens, which the model accepts."""
+    ordinary = ids[mask][~torch.isin(ids[mask], special_ids(model).to(ids))].unique()
+    others = [int(number) for number in ordinary[:2]]
+    changed = ids
+    for other in others:
+        # The second one is for padding that has the first one's id.
+        changed = torch.where(~mask & (changed == ids), torch.full_like(ids, other), changed)
+    return changed
+
+
+class _Moved(Run):
+    """A run whose layers return constants, which notes the tokens that moved in the vectors of each stream.
+
+    Attributes:
+        tokens: by (batch, length), whether each token that the first layer of a stream reads moved.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[CallRecord]) -> None:
+        constants: dict[str, list[Constant]] = {}
+        self._records: dict[tuple[str, int], CallRecord] = {}
+        for record in layers:
+            if record.output is not None:
+                constants.setdefault(record.name, []).append(Constant(record.structure, record.output))
+                self._records[record.name, len(constants[record.name])] = record
+        super().__init__(model, 0, constants)
+        self.tokens: dict[tuple[int, int], Bool[Tensor, "batch token"]] = {}
+
+    def reading(self, path: str, number: int, inputs: Inputs) -> None:
+        """Compare the vectors that a layer reads with the traced ones."""
+        record, read = self._records.get((path, number)), layer_input((*inputs[0], *inputs[1].values()))
+        if record is None or record.entered is None or read is None or read.shape != record.entered.shape:
+            return
+        before, after = (as_tokens(x, record.batch, record.axes.inputs) for x in (record.entered, read))
+        batch, length = before.shape[:2]
+        self.tokens.setdefault((batch, length), (before != after).any(-1))
 
 
 def warn_of_leaks(arguments: Mapping[str, Any], layers: Sequence[CallRecord]) -> None:
