@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from unilinattn.call.nested import mapped, tensors
 from unilinattn.kernels.precision import full_precision
-from unilinattn.rules.functions import LIKE, MOVING, name_of
+from unilinattn.rules.functions import MOVING, name_of
 
 LOW = (torch.bfloat16, torch.float16)
 """Dtypes in which a change of a token by others may be as small as rounding."""
