@@ -9,12 +9,14 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from unilinattn.call.axes import as_tokens
+from unilinattn.call.nested import tensors
 from unilinattn.host.inputs import ids_name, real_tokens
 from unilinattn.host.module_calls import CallRecord, layer_input
 from unilinattn.host.observer import Inputs
 from unilinattn.registry import UNREGISTERED
 from unilinattn.tracing.layer import Layer
 from unilinattn.tracing.perturbation import Constant, Run, special_ids
+from unilinattn.tracing.token_streams import OWN
 
 Masks = Mapping[tuple[int, int], Bool[Tensor, "batch token"]]
 """The real tokens of streams with padding, by their (batch, length)."""
@@ -115,23 +117,48 @@ def warn_of_leaks(arguments: Mapping[str, Any], layers: Sequence[CallRecord]) ->
         )
 
 
-def warn_of_recorded_leaks(layers: Sequence[Layer]) -> None:
+def warn_of_recorded_leaks(arguments: Mapping[str, Any], layers: Sequence[Layer]) -> None:
     """Warn if padding reaches real tokens in a recorded layer: its operator is applied to vectors of padding only."""
+    shapes = {tuple(mask.shape) for mask in _others(arguments)}
     for layer in layers:
-        mask = layer.mask
-        is_recorded = layer.architecture == UNREGISTERED and layer.prefix_error is None
-        if mask is None or not is_recorded or not mask.shape == layer.input.shape[:2] == layer.output.shape[:2]:
+        if layer.architecture != UNREGISTERED or layer.prefix_error is not None:
             continue
-        padding = torch.randn(layer.input.shape, generator=torch.Generator().manual_seed(0)).to(layer.input)
+        # Only the operator knows the ports, and one that reads no padding need not be built yet.
+        if layer.mask is None and not any(tuple(t.shape[:2]) in shapes for t in tensors(layer.arguments)):
+            continue
         inputs = {port: torch.zeros_like(x) for port, x in layer.operator.inputs.items()}
-        inputs["x"] = padding * ~mask[..., None]
-        if bool(layer.operator.apply(inputs, bias=False)[mask].any()):  # Masked weights are exactly zero.
+        for port, x in inputs.items():
+            mask = _read_mask(arguments, layer, port)
+            if mask is not None:
+                noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+                inputs[port] = noise * ~mask.to(x.device)[..., None]
+        if not any(bool(x.any()) for x in inputs.values()):
+            continue
+        moved = layer.operator.apply(inputs, bias=False)
+        # Masked weights are exactly zero.
+        if bool((moved if layer.mask is None else moved[layer.mask]).any()):
             warnings.warn(
                 f"padding reaches real tokens in this model: {layer.name} ({type(layer.module).__name__}) does not "
                 "mask it. Its operators reproduce that; trace texts of different lengths one by one.",
                 stacklevel=3,
             )
             return
+
+
+def _read_mask(arguments: Mapping[str, Any], layer: Layer, port: str) -> Bool[Tensor, "batch token"] | None:
+    """Return the real tokens that a port of a layer reads, None if all are real.
+
+    Tokens of another stream, such as those of an encoder, are told by the argument with as many.
+    """
+    shape = layer.ports[port]
+    if port == OWN:
+        return layer.mask if layer.mask is not None and tuple(layer.mask.shape) == shape else None
+    return next((mask for mask in _others(arguments) if tuple(mask.shape) == shape), None)
+
+
+def _others(arguments: Mapping[str, Any]) -> list[Bool[Tensor, "batch token"]]:
+    masks = (real_tokens(arguments, name) for name in ("encoder_attention_mask", "attention_mask"))
+    return [mask for mask in masks if mask is not None]
 
 
 def _leak(layers: Sequence[CallRecord], mask: Bool[Tensor, "batch length"]) -> str | None:

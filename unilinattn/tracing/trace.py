@@ -263,7 +263,7 @@ def trace(
     warn_of_leaks(arguments, recorder.layers)
     builder = LayerBuilder(model, arguments, dtype, masks_of_streams(model, arguments, recorder.layers))
     layers, steps = builder.build_steps(recorder.layers)
-    warn_of_recorded_leaks(layers)
+    warn_of_recorded_leaks(arguments, layers)
     mask, weights = builder.mask, builder.weights
     traced = Trace(model, arguments, output, layers, steps, mask, weights, recorder.opaque, text)
     if stream_to is None and not may_be_long(arguments, substitute_above):
